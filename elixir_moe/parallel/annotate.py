@@ -1,0 +1,70 @@
+"""Which parameter has which pattern: glob rules over parameter names.
+
+Owns the match of rules to names and the attribute that carries a pattern. Decides nothing about memory.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir_moe.errors import LayoutError
+from elixir_moe.parallel.pattern import Pattern, RankMesh
+
+_ATTRIBUTE = "elixir_pattern"
+
+
+def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
+    """Gives every parameter of `model` the pattern of the first rule whose glob matches its name.
+
+    Names are those of ``model.named_parameters()``; globs are `fnmatch`'s, so ``*`` also matches dots.
+
+    Raises:
+        LayoutError: a parameter no rule matches; a rule that matches nothing, or only what earlier rules already took;
+            a tied parameter whose names match rules with different patterns; a sharded dim the parameter lacks.
+            All names concerned are listed.
+    """
+    won: dict[str, int] = dict.fromkeys(rules, 0)
+    matched: dict[str, int] = dict.fromkeys(rules, 0)
+    chosen: dict[nn.Parameter, tuple[str, Pattern]] = {}
+    problems: list[str] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        matching = [rule for rule in rules if fnmatchcase(name, rule)]
+        for rule in matching:
+            matched[rule] += 1
+        if not matching:
+            problems.append(f"parameter {name!r} {tuple(parameter.shape)} is matched by no rule: add one, or a last rule '*'")
+            continue
+        pattern = rules[matching[0]]
+        won[matching[0]] += 1
+        first_name, first_pattern = chosen.setdefault(parameter, (name, pattern))
+        if first_pattern != pattern:
+            problems.append(
+                f"parameter {name!r} is tied to {first_name!r}, which has another pattern ({first_pattern}, not {pattern}): "
+                f"one tensor has one pattern"
+            )
+        try:
+            pattern.check_rank(parameter.dim())
+        except LayoutError as error:
+            problems.append(f"parameter {name!r}: {error}")
+    for rule in rules:
+        if not matched[rule]:
+            problems.append(f"rule {rule!r} matches no parameter: mend the glob or remove the rule")
+        elif not won[rule]:
+            problems.append(f"rule {rule!r} never applies: earlier rules take all it matches; put the narrower rule first")
+    if problems:
+        raise LayoutError("annotate: " + "\n  ".join(problems))
+    for parameter, (_, pattern) in chosen.items():
+        setattr(parameter, _ATTRIBUTE, pattern)
+
+
+def pattern_of(parameter: torch.Tensor, default: Pattern | None = None) -> Pattern | None:
+    """The pattern `annotate` gave this parameter, or `default`."""
+    return getattr(parameter, _ATTRIBUTE, default)
+
+
+def replicated_everywhere() -> Pattern:
+    """The pattern of a model nobody annotated: equal on every rank of the world."""
+    return Pattern(RankMesh.world(dist.get_world_size(), dist.get_rank()), replicate=("dp",))

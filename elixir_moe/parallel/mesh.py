@@ -1,0 +1,79 @@
+"""Device meshes: which ranks stand together.
+
+Owns the start of torch.distributed and the two mesh shapes every model uses. A mesh has named axes; what a parameter
+does along them is `pattern`'s question.
+
+Ranks are laid out row-major, tensor-parallel ranks next to each other, then experts, as Megatron-core does::
+
+    8 ranks, tp=2:                ("dp", "tp")        = [[0 1] [2 3] [4 5] [6 7]]
+    the same ranks, ep=2:         ("edp", "ep", "tp") = [[[0 1] [2 3]] [[4 5] [6 7]]]
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from elixir_moe.errors import LayoutError
+from elixir_moe.parallel.pattern import EXPERT_AXIS
+
+
+def init_mesh(tp: int = 1, *, device_type: str | None = None, backend: str | None = None) -> DeviceMesh:
+    """The world as a mesh ("dp", "tp").
+
+    Starts torch.distributed if nobody has: from torchrun's environment, or as a world of one without it.
+
+    Args:
+        tp: tensor-parallel degree; must divide the world size.
+        device_type: "cuda" or "cpu"; by default CUDA where there is one.
+        backend: what `init_process_group` takes; by default gloo for CPU and NCCL for CUDA tensors.
+
+    Raises:
+        LayoutError: `tp` does not divide the world size.
+    """
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not dist.is_initialized():
+        backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if device_type == "cuda" and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    world = dist.get_world_size()
+    if tp < 1 or world % tp:
+        raise LayoutError(f"tp={tp} does not divide the {world} ranks of the world: choose one of {_divisors(world)}")
+    return DeviceMesh(device_type, torch.arange(world).view(world // tp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceMesh:
+    """The ranks of `mesh` ("dp", "tp") again, as ("edp", "ep", "tp"): `ep` ranks share the experts of a layer.
+
+    Collective: every rank of `mesh` must call it, in the same order. Make one mesh a degree, not one a layer.
+
+    Args:
+        mesh: what `init_mesh` returned.
+        ep: expert-parallel degree; with `etp` it must divide the number of ranks.
+        etp: tensor-parallel degree inside the experts; by default that of `mesh`.
+
+    Raises:
+        LayoutError: the degrees do not divide the ranks.
+    """
+    if mesh.mesh_dim_names != ("dp", "tp"):
+        raise LayoutError(f"expert_mesh needs a mesh with axes ('dp', 'tp'), got {mesh.mesh_dim_names}: use em.init_mesh()")
+    ranks = mesh.mesh
+    etp = int(ranks.shape[1]) if etp is None else etp
+    world = ranks.numel()
+    if ep < 1 or etp < 1 or world % (ep * etp):
+        raise LayoutError(
+            f"ep={ep} with {etp} tensor-parallel ranks inside the experts does not divide the {world} ranks of the mesh: "
+            f"choose ep among {_divisors(world // etp) if etp >= 1 and world % etp == 0 else _divisors(world)}"
+        )
+    return DeviceMesh(
+        mesh.device_type, ranks.reshape(world // (ep * etp), ep, etp), mesh_dim_names=("edp", EXPERT_AXIS, "tp")
+    )
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,220 @@
+"""What one parameter is: the axes it is replicated over, and the axes and tensor dims it is sharded on.
+
+Owns `RankMesh`, a pure picture of a device mesh, and `Pattern` with its algebra. Starts no communication and creates no
+process group: everything here is arithmetic on ranks, so it can be tested, hashed and planned without a cluster.
+Source: "parallel pattern", Elixir v1, section I; the divisor rule is derived below.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, Self, cast
+
+import torch
+
+from elixir_moe.errors import LayoutError
+
+EXPERT_AXIS = "ep"
+"""The one sharded axis along which ranks hold different tokens: experts receive tokens of every rank of it."""
+
+
+class MeshLike(Protocol):
+    """What `RankMesh.of` reads of a `torch.distributed.DeviceMesh`."""
+
+    mesh_dim_names: tuple[str, ...] | None
+
+    @property
+    def mesh(self) -> torch.Tensor: ...
+
+    def get_rank(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMesh:
+    """A mesh of ranks as plain data: named axes, their sizes, and the ranks in row-major order."""
+
+    axes: tuple[str, ...]
+    """Axis names, outermost first."""
+    sizes: tuple[int, ...]
+    """Ranks along each axis."""
+    ranks: tuple[int, ...]
+    """Global ranks, row-major over `axes`."""
+    rank: int
+    """The global rank whose view this is."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.axes)) != len(self.axes) or len(self.axes) != len(self.sizes):
+            raise LayoutError(f"mesh axes {self.axes} with sizes {self.sizes}: one distinct name for each size is needed")
+        if math.prod(self.sizes) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
+            raise LayoutError(f"mesh of sizes {self.sizes} needs {math.prod(self.sizes)} distinct ranks, got {self.ranks}")
+        if self.rank not in self.ranks:
+            raise LayoutError(
+                f"rank {self.rank} is not in its own mesh {dict(zip(self.axes, self.sizes, strict=True))} over ranks "
+                f"{self.ranks}: build the pattern on a mesh that contains every rank that wraps the model"
+            )
+
+    @classmethod
+    def of(cls, mesh: "RankMesh | MeshLike") -> "RankMesh":
+        """The picture of a `DeviceMesh` (or the argument itself). Raises LayoutError if the axes have no names."""
+        if isinstance(mesh, RankMesh):
+            return mesh
+        if mesh.mesh_dim_names is None:
+            raise LayoutError(f"{mesh!r} has no axis names: pass mesh_dim_names when you build it")
+        table = mesh.mesh
+        return cls(
+            axes=tuple(mesh.mesh_dim_names),
+            sizes=tuple(table.shape),
+            ranks=tuple(cast(list[int], table.flatten().tolist())),
+            rank=mesh.get_rank(),
+        )
+
+    @classmethod
+    def world(cls, size: int, rank: int) -> Self:
+        """One axis ``dp`` over all `size` ranks."""
+        return cls(axes=("dp",), sizes=(size,), ranks=tuple(range(size)), rank=rank)
+
+    def size(self, axis: str) -> int:
+        """Ranks along `axis`."""
+        return self.sizes[self.axes.index(axis)]
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """This rank's index along each axis."""
+        return _unravel(self.ranks.index(self.rank), self.sizes)
+
+    def ranks_along(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that share this rank's coordinate on every *other* axis, in row-major order of `axes` as listed."""
+        chosen = [self.axes.index(axis) for axis in axes]
+        coordinate = list(self.coordinate)
+        members = []
+        for flat in range(math.prod(self.sizes[i] for i in chosen)):
+            for axis, index in zip(chosen, _unravel(flat, [self.sizes[i] for i in chosen]), strict=True):
+                coordinate[axis] = index
+            members.append(self.ranks[_ravel(coordinate, self.sizes)])
+        return tuple(members)
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """The parallel pattern of a parameter.
+
+    ``Pattern(expert, replicate=("edp",), shard={"ep": 0})``: equal on the ranks of ``edp`` (the chunk is scattered over
+    them and gradients are reduced over them), and a different slice of tensor dim 0 on each rank of ``ep``.
+
+    Gradient divisor. Every rank's loss is the mean over its own tokens, and the wanted gradient is that of the mean over
+    all B ranks that hold different tokens, ``1/B * sum_r dloss_r/dw``. The sum over `replicate` collects the terms, for
+    experts those of all ranks of ``ep`` included, since their tokens were sent here. So the divisor is B: the product of
+    the replicated axes that are not `partial`, times ``ep`` if sharded over it. For experts that is dp, not edp.
+
+    Raises LayoutError for unknown or repeated axes, an axis of more than one rank that is neither replicated nor sharded,
+    a negative dim, or a rank outside the mesh.
+    """
+
+    mesh: RankMesh
+    """The mesh; a `DeviceMesh` with named axes is accepted and turned into its `RankMesh`."""
+    replicate: tuple[str, ...] = field(kw_only=True)
+    """Axes over which the parameter is the same on every rank: its data-parallel process group."""
+    shard: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
+    """(axis, tensor dim) pairs, given as a mapping; of two axes on one dim the first is the outer one."""
+    partial: tuple[str, ...] = field(default=(), kw_only=True)
+    """Replicated axes on which all ranks see the same tokens, each with a part of the gradient: summed, not averaged."""
+    divisor: int | None = field(default=None, kw_only=True)
+    """Overrides the derived gradient divisor; needed where the axes' names do not tell who shares a batch."""
+    dtype: torch.dtype | None = field(default=None, kw_only=True)
+    """Compute dtype of this parameter whatever `wrap` says; None follows `wrap`."""
+
+    def __post_init__(self) -> None:
+        mesh = RankMesh.of(self.mesh)
+        shard = tuple(self.shard.items()) if isinstance(self.shard, Mapping) else tuple(self.shard)
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "shard", shard)
+        for name in ("replicate", "partial"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        named = self.replicate + tuple(axis for axis, _ in shard)
+        unknown = [axis for axis in (*named, *self.partial) if axis not in mesh.axes]
+        if unknown:
+            raise LayoutError(f"{self}: axes {unknown} are not among the mesh's axes {mesh.axes}")
+        if len(set(named)) != len(named):
+            raise LayoutError(f"{self}: an axis is either replicated or sharded, once; got {named}")
+        loose = [axis for axis in mesh.axes if axis not in named and mesh.size(axis) > 1]
+        if loose:
+            raise LayoutError(
+                f"{self}: says nothing of axes {loose}; add each to replicate=(...) or to shard={{axis: tensor dim}}"
+            )
+        if not set(self.partial) <= set(self.replicate):
+            raise LayoutError(f"{self}: partial axes must be among the replicated axes {self.replicate}")
+        if any(dim < 0 for _, dim in shard):
+            raise LayoutError(f"{self}: tensor dims in shard count from 0")
+        if self.divisor is not None and self.divisor < 1:
+            raise LayoutError(f"{self}: divisor must be at least 1")
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{a}={n}" for a, n in zip(self.mesh.axes, self.mesh.sizes, strict=True))
+        extra = "".join(
+            f", {name}={value}"
+            for name, value in (("shard", dict(self.shard)), ("partial", self.partial), ("dtype", self.dtype))
+            if value
+        )
+        return f"Pattern(mesh({sizes}), replicate={self.replicate}{extra})"
+
+    @property
+    def replicate_ranks(self) -> tuple[int, ...]:
+        """The global ranks that hold the same parameter as this rank, this rank among them."""
+        return self.mesh.ranks_along(self.replicate)
+
+    @property
+    def gradient_divisor(self) -> int:
+        """What the gradient summed over `replicate_ranks` is divided by (see the class)."""
+        if self.divisor is not None:
+            return self.divisor
+        batch_axes = [a for a in self.replicate if a not in self.partial]
+        batch_axes += [a for a, _ in self.shard if a == EXPERT_AXIS]
+        return math.prod(self.mesh.size(a) for a in batch_axes)
+
+    def shards_of(self, dim: int) -> int:
+        """Into how many parts tensor dim `dim` of the logical parameter is cut."""
+        return math.prod(self.mesh.size(axis) for axis, d in self.shard if d == dim)
+
+    def global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the logical parameter whose slice on each rank has `local_shape`."""
+        self.check_rank(len(local_shape))
+        return tuple(n * self.shards_of(dim) for dim, n in enumerate(local_shape))
+
+    def local_offset(self, local_shape: Sequence[int]) -> tuple[int, ...]:
+        """Where this rank's slice starts in the logical parameter, one index per tensor dim."""
+        self.check_rank(len(local_shape))
+        coordinate = dict(zip(self.mesh.axes, self.mesh.coordinate, strict=True))
+        offset = []
+        for dim, n in enumerate(local_shape):
+            index = 0
+            for axis, d in self.shard:
+                if d == dim:
+                    index = index * self.mesh.size(axis) + coordinate[axis]
+            offset.append(index * n)
+        return tuple(offset)
+
+    def check_rank(self, tensor_dims: int) -> None:
+        """Raises LayoutError if a sharded dim does not exist in a tensor of `tensor_dims` dims."""
+        missing = [(axis, dim) for axis, dim in self.shard if dim >= tensor_dims]
+        if missing:
+            raise LayoutError(f"{self} shards {missing}, but the tensor has only {tensor_dims} dims")
+
+    def describe(self) -> str:
+        """The same text on every rank of the mesh: what ranks compare to find out whether they agree."""
+        return f"{self}, divisor={self.gradient_divisor}, ranks={self.mesh.ranks}"
+
+
+def _unravel(flat: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    index = []
+    for size in reversed(sizes):
+        flat, i = divmod(flat, size)
+        index.append(i)
+    return tuple(reversed(index))
+
+
+def _ravel(index: Sequence[int], sizes: Sequence[int]) -> int:
+    flat = 0
+    for i, size in zip(index, sizes, strict=True):
+        flat = flat * size + i
+    return flat

@@ -1,0 +1,26 @@
+"""Fixtures every test shares: the pools of ranks, started at first use and kept for the whole run."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """``ranks(2).run(fn, ...)``: a pool of that many ranks, made again if a test broke it."""
+    pools: dict[int, RankPool] = {}
+
+    def get(world: int) -> RankPool:
+        pool = pools.get(world)
+        if pool is None or not pool.alive:
+            pool = pools[world] = RankPool(world)
+        return pool
+
+    yield get
+    for pool in pools.values():
+        pool.close()

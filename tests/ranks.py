@@ -1,0 +1,100 @@
+"""A pool of ranks that is started once and runs one function after another.
+
+Owns the processes and their process group. A test passes a module-level function; every rank calls it with the same
+arguments and the list of results, one a rank, comes back. A pool in which a rank failed is thrown away, since its
+process group can no longer be trusted.
+"""
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+RUN_TIMEOUT_SECONDS = 240
+
+
+class RankError(AssertionError):
+    """A rank raised; carries the exception types so that tests can assert on them."""
+
+    def __init__(self, failures: dict[int, tuple[str, str]]) -> None:
+        super().__init__("\n".join(f"[rank {r}] {text}" for r, (_, text) in failures.items()))
+        self.types = {rank: kind for rank, (kind, _) in failures.items()}
+
+
+def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
+    import datetime
+
+    torch.set_num_threads(1)
+    os.environ.pop("RANK", None)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
+    )
+    while True:
+        try:
+            fn, args, kwargs = pipe.recv()
+        except EOFError:
+            break
+        try:
+            pipe.send((True, fn(*args, **kwargs)))
+        except BaseException as error:
+            pipe.send((False, (type(error).__name__, traceback.format_exc())))
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """`world` processes in one gloo process group."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        context = mp.get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory()
+        rendezvous = os.path.join(self._directory.name, "rendezvous")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, rendezvous, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.alive = True
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls ``fn(*args, **kwargs)`` on every rank; returns the results by rank or raises RankError."""
+        for pipe in self._pipes:
+            pipe.send((fn, args, kwargs))
+        results: list[Any] = []
+        failures: dict[int, tuple[str, str]] = {}
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(RUN_TIMEOUT_SECONDS if not failures else 70):
+                failures[rank] = ("Timeout", f"no answer within {RUN_TIMEOUT_SECONDS} s")
+                continue
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                failures[rank] = ("Died", "the process ended")
+                continue
+            results.append(value)
+            if not ok:
+                failures[rank] = value
+        if failures:
+            self.close()
+            raise RankError(failures)
+        return results
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self.alive = False
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill() if process.is_alive() else None
+            process.join()
+        self._directory.cleanup()
