@@ -1,0 +1,44 @@
+# Every target sets up what it needs: Python >= 3.11 with venv, a C++ compiler and make are all that must be there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
+
+.PHONY: setup test lint format train bench clean
+
+setup: $(STAMP)
+
+# The install is editable: only these files make it stale, an edit to a Python file does not.
+# Old pips hand PIP_CONSTRAINT on to the isolated build, newer ones want PIP_BUILD_CONSTRAINT; one of them always holds.
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[dev]'
+	touch $@
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+train: setup
+	$(BIN)/elixir-moe train --nproc 2 --config examples/pr_moe_small.yaml
+
+bench: setup
+	mkdir -p build
+	$(BIN)/python benchmarks/run.py --out build/bench.json
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
