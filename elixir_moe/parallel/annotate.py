@@ -35,15 +35,17 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
         for rule in matching:
             matched[rule] += 1
         if not matching:
-            problems.append(f"parameter {name!r} {tuple(parameter.shape)} is matched by no rule: add one, or a last rule '*'")
+            problems.append(
+                f"parameter {name!r} {tuple(parameter.shape)} is matched by no rule: add one, or a last rule '*'"
+            )
             continue
         pattern = rules[matching[0]]
         won[matching[0]] += 1
         first_name, first_pattern = chosen.setdefault(parameter, (name, pattern))
         if first_pattern != pattern:
             problems.append(
-                f"parameter {name!r} is tied to {first_name!r}, which has another pattern ({first_pattern}, not {pattern}): "
-                f"one tensor has one pattern"
+                f"parameter {name!r} is tied to {first_name!r}, which has another pattern "
+                f"({first_pattern}, not {pattern}): one tensor has one pattern"
             )
         try:
             pattern.check_rank(parameter.dim())
@@ -53,7 +55,9 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
         if not matched[rule]:
             problems.append(f"rule {rule!r} matches no parameter: mend the glob or remove the rule")
         elif not won[rule]:
-            problems.append(f"rule {rule!r} never applies: earlier rules take all it matches; put the narrower rule first")
+            problems.append(
+                f"rule {rule!r} never applies: earlier rules take all it matches; put the narrower rule first"
+            )
     if problems:
         raise LayoutError("annotate: " + "\n  ".join(problems))
     for parameter, (_, pattern) in chosen.items():

@@ -61,14 +61,16 @@ def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceM
         LayoutError: the degrees do not divide the ranks.
     """
     if mesh.mesh_dim_names != ("dp", "tp"):
-        raise LayoutError(f"expert_mesh needs a mesh with axes ('dp', 'tp'), got {mesh.mesh_dim_names}: use em.init_mesh()")
+        raise LayoutError(
+            f"expert_mesh needs a mesh with axes ('dp', 'tp'), got {mesh.mesh_dim_names}: use em.init_mesh()"
+        )
     ranks = mesh.mesh
     etp = int(ranks.shape[1]) if etp is None else etp
     world = ranks.numel()
     if ep < 1 or etp < 1 or world % (ep * etp):
         raise LayoutError(
-            f"ep={ep} with {etp} tensor-parallel ranks inside the experts does not divide the {world} ranks of the mesh: "
-            f"choose ep among {_divisors(world // etp) if etp >= 1 and world % etp == 0 else _divisors(world)}"
+            f"ep={ep} with {etp} tensor-parallel ranks inside the experts does not divide the {world} ranks of the "
+            f"mesh: choose ep among {_divisors(world // etp) if etp >= 1 and world % etp == 0 else _divisors(world)}"
         )
     return DeviceMesh(
         mesh.device_type, ranks.reshape(world // (ep * etp), ep, etp), mesh_dim_names=("edp", EXPERT_AXIS, "tp")

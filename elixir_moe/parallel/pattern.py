@@ -44,9 +44,10 @@ class RankMesh:
 
     def __post_init__(self) -> None:
         if len(set(self.axes)) != len(self.axes) or len(self.axes) != len(self.sizes):
-            raise LayoutError(f"mesh axes {self.axes} with sizes {self.sizes}: one distinct name for each size is needed")
+            raise LayoutError(f"mesh axes {self.axes} with sizes {self.sizes}: each size needs one name of its own")
         if math.prod(self.sizes) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
-            raise LayoutError(f"mesh of sizes {self.sizes} needs {math.prod(self.sizes)} distinct ranks, got {self.ranks}")
+            needed = math.prod(self.sizes)
+            raise LayoutError(f"mesh of sizes {self.sizes} needs {needed} distinct ranks, got {self.ranks}")
         if self.rank not in self.ranks:
             raise LayoutError(
                 f"rank {self.rank} is not in its own mesh {dict(zip(self.axes, self.sizes, strict=True))} over ranks "
@@ -101,13 +102,14 @@ class Pattern:
     ``Pattern(expert, replicate=("edp",), shard={"ep": 0})``: equal on the ranks of ``edp`` (the chunk is scattered over
     them and gradients are reduced over them), and a different slice of tensor dim 0 on each rank of ``ep``.
 
-    Gradient divisor. Every rank's loss is the mean over its own tokens, and the wanted gradient is that of the mean over
-    all B ranks that hold different tokens, ``1/B * sum_r dloss_r/dw``. The sum over `replicate` collects the terms, for
-    experts those of all ranks of ``ep`` included, since their tokens were sent here. So the divisor is B: the product of
-    the replicated axes that are not `partial`, times ``ep`` if sharded over it. For experts that is dp, not edp.
+    Gradient divisor. Every rank's loss is the mean over its own tokens, and the wanted gradient is that of the mean
+    over all B ranks that hold different tokens, ``1/B * sum_r dloss_r/dw``. The sum over `replicate` collects the terms,
+    for experts those of all ranks of ``ep`` included, since their tokens were sent here. So the divisor is B: the
+    product of the replicated axes that are not `partial`, times ``ep`` if sharded over it. For experts that is dp, not
+    edp.
 
-    Raises LayoutError for unknown or repeated axes, an axis of more than one rank that is neither replicated nor sharded,
-    a negative dim, or a rank outside the mesh.
+    Raises LayoutError for unknown or repeated axes, an axis of more than one rank that is neither replicated nor
+    sharded, a negative dim, or a rank outside the mesh.
     """
 
     mesh: RankMesh
@@ -117,7 +119,7 @@ class Pattern:
     shard: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
     """(axis, tensor dim) pairs, given as a mapping; of two axes on one dim the first is the outer one."""
     partial: tuple[str, ...] = field(default=(), kw_only=True)
-    """Replicated axes on which all ranks see the same tokens, each with a part of the gradient: summed, not averaged."""
+    """Replicated axes whose ranks see the same tokens, each with a part of the gradient: summed, not averaged."""
     divisor: int | None = field(default=None, kw_only=True)
     """Overrides the derived gradient divisor; needed where the axes' names do not tell who shares a batch."""
     dtype: torch.dtype | None = field(default=None, kw_only=True)

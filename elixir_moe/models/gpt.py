@@ -1,0 +1,234 @@
+"""GPT: dense, mixture-of-experts, or pyramid-residual mixture-of-experts, by its configuration.
+
+Owns the model, its loss, the patterns of its parameters and sampling from it. An ordinary `nn.Module`: it knows meshes,
+since its experts are spread over ranks, and nothing of chunks, plans or optimizers.
+Source: GPT-2 (pre-norm, learned positions, tanh GELU, projections into the residual stream scaled by 1/sqrt(2 layers)).
+
+Shape letters: B batch, S sequence, d width, V vocabulary.
+"""
+
+import math
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.models.config import GPTConfig
+from elixir_moe.parallel.experts import MLP, GroupedExperts
+from elixir_moe.parallel.mesh import expert_mesh
+from elixir_moe.parallel.moe import MoE
+from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.parallel.router import TopKRouter
+
+
+class GPTOutput(NamedTuple):
+    """What a forward returns."""
+
+    logits: Tensor
+    """(B, S, V), in the model's dtype."""
+    aux_loss: Tensor
+    """() fp32: auxiliary losses of all mixture layers, times their coefficients; 0 for a dense model."""
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model)
+        self.out = nn.Linear(config.d_model, config.d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, S, d) -> (B, S, d)."""
+        q, k, v = rearrange(self.qkv(x), "b s (three h e) -> three b h s e", three=3, h=self.n_heads).unbind()
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(rearrange(heads, "b h s e -> b s (h e)"))
+
+
+class Block(nn.Module):
+    """One pre-norm layer: attention, then an MLP or a mixture of experts."""
+
+    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        d_hidden = config.mlp_ratio * config.d_model
+        self.norm_1 = nn.LayerNorm(config.d_model)
+        self.attention = Attention(config)
+        self.norm_2 = nn.LayerNorm(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.mlp: MLP | MoE
+        if config.experts[layer]:
+            self.mlp = MoE(
+                d_model=config.d_model,
+                d_hidden=d_hidden,
+                num_experts=config.experts[layer],
+                top_k=config.top_k,
+                mesh=mesh,
+                capacity_factor=config.capacity_factor,
+                residual=config.residual,
+                aux_coefficient=config.aux_coefficient,
+                z_coefficient=config.z_coefficient,
+            )
+        else:
+            self.mlp = MLP(d_model=config.d_model, d_hidden=d_hidden)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, S, d) -> (B, S, d) and the layer's auxiliary loss, () fp32."""
+        x = x + self.dropout(self.attention(self.norm_1(x)))
+        h = self.norm_2(x)
+        if isinstance(self.mlp, MoE):
+            h, aux_loss = self.mlp(h)
+        else:
+            h, aux_loss = self.mlp(h), torch.zeros((), device=x.device)
+        return x + self.dropout(h), aux_loss
+
+
+class GPT(nn.Module):
+    """The model.
+
+    Args:
+        config: its shape.
+        mesh: ("dp", "tp") from `init_mesh`; experts are spread over ``dp`` in the degrees of ``config.ep``, and every
+            rank must build the model, since process groups are made. None builds all experts in this process: the same
+            function of the global batch, whatever ``config.ep`` says.
+
+    Raises:
+        LayoutError: the mesh has more than one ``tp`` rank, or a degree does not divide its ranks.
+    """
+
+    def __init__(self, config: GPTConfig, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.meshes = Meshes(config, mesh)
+        self.tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.positions = nn.Embedding(config.seq_len, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, i, self.meshes.of_layer(i)) for i in range(config.n_layers))
+        self.norm = nn.LayerNorm(config.d_model)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.tokens.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters from the global RNG; the values do not depend on the layout."""
+        std, std_out = 0.02, 0.02 / math.sqrt(2 * self.config.n_layers)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=std_out if name.endswith(("attention.out", "w_out")) else std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+            if isinstance(module, nn.LayerNorm | TopKRouter):
+                module.reset_parameters()
+            if isinstance(module, GroupedExperts):
+                module.reset_parameters(std_in=std, std_out=std_out)
+
+    def forward(self, tokens: Tensor) -> GPTOutput:
+        """(B, S) int64 tokens, S at most ``config.seq_len`` -> logits of each next token, and the auxiliary loss."""
+        if tokens.shape[1] > self.config.seq_len:
+            raise ConfigError(f"{tokens.shape[1]} tokens are longer than the model's seq_len={self.config.seq_len}")
+        x = self.dropout(self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device)))
+        aux_loss = torch.zeros((), device=x.device)
+        for block in self.blocks:
+            x, block_loss = self._run(block, x)
+            aux_loss = aux_loss + block_loss
+        return GPTOutput(self.head(self.norm(x)), aux_loss)
+
+    def _run(self, block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.config.checkpoint == "none" or not torch.is_grad_enabled():
+            return block(x)
+        return checkpoint(block, x, use_reentrant=self.config.checkpoint == "reentrant")
+
+
+class Meshes:
+    """The model's mesh and one expert mesh for each distinct degree; copies of a model share them."""
+
+    def __init__(self, config: GPTConfig, mesh: DeviceMesh | None) -> None:
+        self.mesh = mesh
+        self.degrees = config.ep
+        self.experts: dict[int, DeviceMesh] = {}
+        if mesh is None:
+            return
+        if mesh.mesh_dim_names != ("dp", "tp") or mesh.size(1) > 1:
+            raise LayoutError(
+                f"GPT runs on a mesh ('dp', 'tp') with tp=1, got {mesh.mesh_dim_names} of sizes "
+                f"{tuple(mesh.mesh.shape)}: use em.init_mesh(), or Megatron-core's GPTModel for tensor parallelism"
+            )
+        layers = zip(config.experts, config.ep, strict=True)
+        self.experts = {ep: expert_mesh(mesh, ep) for ep in sorted({ep for experts, ep in layers if experts})}
+
+    def of_layer(self, layer: int) -> DeviceMesh | None:
+        """The expert mesh of a layer; None if it is dense or there is no mesh."""
+        return self.experts.get(self.degrees[layer])
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Meshes":
+        return self
+
+
+def lm_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean cross-entropy of each next token, in fp32, plus the model's auxiliary loss; batch is (B, S + 1) int64."""
+    logits, aux_loss = model(batch[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten()) + aux_loss
+
+
+def gpt_patterns(model: GPT) -> dict[str, Pattern]:
+    """The rules for `annotate`: one for the experts of each mixture layer, one for the rest; none without a mesh."""
+    if model.meshes.mesh is None:
+        return {}
+    rules = {}
+    for i, block in enumerate(model.blocks):
+        mesh = model.meshes.of_layer(i)
+        if isinstance(block.mlp, MoE) and mesh is not None:
+            rules[f"blocks.{i}.mlp.experts.*"] = Pattern(mesh, replicate=("edp",), shard={"ep": 0})
+    return rules | {"*": Pattern(model.meshes.mesh, replicate=("dp",))}
+
+
+def tokens_per_expert(model: nn.Module) -> dict[str, list[int]]:
+    """By the name of each mixture layer, how many choices fell on each expert in the last forward, on all ranks."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    if not layers:
+        return {}
+    counts = iter(torch.cat([layer.tokens_per_expert for layer in layers.values()]).tolist())  # one wait for the device
+    return {name: list(islice(counts, layer.num_experts)) for name, layer in layers.items()}
+
+
+@torch.no_grad()
+def generate(
+    model: GPT, prompt: Tensor, n: int, *, temperature: float = 1.0, generator: torch.Generator | None = None
+) -> Tensor:
+    """Appends `n` sampled tokens to each sequence of `prompt`.
+
+    Every rank must call it with prompts of the same shape and the same `n`: mixture layers communicate. The model is in
+    evaluation mode meanwhile. Of more than ``config.seq_len`` tokens the last ones are the context.
+
+    Args:
+        prompt: (B, S) int64, S at least 1.
+        n: tokens to add.
+        temperature: divides the logits; 0 takes the most probable token.
+        generator: where the samples come from; by default the global RNG of the device.
+
+    Returns:
+        (B, S + n) int64.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(n):
+            logits = model(prompt[:, -model.config.seq_len :]).logits[:, -1].float()
+            prompt = torch.cat([prompt, _sample(logits, temperature, generator)], dim=1)
+    finally:
+        model.train(was_training)
+    return prompt
+
+
+def _sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """(B, V) -> (B, 1)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
