@@ -1,7 +1,111 @@
-// The one file that knows both Python and the kernels: arrays are constrained here, never converted.
+// The one file that knows both Python and the kernels.
+//
+// Arrays come in through DLPack and are constrained here, never converted: a converted copy would lose an in-place
+// update. The GIL is released while a kernel runs.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <array>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "adam.hpp"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
-NB_MODULE(_native, m) { m.doc() = "Kernels of elixir_moe that know neither Python nor torch."; }
+namespace {
+
+using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Array = nb::ndarray<nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstArray = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr std::array<const char*, 3> kIsaNames = {"scalar", "avx2", "avx512"};
+
+const char* name_of(elixir::Isa isa) {
+    return kIsaNames[static_cast<std::size_t>(isa)];
+}
+
+elixir::Isa isa_named(const std::string& name) {
+    const elixir::Isa best = elixir::best_isa();
+    if (name.empty()) return best;
+    for (const elixir::Isa isa : {elixir::Isa::scalar, elixir::Isa::avx2, elixir::Isa::avx512}) {
+        if (name == name_of(isa) && isa <= best) return isa;
+    }
+    throw std::invalid_argument("isa is '" + name + "'; this CPU runs everything up to '" + name_of(best) + "'");
+}
+
+elixir::Dtype dtype_of(const char* what, nb::dlpack::dtype dtype) {
+    using Code = nb::dlpack::dtype_code;
+    if (dtype == nb::dtype<float>()) return elixir::Dtype::float32;
+    if (dtype.bits == 16 && dtype.lanes == 1) {
+        if (dtype.code == static_cast<std::uint8_t>(Code::Bfloat)) return elixir::Dtype::bfloat16;
+        if (dtype.code == static_cast<std::uint8_t>(Code::Float)) return elixir::Dtype::float16;
+    }
+    throw std::invalid_argument(std::string(what) + " must be float32, bfloat16 or float16");
+}
+
+void same_length(const char* what, std::size_t found, std::size_t expected) {
+    if (found == expected) return;
+    throw std::invalid_argument(std::string(what) + " has " + std::to_string(found) + " elements, master has " +
+                                std::to_string(expected) + "; they must have equally many");
+}
+
+void adam_step(Floats master, Floats exp_avg, Floats exp_avg_sq, ConstArray grad, std::optional<Array> compute,
+               double lr, double beta1, double beta2, double eps, double weight_decay, std::int64_t step,
+               double grad_scale, bool decoupled, bool maximize, int threads, const std::string& isa_name) {
+    const std::size_t numel = master.size();
+    same_length("exp_avg", exp_avg.size(), numel);
+    same_length("exp_avg_sq", exp_avg_sq.size(), numel);
+    same_length("grad", grad.size(), numel);
+    if (compute) same_length("compute", compute->size(), numel);
+    if (step < 1) throw std::invalid_argument("step is " + std::to_string(step) + "; the first step is 1");
+    if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + "; at least 1 is needed");
+
+    const elixir::AdamArrays arrays{
+        .master = master.data(),
+        .exp_avg = exp_avg.data(),
+        .exp_avg_sq = exp_avg_sq.data(),
+        .grad = grad.data(),
+        .compute = compute ? compute->data() : nullptr,
+        .grad_dtype = dtype_of("grad", grad.dtype()),
+        .compute_dtype = compute ? dtype_of("compute", compute->dtype()) : elixir::Dtype::none,
+        .numel = numel,
+    };
+    if (arrays.compute_dtype == elixir::Dtype::float32) {
+        throw std::invalid_argument("compute is float32; the master shard is its own compute shard then, pass None");
+    }
+    const elixir::AdamSettings settings{
+        .lr = lr,
+        .beta1 = beta1,
+        .beta2 = beta2,
+        .eps = eps,
+        .weight_decay = weight_decay,
+        .step = step,
+        .grad_scale = grad_scale,
+        .decoupled = decoupled,
+        .maximize = maximize,
+    };
+    const elixir::Isa isa = isa_named(isa_name);
+    const nb::gil_scoped_release no_gil;
+    elixir::adam_step(arrays, settings, isa, threads);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "Kernels of elixir_moe on host memory; they know neither Python nor torch.";
+
+    m.def(
+        "cpu_features", [] { return std::string(name_of(elixir::best_isa())); },
+        "The instruction set the kernels use on this CPU: 'avx512', 'avx2' or 'scalar'.");
+
+    m.def("adam_step", &adam_step, "master"_a.noconvert(), "exp_avg"_a.noconvert(), "exp_avg_sq"_a.noconvert(),
+          "grad"_a.noconvert(), "compute"_a.noconvert().none(), nb::kw_only(), "lr"_a, "beta1"_a, "beta2"_a, "eps"_a,
+          "weight_decay"_a, "step"_a, "grad_scale"_a, "decoupled"_a, "maximize"_a, "threads"_a, "isa"_a = "",
+          "One Adam or AdamW step on a shard in host memory, in place and in one pass.");
+}

@@ -1,0 +1,51 @@
+// Adam on 8 lanes. Compiled with AVX2, FMA and F16C; called only where the CPU has them.
+
+#include <immintrin.h>
+
+#include "adam_simd.hpp"
+
+namespace elixir {
+namespace {
+
+struct Avx2 {
+    using F = __m256;
+    static constexpr std::size_t width = 8;
+
+    static F load(const float* from) { return _mm256_loadu_ps(from); }
+    static void store(float* to, F x) { _mm256_storeu_ps(to, x); }
+    static F set(float x) { return _mm256_set1_ps(x); }
+    static F add(F a, F b) { return _mm256_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F div(F a, F b) { return _mm256_div_ps(a, b); }
+    static F sqrt(F a) { return _mm256_sqrt_ps(a); }
+    static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+
+    static F load_bfloat16(const std::uint16_t* from) {
+        const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    }
+    static F load_float16(const std::uint16_t* from) {
+        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    }
+    static __m128i round_bfloat16(F x) {
+        const __m256i bits = _mm256_castps_si256(x);
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        const __m256i to_even = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+        const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, to_even), 16);
+        const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+        const __m256i words = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
+        return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    }
+    static __m128i round_float16(F x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    static void stream(std::uint16_t* to, __m128i x) { _mm_stream_si128(reinterpret_cast<__m128i*>(to), x); }
+    static void fence() { _mm_sfence(); }
+};
+
+}  // namespace
+
+void adam_avx2(const AdamArrays& arrays, const AdamConstants& constants, std::size_t begin, std::size_t end) {
+    simd::adam<Avx2>(arrays, constants, begin, end);
+}
+
+}  // namespace elixir

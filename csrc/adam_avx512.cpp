@@ -1,0 +1,51 @@
+// Adam on 16 lanes. Compiled with AVX-512F; called only where the CPU has it.
+
+#include <immintrin.h>
+
+#include "adam_simd.hpp"
+
+namespace elixir {
+namespace {
+
+struct Avx512 {
+    using F = __m512;
+    static constexpr std::size_t width = 16;
+
+    static F load(const float* from) { return _mm512_loadu_ps(from); }
+    static void store(float* to, F x) { _mm512_storeu_ps(to, x); }
+    static F set(float x) { return _mm512_set1_ps(x); }
+    static F add(F a, F b) { return _mm512_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+    static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F div(F a, F b) { return _mm512_div_ps(a, b); }
+    static F sqrt(F a) { return _mm512_sqrt_ps(a); }
+    static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+
+    static F load_bfloat16(const std::uint16_t* from) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    }
+    static F load_float16(const std::uint16_t* from) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    }
+    // Not vcvtneps2bf16: that instruction takes subnormals for zero.
+    static __m256i round_bfloat16(F x) {
+        const __m512i bits = _mm512_castps_si512(x);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        const __m512i to_even = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+        const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, to_even), 16);
+        const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+        return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc0)));
+    }
+    static __m256i round_float16(F x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    static void stream(std::uint16_t* to, __m256i x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(to), x); }
+    static void fence() { _mm_sfence(); }
+};
+
+}  // namespace
+
+void adam_avx512(const AdamArrays& arrays, const AdamConstants& constants, std::size_t begin, std::size_t end) {
+    simd::adam<Avx512>(arrays, constants, begin, end);
+}
+
+}  // namespace elixir

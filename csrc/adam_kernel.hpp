@@ -1,0 +1,32 @@
+// What the three Adam kernels share: their constants and their signatures. Included by csrc/adam*.cpp only.
+//
+// Nothing here may be an inline function: the kernels are compiled for different instruction sets, and the linker keeps
+// one copy of an inline function, which might be the one this CPU cannot run.
+#pragma once
+
+#include "adam.hpp"
+
+namespace elixir {
+
+/// AdamSettings as the kernels want them: worked out in double, rounded once.
+struct AdamConstants {
+    float grad_scale;    // negative to maximize
+    float l2_decay;      // Adam's weight decay, 0 for none
+    float shrink;        // AdamW's 1 - lr * weight_decay, 1 for none
+    float lerp_weight;   // 1 - beta1, or -beta1 where lerp goes from the gradient's side
+    bool lerp_from_avg;  // 1 - beta1 < 0.5
+    float beta2;
+    float one_minus_beta2;
+    float sqrt_correction2;
+    float eps;
+    float neg_step_size;
+};
+
+/// Updates elements [begin, end).
+using AdamKernel = void(const AdamArrays& arrays, const AdamConstants& constants, std::size_t begin, std::size_t end);
+
+AdamKernel adam_scalar;
+AdamKernel adam_avx2;
+AdamKernel adam_avx512;
+
+}  // namespace elixir
