@@ -82,7 +82,7 @@ def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
     """
     T, k = weights.shape
     placed = rows.new_zeros(k * T, rows.shape[1]).index_copy(0, dispatch.order, rows)
-    return (placed.view(k, T, -1) * weights.t().unsqueeze(-1)).sum(dim=0)
+    return (placed.view(k, T, rows.shape[1]) * weights.t().unsqueeze(-1)).sum(dim=0)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -103,7 +103,7 @@ class Pattern:
     them and gradients are reduced over them), and a different slice of tensor dim 0 on each rank of ``ep``.
 
     Gradient divisor. Every rank's loss is the mean over its own tokens, and the wanted gradient is that of the mean
-    over all B ranks that hold different tokens, ``1/B * sum_r dloss_r/dw``. The sum over `replicate` collects the terms,
+    over all B ranks that hold different tokens, ``1/B * sum_r dloss_r/dw``. The sum over `replicate` collects them,
     for experts those of all ranks of ``ep`` included, since their tokens were sent here. So the divisor is B: the
     product of the replicated axes that are not `partial`, times ``ep`` if sharded over it. For experts that is dp, not
     edp.
