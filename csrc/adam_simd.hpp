@@ -3,12 +3,39 @@
 //
 // `Vec` is an internal-linkage type of the including file, so each gets its own copy of these templates. It provides
 // `F` (a register of floats), `width`, and load, store, set, add, sub, mul, div, sqrt, fma, and the conversions
-// load_bfloat16, load_float16, round_bfloat16, round_float16, stream (a vector of 16-bit values, past the cache).
+// load_bfloat16, load_float16, round_bfloat16, round_float16, and stream (16-bit values, past the cache) with its
+// fence.
+//
+// The step is memory-bound: 28 bytes an element from a 16-bit gradient to a 16-bit weight. Two things make it run as
+// fast as a plain read-modify-write of as many bytes (measured on arrays of 450 MB, 1 thread, AVX-512; without
+// either: 1.16 times as long): prefetches 1 KB ahead in each array, since five streams outrun the hardware's prefetcher
+// at every page's end (13 %), and stores of the compute weight that do not read its cache lines first (4 %).
 #pragma once
 
 #include "adam_kernel.hpp"
 
 namespace elixir::simd {
+
+constexpr std::size_t kLineBytes = 64;
+constexpr std::size_t kBlock = 16;           // elements to a round: a cache line of floats
+constexpr std::size_t kPrefetchAhead = 256;  // elements; anything from 128 to 384 measured the same
+
+template <class Vec>
+struct Registers {
+    using F = typename Vec::F;
+    F grad_scale, l2_decay, shrink, lerp_weight, beta2, one_minus_beta2, sqrt_correction2, eps, neg_step_size;
+
+    explicit Registers(const AdamConstants& c)
+        : grad_scale(Vec::set(c.grad_scale)),
+          l2_decay(Vec::set(c.l2_decay)),
+          shrink(Vec::set(c.shrink)),
+          lerp_weight(Vec::set(c.lerp_weight)),
+          beta2(Vec::set(c.beta2)),
+          one_minus_beta2(Vec::set(c.one_minus_beta2)),
+          sqrt_correction2(Vec::set(c.sqrt_correction2)),
+          eps(Vec::set(c.eps)),
+          neg_step_size(Vec::set(c.neg_step_size)) {}
+};
 
 template <class Vec, Dtype dtype>
 inline typename Vec::F load_grad(const void* grad, std::size_t i) {
@@ -24,46 +51,47 @@ inline void stream_compute(void* compute, std::size_t i, typename Vec::F value) 
     if constexpr (dtype == Dtype::float16) Vec::stream(to, Vec::round_float16(value));
 }
 
-// How many elements to leave to the scalar kernel until `compute` starts a cache line, as a streamed store needs.
-static std::size_t head_numel(const AdamArrays& a, std::size_t begin, std::size_t end) {
-    if (a.compute_dtype == Dtype::none) return 0;
-    const auto address = reinterpret_cast<std::uintptr_t>(static_cast<std::uint16_t*>(a.compute) + begin);
-    const std::size_t head = (64 - address % 64) % 64 / 2;
-    return head < end - begin ? head : end - begin;
+// May point past the array's end: a prefetch of what is not there does nothing.
+template <class Vec>
+inline void prefetch(const void* array, std::size_t i, std::size_t element_bytes) {
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(array) + i * element_bytes));
 }
 
-/// Updates the whole vectors of [begin, end) and returns where the rest begins.
 template <class Vec, Dtype grad_dtype, Dtype compute_dtype>
-std::size_t vectors(const AdamArrays& a, const AdamConstants& c, std::size_t begin, std::size_t end) {
+inline void update(const AdamArrays& a, const AdamConstants& c, const Registers<Vec>& r, std::size_t i) {
     using F = typename Vec::F;
-    const F grad_scale = Vec::set(c.grad_scale);
-    const F l2_decay = Vec::set(c.l2_decay);
-    const F shrink = Vec::set(c.shrink);
-    const F lerp_weight = Vec::set(c.lerp_weight);
-    const F beta2 = Vec::set(c.beta2);
-    const F one_minus_beta2 = Vec::set(c.one_minus_beta2);
-    const F sqrt_correction2 = Vec::set(c.sqrt_correction2);
-    const F eps = Vec::set(c.eps);
-    const F neg_step_size = Vec::set(c.neg_step_size);
-    const bool l2 = c.l2_decay != 0.0f;
-    const bool from_avg = c.lerp_from_avg;
+    F p = Vec::load(a.master + i);
+    F m = Vec::load(a.exp_avg + i);
+    F v = Vec::load(a.exp_avg_sq + i);
+    F g = Vec::mul(load_grad<Vec, grad_dtype>(a.grad, i), r.grad_scale);
+    if (c.l2_decay != 0.0f) g = Vec::fma(p, r.l2_decay, g);
+    p = Vec::mul(p, r.shrink);
+    m = Vec::fma(r.lerp_weight, Vec::sub(g, m), c.lerp_from_avg ? m : g);
+    v = Vec::fma(Vec::mul(r.one_minus_beta2, g), g, Vec::mul(v, r.beta2));
+    const F denominator = Vec::add(Vec::div(Vec::sqrt(v), r.sqrt_correction2), r.eps);
+    p = Vec::add(p, Vec::div(Vec::mul(r.neg_step_size, m), denominator));
+    Vec::store(a.master + i, p);
+    Vec::store(a.exp_avg + i, m);
+    Vec::store(a.exp_avg_sq + i, v);
+    stream_compute<Vec, compute_dtype>(a.compute, i, p);
+}
 
+/// Updates the whole blocks of [begin, end) and returns where the rest begins.
+template <class Vec, Dtype grad_dtype, Dtype compute_dtype>
+std::size_t blocks(const AdamArrays& arrays, const AdamConstants& constants, std::size_t begin, std::size_t end) {
+    static_assert(kBlock % Vec::width == 0);
+    // Copies of our own, which no store below can be thought to change.
+    const AdamArrays a = arrays;
+    const AdamConstants c = constants;
+    const Registers<Vec> r(c);
     std::size_t i = begin;
-    for (; i + Vec::width <= end; i += Vec::width) {
-        F p = Vec::load(a.master + i);
-        F m = Vec::load(a.exp_avg + i);
-        F v = Vec::load(a.exp_avg_sq + i);
-        F g = Vec::mul(load_grad<Vec, grad_dtype>(a.grad, i), grad_scale);
-        if (l2) g = Vec::fma(p, l2_decay, g);
-        p = Vec::mul(p, shrink);
-        m = Vec::fma(lerp_weight, Vec::sub(g, m), from_avg ? m : g);
-        v = Vec::fma(Vec::mul(one_minus_beta2, g), g, Vec::mul(v, beta2));
-        const F denominator = Vec::add(Vec::div(Vec::sqrt(v), sqrt_correction2), eps);
-        p = Vec::add(p, Vec::div(Vec::mul(neg_step_size, m), denominator));
-        Vec::store(a.master + i, p);
-        Vec::store(a.exp_avg + i, m);
-        Vec::store(a.exp_avg_sq + i, v);
-        stream_compute<Vec, compute_dtype>(a.compute, i, p);
+    for (; i + kBlock <= end; i += kBlock) {
+        const std::size_t ahead = i + kPrefetchAhead;
+        prefetch<Vec>(a.master, ahead, 4);
+        prefetch<Vec>(a.exp_avg, ahead, 4);
+        prefetch<Vec>(a.exp_avg_sq, ahead, 4);
+        prefetch<Vec>(a.grad, ahead, grad_dtype == Dtype::float32 ? 4 : 2);
+        for (std::size_t j = i; j < i + kBlock; j += Vec::width) update<Vec, grad_dtype, compute_dtype>(a, c, r, j);
     }
     return i;
 }
@@ -72,32 +100,43 @@ template <class Vec, Dtype grad_dtype>
 std::size_t by_compute(const AdamArrays& a, const AdamConstants& c, std::size_t begin, std::size_t end) {
     switch (a.compute_dtype) {
         case Dtype::bfloat16:
-            return vectors<Vec, grad_dtype, Dtype::bfloat16>(a, c, begin, end);
+            return blocks<Vec, grad_dtype, Dtype::bfloat16>(a, c, begin, end);
         case Dtype::float16:
-            return vectors<Vec, grad_dtype, Dtype::float16>(a, c, begin, end);
+            return blocks<Vec, grad_dtype, Dtype::float16>(a, c, begin, end);
         default:
-            return vectors<Vec, grad_dtype, Dtype::none>(a, c, begin, end);
+            return blocks<Vec, grad_dtype, Dtype::none>(a, c, begin, end);
     }
 }
 
 template <class Vec>
-void adam(const AdamArrays& a, const AdamConstants& c, std::size_t begin, std::size_t end) {
-    const std::size_t head = head_numel(a, begin, end);
-    adam_scalar(a, c, begin, begin + head);
-    begin += head;
+std::size_t by_grad(const AdamArrays& a, const AdamConstants& c, std::size_t begin, std::size_t end) {
     switch (a.grad_dtype) {
         case Dtype::bfloat16:
-            begin = by_compute<Vec, Dtype::bfloat16>(a, c, begin, end);
-            break;
+            return by_compute<Vec, Dtype::bfloat16>(a, c, begin, end);
         case Dtype::float16:
-            begin = by_compute<Vec, Dtype::float16>(a, c, begin, end);
-            break;
+            return by_compute<Vec, Dtype::float16>(a, c, begin, end);
         default:
-            begin = by_compute<Vec, Dtype::float32>(a, c, begin, end);
-            break;
+            return by_compute<Vec, Dtype::float32>(a, c, begin, end);
     }
-    Vec::fence();  // streamed stores are ordered by nothing else, and another thread reads them next
-    adam_scalar(a, c, begin, end);
+}
+
+// How many elements come before `compute` starts a cache line, as a streamed store needs.
+template <class Vec>
+std::size_t head_numel(const AdamArrays& a, std::size_t begin, std::size_t end) {
+    if (a.compute_dtype == Dtype::none) return 0;
+    const auto address = reinterpret_cast<std::uintptr_t>(a.compute) + 2 * begin;
+    const std::size_t head = (kLineBytes - address % kLineBytes) % kLineBytes / 2;
+    return head < end - begin ? head : end - begin;
+}
+
+/// The whole kernel: the scalar one for the ends, blocks of vectors between.
+template <class Vec>
+void adam(const AdamArrays& a, const AdamConstants& c, std::size_t begin, std::size_t end) {
+    const std::size_t first = begin + head_numel<Vec>(a, begin, end);
+    adam_scalar(a, c, begin, first);
+    const std::size_t rest = by_grad<Vec>(a, c, first, end);
+    Vec::fence();  // orders the streamed stores before whatever tells another thread that they are done
+    adam_scalar(a, c, rest, end);
 }
 
 }  // namespace elixir::simd

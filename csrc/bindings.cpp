@@ -20,9 +20,9 @@ using namespace nb::literals;
 
 namespace {
 
-using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Array = nb::ndarray<nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using ConstArray = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig>;
+using Array = nb::ndarray<nb::ndim<1>, nb::c_contig>;
+using ConstArray = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig>;
 
 constexpr std::array<const char*, 3> kIsaNames = {"scalar", "avx2", "avx512"};
 
@@ -49,6 +49,15 @@ elixir::Dtype dtype_of(const char* what, nb::dlpack::dtype dtype) {
     throw std::invalid_argument(std::string(what) + " must be float32, bfloat16 or float16");
 }
 
+// Pinned memory is host memory too, which is why the device is not part of the arrays' types.
+template <class T>
+void on_host(const char* what, const T& array) {
+    const int device = array.device_type();
+    if (device == nb::device::cpu::value || device == nb::device::cuda_host::value) return;
+    throw std::invalid_argument(std::string(what) + " is not in host memory (DLPack device type " +
+                                std::to_string(device) + ")");
+}
+
 void same_length(const char* what, std::size_t found, std::size_t expected) {
     if (found == expected) return;
     throw std::invalid_argument(std::string(what) + " has " + std::to_string(found) + " elements, master has " +
@@ -59,6 +68,11 @@ void adam_step(Floats master, Floats exp_avg, Floats exp_avg_sq, ConstArray grad
                double lr, double beta1, double beta2, double eps, double weight_decay, std::int64_t step,
                double grad_scale, bool decoupled, bool maximize, int threads, const std::string& isa_name) {
     const std::size_t numel = master.size();
+    on_host("master", master);
+    on_host("exp_avg", exp_avg);
+    on_host("exp_avg_sq", exp_avg_sq);
+    on_host("grad", grad);
+    if (compute) on_host("compute", *compute);
     same_length("exp_avg", exp_avg.size(), numel);
     same_length("exp_avg_sq", exp_avg_sq.size(), numel);
     same_length("grad", grad.size(), numel);

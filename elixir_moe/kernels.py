@@ -1,0 +1,165 @@
+"""The optimizer's arithmetic on one shard, wherever it lies.
+
+Owns the choice between the native kernel (csrc/adam.*) and plain torch; never decides when a step is taken, and holds
+no state. The compute shard is written in the same pass as the master shard, which is what keeps an offloaded
+parameter's traffic at six bytes a step.
+"""
+
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam as torch_adam
+
+try:
+    from elixir_moe import _native
+except ImportError:  # a source tree that was never built: all works, the step on the CPU is several times slower
+    _native = None  # type: ignore[assignment]
+
+TORCH_SLICE_NUMEL = 1 << 23
+"""The torch path works through a shard in slices of so many elements, so that its float32 temporaries, five at the
+most, never exceed 5 x 32 MiB, whatever the shard's length."""
+
+_MASTER_DTYPES = (torch.float32,)
+_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class _Settings(TypedDict):
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    grad_scale: float
+    decoupled: bool
+    maximize: bool
+
+
+def cpu_features() -> str:
+    """What updates shards in host memory: "avx512", "avx2" or "scalar" (native), "torch" where nothing was built."""
+    return "torch" if _native is None else _native.cpu_features()
+
+
+def adam_step(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    compute: Tensor | None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+) -> None:
+    """Take one Adam (or, `decoupled`, AdamW) step on a shard, in place, and write the compute shard.
+
+    The arithmetic is that of `torch.optim.Adam` and `AdamW` in float32, on the gradient `grad.float() * grad_scale`.
+    In host memory the order of operations is that of their one-tensor form: from equal gradients the moments equal
+    torch's to the bit (where torch runs on AVX2 or better), and so does the weight but for torch's square root, which
+    may be an ulp off the IEEE one. On a GPU it is torch's own fused kernel.
+
+    Args:
+        master: The shard's weight, float32, shape (numel,), contiguous, on any device. Updated in place.
+        exp_avg: The first moment, like `master`. Updated in place.
+        exp_avg_sq: The second moment, like `master`. Updated in place.
+        grad: The gradient shard, float32, bfloat16 or float16, same shape and device. Only read.
+        compute: Where the new weight goes, bfloat16 or float16, same shape and device, rounded to nearest even as
+            `Tensor.to` does; None where the master shard is itself the compute shard. May be the very memory of `grad`
+            if that has 16 bits an element too.
+        lr: Learning rate of this step.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the denominator.
+        weight_decay: Decoupled from the gradient (AdamW) or added to it (Adam), as `decoupled` says.
+        step: How many steps this makes, counted from 1; the bias corrections depend on it.
+        grad_scale: Factor on the gradient: one over the loss scale, the clipping coefficient, or their product.
+        decoupled: AdamW's weight decay rather than Adam's.
+        maximize: Ascend rather than descend.
+
+    Raises:
+        ValueError: The arrays do not fit together as said above, or `step` is below 1.
+    """
+    if step < 1:
+        raise ValueError(f"step is {step}; the first step is 1")
+    settings: _Settings = {
+        "lr": lr,
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "step": step,
+        "grad_scale": grad_scale,
+        "decoupled": decoupled,
+        "maximize": maximize,
+    }
+    master, exp_avg, exp_avg_sq, grad = master.detach(), exp_avg.detach(), exp_avg_sq.detach(), grad.detach()
+    compute = None if compute is None else compute.detach()
+    _check("master", master, master, _MASTER_DTYPES)
+    _check("exp_avg", exp_avg, master, _MASTER_DTYPES)
+    _check("exp_avg_sq", exp_avg_sq, master, _MASTER_DTYPES)
+    _check("grad", grad, master, _GRAD_DTYPES)
+    if compute is not None:
+        _check("compute", compute, master, _COMPUTE_DTYPES)
+    if _native is None or master.device.type != "cpu":
+        _torch_step(master, exp_avg, exp_avg_sq, grad, compute, **settings)
+    else:
+        threads = torch.get_num_threads()
+        _native.adam_step(master, exp_avg, exp_avg_sq, grad, compute, **settings, threads=threads)
+
+
+def _check(name: str, array: Tensor, master: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Refuse what neither path can do, in words that name the array."""
+    if array.ndim != 1 or not array.is_contiguous():
+        found = f"shape {tuple(array.shape)}, strides {array.stride()}"
+        raise ValueError(f"{name} must be one-dimensional and contiguous, found {found}")
+    if array.shape != master.shape or array.device != master.device:
+        found = f"{array.numel()} elements on {array.device}"
+        raise ValueError(f"{name} has {found}, master has {master.numel()} on {master.device}; they must agree")
+    if array.dtype not in dtypes:
+        raise ValueError(f"{name} is {array.dtype}, expected {' or '.join(map(str, dtypes))}")
+
+
+@torch.no_grad()
+def _torch_step(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    compute: Tensor | None,
+    **settings: Unpack[_Settings],
+) -> None:
+    """The same step with torch's own functional Adam: any device, no native code."""
+    for start in range(0, master.numel(), TORCH_SLICE_NUMEL):
+        part = slice(start, start + TORCH_SLICE_NUMEL)
+        scaled = grad[part].float()
+        if settings["grad_scale"] != 1.0:
+            scaled = scaled * settings["grad_scale"]  # not in place: `float()` of a float32 gradient is no copy
+        torch_adam(
+            [master[part]],
+            [scaled],
+            [exp_avg[part]],
+            [exp_avg_sq[part]],
+            [],
+            # torch counts this up itself; on the master's device, so that no kernel waits for a copy.
+            [torch.full((), settings["step"] - 1, dtype=torch.float32, device=master.device)],
+            foreach=False,
+            fused=master.device.type == "cuda",
+            decoupled_weight_decay=settings["decoupled"],
+            amsgrad=False,
+            beta1=settings["beta1"],
+            beta2=settings["beta2"],
+            lr=settings["lr"],
+            weight_decay=settings["weight_decay"],
+            eps=settings["eps"],
+            maximize=settings["maximize"],
+        )
+        if compute is not None:
+            compute[part].copy_(master[part])
