@@ -114,7 +114,7 @@ def test_one_process_equals_the_loop(name: str) -> None:
 
 
 def bias_towards(layer: MoE, x: Tensor, chosen: Callable[[int], list[int]]) -> Tensor:
-    """Makes the first dims of each token pick its experts: token t of the global batch goes to ``chosen(t)`` in order."""
+    """Makes the first dims of each token pick its experts: token t of the global batch goes to ``chosen(t)``."""
     with torch.no_grad():
         layer.router.weight.zero_()
         layer.router.weight[:, :E] = torch.eye(E)
@@ -269,7 +269,7 @@ def run_unequal() -> dict[str, Any]:
     mesh = expert_mesh(init_mesh(device_type="cpu"), 2)
     rank, results = dist.get_rank(), {}
     for cut in (1, 0):
-        layer, x, grad = prepare(mesh, {"capacity_factor": 0.8, "top_k": 2}, "")
+        layer, x, _ = prepare(mesh, {"capacity_factor": 0.8, "top_k": 2}, "")
         x = (x[:cut], x[cut:])[rank].clone().requires_grad_()
         y, aux = layer(x)
         aux.backward()

@@ -38,7 +38,8 @@ def init_mesh(tp: int = 1, *, device_type: str | None = None, backend: str | Non
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs forget to export it
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if device_type == "cuda" and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     world = dist.get_world_size()

@@ -8,7 +8,7 @@ Source: "parallel pattern", Elixir v1, section I; the divisor rule is derived be
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self, cast
+from typing import TYPE_CHECKING, Protocol, Self, cast
 
 import torch
 
@@ -21,7 +21,8 @@ EXPERT_AXIS = "ep"
 class MeshLike(Protocol):
     """What `RankMesh.of` reads of a `torch.distributed.DeviceMesh`."""
 
-    mesh_dim_names: tuple[str, ...] | None
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None: ...
 
     @property
     def mesh(self) -> torch.Tensor: ...
@@ -124,6 +125,19 @@ class Pattern:
     """Overrides the derived gradient divisor; needed where the axes' names do not tell who shares a batch."""
     dtype: torch.dtype | None = field(default=None, kw_only=True)
     """Compute dtype of this parameter whatever `wrap` says; None follows `wrap`."""
+
+    if TYPE_CHECKING:  # what it accepts; the fields above are what it holds
+
+        def __init__(
+            self,
+            mesh: RankMesh | MeshLike,
+            *,
+            replicate: str | Sequence[str],
+            shard: Mapping[str, int] | Sequence[tuple[str, int]] = (),
+            partial: str | Sequence[str] = (),
+            divisor: int | None = None,
+            dtype: torch.dtype | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         mesh = RankMesh.of(self.mesh)
