@@ -11,7 +11,6 @@ and the same steps backwards for the experts' outputs. Every split is computed f
 need no exchange of their own, and the host waits for the device once.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +33,10 @@ class Dispatch:
     """Rows from each rank of it."""
     regroup: Tensor | None
     """(m,) int64: which received row stands at each place once rows are grouped by expert; None if they are already."""
-    counts: list[int]
-    """Rows of each expert of this rank."""
+    counts: Tensor
+    """(L,) int64: rows of each expert of this rank."""
+    host_counts: list[int]
+    """`counts` on the host."""
 
 
 def plan_dispatch(
@@ -56,17 +57,20 @@ def plan_dispatch(
     table = _to_host(sources, choices=experts.numel())
     local = len(table[0]) // ep
     here = slice(row * local, (row + 1) * local)
+    incoming = sources[:, here]
     send = [sum(table[row][i * local : (i + 1) * local]) for i in range(ep)]
     received = [source[here] for source in table]
+    receive = [sum(source) for source in received]
     order = experts.t().flatten().argsort(stable=True)
     if not dropless:
         order = _admitted(order, experts, counts[batch_rank], kept[batch_rank], sum(send))
     return Dispatch(
         order=order,
         send=send,
-        receive=[sum(source) for source in received],
-        regroup=None if ep == 1 else _regroup(received, experts.device),
-        counts=[sum(column) for column in zip(*received, strict=True)],
+        receive=receive,
+        regroup=None if ep == 1 else _regroup(incoming, sum(receive)),
+        counts=incoming.sum(dim=0),
+        host_counts=[sum(column) for column in zip(*received, strict=True)],
     )
 
 
@@ -125,12 +129,11 @@ def _admitted(order: Tensor, experts: Tensor, counts: Tensor, kept: Tensor, tota
     return order[dropped.to(torch.uint8).argsort(stable=True)[:total]]
 
 
-def _regroup(received: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Rows come as (source, expert); this permutation makes them (expert, source)."""
-    lengths = torch.tensor(received, device=device)
-    total = sum(map(sum, received))
-    experts = torch.arange(lengths.shape[1], device=device).repeat(lengths.shape[0])
-    return experts.repeat_interleave(lengths.flatten(), output_size=total).argsort(stable=True)
+def _regroup(incoming: Tensor, total: int) -> Tensor:
+    """Rows come as (source, expert), (ep, L) of them; this permutation of (total,) makes them (expert, source)."""
+    ep, local = incoming.shape
+    experts = torch.arange(local, device=incoming.device).repeat(ep)
+    return experts.repeat_interleave(incoming.flatten(), output_size=total).argsort(stable=True)
 
 
 def _to_host(sources: Tensor, choices: int) -> list[list[int]]:

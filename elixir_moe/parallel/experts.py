@@ -4,6 +4,7 @@ Owns their parameters, their initial values and their products. Knows nothing of
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,32 +64,50 @@ class GroupedExperts(nn.Module):
             nn.init.normal_(self.w_in[i], std=std_in or 1 / math.sqrt(d), generator=generator)
             nn.init.normal_(self.w_out[i], std=std_out or 1 / math.sqrt(h), generator=generator)
 
-    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor, host_counts: list[int]) -> Tensor:
         """(n, d) rows, the first ``counts[0]`` of them for expert 0 and so on -> (n, d).
 
         An expert without rows gets a gradient of zeros. One fused kernel where `torch.nn.functional.grouped_mm` has one
         (bf16 on CUDA, rows of 16 bytes); else a loop, which on a CPU is no slower: grouped_mm loops there too.
+
+        Args:
+            rows: (n, d), sorted by expert.
+            counts: (L,) int64 on the rows' device.
+            host_counts: `counts` on the host, so that nothing waits for the device here.
         """
         if _has_grouped_kernel(rows, self.w_in):
             return self._forward_grouped(rows, counts)
-        w_in, w_out, split = self.w_in.unbind(), self.w_out.unbind(), rows.split(counts)
-        b_in = [None] * len(counts) if self.b_in is None else self.b_in.unbind()
-        b_out = [None] * len(counts) if self.b_out is None else self.b_out.unbind()
-        return torch.cat(
-            [_affine(gelu(_affine(split[i], w_in[i], b_in[i])), w_out[i], b_out[i]) for i in range(len(counts))]
-        )
+        split = rows.split(host_counts)
+        w_in, w_out = self.w_in.unbind(), self.w_out.unbind()
+        b_in = [None] * len(split) if self.b_in is None else self.b_in.unbind()
+        b_out = [None] * len(split) if self.b_out is None else self.b_out.unbind()
+        hidden = [gelu(_affine(split[i], w_in[i], b_in[i])) for i in range(len(split))]
+        return torch.cat([_affine(hidden[i], w_out[i], b_out[i]) for i in range(len(split))])
 
-    def _forward_grouped(self, rows: Tensor, counts: list[int]) -> Tensor:
-        sizes = torch.tensor(counts, device=rows.device)
-        ends = sizes.cumsum(0, dtype=torch.int32)
-        expert = torch.repeat_interleave(sizes, output_size=len(rows))
+    def _forward_grouped(self, rows: Tensor, counts: Tensor) -> Tensor:
+        ends, idle = counts.cumsum(0, dtype=torch.int32), counts == 0
         # A product with a one-hot matrix adds each row's bias exactly; its backward is a sum in fp32, without atomics.
-        member = F.one_hot(expert, len(counts)).to(rows.dtype)
-        hidden = F.grouped_mm(rows, self.w_in, offs=ends)
+        expert = torch.repeat_interleave(counts, output_size=len(rows))
+        member = (expert.unsqueeze(1) == torch.arange(len(counts), device=rows.device)).to(rows.dtype)
+        hidden = F.grouped_mm(rows, _NoGradientForIdle.apply(self.w_in, idle), offs=ends)
         if self.b_in is not None:
             hidden = hidden + member @ self.b_in
-        out = F.grouped_mm(gelu(hidden), self.w_out, offs=ends)
+        out = F.grouped_mm(gelu(hidden), _NoGradientForIdle.apply(self.w_out, idle), offs=ends)
         return out if self.b_out is None else out + member @ self.b_out
+
+
+class _NoGradientForIdle(torch.autograd.Function):
+    """The weight itself; its gradient is zero for experts without rows, where grouped_mm may leave old memory."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, idle: Tensor) -> Tensor:
+        ctx.save_for_backward(idle)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (idle,) = ctx.saved_tensors
+        return grads[0].masked_fill(idle.view(-1, 1, 1), 0), None
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -107,7 +126,9 @@ def _expert_seed(seed: int, expert: int) -> int:
 
 def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
     """Whether `grouped_mm` has a fused kernel for these: bf16, CUDA of capability 8.0, rows aligned to 16 bytes."""
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+    if not (rows.is_cuda and torch.cuda.is_available() and len(rows)):
+        return False
+    if rows.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return False
     aligned = all(n % 8 == 0 for n in weight.shape[1:])
     return aligned and torch.cuda.get_device_capability(rows.device) >= (8, 0)

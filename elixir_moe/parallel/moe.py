@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import LayoutError
-from elixir_moe.parallel.dispatch import all_to_all, combine, permute, plan_dispatch
+from elixir_moe.parallel.dispatch import Dispatch, all_to_all, combine, permute, plan_dispatch
 from elixir_moe.parallel.experts import MLP, GroupedExperts
 from elixir_moe.parallel.router import TopKRouter, gather_statistics, kept_counts, load_balance_loss
 
@@ -149,7 +149,7 @@ class MoE(nn.Module):
             dropless=self.capacity_factor is None,
         )
         rows = all_to_all(permute(tokens, dispatch), dispatch.send, dispatch.receive, place.ep_group)
-        rows = self._apply_experts(rows, dispatch.regroup, dispatch.counts)
+        rows = self._apply_experts(rows, dispatch)
         rows = all_to_all(rows, dispatch.receive, dispatch.send, place.ep_group)
         out = combine(rows, routing.weights, dispatch).to(x.dtype).view_as(x)
         if self.mlp is not None and self.coefficient is not None:
@@ -159,11 +159,12 @@ class MoE(nn.Module):
         aux_loss = self.aux_coefficient * load_balance_loss(statistics)
         return out, aux_loss + self.z_coefficient * statistics.squared_log_normaliser
 
-    def _apply_experts(self, rows: Tensor, regroup: Tensor | None, counts: list[int]) -> Tensor:
+    def _apply_experts(self, rows: Tensor, dispatch: Dispatch) -> Tensor:
         """(m, d) received rows -> (m, d) outputs in the order in which the rows came."""
+        regroup = dispatch.regroup
         if regroup is None:
-            return self.experts(rows, counts)
-        grouped = self.experts(rows.index_select(0, regroup), counts)
+            return self.experts(rows, dispatch.counts, dispatch.host_counts)
+        grouped = self.experts(rows.index_select(0, regroup), dispatch.counts, dispatch.host_counts)
         return torch.empty_like(grouped).index_copy(0, regroup, grouped)
 
     def extra_repr(self) -> str:
