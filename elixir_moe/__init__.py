@@ -1,0 +1,34 @@
+"""elixir_moe: train mixture-of-experts models that do not fit the GPUs you have.
+
+The public names; everything else is internal and may move.
+"""
+
+from elixir_moe.chunks.plan import Footprint, Plan, Tier
+from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.errors import CheckpointError, ConfigError, ElixirError, LayoutError, PlanError, TierError
+from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.parallel.annotate import annotate
+from elixir_moe.parallel.mesh import expert_mesh, init_mesh
+from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.state import full_state_dict
+from elixir_moe.wrap import wrap
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ElixirError",
+    "Footprint",
+    "LayoutError",
+    "Pattern",
+    "Plan",
+    "PlanError",
+    "ShardedOptimizer",
+    "Statistics",
+    "Tier",
+    "TierError",
+    "annotate",
+    "expert_mesh",
+    "full_state_dict",
+    "init_mesh",
+    "wrap",
+]

@@ -1,0 +1,156 @@
+"""One chunk at run time: a state machine between its home and a block.
+
+Owns the state of a chunk, the views its parameters have of the block, and what parameters are while it is away. Issues
+no transfer and no collective: `scheduler` does.
+
+    state      memory beside the home                     may become
+    SHARDED    none                                       GATHERING
+    GATHERING  a block, being filled                      GATHERED
+    GATHERED   a block with values, parameters view it    SHARDED, GRADIENT
+    GRADIENT   the same block, values and gradients       REDUCING, SHARDED (a backward that failed)
+    REDUCING   the block until the gradient has left      SHARDED
+
+A released parameter is one NaN expanded to its shape: shape, dtype and device stay true, no memory is held, and a read
+that should not have happened shows. Source: gradients in the place of parameters, Elixir v2, figure 3.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from enum import Enum
+
+import torch
+
+from elixir_moe.chunks.collectives import Communicator, Ticket
+from elixir_moe.chunks.layout import ChunkSpec
+from elixir_moe.chunks.tiers import Home
+
+
+class ChunkState(Enum):
+    """What a chunk is doing; see the table above."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+    GRADIENT = "gradient"
+    REDUCING = "reducing"
+
+
+_LEGAL = {
+    (ChunkState.SHARDED, ChunkState.GATHERING),
+    (ChunkState.GATHERING, ChunkState.GATHERED),
+    (ChunkState.GATHERED, ChunkState.SHARDED),
+    (ChunkState.GATHERED, ChunkState.GRADIENT),
+    (ChunkState.GRADIENT, ChunkState.REDUCING),
+    (ChunkState.GRADIENT, ChunkState.SHARDED),  # a backward that failed
+    (ChunkState.REDUCING, ChunkState.SHARDED),
+}
+
+
+class Placeholder:
+    """What released parameters look like: one NaN for each dtype, expanded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
+        self.keys: set[int] = set()
+        """Storages of the NaNs, as `Block.key`."""
+
+    def like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of `parameter`'s shape that holds nothing."""
+        nan = self._by_dtype.get(dtype)
+        if nan is None:
+            fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+            nan = self._by_dtype[dtype] = torch.full((), fill, dtype=dtype, device=self._device)
+            self.keys.add(nan.untyped_storage().data_ptr())
+        return nan.expand(parameter.shape)
+
+
+class Chunk:
+    """A chunk with its parameters, its home and, while it is in a block, its buffer."""
+
+    def __init__(
+        self,
+        spec: ChunkSpec,
+        parameters: list[torch.nn.Parameter],
+        home: Home,
+        communicator: Communicator,
+        placeholder: Placeholder,
+    ) -> None:
+        self.spec = spec
+        self.parameters = parameters
+        """In the order of `spec.slots`."""
+        self.home = home
+        self.communicator = communicator
+        self.original_dtypes = [parameter.dtype for parameter in parameters]
+        """What the parameters were before `wrap`: what a full state dict gives them back as."""
+        self.state = ChunkState.SHARDED
+        self.buffer: torch.Tensor | None = None
+        """(numel,) in the compute dtype while the chunk is in a block."""
+        self.arriving: Ticket | None = None
+        """The gather in flight."""
+        self.leaving: Ticket | None = None
+        """The last reduction; in flight while REDUCING."""
+        self.landed: set[int] = set()
+        """Indices into `parameters` whose gradient is in the buffer."""
+        self.readers: Counter[int] = Counter()
+        """By index into `parameters`: saved tensors of this backward that still view it."""
+        self._delayed: dict[int, torch.Tensor] = {}
+        self._placeholder = placeholder
+        self._starts = [slot.start for slot in spec.slots]
+        self._views_of = [(s.start, s.stop, p.shape) for s, p in zip(spec.slots, parameters, strict=True)]
+
+    def transition(self, to: ChunkState) -> None:
+        """Changes the state; asserts that the table allows it."""
+        assert (self.state, to) in _LEGAL, f"chunk {self.spec.index}: {self.state.value} -> {to.value} is not legal"
+        self.state = to
+
+    def view(self, index: int) -> torch.Tensor:
+        """Parameter `index`'s place in the buffer, in its shape."""
+        assert self.buffer is not None, f"chunk {self.spec.index} is not in a block"
+        start, stop, shape = self._views_of[index]
+        return self.buffer[start:stop].view(shape)
+
+    def attach(self) -> None:
+        """Parameters become views of the buffer."""
+        for index, parameter in enumerate(self.parameters):
+            parameter.data = self.view(index)
+
+    def detach(self) -> None:
+        """Parameters become placeholders; the buffer is let go."""
+        for parameter in self.parameters:
+            parameter.data = self._placeholder.like(parameter, self.spec.key.dtype)
+        self.buffer = None
+
+    def index_at(self, offset: int) -> int:
+        """Which parameter element `offset` of the buffer belongs to."""
+        return bisect_right(self._starts, offset) - 1
+
+    def write_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Overwrites parameter `index` with its gradient (None: zeros), or adds to one that is there.
+
+        A gradient whose parameter still has readers (a detached use, a retained graph) waits beside the block.
+        """
+        if index in self._delayed and gradient is not None:
+            self._delayed[index] = self._delayed[index] + gradient
+        elif index not in self.landed and self.readers[index] and gradient is not None:
+            self._delayed[index] = gradient
+        elif gradient is None:
+            self.view(index).zero_()
+        elif index in self.landed:
+            self.view(index).add_(gradient)
+        else:
+            self.view(index).copy_(gradient)
+        self.landed.add(index)
+
+    def complete_gradients(self) -> torch.Tensor:
+        """The buffer with a gradient or zeros in every parameter's place; parameters let go of it."""
+        for index in range(len(self.parameters)):
+            if index in self._delayed:
+                self.view(index).copy_(self._delayed.pop(index))
+            elif index not in self.landed:
+                self.view(index).zero_()
+        buffer = self.buffer
+        assert buffer is not None
+        self.landed.clear()
+        self.detach()
+        return buffer

@@ -1,0 +1,138 @@
+"""Collectives on chunks: how a gathered chunk comes together and a gradient comes apart.
+
+Owns the process groups of the library and what suits each backend. Decides nothing: `scheduler` says what and when.
+
+Gathers and reductions have process groups of their own, so that a gather never waits behind a reduction on the wire.
+On NCCL both run in place in the block. gloo is slow where it is naive: there a gather is one message to and from every
+peer, in place, and a reduce-scatter is an all-to-all into a staging buffer and a local sum, which also adds
+in fp32 whatever travels, in rank order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Ticket:
+    """The end of an operation in flight. `wait` orders what follows on the current stream (the host, on CPU) after it."""
+
+    def __init__(self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None) -> None:
+        self._works = list(works)
+        self._finish = finish
+        self._event: torch.cuda.Event | None = None
+
+    def mark(self, stream: "torch.cuda.Stream") -> None:
+        """Everything issued to `stream` so far belongs to the operation."""
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        """Orders the caller after the operation; a second wait costs nothing."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Blocks the host until the operation is done."""
+        self.wait()
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Communicator:
+    """The collectives of one process group of ranks.
+
+    Collective to build: all its ranks do so, and groups are built in the same order everywhere.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], device: torch.device) -> None:
+        self.ranks = ranks
+        self.rank = dist.get_rank()
+        self.size = len(ranks)
+        self.index = ranks.index(self.rank) if self.size > 1 else 0
+        self._tag = 0
+        self._gather_group = self._reduce_group = None
+        self.staged = False
+        if self.size > 1:
+            self._gather_group = dist.new_group(list(ranks), use_local_synchronization=True)
+            self._reduce_group = dist.new_group(list(ranks), use_local_synchronization=True)
+            self.staged = backend_of(self._reduce_group, device) == "gloo"
+
+    def all_gather(self, buffer: torch.Tensor) -> Ticket:
+        """In place: slice `index` of `buffer`'s `size` equal slices is ours, the others arrive."""
+        if self.size == 1:
+            return Ticket()
+        slices = buffer.view(self.size, -1)
+        if not self.staged:
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            return Ticket([gather(buffer, slices[self.index], group=self._gather_group, async_op=True)])
+        self._tag += 1
+        slices = slices.view(torch.uint8)
+        works = []
+        for step in range(1, self.size):  # every rank starts with another peer
+            to, source = (self.index + step) % self.size, (self.index - step) % self.size
+            works.append(dist.irecv(slices[source], self.ranks[source], group=self._gather_group, tag=self._tag))
+            works.append(dist.isend(slices[self.index], self.ranks[to], group=self._gather_group, tag=self._tag))
+        return Ticket(works)
+
+    def reduce_scatter(
+        self, buffer: torch.Tensor, staging: torch.Tensor | None, land: Callable[[torch.Tensor], None]
+    ) -> Ticket:
+        """Sums `buffer` over the ranks and gives `land` this rank's slice when it is complete.
+
+        Args:
+            buffer: one gradient of every parameter; must stay as it is until the ticket is waited for.
+            staging: as large as `buffer`, needed where `staged`; in use until the ticket is waited for.
+            land: called once, in `wait` on gloo, at once (in stream order) elsewhere.
+        """
+        slices = buffer.view(self.size, -1)
+        if self.size == 1:
+            land(slices[0])
+            return Ticket()
+        if not self.staged:
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            scatter(slices[self.index], buffer, group=self._reduce_group)
+            land(slices[self.index])
+            return Ticket()
+        assert staging is not None and staging.numel() == buffer.numel(), "gloo reductions need a staging buffer"
+        received = staging.view(self.size, -1)
+        work = dist.all_to_all_single(
+            received.view(torch.uint8), slices.view(torch.uint8), group=self._reduce_group, async_op=True
+        )
+        return Ticket([work], lambda: land(torch.sum(received, 0)))
+
+    def all_reduce(self, buffer: torch.Tensor, land: Callable[[torch.Tensor], None]) -> Ticket:
+        """Sums `buffer` over the ranks in place and gives it to `land`."""
+        if self.size == 1:
+            land(buffer)
+            return Ticket()
+        if not self.staged:
+            dist.all_reduce(buffer, group=self._reduce_group)
+            land(buffer)
+            return Ticket()
+        work = dist.all_reduce(buffer, group=self._reduce_group, async_op=True)
+        return Ticket([work], lambda: land(buffer))
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """Gives every rank the first rank's `buffer`; blocks."""
+        if self.size > 1:
+            dist.broadcast(buffer.view(torch.uint8), self.ranks[0], group=self._gather_group)
+
+
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Name of the backend that serves tensors on `device`: "gloo" or "nccl"."""
+    assert group is not None
+    name: str = group._get_backend(device).name()
+    return name
+
+
+def build_communicators(wanted: Sequence[tuple[int, ...]], device: torch.device) -> dict[tuple[int, ...], Communicator]:
+    """One communicator for each distinct tuple of ranks, built in an order all ranks share."""
+    return {ranks: Communicator(ranks, device) for ranks in sorted(set(wanted), key=lambda r: (len(r), r))}

@@ -1,0 +1,68 @@
+"""Which parameters may share a chunk: the chunk groups.
+
+Owns `ParamSpec`, all the pure part of the package knows of a parameter, and the key that sorts parameters into groups.
+Two parameters share a chunk group if one collective can serve both: the same ranks, compute dtype, trainability and
+gradient divisor. The key is the identity of the ranks, never their number: two process groups of equal size are two.
+Source: Elixir v1, sections IV-A ("parameters with different DP groups can not communicate together").
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=False)
+class ChunkGroupKey:
+    """What all parameters of a chunk group have in common."""
+
+    ranks: tuple[int, ...]
+    """Global ranks of the replicate process group, in the order that numbers the shards."""
+    dtype: torch.dtype
+    """Compute dtype: what blocks and compute shards hold."""
+    trainable: bool
+    """Whether the chunks have gradients, master shards and moments."""
+    divisor: int
+    """What summed gradients are divided by (`Pattern.gradient_divisor`)."""
+
+    @property
+    def label(self) -> str:
+        """A short name for tables and counters."""
+        frozen = "" if self.trainable else " frozen"
+        return f"ranks {_ranges(self.ranks)} /{self.divisor} {str(self.dtype).removeprefix('torch.')}{frozen}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamSpec:
+    """One parameter, as far as grouping and packing care."""
+
+    name: str
+    """Its first name in the model."""
+    shape: tuple[int, ...]
+    """Shape of this rank's slice."""
+    key: ChunkGroupKey
+    """The chunk group it belongs to."""
+    resident: bool = False
+    """Used by several modules (tied): its chunk has a buffer of its own and never leaves it during a step."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's slice."""
+        return math.prod(self.shape)
+
+
+def group_parameters(params: Iterable[ParamSpec]) -> dict[ChunkGroupKey, list[int]]:
+    """Indices of the parameters of each chunk group; groups and parameters in order of first use."""
+    groups: dict[ChunkGroupKey, list[int]] = {}
+    for index, param in enumerate(params):
+        groups.setdefault(param.key, []).append(index)
+    return groups
+
+
+def _ranges(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > 2:
+        step = ranks[1] - ranks[0]
+        if all(b - a == step for a, b in zip(ranks, ranks[1:], strict=False)):
+            return f"{ranks[0]}-{ranks[-1]}" + (f" step {step}" if step != 1 else "")
+    return ",".join(map(str, ranks))

@@ -1,0 +1,162 @@
+"""How a model is held and moved: the plan, and the bytes it costs.
+
+Owns `Plan`, a small piece of frozen data, and `Footprint`, the memory a plan needs for a layout, to the byte. Pure.
+Source: [S_FLAG, O_FLAG, C_SIZE], Elixir v1, VI-B; memory as in v2, Table 1, with L_c the bytes of a compute element and
+L_os * F_os those of master and moments.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Self
+
+import torch
+
+from elixir_moe.chunks.layout import ChunkSpec, Layout
+from elixir_moe.errors import PlanError
+
+
+class Tier(StrEnum):
+    """Where the long-lived state of a chunk (compute shard, master shard, moments) is at home."""
+
+    DEVICE = "device"
+    """Device memory: updates run on the device, gathers need no transfer."""
+    HOST = "host"
+    """Host memory, pinned where there is a GPU: updates run on the CPU, each gather first fetches the shard."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What `wrap` does with a model. Make one with a preset, or field by field."""
+
+    scatter: bool
+    """S_FLAG: scatter every chunk over its process group; False keeps it whole on every rank."""
+    offloaded: bool
+    """O_FLAG: chunks are at home in host memory."""
+    rcache_blocks: int | None
+    """C_SIZE: blocks of the rCache; None is one for each chunk."""
+    device_chunks: int = 0
+    """With `offloaded`: this many chunks, the last in order of first use, are at home on the device all the same."""
+    chunk_numel: int | None = None
+    """Chunk length C in elements; None takes the length that wastes least."""
+    prefetch: bool = True
+    """Gather the next chunk of the recorded schedule ahead of its use."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("rcache_blocks", 1), ("device_chunks", 0), ("chunk_numel", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}")
+        if self.device_chunks and not self.offloaded:
+            raise PlanError(f"device_chunks={self.device_chunks} means nothing unless offloaded: all chunks are on the device")
+
+    @classmethod
+    def ddp(cls) -> Self:
+        """Replicated parameters and optimizer state, gradients all-reduced: [False, False, inf]."""
+        return cls(scatter=False, offloaded=False, rcache_blocks=None)
+
+    @classmethod
+    def zero2(cls, *, chunk_numel: int | None = None) -> Self:
+        """Every chunk gathered once a step and kept until its gradient replaces it: [True, False, inf]."""
+        return cls(scatter=True, offloaded=False, rcache_blocks=None, chunk_numel=chunk_numel)
+
+    @classmethod
+    def zero3(cls, *, rcache_blocks: int, chunk_numel: int | None = None) -> Self:
+        """Chunks come and go through `rcache_blocks` blocks: [True, False, C]."""
+        return cls(scatter=True, offloaded=False, rcache_blocks=rcache_blocks, chunk_numel=chunk_numel)
+
+    @classmethod
+    def offload(cls, *, rcache_blocks: int | None, device_chunks: int = 0, chunk_numel: int | None = None) -> Self:
+        """As `zero3`, with all chunks but `device_chunks` at home in host memory: [True, True, C]."""
+        return cls(
+            scatter=True,
+            offloaded=True,
+            rcache_blocks=rcache_blocks,
+            device_chunks=device_chunks,
+            chunk_numel=chunk_numel,
+        )
+
+    def to_json(self) -> str:
+        """The plan as one JSON object."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`. Raises PlanError for anything that is not a plan."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not a plan in JSON: {error}") from error
+        known = {field.name for field in fields(cls)}
+        if not isinstance(data, dict) or set(data) - known or {"scatter", "offloaded", "rcache_blocks"} - set(data):
+            raise PlanError(f"not a plan: expected an object with the keys {sorted(known)}, got {text[:200]}")
+        return cls(**data)
+
+    def blocks(self, layout: Layout) -> int:
+        """Blocks of the rCache for this layout; never more than there are chunks to hold."""
+        chunks = len(layout.cached)
+        return chunks if self.rcache_blocks is None else min(self.rcache_blocks, chunks)
+
+    def home(self, layout: Layout, chunk: ChunkSpec) -> Tier:
+        """The tier of a chunk's long-lived state."""
+        on_device = not self.offloaded or chunk.index >= len(layout.chunks) - self.device_chunks
+        return Tier.DEVICE if on_device else Tier.HOST
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """The bytes the library holds on one rank, activations and the framework's own not included."""
+
+    rcache_bytes: int
+    """Blocks of the rCache."""
+    resident_bytes: int
+    """Gathered chunks with a buffer of their own: tied parameters and fused small groups."""
+    staging_bytes: int
+    """Where a reduction over gloo lands before it is summed; none on NCCL."""
+    shard_bytes: dict[str, int]
+    """By tier: compute or gradient shards, master shards and moments."""
+    accumulator_bytes: dict[str, int]
+    """By tier: fp32 sums that exist only if `backward` runs more than once in a step and the compute dtype is narrower."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak on the device with one backward a step."""
+        return self.rcache_bytes + self.resident_bytes + self.staging_bytes + self.shard_bytes[Tier.DEVICE]
+
+    @property
+    def host_bytes(self) -> int:
+        """Peak in host memory with one backward a step."""
+        return self.shard_bytes[Tier.HOST]
+
+
+def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> Footprint:
+    """The bytes `plan` needs.
+
+    Args:
+        plan: the plan.
+        layout: the chunks.
+        moments: fp32 values the optimizer keeps for each element; 2 for Adam.
+        staged: reductions go through a staging buffer (gloo).
+    """
+    shards = {tier.value: 0 for tier in Tier}
+    accumulators = dict(shards)
+    for chunk in layout.chunks:
+        tier = plan.home(layout, chunk).value
+        per_element = chunk.key.dtype.itemsize
+        if chunk.key.trainable:
+            per_element += 4 * (1 + moments)
+            if chunk.key.dtype != torch.float32:
+                accumulators[tier] += 4 * chunk.shard_numel
+        shards[tier] += per_element * chunk.shard_numel
+    return Footprint(
+        rcache_bytes=plan.blocks(layout) * layout.block_bytes,
+        resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.resident),
+        staging_bytes=staging_bytes(layout) if staged else 0,
+        shard_bytes=shards,
+        accumulator_bytes=accumulators,
+    )
+
+
+def staging_bytes(layout: Layout) -> int:
+    """Bytes of the staging buffer: the largest chunk that is reduced over more than one shard."""
+    return max((chunk.nbytes for chunk in layout.chunks if chunk.shards > 1 and chunk.key.trainable), default=0)

@@ -1,0 +1,294 @@
+"""Which chunk leaves the rCache when another must enter: one set of decisions for the runtime and the simulator.
+
+Owns the logical state of the rCache (`CacheState`), the replacement policies and the recorded schedule. Touches no
+memory: the runtime carries out the loads and evictions decided here, the simulator only counts them.
+
+A schedule is the list of what one forward and backward asks of the cache, the same on every rank and in every step:
+
+    acquire  the chunks must be in blocks, and stay until released
+    release  one use of the chunks is over
+    hold     gradients begin to overwrite the chunk: it must stay until it is freed
+    free     the chunk's gradient was sent off: its block is empty
+
+Before there is a schedule, the least recently used chunk leaves, which suits backward (the reverse of forward) well and
+is safe for any order. With one, the chunk whose next use lies farthest ahead does (Belady), which no policy beats.
+Source: Elixir v1, VI-A; v2, A.2.
+"""
+
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elixir_moe.errors import PlanError
+
+NEVER = 1 << 62
+"""Position of a use that does not come."""
+
+
+class Verb(StrEnum):
+    """What a schedule entry asks for."""
+
+    ACQUIRE = "acquire"
+    RELEASE = "release"
+    HOLD = "hold"
+    FREE = "free"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One request to the cache."""
+
+    verb: Verb
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Decision: gather `chunk` into `block`, whose chunk `evicted` (None: it was empty) is dropped without a write."""
+
+    chunk: int
+    block: int
+    evicted: int | None
+    ahead: bool
+    """Decided as a prefetch, before the chunk was asked for."""
+
+
+class Schedule:
+    """A recorded sequence of entries with the positions at which each chunk is acquired."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.entries = tuple(entries)
+        self._uses: dict[int, list[int]] = {}
+        self._next_acquire: list[int | None] = [None] * (len(self.entries) + 1)
+        upcoming = None
+        for position in reversed(range(len(self.entries))):
+            self._next_acquire[position + 1] = upcoming
+            if self.entries[position].verb is Verb.ACQUIRE:
+                upcoming = position
+                for chunk in self.entries[position].chunks:
+                    self._uses.setdefault(chunk, []).insert(0, position)
+        self._next_acquire[0] = upcoming
+
+    def next_use(self, chunk: int, position: int) -> int:
+        """Position of the first acquire of `chunk` behind `position`, or NEVER."""
+        uses = self._uses.get(chunk, [])
+        index = bisect_right(uses, position)
+        return uses[index] if index < len(uses) else NEVER
+
+    def next_acquire(self, position: int) -> int | None:
+        """Position of the first acquire behind `position`."""
+        return self._next_acquire[position + 1]
+
+    def least_blocks(self) -> int:
+        """The fewest blocks with which the schedule can be carried out: the most chunks ever held at once."""
+        held: Counter[int] = Counter()
+        most = 0
+        for entry in self.entries:
+            _apply(held, entry)
+            most = max(most, len(held))
+        return most
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """How often the cache had what was asked for."""
+
+    hits: int = 0
+    """Requests for a chunk that needed no gather."""
+    misses: int = 0
+    """Gathers: requests that found the chunk in no block, or would have without the prefetch."""
+    evictions: int = 0
+    """Chunks dropped to make room."""
+    prefetched: int = 0
+    """Those of the misses that were gathered ahead of their use."""
+    off_schedule: int = 0
+    """Requests that were not the recorded ones: served on demand."""
+
+
+class CacheState:
+    """The rCache without its memory: which chunk is in which block, which are held, and who leaves next.
+
+    With a `schedule` the requests are expected to follow it; those that do not are served by the safe policy and counted
+    as `off_schedule`, until `rewind` starts the schedule anew.
+    """
+
+    def __init__(self, blocks: int, schedule: Schedule | None = None, *, prefetch: bool = True) -> None:
+        self.blocks = blocks
+        self.counts = CacheCounts()
+        self._schedule = schedule
+        self._prefetch = prefetch
+        self._position = -1
+        self._on_schedule = True
+        self._where: dict[int, int] = {}
+        self._empty = deque(range(blocks))
+        self._held: Counter[int] = Counter()
+        self._clock = 0
+        self._last_use: dict[int, int] = {}
+        self._ahead: set[int] = set()
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The chunks in blocks, in the order they came."""
+        return tuple(self._where)
+
+    def follow(self, schedule: Schedule) -> None:
+        """Takes `schedule` from its start from now on."""
+        self._schedule = schedule
+        self.rewind()
+
+    def rewind(self) -> bool:
+        """Starts the schedule anew; returns whether the last round kept to it to the end."""
+        complete = self._schedule is not None and self._on_schedule and self._position + 1 == len(self._schedule.entries)
+        self._position, self._on_schedule = -1, True
+        return complete
+
+    def acquire(self, chunks: tuple[int, ...], *, tracked: bool = True) -> list[Load]:
+        """Holds `chunks`; returns the loads to carry out, in order.
+
+        Args:
+            chunks: the chunks that must be in blocks together.
+            tracked: False for requests outside the training step (evaluation): they do not move the schedule.
+
+        Raises:
+            PlanError: all blocks are held by others.
+        """
+        if tracked:
+            self._advance(Entry(Verb.ACQUIRE, chunks))
+        for chunk in chunks:
+            self._held[chunk] += 1
+        loads = []
+        for chunk in chunks:
+            self._clock += 1
+            self._last_use[chunk] = self._clock
+            if chunk not in self._where:
+                loads.append(self._load(chunk, self._victim(self._held), ahead=False))
+            elif chunk in self._ahead:
+                self._ahead.remove(chunk)
+            else:
+                self.counts.hits += 1
+        return loads + (self._look_ahead() if tracked else [])
+
+    def release(self, chunks: tuple[int, ...], *, tracked: bool = True) -> list[Load]:
+        """Ends one hold on each of `chunks`; returns prefetches to carry out."""
+        return self._settle(Entry(Verb.RELEASE, chunks), tracked)
+
+    def hold(self, chunk: int) -> list[Load]:
+        """Keeps `chunk`, which is in a block, until it is freed; returns prefetches to carry out."""
+        return self._settle(Entry(Verb.HOLD, (chunk,)), True)
+
+    def free(self, chunk: int) -> list[Load]:
+        """Empties the block of `chunk`, whatever holds there are; returns prefetches to carry out."""
+        self.drop((chunk,))
+        return self._settle(Entry(Verb.FREE, (chunk,)), True)
+
+    def drop(self, chunks: Iterable[int]) -> None:
+        """Empties blocks between two rounds of the schedule, as an update does that makes their contents stale."""
+        for chunk in chunks:
+            self._held.pop(chunk, None)
+            self._ahead.discard(chunk)
+            if chunk in self._where:
+                self._empty.append(self._where.pop(chunk))
+
+    def _settle(self, entry: Entry, tracked: bool) -> list[Load]:
+        if tracked:
+            self._advance(entry)
+        _apply(self._held, entry)
+        return self._look_ahead() if tracked else []
+
+    def _advance(self, entry: Entry) -> None:
+        if self._schedule is None:
+            return
+        if self._on_schedule:
+            self._position += 1
+            entries = self._schedule.entries
+            self._on_schedule = self._position < len(entries) and entries[self._position] == entry
+        self.counts.off_schedule += not self._on_schedule
+
+    def _next_use(self, chunk: int, position: int) -> int:
+        """Rank for eviction, farthest first: by the schedule if it holds, else the longer unused the farther."""
+        if self._schedule is not None and self._on_schedule:
+            return self._schedule.next_use(chunk, position)
+        return NEVER - self._last_use[chunk]
+
+    def _victim(self, kept: Counter[int], position: int | None = None) -> int | None:
+        """The chunk to evict, None if a block is empty; ties go to the chunk that came first."""
+        if self._empty:
+            return None
+        at = self._position if position is None else position
+        candidates = [chunk for chunk in self._where if chunk not in kept]
+        if not candidates:
+            raise PlanError(
+                f"all {self.blocks} blocks of the rCache are in use at once (chunks {sorted(kept)}): give the plan more "
+                f"rcache_blocks, or a smaller chunk_numel"
+            )
+        return max(candidates, key=lambda chunk: self._next_use(chunk, at))
+
+    def _load(self, chunk: int, victim: int | None, *, ahead: bool) -> Load:
+        if victim is None:
+            block = self._empty.popleft()  # the one empty for longest: most likely quiet by now
+        else:
+            block = self._where.pop(victim)
+            self._ahead.discard(victim)
+            self.counts.evictions += 1
+        self._where[chunk] = block
+        self._last_use.setdefault(chunk, self._clock)
+        self.counts.misses += 1
+        self.counts.prefetched += ahead
+        if ahead:
+            self._ahead.add(chunk)
+        return Load(chunk, block, victim, ahead)
+
+    def _look_ahead(self) -> list[Load]:
+        """Loads for the next acquire that can be made now without changing what Belady would do then."""
+        if self._schedule is None or not self._on_schedule or not self._prefetch:
+            return []
+        target = self._schedule.next_acquire(self._position)
+        if target is None or all(chunk in self._where for chunk in self._schedule.entries[target].chunks):
+            return []
+        loads: list[Load] = []
+        held_then, freed = self._held.copy(), False
+        for entry in self._schedule.entries[self._position + 1 : target + 1]:
+            _apply(held_then, entry)
+            freed |= entry.verb is Verb.FREE
+        for chunk in self._schedule.entries[target].chunks:
+            if chunk in self._where:
+                continue
+            if not self._empty and freed:
+                break  # a block becomes empty before the use: evicting now would cost a miss
+            try:
+                victim = self._victim(held_then, target)
+            except PlanError:
+                break
+            if victim is not None and victim in self._held:
+                break  # the best victim is still in use
+            loads.append(self._load(chunk, victim, ahead=True))
+        return loads
+
+
+def _apply(held: Counter[int], entry: Entry) -> None:
+    """What an entry does to the holds."""
+    for chunk in entry.chunks:
+        if entry.verb in (Verb.ACQUIRE, Verb.HOLD):
+            held[chunk] += 1
+        elif entry.verb is Verb.FREE or held[chunk] == 1:
+            held.pop(chunk, None)
+        elif chunk in held:
+            held[chunk] -= 1
+
+
+def simulate(schedule: Schedule, blocks: int, *, prefetch: bool = True) -> tuple[CacheCounts, list[Load]]:
+    """Plays a schedule on an empty cache of `blocks` blocks; returns the counts and every decision in order."""
+    state = CacheState(blocks, schedule, prefetch=prefetch)
+    decisions: list[Load] = []
+    for entry in schedule.entries:
+        if entry.verb is Verb.ACQUIRE:
+            decisions += state.acquire(entry.chunks)
+        elif entry.verb is Verb.RELEASE:
+            decisions += state.release(entry.chunks)
+        elif entry.verb is Verb.HOLD:
+            decisions += state.hold(entry.chunks[0])
+        else:
+            decisions += state.free(entry.chunks[0])
+    return state.counts, decisions

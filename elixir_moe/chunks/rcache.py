@@ -1,0 +1,57 @@
+"""The memory of the rCache: blocks, and the proof that nobody still reads one that is to be written.
+
+Owns the blocks and the buffers of resident chunks. Which chunk goes where is `policy`'s decision.
+
+A block may be written when the operation that last used it has ended and no tensor shares its storage. The policy only
+gives away chunks that nothing holds, so the second is true already, but for a reader nobody could foresee: user code that
+keeps a view of a weight. Such a reader keeps the old storage, and the block takes a new one: more memory for a while,
+counted as `blocks_replaced`, never stale bytes.
+Source: Elixir v1, VI; v2, section 3 ("rCache has n_block storage blocks of the same length").
+"""
+
+import torch
+
+from elixir_moe.chunks.collectives import Ticket
+from elixir_moe.chunks.layout import ChunkSpec, Layout
+from elixir_moe.chunks.statistics import Statistics
+
+
+class Block:
+    """`nbytes` of device memory for one gathered chunk at a time."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._idle_uses = self._uses()
+        self.busy: Ticket | None = None
+        """The operation that must end before the block is written again."""
+
+    @property
+    def key(self) -> int:
+        """What a tensor's storage is recognised by."""
+        return self._memory.untyped_storage().data_ptr()
+
+    def claim(self, spec: ChunkSpec, statistics: Statistics) -> torch.Tensor:
+        """The buffer for `spec`'s chunk, (numel,) in its compute dtype, safe to write on the current stream."""
+        if self.busy is not None:
+            self.busy.wait()
+            self.busy = None
+        if self._uses() > self._idle_uses:
+            statistics.blocks_replaced += 1
+            self._memory = torch.zeros_like(self._memory)
+        return self._memory[: spec.nbytes].view(spec.key.dtype)
+
+    def _uses(self) -> int:
+        return torch._C._storage_Use_Count(self._memory.untyped_storage()._cdata)  # type: ignore[attr-defined]
+
+
+class RCache:
+    """All blocks: those shared by the chunks that come and go, and one for each resident chunk."""
+
+    def __init__(self, layout: Layout, blocks: int, device: torch.device) -> None:
+        self.blocks = [Block(layout.block_bytes, device) for _ in range(blocks)]
+        self.resident = {spec.index: Block(spec.nbytes, device) for spec in layout.chunks if spec.resident}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block._memory.nbytes for block in (*self.blocks, *self.resident.values()))

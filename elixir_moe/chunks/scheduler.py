@@ -1,0 +1,308 @@
+"""The only place that moves bytes: gathers, reductions, and the order they are issued in.
+
+Owns the runtime state of all chunks. Knows nothing of modules or autograd (`hooks`) nor of updates (`optim`).
+
+No deadlock by construction. Gathers follow requests, which come from modules every rank runs; what is evicted for them
+is decided by `policy` from the requests alone. Reductions are issued in an order fixed when backward begins: chunks whose
+parameters were used last come first, and a chunk that is ready early waits for those before it.
+
+Streams, where there is a GPU. `fetch` carries home-to-block copies and gathers, `reduce` carries reductions and
+block-to-home copies; compute waits for a gather when it needs the chunk, a block is refilled when the event behind its
+last use has passed, and the update waits for the reductions.
+Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the calling order).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from elixir_moe.chunks.chunk import Chunk, ChunkState
+from elixir_moe.chunks.collectives import Ticket
+from elixir_moe.chunks.plan import Tier
+from elixir_moe.chunks.policy import CacheState, Entry, Load, Verb
+from elixir_moe.chunks.rcache import Block, RCache
+from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.errors import PlanError
+
+
+_LONGEST_TRACE = 1 << 20
+"""Where recording stops, for programs that run forward for ever and never backward."""
+
+
+class Scheduler:
+    """Carries out what the cache decides, for one wrapped model on one rank."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        cache: CacheState,
+        rcache: RCache,
+        staging: torch.Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self.chunks = chunks
+        self.cache = cache
+        self.statistics = Statistics(cache=cache.counts)
+        self.trace: list[Entry] = []
+        """Requests of the training step under way, as `policy` understands them."""
+        self.used: set[torch.nn.Parameter] = set()
+        """Parameters that got a gradient since the last update, on this rank."""
+        self._rcache = rcache
+        self._staging = staging
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._fetch = torch.cuda.Stream(device) if self._cuda else None
+        self._reduce = torch.cuda.Stream(device) if self._cuda else None
+        self._owner: dict[int, int] = {}
+        self._block_of: dict[int, Block] = dict(rcache.resident)
+        self._order: deque[int] = deque()
+        self._pending: dict[int, set[int]] = {}
+        self._in_flight: list[Ticket] = []
+
+    # ------------------------------------------------------------------------------------------------------- unshard
+
+    def unshard(self, chunks: tuple[int, ...], *, tracked: bool, who: str) -> None:
+        """Gathers `chunks` and holds them until `release`; returns when their parameters can be read.
+
+        Args:
+            chunks: all that `who` needs at once.
+            tracked: part of the training step (evaluation is not, and does not move the schedule).
+            who: the module that asks, for messages.
+
+        Raises:
+            PlanError: the rCache is too small for them.
+        """
+        cached = self._cached(chunks)
+        if cached:
+            self._note(Verb.ACQUIRE, cached, tracked)
+            try:
+                loads = self.cache.acquire(cached, tracked=tracked)
+            except PlanError as error:
+                raise PlanError(f"{who} needs chunks {cached}: {error}") from None
+            self._carry_out(loads)
+        for index in chunks:
+            chunk = self.chunks[index]
+            if chunk.spec.resident and chunk.state in (ChunkState.SHARDED, ChunkState.REDUCING):
+                self._gather(chunk, self._rcache.resident[index])
+            self._await(chunk)
+
+    def release(self, chunks: tuple[int, ...], *, tracked: bool) -> None:
+        """Ends one hold on each of `chunks` that a reduction has not ended before."""
+        cached = tuple(
+            c for c in self._cached(chunks) if self.chunks[c].state in (ChunkState.GATHERED, ChunkState.GRADIENT)
+        )
+        if not cached:
+            return
+        if self._cuda:
+            for chunk in cached:
+                self._block_of[chunk].busy = self._marked(Ticket())
+        self._note(Verb.RELEASE, cached, tracked)
+        self._carry_out(self.cache.release(cached, tracked=tracked))
+
+    def owner_of(self, tensor: torch.Tensor) -> int | None:
+        """The chunk whose block `tensor` is a view of, if any."""
+        return self._owner.get(tensor.untyped_storage().data_ptr())
+
+    def _cached(self, chunks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(c for c in chunks if not self.chunks[c].spec.resident)
+
+    def _carry_out(self, loads: Iterable[Load]) -> None:
+        for load in loads:
+            if load.evicted is not None:
+                self._reshard(self.chunks[load.evicted])
+            self._gather(self.chunks[load.chunk], self._rcache.blocks[load.block])
+
+    def _gather(self, chunk: Chunk, block: Block) -> None:
+        """Starts filling `block`: our shard from its home, then the others' shards."""
+        self._settle(chunk)
+        chunk.transition(ChunkState.GATHERING)
+        with torch.inference_mode(False), torch.no_grad(), self._on(self._fetch):
+            self._owner.pop(block.key, None)
+            chunk.buffer = block.claim(chunk.spec, self.statistics)
+            start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
+            chunk.buffer[start:stop].copy_(chunk.home.values(), non_blocking=True)
+            self.statistics.bytes_fetched[chunk.home.tier.value] += chunk.spec.nbytes // chunk.spec.shards
+            if chunk.spec.shards > 1:
+                self._count(chunk, "all_gather", 1)
+                chunk.arriving = self._marked(chunk.communicator.all_gather(chunk.buffer))
+            else:
+                chunk.arriving = self._marked(Ticket())
+        self._owner[block.key] = chunk.spec.index
+        self._block_of[chunk.spec.index] = block
+
+    def _await(self, chunk: Chunk) -> None:
+        if chunk.state is not ChunkState.GATHERING:
+            return
+        assert chunk.arriving is not None
+        chunk.arriving.wait()
+        chunk.arriving = None
+        chunk.transition(ChunkState.GATHERED)
+        with torch.inference_mode(False), torch.no_grad():
+            chunk.attach()
+
+    def _reshard(self, chunk: Chunk) -> None:
+        """Drops a gathered chunk: nothing is written, the home has it all."""
+        self._await(chunk)
+        chunk.transition(ChunkState.SHARDED)
+        self._owner.pop(self._block_of[chunk.spec.index].key, None)
+        with torch.inference_mode(False), torch.no_grad():
+            chunk.detach()
+
+    # -------------------------------------------------------------------------------------------------------- reduce
+
+    def begin_backward(self, order: Sequence[int], pending: dict[int, set[int]]) -> None:
+        """Fixes the order of reductions.
+
+        Args:
+            order: trainable chunks used in this forward, those used last first; the same on every rank.
+            pending: for each, the indices of its parameters whose gradients are awaited.
+        """
+        self._order = deque(order)
+        self._pending = pending
+
+    def add_gradient(self, index: int, position: int, gradient: torch.Tensor | None, *, who: str) -> None:
+        """Puts the gradient of parameter `position` of chunk `index` into its place (None: zeros)."""
+        chunk = self.chunks[index]
+        self._settle(chunk)
+        borrowed = chunk.state in (ChunkState.SHARDED, ChunkState.GATHERING)
+        if borrowed:
+            self.unshard((index,), tracked=True, who=who)
+        if chunk.state is ChunkState.GATHERED:
+            chunk.transition(ChunkState.GRADIENT)
+            if not chunk.spec.resident:
+                self._note(Verb.HOLD, (index,), True)
+                self._carry_out(self.cache.hold(index))
+        if borrowed:
+            self.release((index,), tracked=True)
+        with torch.no_grad():
+            chunk.write_gradient(position, gradient)
+        if gradient is not None:
+            self.used.add(chunk.parameters[position])
+        self.expect_no_more(index, position)
+
+    def awaits(self, index: int, position: int) -> bool:
+        """Whether the gradient of parameter `position` of chunk `index` is still expected."""
+        return position in self._pending.get(index, ())
+
+    def expect_no_more(self, index: int, position: int) -> None:
+        """Parameter `position` of chunk `index` has its gradient, or gets none in this backward."""
+        self._pending.get(index, set()).discard(position)
+        while self._order and not self._pending[self._order[0]]:
+            chunk = self.chunks[self._order.popleft()]
+            if chunk.state is ChunkState.GRADIENT:
+                self._reduce_chunk(chunk)
+
+    def finish_backward(self) -> None:
+        """Sends off what is left; to be called when no more gradient can come."""
+        for waiting in self._pending.values():
+            waiting.clear()
+        self.expect_no_more(-1, -1)
+        for chunk in reversed(self.chunks):
+            if chunk.state is ChunkState.GRADIENT:
+                self._reduce_chunk(chunk)
+        self._pending = {}
+
+    def drain(self) -> None:
+        """Waits until every gradient is at home; the host too where a home is in host memory."""
+        host = any(chunk.home.tier is Tier.HOST for chunk in self.chunks)
+        for ticket in self._in_flight:
+            if host:
+                ticket.synchronize()
+            else:
+                ticket.wait()
+        self._in_flight.clear()
+
+    def invalidate(self) -> None:
+        """Drops every gathered chunk the update has made stale."""
+        self.drain()
+        stale = [c for c in self.chunks if c.spec.key.trainable and c.state in (ChunkState.GATHERED, ChunkState.GATHERING)]
+        for chunk in stale:
+            self._reshard(chunk)
+        self.cache.drop(chunk.spec.index for chunk in stale)
+        if self._fetch is not None:
+            self._fetch.wait_stream(torch.cuda.current_stream(self._device))
+
+    def abandon(self) -> None:
+        """Forgets the gradients of a backward that failed; those that have landed at home stay."""
+        self.drain()
+        for chunk in self.chunks:
+            if chunk.state is ChunkState.GRADIENT:
+                self._owner.pop(self._block_of[chunk.spec.index].key, None)
+                with torch.no_grad():
+                    chunk.complete_gradients()
+                chunk.transition(ChunkState.SHARDED)
+                self.cache.drop((chunk.spec.index,))
+        self._order.clear()
+        self._pending = {}
+
+    def _reduce_chunk(self, chunk: Chunk) -> None:
+        """Sends a chunk of gradients off: every rank gets the sum of its shard."""
+        index = chunk.spec.index
+        chunk.transition(ChunkState.REDUCING)
+        self._owner.pop(self._block_of[index].key, None)
+        with torch.no_grad():
+            buffer = chunk.complete_gradients()
+
+        def land(reduced: torch.Tensor) -> None:
+            with torch.no_grad():
+                chunk.home.add_gradient(reduced)
+            self.statistics.bytes_offloaded[chunk.home.tier.value] += reduced.nbytes
+            chunk.transition(ChunkState.SHARDED)
+
+        with self._on(self._reduce, after_compute=True):
+            ticket = self._marked(self._issue_reduction(chunk, buffer, land))
+        chunk.leaving = ticket
+        self._block_of[index].busy = ticket
+        self._in_flight.append(ticket)
+        if not chunk.spec.resident:
+            self._note(Verb.FREE, (index,), True)
+            self._carry_out(self.cache.free(index))
+
+    def _issue_reduction(self, chunk: Chunk, buffer: torch.Tensor, land: Callable[[torch.Tensor], None]) -> Ticket:
+        communicator = chunk.communicator
+        if chunk.spec.shards == 1:
+            if communicator.size > 1:
+                self._count(chunk, "all_reduce", 2)
+            return communicator.all_reduce(buffer, land)
+        self._count(chunk, "reduce_scatter", 1)
+        staging = None
+        if communicator.staged:
+            assert self._staging is not None
+            for ticket in self._in_flight:  # the staging buffer serves one reduction at a time
+                ticket.wait()
+            self._in_flight.clear()
+            staging = self._staging[: chunk.spec.nbytes].view(buffer.dtype)
+        return communicator.reduce_scatter(buffer, staging, land)
+
+    # ------------------------------------------------------------------------------------------------------- helpers
+
+    def _settle(self, chunk: Chunk) -> None:
+        """Ends a reduction in flight, so that the chunk may be gathered again."""
+        if chunk.state is ChunkState.REDUCING:
+            assert chunk.leaving is not None
+            chunk.leaving.wait()
+
+    def _note(self, verb: Verb, chunks: tuple[int, ...], tracked: bool) -> None:
+        if tracked and len(self.trace) < _LONGEST_TRACE:
+            self.trace.append(Entry(verb, chunks))
+
+    def _count(self, chunk: Chunk, collective: str, times: int) -> None:
+        self.statistics.collective_bytes[chunk.spec.key.label, collective] += times * chunk.spec.nbytes
+
+    @contextmanager
+    def _on(self, stream: "torch.cuda.Stream | None", *, after_compute: bool = False) -> Iterator[None]:
+        """Issues to `stream` (no-op on CPU), behind all compute issued so far if `after_compute`."""
+        if stream is None:
+            yield
+            return
+        if after_compute:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def _marked(self, ticket: Ticket) -> Ticket:
+        if self._cuda:
+            ticket.mark(torch.cuda.current_stream(self._device))
+        return ticket

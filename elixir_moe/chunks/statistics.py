@@ -1,0 +1,60 @@
+"""What was moved, counted where it is moved.
+
+Owns the counters of a run. Bytes of a collective are those of the full chunk, as the papers count: an all-gather or a
+reduce-scatter of M parameters counts L_c * M, an all-reduce twice that.
+"""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self, TypeVar
+
+from elixir_moe.chunks.policy import CacheCounts
+
+_K = TypeVar("_K")
+
+
+@dataclass(kw_only=True, slots=True)
+class Statistics:
+    """Counters since `wrap`, on this rank. The difference of two snapshots is what happened between them."""
+
+    cache: CacheCounts = field(default_factory=CacheCounts)
+    """Hits, misses, evictions and prefetches of the rCache."""
+    bytes_fetched: Counter[str] = field(default_factory=Counter)
+    """By tier: shards copied from home into a block."""
+    bytes_offloaded: Counter[str] = field(default_factory=Counter)
+    """By tier: gradient shards brought home."""
+    collective_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By (process group, collective)."""
+    blocks_replaced: int = 0
+    """Blocks given up to a reader that outlived its use, and allocated anew. Anything but 0 deserves a look."""
+
+    def copy(self) -> Self:
+        """A snapshot."""
+        return self - type(self)()
+
+    def __sub__(self, earlier: "Statistics") -> Self:
+        mine, theirs = asdict(self.cache), asdict(earlier.cache)
+        return type(self)(
+            cache=CacheCounts(**{name: mine[name] - theirs[name] for name in mine}),
+            bytes_fetched=_minus(self.bytes_fetched, earlier.bytes_fetched),
+            bytes_offloaded=_minus(self.bytes_offloaded, earlier.bytes_offloaded),
+            collective_bytes=_minus(self.collective_bytes, earlier.collective_bytes),
+            blocks_replaced=self.blocks_replaced - earlier.blocks_replaced,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: collectives as {process group: {collective: bytes}}."""
+        by_group: dict[str, dict[str, int]] = {}
+        for (group, collective), count in self.collective_bytes.items():
+            by_group.setdefault(group, {})[collective] = count
+        return {
+            **asdict(self.cache),
+            "bytes_fetched": dict(self.bytes_fetched),
+            "bytes_offloaded": dict(self.bytes_offloaded),
+            "collective_bytes": by_group,
+            "blocks_replaced": self.blocks_replaced,
+        }
+
+
+def _minus(a: Counter[_K], b: Counter[_K]) -> Counter[_K]:
+    return Counter({key: n - b[key] for key, n in a.items()})

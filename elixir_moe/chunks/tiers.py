@@ -1,0 +1,177 @@
+"""Where bytes are at home: slabs of device and host memory, and the long-lived state of each chunk cut from them.
+
+Owns the allocation of everything that outlives a step, and `Home`, which knows what a compute shard holds at the moment.
+Moves nothing between ranks. Source: "master copy of each scattered shard", Elixir v1, VII; memory of a chunk, v2, 4.1.
+"""
+
+import warnings
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+from elixir_moe.chunks.layout import ChunkSpec
+from elixir_moe.chunks.plan import Tier
+from elixir_moe.errors import TierError
+
+
+class Slab:
+    """One allocation of exactly `numel` elements, handed out piece by piece.
+
+    Host slabs are page-locked where there is a GPU, registered once at their exact size (the framework's own pinned
+    allocator rounds up to powers of two); if the system refuses, they stay pageable, with one warning.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, tier: Tier, device: torch.device) -> None:
+        self._taken = 0
+        nbytes = numel * dtype.itemsize
+        if tier is Tier.HOST:
+            check_host_memory(nbytes)
+        try:
+            self._memory = torch.zeros(numel, dtype=dtype, device=device if tier is Tier.DEVICE else "cpu")
+        except (MemoryError, RuntimeError) as error:
+            raise TierError(f"{tier} memory: cannot allocate {nbytes / 2**30:.2f} GiB for shards: {error}") from error
+        if tier is Tier.HOST and device.type == "cuda" and nbytes:
+            _page_lock(self._memory)
+
+    def take(self, numel: int) -> torch.Tensor:
+        """The next `numel` elements, zeros."""
+        piece = self._memory[self._taken : self._taken + numel]
+        assert piece.numel() == numel, "slab handed out beyond its size"
+        self._taken += numel
+        return piece
+
+
+def _page_lock(memory: torch.Tensor) -> None:
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[attr-defined]
+    if int(status) != 0:
+        warnings.warn(f"host memory of {memory.nbytes} bytes could not be page-locked; transfers will be slower", stacklevel=3)
+
+
+def check_host_memory(nbytes: int) -> None:
+    """Raises TierError if `nbytes` more would pass the memory the system or the cgroup has left."""
+    left = _host_bytes_left()
+    if left is not None and nbytes > left:
+        raise TierError(
+            f"host memory: the plan needs {nbytes / 2**30:.2f} GiB at once, {left / 2**30:.2f} GiB are left "
+            f"({(nbytes - left) / 2**30:.2f} GiB short): put more chunks on the device or use more ranks"
+        )
+
+
+def _host_bytes_left() -> int | None:
+    left = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        left.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    limit, current = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and current.exists() and limit.read_text().strip() != "max":
+        left.append(int(limit.read_text()) - int(current.read_text()))
+    return min(left, default=None)
+
+
+class Holds(Enum):
+    """What the compute shard of a chunk holds."""
+
+    VALUES = "values"
+    """The compute dtype's copy of the master shard: what a gather sends."""
+    GRADIENT = "gradient"
+    """The reduced gradient, which took the values' place (v2, 4.1: one buffer serves both)."""
+    STALE = "stale"
+    """Neither: to be cast from the master shard before it is sent."""
+
+
+class Home:
+    """The long-lived state of one chunk on one rank: compute shard and master shard of `shard_numel` elements.
+
+    The gradient shard takes the place of the compute shard, which the update rewrites anyway. If the values are wanted
+    again before the update (a second micro-batch), the gradient moves to an fp32 accumulator, allocated then and kept,
+    and the values are cast anew from the master. An fp32 chunk sends its master shard itself and needs neither.
+    """
+
+    def __init__(self, spec: ChunkSpec, tier: Tier, compute: torch.Tensor, master: torch.Tensor | None) -> None:
+        self.spec = spec
+        self.tier = tier
+        self.compute = compute
+        self.master = master
+        self.accumulator: torch.Tensor | None = None
+        self.holds = Holds.VALUES if self._sends_compute else Holds.STALE
+        self._accumulated = False
+
+    @property
+    def _sends_compute(self) -> bool:
+        return self.master is None or self.spec.key.dtype != torch.float32
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient has landed since the last update."""
+        return self._accumulated or self.holds is Holds.GRADIENT
+
+    def values(self) -> torch.Tensor:
+        """The shard a gather sends, in the compute dtype."""
+        if self.master is None or not self._sends_compute:
+            return self.compute if self.master is None else self.master
+        if self.holds is Holds.GRADIENT:
+            self._sum().add_(self.compute)
+        if self.holds is not Holds.VALUES:
+            self.compute.copy_(self.master)
+            self.holds = Holds.VALUES
+        return self.compute
+
+    def add_gradient(self, reduced: torch.Tensor) -> None:
+        """Adds the gradient summed over the process group, of any dtype and device."""
+        if self.accumulator is not None:
+            self._sum().add_(reduced.to(self.accumulator.device))
+        elif self.holds is Holds.GRADIENT and self._sends_compute:
+            self._sum().add_(self.compute).add_(reduced.to(self.compute.device))
+            self.holds = Holds.STALE
+        elif self.holds is Holds.GRADIENT:
+            self.compute.add_(reduced.to(self.compute.device))
+        else:
+            self.compute.copy_(reduced, non_blocking=True)
+            self.holds = Holds.GRADIENT
+
+    def gradient(self) -> torch.Tensor:
+        """The summed gradient shard, unscaled: fp32 if it was accumulated, else in the compute dtype."""
+        if self._accumulated and self.accumulator is not None:
+            return self.accumulator
+        assert self.holds is Holds.GRADIENT, f"chunk {self.spec.index} has no gradient"
+        return self.compute
+
+    def updated(self) -> None:
+        """The update has written master and compute shard: no gradient is left."""
+        self.holds = Holds.VALUES if self._sends_compute else Holds.STALE
+        self._accumulated = False
+
+    def clear_gradient(self) -> None:
+        """Forgets the gradient without an update."""
+        if self.holds is Holds.GRADIENT:
+            self.holds = Holds.STALE
+        self._accumulated = False
+
+    def _sum(self) -> torch.Tensor:
+        """The accumulator, zeroed if it is not in use."""
+        if self.accumulator is None:
+            self.accumulator = torch.zeros_like(self.compute, dtype=torch.float32)
+        elif not self._accumulated:
+            self.accumulator.zero_()
+        self._accumulated = True
+        return self.accumulator
+
+
+def build_homes(
+    chunks: list[tuple[ChunkSpec, Tier]], device: torch.device
+) -> list[Home]:
+    """Allocates the state of all chunks: one slab a tier and dtype."""
+    wanted: dict[tuple[Tier, torch.dtype], int] = {}
+    for spec, tier in chunks:
+        wanted[tier, spec.key.dtype] = wanted.get((tier, spec.key.dtype), 0) + spec.shard_numel
+        if spec.key.trainable:
+            wanted[tier, torch.float32] = wanted.get((tier, torch.float32), 0) + spec.shard_numel
+    slabs = {(tier, dtype): Slab(numel, dtype, tier, device) for (tier, dtype), numel in wanted.items()}
+    homes = []
+    for spec, tier in chunks:
+        compute = slabs[tier, spec.key.dtype].take(spec.shard_numel)
+        master = slabs[tier, torch.float32].take(spec.shard_numel) if spec.key.trainable else None
+        homes.append(Home(spec, tier, compute, master))
+    return homes

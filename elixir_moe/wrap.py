@@ -1,0 +1,204 @@
+"""`wrap`: from a plain model and optimizer to sharded ones, step by step. Reads as the table of contents.
+
+Owns the order of construction and the agreement of all ranks on it; each step is another file's work.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir_moe.chunks.chunk import Chunk, Placeholder
+from elixir_moe.chunks.collectives import build_communicators
+from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.layout import Layout, build_layout
+from elixir_moe.chunks.plan import Plan, footprint
+from elixir_moe.chunks.policy import CacheState
+from elixir_moe.chunks.rcache import RCache
+from elixir_moe.chunks.scheduler import Scheduler
+from elixir_moe.chunks.tiers import build_homes
+from elixir_moe.errors import ConfigError, LayoutError, PlanError
+from elixir_moe.hooks import Hooks, find_units
+from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
+from elixir_moe.parallel.mesh import init_mesh
+from elixir_moe.parallel.pattern import Pattern
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def wrap(
+    model: M,
+    optimizer: torch.optim.Optimizer,
+    *,
+    plan: Plan,
+    compute_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[M, ShardedOptimizer]:
+    """Shards `model` and `optimizer` by `plan`, in place: the model keeps its class and its training loop.
+
+    Collective: every rank calls it with the same model and plan. Weights are taken from the first rank of each replicate
+    process group. Parameters without a pattern are replicated over the world.
+
+    Args:
+        model: any module, on any device but "meta".
+        optimizer: an elementwise `torch.optim` optimizer on its parameters, not yet stepped.
+        plan: where chunks are at home and how many are gathered at once.
+        compute_dtype: what forward and backward run in; fp32 masters keep the weights as they are now. By default each
+            parameter's own dtype. `Pattern.dtype` overrides it.
+        device: where forward runs; by default this rank's GPU, or the CPU.
+
+    Returns:
+        The model and a `ShardedOptimizer` with the same `param_groups`.
+
+    Raises:
+        PlanError: the plan does not fit the model (a chunk too short, an rCache too small).
+        LayoutError: patterns do not fit the ranks, or ranks disagree.
+        ConfigError: the optimizer is not elementwise, has been stepped, or does not belong to the model.
+        TierError: host memory is too small.
+    """
+    if not dist.is_initialized():
+        init_mesh()
+    _check_optimizer(model, optimizer)
+    device = _device(device)
+    parameters = _parameters(model)
+    specs = [_spec(name, p, tied, compute_dtype) for name, p, tied in parameters]
+    layout = build_layout(specs, plan.chunk_numel, scatter=plan.scatter)
+    _agree(plan, specs, parameters)
+    _check_blocks(model, plan, layout, parameters)
+
+    communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
+    staged = any(c.staged for c in communicators.values())
+    homes = build_homes([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device)
+    rcache = RCache(layout, plan.blocks(layout), device)
+    placeholder = Placeholder(device)
+    chunks = [
+        Chunk(spec, [parameters[slot.param][1] for slot in spec.slots], home, communicators[spec.key.ranks], placeholder)
+        for spec, home in zip(layout.chunks, homes, strict=True)
+    ]
+    for chunk in chunks:
+        _move_in(chunk, device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+    size = footprint(plan, layout, staged=staged)
+    staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
+    scheduler = Scheduler(chunks, CacheState(plan.blocks(layout), prefetch=plan.prefetch), rcache, staging, device)
+    hooks = Hooks(model, scheduler, placeholder)
+    control = dist.new_group(backend="gloo")
+    model.elixir_chunks = chunks  # type: ignore[assignment]
+    return model, ShardedOptimizer(optimizer, scheduler, hooks, control, plan=plan, layout=layout, footprint=size)
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"wrap needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, ShardedOptimizer) or hasattr(model, "elixir_chunks"):
+        raise ConfigError("this model or optimizer is wrapped already: call wrap once")
+    if optimizer.state:
+        raise ConfigError("the optimizer has been stepped: wrap it before the first step")
+    names = {p: name for name, p in model.named_parameters()}
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p not in names for p in given):
+        raise ConfigError("the optimizer has parameters that are not the model's: build it from model.parameters()")
+    missing = [name for p, name in names.items() if p.requires_grad and p not in set(given)]
+    if missing:
+        raise ConfigError(f"trainable parameters are in no param_group of the optimizer: {missing}; add or freeze them")
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, bool]]:
+    """(first name, parameter, tied) in order of registration."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for parameter, (name, *_) in names.items():
+        if parameter.device.type == "meta":
+            raise LayoutError(f"parameter {name!r} is on the meta device: materialise the model before wrap")
+    return [(found[0], parameter, len(found) > 1) for parameter, found in names.items()]
+
+
+def _spec(name: str, parameter: nn.Parameter, tied: bool, compute_dtype: torch.dtype | None) -> ParamSpec:
+    pattern = pattern_of(parameter) or replicated_everywhere()
+    dtype = pattern.dtype or (compute_dtype if parameter.is_floating_point() else None) or parameter.dtype
+    key = ChunkGroupKey(
+        ranks=pattern.replicate_ranks,
+        dtype=dtype,
+        trainable=parameter.requires_grad,
+        divisor=pattern.gradient_divisor,
+    )
+    return ParamSpec(name=name, shape=tuple(parameter.shape), key=key, resident=tied)
+
+
+def _agree(plan: Plan, specs: list[ParamSpec], parameters: list[tuple[str, nn.Parameter, bool]]) -> None:
+    """Compares what all ranks are about to do; raises LayoutError with the first difference."""
+    lines = [f"plan {plan.to_json()}"]
+    for spec, (_, parameter, _) in zip(specs, parameters, strict=True):
+        pattern = pattern_of(parameter)
+        where = pattern.describe() if isinstance(pattern, Pattern) else "replicated over the world"
+        lines.append(f"parameter {spec.name} {spec.shape} {spec.key.dtype} trainable={spec.key.trainable} {where}")
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    if len(set(digests)) == 1:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, lines)
+    for rank, theirs in enumerate(everyone):
+        for mine, other in _differences(everyone[0], theirs):
+            raise LayoutError(
+                f"ranks disagree about the plan or the model. Rank 0: {mine}. Rank {rank}: {other}. "
+                f"Build the same model, patterns and plan on every rank"
+            )
+
+
+def _differences(a: list[str], b: list[str]) -> Iterator[tuple[str, str]]:
+    for i in range(max(len(a), len(b))):
+        mine, other = a[i] if i < len(a) else "nothing", b[i] if i < len(b) else "nothing"
+        if mine != other:
+            yield mine, other
+
+
+def _check_blocks(
+    model: nn.Module, plan: Plan, layout: Layout, parameters: list[tuple[str, nn.Parameter, bool]]
+) -> None:
+    """Raises PlanError if some module alone needs more blocks than there are."""
+    slot_of = {
+        parameters[slot.param][1]: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)
+    }
+    blocks = plan.blocks(layout)
+    for unit in find_units(model, slot_of):
+        needed = [chunk for chunk in unit.chunks if not layout.chunks[chunk].resident]
+        if len(needed) > blocks:
+            raise PlanError(
+                f"module {unit.name!r} needs {len(needed)} chunks at once, the rCache has {blocks} blocks of "
+                f"{layout.chunk_numel} elements: set rcache_blocks to at least {len(needed)}, or a larger chunk_numel"
+            )
+
+
+@torch.no_grad()
+def _move_in(chunk: Chunk, device: torch.device) -> None:
+    """Fills the chunk's home from the parameters of the first rank of its group, and releases the parameters."""
+    spec = chunk.spec
+    dtype = torch.float32 if spec.key.trainable else spec.key.dtype
+    whole = torch.zeros(spec.numel, dtype=dtype, device=device)
+    for slot, parameter in zip(spec.slots, chunk.parameters, strict=True):
+        whole[slot.start : slot.stop].view(parameter.shape).copy_(parameter)
+    chunk.communicator.broadcast(whole)
+    start, stop = spec.shard_bounds(chunk.communicator.rank)
+    home = chunk.home
+    home.compute.copy_(whole[start:stop])
+    if home.master is not None:
+        home.master.copy_(whole[start:stop])
+    chunk.detach()
