@@ -1,0 +1,342 @@
+"""The Adam step on a shard against torch's own optimizers, and each of its paths against the others.
+
+Tolerances, in EPS = 2^-23, the spacing of floats at 1. Native and torch's one-tensor form take the same float32
+operations in the same order, so from one state the moments are equal to the bit. Only torch's square root (MKL's) may
+be an ulp off the IEEE one: that is at most EPS of the update u, and as the update's other roundings may then fall the
+other way (a division, a sum, a division: 1.5 EPS), 2.5 EPS |u|. Added to the weight p, a difference however small may
+move the sum to the next float: EPS |p|. Where torch's CPU code does not fuse multiply-adds, the moments differ too.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elixir_moe import _native, kernels
+
+EPS = 2.0**-23
+ISAS = ["scalar", "avx2", "avx512"]
+ISAS = ISAS[: ISAS.index(_native.cpu_features()) + 1]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SETTINGS: dict[str, Any] = {
+    "lr": 3e-3,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "grad_scale": 1.0,
+    "decoupled": True,
+    "maximize": False,
+}
+# lerp turns round where 1 - beta1 reaches a half.
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"decoupled": False},
+    {"weight_decay": 0.0},
+    {"maximize": True, "decoupled": False},
+    {"maximize": True, "beta1": 0.0},
+    {"beta1": 0.5, "beta2": 0.9},
+    {"beta1": 0.3, "grad_scale": 0.37},
+]
+fuses_like_torch = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch does not fuse multiply-adds here"
+)
+
+
+class Shard:
+    """A shard's arrays, each at an odd place within a larger tensor."""
+
+    def __init__(self, numel: int, grad: torch.dtype, compute: torch.dtype | None, *, offset: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(numel + offset)
+        dtypes = [torch.float32] * 3 + [grad] + ([compute] if compute else [])
+        self.wholes = [torch.full((numel + 5 * offset + 3,), -7.0, dtype=dtype) for dtype in dtypes]
+        self.parts = [slice(k * offset, k * offset + numel) for k in range(len(dtypes))]
+        arrays = [whole[part] for whole, part in zip(self.wholes, self.parts, strict=True)]
+        self.master, self.exp_avg, self.exp_avg_sq, self.grad = arrays[:4]
+        self.compute = arrays[4] if compute else None
+        self.master.normal_(generator=self.generator)
+        self.exp_avg.zero_()
+        self.exp_avg_sq.zero_()
+
+    def draw_grad(self) -> None:
+        """Gradients over many orders of magnitude, one in ten of them zero."""
+        shape = self.grad.shape
+        magnitude = torch.randint(-12, 3, shape, generator=self.generator).float().exp2()
+        kept = torch.rand(shape, generator=self.generator) > 0.1
+        self.grad.copy_(torch.randn(shape, generator=self.generator) * magnitude * kept)
+
+    def arrays(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        return self.master, self.exp_avg, self.exp_avg_sq, self.grad, self.compute
+
+    def surroundings(self) -> Tensor:
+        """What lies before and after each array, where nobody may write."""
+        pairs = zip(self.wholes, self.parts, strict=True)
+        return torch.cat([torch.cat((whole[: part.start], whole[part.stop :])).float() for whole, part in pairs])
+
+
+def step(shard: Shard, number: int, *, isa: str = "", threads: int = 1, **settings: Any) -> None:
+    _native.adam_step(*shard.arrays(), **{**SETTINGS, **settings}, step=number, isa=isa, threads=threads)
+
+
+def oracle(weight: Tensor, **settings: Any) -> torch.optim.Optimizer:
+    """torch's optimizer of the same settings, but for the scale of the gradient, over a copy of the weight."""
+    s = {**SETTINGS, **settings}
+    parameter = torch.nn.Parameter(weight.clone())
+    make = torch.optim.AdamW if s["decoupled"] else torch.optim.Adam
+    rest = {key: s[key] for key in ("lr", "eps", "weight_decay", "maximize")}
+    return make([parameter], betas=(s["beta1"], s["beta2"]), foreach=False, fused=False, **rest)
+
+
+def oracle_step(optimizer: torch.optim.Optimizer, grad: Tensor, grad_scale: float = 1.0) -> list[Tensor]:
+    """Weight and moments after one more step of the oracle."""
+    parameter = optimizer.param_groups[0]["params"][0]
+    parameter.grad = grad.float() * grad_scale
+    optimizer.step()
+    state = optimizer.state[parameter]
+    return [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]]
+
+
+def assert_same_bits(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    bits = torch.int32 if found.dtype == torch.float32 else torch.int16
+    assert torch.equal(found.contiguous().view(bits), expected.contiguous().view(bits))
+
+
+@fuses_like_torch
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+def test_one_step_from_torchs_state_gives_torchs_bits(isa: str, settings: dict[str, Any]) -> None:
+    shard = Shard(1003, torch.float32, None)
+    optimizer = oracle(shard.master, **settings)
+    for number in range(1, 7):
+        shard.draw_grad()
+        before = shard.master.clone()
+        step(shard, number, isa=isa, **settings)
+        weight, exp_avg, exp_avg_sq = oracle_step(optimizer, shard.grad, settings.get("grad_scale", 1.0))
+        # Of a zero, the sign is left open: torch's vectors and its odd ends do not agree on it themselves.
+        assert torch.equal(shard.exp_avg, exp_avg)
+        assert torch.equal(shard.exp_avg_sq, exp_avg_sq)
+        tolerance = EPS * (2.5 * (weight - before).abs() + weight.abs())
+        assert bool(((shard.master - weight).abs() <= tolerance).all())
+        shard.master.copy_(weight)  # Adam's weight decay would carry a difference on into the moments
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_many_steps_stay_with_torch(isa: str) -> None:
+    # A step's error stays in the weight, so the errors add up: EPS |p| each, and what the update is off by. Two more
+    # roundings in the first moment, each EPS of the largest gradient, matter most where the second moment has forgotten
+    # that gradient, which leaves sqrt(v) at no less than 1/sqrt(steps) of it: all in all below 10 sqrt(steps) EPS lr.
+    steps = 30
+    shard = Shard(1003, torch.float32, None)
+    optimizer = oracle(shard.master)
+    for number in range(1, steps + 1):
+        shard.draw_grad()
+        step(shard, number, isa=isa)
+        weight, _, _ = oracle_step(optimizer, shard.grad)
+        tolerance = number * EPS * (weight.abs().max() + 10 * steps**0.5 * SETTINGS["lr"])
+        assert (shard.master - weight).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("isa", ISAS[1:])
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+@pytest.mark.parametrize("compute", [None, *DTYPES[1:]], ids=str)
+@pytest.mark.parametrize("grad", DTYPES, ids=str)
+def test_every_instruction_set_gives_the_same_bits(
+    grad: torch.dtype, compute: torch.dtype | None, settings: dict[str, Any], isa: str
+) -> None:
+    for numel, offset in [(0, 0), (1, 0), (15, 1), (16, 0), (64, 0), (67, 3), (1003, 0), (1003, 5)]:
+        plain, simd = Shard(numel, grad, compute, offset=offset), Shard(numel, grad, compute, offset=offset)
+        outside = plain.surroundings()
+        for number in range(1, 4):
+            plain.draw_grad()
+            simd.draw_grad()
+            step(plain, number, isa="scalar", **settings)
+            step(simd, number, isa=isa, **settings)
+        for found, expected in zip(simd.wholes, plain.wholes, strict=True):
+            assert_same_bits(found, expected)
+        assert torch.equal(simd.surroundings(), outside)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_share_the_work_without_a_trace(threads: int) -> None:
+    numel = 5 * 65536 + 13  # enough for five threads, whatever is asked for
+    alone, shared = (Shard(numel, torch.bfloat16, torch.bfloat16, offset=1) for _ in range(2))
+    for shard, count in ((alone, 1), (shared, threads)):
+        shard.draw_grad()
+        step(shard, 1, threads=count)
+    for found, expected in zip(shared.wholes, alone.wholes, strict=True):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_compute_shard_is_rounded_as_torch_rounds(dtype: torch.dtype, isa: str) -> None:
+    # Every value of the dtype, the float halfway to its neighbour, and the floats beside both: all ties and all edges.
+    value = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    halfway = (value.view(torch.int32) + (1 << (15 if dtype == torch.bfloat16 else 12))).view(torch.float32)
+    exact = torch.cat([value, halfway]).view(torch.int32)
+    master = torch.cat([exact - 1, exact, exact + 1]).view(torch.float32)
+    expected = master.to(dtype)
+    shard = Shard(master.numel(), dtype, dtype)
+    shard.master.copy_(master)
+    shard.grad.zero_()
+    step(shard, 1, isa=isa, lr=0.0, weight_decay=0.0)  # leaves the master shard as it is
+    assert shard.compute is not None
+    number = ~master.isnan()
+    assert_same_bits(shard.compute[number], expected[number])
+    assert bool(shard.compute[~number].isnan().all())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_every_finite_gradient_is_read_exactly(dtype: torch.dtype, isa: str) -> None:
+    value = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    value = value[value.isfinite()]
+    shard = Shard(value.numel(), dtype, None)
+    shard.grad.copy_(value)
+    step(shard, 1, isa=isa, beta1=0.0)  # the first moment is then the gradient
+    assert_same_bits(shard.exp_avg, value.float())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_compute_may_be_the_memory_of_the_gradient(dtype: torch.dtype, isa: str) -> None:
+    apart, together = (Shard(1003, dtype, dtype, offset=1) for _ in range(2))
+    together.compute = together.grad
+    for shard in (apart, together):
+        shard.draw_grad()
+        step(shard, 1, isa=isa)
+    assert apart.compute is not None
+    assert_same_bits(together.grad, apart.compute)
+    assert_same_bits(together.master, apart.master)
+
+
+Change = Callable[[Shard], dict[str, Any]]
+
+
+def _set(name: str, make: Callable[[Shard], Tensor]) -> Change:
+    def change(shard: Shard) -> dict[str, Any]:
+        setattr(shard, name, make(shard))
+        return {}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (_set("exp_avg", lambda s: s.exp_avg[1:]), ValueError, "exp_avg has 63 elements, master has 64"),
+        (_set("exp_avg_sq", lambda s: s.exp_avg_sq[1:]), ValueError, "exp_avg_sq has 63"),
+        (_set("grad", lambda s: s.grad[:0]), ValueError, "grad has 0"),
+        (_set("compute", lambda s: torch.empty(65, dtype=torch.bfloat16)), ValueError, "compute has 65"),
+        (_set("grad", lambda s: s.grad.double()), ValueError, "grad must be float32, bfloat16 or float16"),
+        (_set("grad", lambda s: s.grad.to(torch.int16)), ValueError, "grad must be float32, bfloat16 or float16"),
+        (_set("compute", lambda s: s.master.clone()), ValueError, "compute is float32"),
+        (_set("compute", lambda s: s.master.to(torch.int16)), ValueError, "compute must be"),
+        (_set("master", lambda s: s.master.double()), TypeError, "incompatible function arguments"),
+        (_set("exp_avg", lambda s: s.exp_avg.bfloat16()), TypeError, "incompatible function arguments"),
+        (_set("exp_avg", lambda s: torch.zeros(128)[::2]), TypeError, "incompatible function arguments"),
+        (_set("grad", lambda s: torch.zeros(8, 8)), TypeError, "incompatible function arguments"),
+        (lambda s: {"number": 0}, ValueError, "step is 0"),
+        (lambda s: {"threads": 0}, ValueError, "threads is 0"),
+        (lambda s: {"isa": "neon"}, ValueError, "isa is 'neon'"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_and_left_alone(
+    change: Change, error: type[Exception], message: str
+) -> None:
+    shard = Shard(64, torch.bfloat16, torch.bfloat16)
+    shard.draw_grad()
+    before = [whole.clone() for whole in shard.wholes]
+    arguments = {"number": 1, **change(shard)}
+    with pytest.raises(error, match=message):
+        step(shard, **arguments)
+    for found, expected in zip(shard.wholes, before, strict=True):
+        assert_same_bits(found, expected)
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package as it is where nobody built the native module, with slices small enough to need several."""
+    monkeypatch.setattr(kernels, "_native", None)
+    monkeypatch.setattr(kernels, "TORCH_SLICE_NUMEL", 400)
+    assert kernels.cpu_features() == "torch"
+    yield
+
+
+def dispatched(shard: Shard, number: int, **settings: Any) -> None:
+    kernels.adam_step(*shard.arrays(), **{**SETTINGS, **settings}, step=number)
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+@pytest.mark.parametrize("grad", DTYPES, ids=str)
+def test_torch_path_is_torchs_optimizer(unbuilt: None, grad: torch.dtype, settings: dict[str, Any]) -> None:
+    shard = Shard(1003, grad, torch.bfloat16)
+    optimizer = oracle(shard.master, **settings)
+    for number in range(1, 4):
+        shard.draw_grad()
+        given = shard.grad.clone()
+        dispatched(shard, number, **settings)
+        expected = oracle_step(optimizer, shard.grad, settings.get("grad_scale", 1.0))
+        # The same operations, yet in slices: elements before or after a whole vector may be rounded otherwise.
+        for found, wanted in zip((shard.master, shard.exp_avg, shard.exp_avg_sq), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=4 * number * EPS, atol=4 * number * EPS)
+        assert shard.compute is not None
+        assert_same_bits(shard.compute, shard.master.bfloat16())
+        assert_same_bits(shard.grad, given)
+
+
+def test_dispatch_in_host_memory_is_the_native_kernel() -> None:
+    ours, direct = (Shard(1003, torch.bfloat16, torch.float16) for _ in range(2))
+    ours.master = ours.master.requires_grad_()  # autograd's opinion does not matter to a shard
+    for number in range(1, 3):
+        ours.draw_grad()
+        direct.draw_grad()
+        dispatched(ours, number)
+        step(direct, number)
+    for found, expected in zip(ours.wholes, direct.wholes, strict=True):
+        assert_same_bits(found.detach(), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("exp_avg", lambda s: s.exp_avg[1:]), "exp_avg has 63 elements on cpu, master has 64"),
+        (_set("exp_avg_sq", lambda s: torch.zeros(128)[::2]), "exp_avg_sq must be one-dimensional and contiguous"),
+        (_set("grad", lambda s: s.grad.to("meta")), "grad has 64 elements on meta"),
+        (_set("grad", lambda s: s.grad.double()), "grad is torch.float64"),
+        (_set("master", lambda s: s.master.bfloat16()), "master is torch.bfloat16"),
+        (_set("compute", lambda s: s.master.clone()), "compute is torch.float32"),
+        (lambda s: {"number": 0}, "step is 0"),
+    ],
+)
+def test_dispatch_names_the_array_that_does_not_fit(change: Change, message: str) -> None:
+    shard = Shard(64, torch.bfloat16, torch.bfloat16)
+    arguments = {"number": 1, **change(shard)}
+    with pytest.raises(ValueError, match=message):
+        dispatched(shard, **arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+@pytest.mark.parametrize("grad", DTYPES, ids=str)
+def test_step_on_a_gpu_stays_with_the_one_on_the_cpu(grad: torch.dtype, settings: dict[str, Any]) -> None:
+    # torch's fused kernel orders its operations in its own way: some eight roundings a step, each EPS of the update or
+    # of the moment it falls in. The moments are sums of what may cancel, so they count against the largest gradient.
+    shard = Shard(1003, grad, torch.bfloat16)
+    on_gpu = Shard(1003, grad, torch.bfloat16)
+    for name in ("master", "exp_avg", "exp_avg_sq", "grad", "compute"):
+        setattr(on_gpu, name, getattr(on_gpu, name).cuda())
+    for number in range(1, 4):
+        shard.draw_grad()
+        on_gpu.grad.copy_(shard.grad)
+        dispatched(shard, number, **settings)
+        dispatched(on_gpu, number, **settings)
+        largest = float(shard.grad.abs().max()) + 1.0
+        torch.testing.assert_close(on_gpu.master.cpu(), shard.master, rtol=8 * number * EPS, atol=8 * number * EPS)
+        torch.testing.assert_close(on_gpu.exp_avg.cpu(), shard.exp_avg, rtol=0, atol=8 * number * EPS * largest)
+        assert on_gpu.compute is not None
+        assert_same_bits(on_gpu.compute.cpu(), on_gpu.master.bfloat16().cpu())
