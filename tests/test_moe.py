@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from elixir_moe.errors import LayoutError
+from elixir_moe.parallel import experts as experts_module
 from elixir_moe.parallel.experts import GroupedExperts
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.moe import MoE
@@ -314,7 +315,7 @@ def test_collectives_do_not_depend_on_routing(ranks: Ranks) -> None:
     assert ranks(2).run(run_count) == [[want] * 4] * 2
 
 
-def compare_grouped(device: str, dtype: torch.dtype, tolerance: float) -> None:
+def compare_grouped(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     experts = GroupedExperts(d_model=D, d_hidden=H, num_local=5)
     torch.nn.init.normal_(experts.b_in), torch.nn.init.normal_(experts.b_out)
@@ -324,7 +325,8 @@ def compare_grouped(device: str, dtype: torch.dtype, tolerance: float) -> None:
         grad = torch.randn_like(rows)
         counts = torch.tensor(host_counts, device=device)
         leaves = [rows, *experts.parameters()]
-        out = experts._forward_grouped(rows, counts)
+        monkeypatch.setattr(experts_module, "_has_grouped_kernel", lambda rows, weight: True)
+        out = experts(rows, counts, host_counts)
         got = torch.autograd.grad(out, leaves, grad)
         loop = torch.cat([_loop(experts, e, part) for e, part in enumerate(rows.split(host_counts))])
         want = torch.autograd.grad(loop, leaves, grad)
@@ -340,15 +342,15 @@ def _loop(experts: GroupedExperts, e: int, rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-5)])
-def test_grouped_products_equal_the_loop(dtype: torch.dtype, tolerance: float) -> None:
-    compare_grouped("cpu", dtype, tolerance)
+def test_grouped_products_equal_the_loop(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float) -> None:
+    compare_grouped(monkeypatch, "cpu", dtype, tolerance)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_grouped_products_equal_the_loop_on_a_gpu() -> None:
+def test_grouped_products_equal_the_loop_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):  # later rounds get memory that is no longer zero
-        compare_grouped("cuda", torch.bfloat16, 2**-5)
+        compare_grouped(monkeypatch, "cuda", torch.bfloat16, 2**-5)
     torch.manual_seed(0)
     layer = MoE(d_model=D, d_hidden=H, num_experts=E, top_k=2, residual=True, capacity_factor=0.8).to("cuda")
     x = inputs()[0].to("cuda")
@@ -413,9 +415,6 @@ def test_errors(options: dict[str, Any], message: str) -> None:
 
 
 def run_errors() -> list[str]:
-    from elixir_moe.parallel.experts import GroupedExperts
-from elixir_moe.parallel.mesh import init_mesh
-
     messages = []
     expert = expert_mesh(init_mesh(device_type="cpu"), 2)
     tp = expert_mesh(init_mesh(2, device_type="cpu"), 1)
