@@ -1,0 +1,8 @@
+"""``python -m elixir_moe``: the command line, for torchrun's ``-m``."""
+
+import sys
+
+from elixir_moe.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

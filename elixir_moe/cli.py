@@ -1,0 +1,186 @@
+"""The command line: `elixir-moe VERB ...`, also `python -m elixir_moe VERB ...`.
+
+Owns the arguments, exit codes and what goes to which stream. Trains nothing itself. Exit codes: 0 done; 1 failed while
+running; 2 a setting, file or command-line value is wrong, found before anything was started; 130 interrupted.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from elixir_moe.errors import ConfigError, ElixirError, LayoutError
+from elixir_moe.train import config as configs
+from elixir_moe.train import launch, settings
+from elixir_moe.train.config import TrainConfig
+from elixir_moe.train.data import load_text
+from elixir_moe.train.loop import train
+from elixir_moe.train.report import Console, claim_directory
+
+_SECONDS_FOR_RANK_0 = 10.0
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its complaints as ConfigErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    traced = "--traceback" in arguments or os.environ.get("ELIXIR_TRACEBACK") == "1"
+    try:
+        return _run(arguments)
+    except launch.RanksFailed as error:
+        print(f"elixir-moe: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("elixir-moe: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        code = 2 if isinstance(error, (ConfigError, LayoutError)) else 1
+        _tell(error, code, traced or not isinstance(error, ElixirError))
+        return code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    parser = _parser()
+    known, rest = parser.parse_known_args(arguments)
+    if known.verb == "env":
+        if rest:
+            parser.error(f"unknown arguments {' '.join(rest)}")
+        return _env(known)
+    return _train(known, _overrides(rest), arguments)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="elixir-moe", description=__doc__.split("\n")[0], allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+    train_parser = verbs.add_parser(
+        "train",
+        help="train a model",
+        description="Trains a GPT of dense and mixture-of-experts layers on bytes of text.",
+        epilog=_settings_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    train_parser.add_argument("--config", metavar="FILE", help="settings, as YAML")
+    train_parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    env_parser = verbs.add_parser("env", help="show versions and devices", allow_abbrev=False)
+    for verb in (train_parser, env_parser):
+        verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+        verb.add_argument(
+            "--traceback", action="store_true", help="show where an error comes from (or ELIXIR_TRACEBACK=1)"
+        )
+    return parser
+
+
+def _train(known: argparse.Namespace, overrides: list[tuple[str, str]], arguments: Sequence[str]) -> int:
+    config = configs.load(known.config, overrides)
+    ranks = _number_of_ranks(known.nproc)
+    config.check_ranks(ranks)
+    text = load_text(config.data.paths, config.data.validation, config.model.seq_len)
+    if ranks > 1 and not launch.under_torchrun():
+        claim_directory(config.run.out, config.run.overwrite, check_only=True)
+        launch.launch(ranks, arguments, config.run.threads)
+        return 0
+    directory = claim_directory(config.run.out, config.run.overwrite) if _rank() == 0 else None
+    summary = train(config, text, directory, Console(stderr=known.json))
+    if summary is not None and known.json:
+        print(json.dumps(summary.as_dict()))
+    dist.destroy_process_group()
+    return 0
+
+
+def _env(known: argparse.Namespace) -> int:
+    versions = {name: _version(name) for name in ("elixir-moe", "torch", "numpy", "safetensors", "megatron-core")}
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "cuda": torch.version.cuda,
+        "devices": devices,
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "backends": [b for b in ("gloo", "nccl", "mpi") if torch.distributed.is_backend_available(b)],
+    }
+    if known.json:
+        print(json.dumps(facts))
+        return 0
+    for name, version in versions.items():
+        facts[name] = version or "not installed"
+    for name, fact in facts.items():
+        if name != "versions":
+            print(f"{name:14} {', '.join(fact) or 'none' if isinstance(fact, list) else fact or 'none'}")
+    return 0
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _number_of_ranks(nproc: int | None) -> int:
+    """Ranks of this run, those that are to be started included."""
+    if not launch.under_torchrun():
+        if nproc is not None and nproc < 1:
+            raise ConfigError(f"--nproc: expected at least 1, got {nproc}")
+        return nproc or 1
+    world = int(os.environ["WORLD_SIZE"])
+    if nproc not in (None, world):
+        raise ConfigError(f"--nproc {nproc}, but torchrun has already started {world} ranks: leave --nproc out")
+    return world
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
+    """``--a.b value`` and ``--a.b=value`` as pairs."""
+    pairs, words = [], list(rest)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError(f"unexpected argument {word!r}: settings are given as --section.key value")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            if not words or words[0].startswith("--"):
+                raise ConfigError(f"--{key}: a value must follow")
+            value = words.pop(0)
+        pairs.append((key, value))
+    return pairs
+
+
+def _settings_help() -> str:
+    lines = ["settings, in the file or as --section.key value:"]
+    for setting in settings.settings_of(TrainConfig):
+        lines.append(f"  --{setting.key} {setting.type}  (default: {setting.default})")
+        lines.append(f"        {setting.doc}")
+    return "\n".join(lines)
+
+
+def _tell(error: Exception, exit_code: int, traced: bool) -> None:
+    """Shows an error once, though several ranks may meet the same one."""
+    text = "".join(traceback.format_exception(error)) if traced else f"{type(error).__name__}: {error}"
+    if launch.leave_error(text, exit_code):
+        return
+    rank = _rank()
+    if rank and exit_code == 2:
+        # All ranks read the same settings. Rank 0 speaks for them, and torchrun then ends the others; a rank that is
+        # not ended has met something of its own.
+        threading.Event().wait(_SECONDS_FOR_RANK_0)
+    print(f"elixir-moe: {f'[rank {rank}] ' if rank else ''}{text}", file=sys.stderr)

@@ -1,0 +1,186 @@
+"""The settings of a training run: what each means, in which unit, and which values make sense together.
+
+Owns the sections and their checks, those against the number of ranks included. Reads no file itself (`settings` does)
+and starts nothing: every mistake found here is found before there is a process group.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.models.config import GPTConfig
+from elixir_moe.train import settings
+from elixir_moe.train.data import VOCABULARY
+
+_MEANINGFUL: dict[str, tuple[str, ...]] = {
+    "ddp": (),
+    "zero2": ("chunk_numel",),
+    "zero3": ("rcache_blocks", "chunk_numel"),
+    "offload": ("rcache_blocks", "chunk_numel", "device_chunks"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """The text to train on; its tokens are bytes."""
+
+    paths: tuple[str, ...] = ()
+    """Files or globs of files, joined in order; none means the English text of Python's own help."""
+    validation: float = 0.1
+    """Share of the bytes, from the end of the text, kept for validation."""
+
+    def __post_init__(self) -> None:
+        _check(0 < self.validation < 1, "data.validation", self.validation, "a share between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """Where weights and optimizer state live, and how many gathered weights are kept."""
+
+    kind: Literal["ddp", "zero2", "zero3", "offload"] = "zero2"
+    """ddp: all on each device; zero2: optimizer sharded; zero3: weights too; offload: both at home in host memory."""
+    rcache_blocks: int | None = None
+    """Blocks of the rCache, each of one chunk, for zero3 and offload; null (offload only) means one for each chunk."""
+    chunk_numel: int | None = None
+    """Elements of a chunk, for all but ddp; null takes the length that wastes least."""
+    device_chunks: int | None = None
+    """Chunks at home on the device all the same, for offload; null means none."""
+
+    def __post_init__(self) -> None:
+        for name in ("rcache_blocks", "chunk_numel", "device_chunks"):
+            if getattr(self, name) is not None and name not in _MEANINGFUL[self.kind]:
+                meant = f"plan.{name} means nothing for plan.kind={self.kind}"
+                raise ConfigError(f"{meant}: remove it, or choose another kind")
+        blocks = self.rcache_blocks
+        _check(self.kind != "zero3" or blocks is not None, "plan.rcache_blocks", blocks, "a number of blocks for zero3")
+        _check(blocks is None or blocks >= 1, "plan.rcache_blocks", blocks, "at least 1 block")
+        numel = self.chunk_numel
+        _check(numel is None or numel >= 1, "plan.chunk_numel", numel, "at least 1 element")
+        _check((self.device_chunks or 0) >= 0, "plan.device_chunks", self.device_chunks, "0 or more chunks")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW, with the learning rate warmed up linearly and then lowered along half a cosine."""
+
+    lr: float = 1e-3
+    """Highest learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two moments, per step."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay, for parameters of two and more dims; those of one dim are not decayed."""
+    warmup_steps: int = 50
+    """Steps until the learning rate is at its highest."""
+    final_lr: float = 0.1
+    """Learning rate of the last step, as a share of `lr`."""
+    clip_norm: float | None = 1.0
+    """Bound of the global gradient norm; null does not clip."""
+
+    def __post_init__(self) -> None:
+        _check(0 < self.lr < math.inf, "optimizer.lr", self.lr, "a finite number above 0")
+        for i, beta in enumerate(self.betas):
+            _check(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "a number from 0 to below 1")
+        _check(0 < self.eps < math.inf, "optimizer.eps", self.eps, "a finite number above 0")
+        decay = self.weight_decay
+        _check(0 <= decay < math.inf, "optimizer.weight_decay", decay, "a finite number, 0 or more")
+        _check(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more steps")
+        _check(0 <= self.final_lr <= 1, "optimizer.final_lr", self.final_lr, "a share of lr between 0 and 1")
+        clip = self.clip_norm
+        _check(clip is None or 0 < clip < math.inf, "optimizer.clip_norm", clip, "a finite number above 0, or null")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """How long, how much at a time, on how many ranks, and what is left behind."""
+
+    out: str
+    """Directory for everything the run writes; made if missing, refused if it holds something."""
+    overwrite: bool = False
+    """Whether an earlier run's files in `out` may be replaced."""
+    steps: int = 100
+    """Optimizer steps."""
+    global_batch: int = 32
+    """Samples of model.seq_len bytes in a step, over all ranks and micro-batches."""
+    accumulation: int = 1
+    """Micro-batches a rank runs forward and backward before each optimizer step."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What the model computes in; masters and moments are fp32 always."""
+    seed: int = 0
+    """Of weights, samples, dropout and the text sample."""
+    eval_every: int = 100
+    """Steps between two evaluations; the last step is always followed by one."""
+    eval_batches: int = 8
+    """Batches of an evaluation, each as large as a micro-batch of all ranks; fewer where the text has no more."""
+    log_every: int = 10
+    """Steps between two lines where the output is no terminal."""
+    sample_bytes: int = 300
+    """Bytes of text the trained model writes at the end; 0 for none."""
+    temperature: float = 0.8
+    """How freely it chooses them: 0 always takes the likeliest."""
+    threads: int = 1
+    """CPU threads of each rank."""
+
+    def __post_init__(self) -> None:
+        _check(bool(self.out.strip()), "run.out", self.out, "a directory")
+        for name in ("steps", "global_batch", "accumulation", "eval_every", "eval_batches", "log_every", "threads"):
+            _check(getattr(self, name) >= 1, f"run.{name}", getattr(self, name), "at least 1")
+        for name in ("seed", "sample_bytes"):
+            _check(getattr(self, name) >= 0, f"run.{name}", getattr(self, name), "0 or more")
+        heat = self.temperature
+        _check(0 <= heat < math.inf, "run.temperature", heat, "a finite number, 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Everything a training run is told."""
+
+    model: GPTConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    plan: PlanConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig
+
+    def __post_init__(self) -> None:
+        found = self.model.vocab_size
+        _check(found == VOCABULARY, "model.vocab_size", found, f"{VOCABULARY}, since tokens are bytes")
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples in a micro-batch of all ranks."""
+        return self.run.global_batch // self.run.accumulation
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Bytes predicted in a step, over all ranks."""
+        return self.run.global_batch * self.model.seq_len
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises LayoutError or ConfigError where these settings and that many ranks do not go together."""
+        for layer, ep in enumerate(self.model.ep):
+            if ranks % ep:
+                raise LayoutError(
+                    f"model.ep[{layer}]={ep} does not divide the {ranks} ranks of this run: choose one of "
+                    f"{[n for n in range(1, ranks + 1) if ranks % n == 0]}, or start another number of ranks"
+                )
+        unit = ranks * self.run.accumulation
+        if self.run.global_batch % unit:
+            raise ConfigError(
+                f"run.global_batch={self.run.global_batch} is no multiple of {ranks} ranks x run.accumulation="
+                f"{self.run.accumulation}: choose a multiple of {unit}"
+            )
+
+
+def load(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> TrainConfig:
+    """The settings in a YAML file, with (dotted key, text) pairs laid over them. Raises ConfigError."""
+    values = settings.read_yaml(path) if path is not None else {}
+    return settings.build(TrainConfig, settings.with_overrides(values, overrides))
+
+
+def _check(holds: bool, key: str, found: object, expected: str) -> None:
+    if not holds:
+        raise ConfigError(f"{key}: expected {expected}, got {found}")

@@ -1,0 +1,104 @@
+"""Several ranks on this machine: the short form of `torchrun --standalone --nproc-per-node N -m elixir_moe ...`.
+
+Owns the start of the ranks through torchrun's own agent, and how a rank's error reaches the user: each rank leaves its
+error in the file torchrun gave it, and the launcher prints the one that came first, once. Never restarts anything.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+LAUNCHED = "ELIXIR_LAUNCHED"
+"""Set in the environment of ranks whose launcher prints their errors for them."""
+
+
+class RanksFailed(Exception):  # noqa: N818 (it passes on an error that has a name of its own)
+    """Carries the first failure of a rank, as text, to the place that prints it."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that torchrun, or something like it, has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
+    """Runs ``python -m elixir_moe ARGUMENTS`` on that many ranks and waits for them.
+
+    Args:
+        ranks: processes to start.
+        arguments: the command line, without the program's name.
+        threads: CPU threads of each.
+
+    Raises:
+        RanksFailed: a rank failed; the others have been ended.
+        KeyboardInterrupt: the launcher was told to end, by a signal; so were the ranks.
+    """
+    # The agent logs each failure, with a traceback of its own; what went wrong is told by the exception below.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ[LAUNCHED] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "elixir_moe", *arguments)
+    except ChildFailedError as error:
+        raise _first_failure(error.failures) from None
+    except SignalException as error:
+        raise KeyboardInterrupt(str(error)) from None
+
+
+def leave_error(text: str, exit_code: int) -> bool:
+    """Writes this rank's error where the launcher looks for it; False if nobody will look."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if LAUNCHED not in os.environ or not path:
+        return False
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    # torchrun's own fields know whole seconds only, too coarse to tell cause from consequence.
+    own = {"seconds": time.time(), "text": text, "exit_code": exit_code}
+    temporary = Path(path).with_suffix(".part")
+    temporary.write_text(
+        json.dumps({"message": {"message": text, "extraInfo": extra}, "elixir": own}), encoding="utf-8"
+    )
+    temporary.replace(path)
+    return True
+
+
+def _first_failure(failures: dict[int, ProcessFailure]) -> RanksFailed:
+    """The failure that the others follow from: a rank that was killed, or else the one that raised first."""
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
+        failure = item[1]
+        return failure.exitcode >= 0, _own(failure).get("seconds", failure.timestamp)
+
+    rank, failure = min(failures.items(), key=order)
+    own = _own(failure)
+    if own:
+        return RanksFailed(f"[rank {rank}] {own['text']}", own["exit_code"])
+    reason = failure.message if failure.exitcode < 0 else f"exit code {failure.exitcode}, without a message"
+    return RanksFailed(f"[rank {rank}] {reason}", 1)
+
+
+def _own(failure: ProcessFailure) -> dict[str, Any]:
+    """What `leave_error` wrote; empty if the rank did not get so far."""
+    return failure.error_file_data.get("elixir", {})

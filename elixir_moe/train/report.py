@@ -1,0 +1,210 @@
+"""What a run tells and leaves behind: lines or a bar on the screen, and the files of its directory.
+
+Owns the run directory and the form of every record in it. Rank 0 alone has a `Report`. Computes nothing about training.
+
+    runs/x/   config.yaml           the settings, ready to be used again; also the mark that the directory is taken
+              plan.json             where everything was held
+              metrics.jsonl         one object a step
+              loss.png              the losses against the steps
+              sample.txt            text the trained model wrote
+              weights.safetensors   full weights, named as in the model without this library
+              summary.json          what `--json` prints
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from safetensors.torch import save_file
+
+from elixir_moe.errors import ConfigError
+from elixir_moe.train.picture import draw_losses
+
+__all__ = ["Console", "Report", "StepRecord", "Summary", "claim_directory"]
+
+FILES = ("config.yaml", "plan.json", "metrics.jsonl", "loss.png", "sample.txt", "weights.safetensors", "summary.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One line of ``metrics.jsonl``. Counters are rank 0's; a number that is not finite becomes null."""
+
+    step: int
+    """From 1."""
+    loss: float
+    """Training loss, auxiliary losses of the routers included: mean over micro-batches and ranks, nats a byte."""
+    grad_norm: float | None
+    """Global gradient norm before clipping; null without clipping, and where fp16 overflowed."""
+    lr: float
+    """Learning rate of this step."""
+    step_seconds: float
+    """Wall time of the step, evaluation not included."""
+    tokens_per_second: float
+    """Bytes of text trained on, over all ranks, in a second."""
+    statistics: dict[str, Any]
+    """What the step added to the library's counters: of the rCache, and bytes moved by tier and by process group."""
+    tokens_per_expert: dict[str, list[int]]
+    """By mixture layer, how many tokens of the last micro-batch chose each expert, all ranks together."""
+    val_loss: float | None
+    """Validation loss after this step, nats a byte; null where none was taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """How a run ended."""
+
+    steps: int
+    """Optimizer steps taken."""
+    ranks: int
+    """Processes."""
+    parameters: int
+    """Elements of the whole model, each counted once."""
+    train_loss: float
+    """Of the last step, auxiliary losses included, nats a byte."""
+    val_loss: float
+    """After the last step, nats a byte."""
+    bigram_loss: float
+    """Of the bigram model, on the same validation bytes."""
+    train_seconds: float
+    """Wall time of all steps and evaluations."""
+    tokens_per_second: float
+    """Bytes trained on a second, over all steps."""
+    out: str
+    """The run's directory."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {key: _finite(value) for key, value in asdict(self).items()}
+
+
+def claim_directory(out: str, overwrite: bool, *, check_only: bool = False) -> Path:
+    """Makes the run directory this run's own, or refuses.
+
+    Args:
+        out: the directory.
+        overwrite: remove an earlier run's files; no other file is ever removed.
+        check_only: refuse where it must be refused, but change nothing.
+
+    Raises:
+        ConfigError: the directory holds something and `overwrite` is off, is no directory, or cannot be written.
+    """
+    directory = Path(out)
+    try:
+        if directory.exists() and os.listdir(directory) and not overwrite:
+            raise ConfigError(
+                f"run.out: {out!r} is not empty: choose another directory, or give --run.overwrite true to replace "
+                f"the run in it"
+            )
+        if check_only:
+            return directory
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            (directory / name).unlink(missing_ok=True)
+        (directory / "config.yaml").open("x").close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"run.out: cannot use {out!r}: {reason}; choose another directory") from error
+    return directory
+
+
+class Report:
+    """Rank 0's reporter, from the first line to the last file."""
+
+    def __init__(self, console: Console, directory: Path, *, steps: int, log_every: int, bigram_loss: float) -> None:
+        self._console, self._directory = console, directory
+        self._steps, self._log_every, self._bigram_loss = steps, log_every, bigram_loss
+        self._metrics = (directory / "metrics.jsonl").open("w", encoding="utf-8")
+        self._train_losses: list[tuple[int, float]] = []
+        self._val_losses: list[tuple[int, float]] = []
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=steps)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+        self._metrics.close()
+
+    def say(self, text: str) -> None:
+        """A line for the reader."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def plan(self, rows: Sequence[Mapping[str, Any]], plan_json: str) -> None:
+        """Shows the plan as a table, a row for each chunk group, and keeps it as it is."""
+        table = Table(title="plan, on rank 0", title_justify="left")
+        for name, value in rows[0].items() if rows else ():
+            table.add_column(name.replace("_", " "), justify="right" if type(value) is int else "left")
+        for row in rows:
+            table.add_row(*(f"{v:,}" if type(v) is int else str(v) for v in row.values()))
+        self._console.print(table)
+        self.write("plan.json", plan_json + "\n")
+
+    def step(self, record: StepRecord) -> None:
+        """Keeps a step and shows it where it is due."""
+        line = {key: _finite(value) for key, value in asdict(record).items()}
+        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        self._metrics.flush()
+        self._train_losses.append((record.step, record.loss))
+        if record.val_loss is not None:
+            self._val_losses.append((record.step, record.val_loss))
+        self._progress.update(self._task, completed=record.step, description=f"loss {record.loss:.3f}")
+        due = not self._console.is_terminal and record.step % self._log_every == 0
+        if due or record.val_loss is not None or record.step in (1, self._steps):
+            self.say(self._line(record))
+
+    def finish(self, summary: Summary, sample: str, weights: Mapping[str, torch.Tensor]) -> None:
+        """Writes what is only known at the end."""
+        draw_losses(self._directory / "loss.png", self._train_losses, self._val_losses, self._bigram_loss)
+        self.write("sample.txt", sample)
+        # A copy each: safetensors refuses tensors that share memory, as tied weights do under their two names.
+        tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
+        temporary = self._directory / "weights.safetensors.part"
+        save_file(tensors, temporary)
+        temporary.replace(self._directory / "weights.safetensors")
+        self.write("summary.json", json.dumps(summary.as_dict(), indent=2) + "\n")
+        verdict = f"{'below' if summary.val_loss < summary.bigram_loss else 'not below'} the bigram model's"
+        if sample:
+            self.say(f"\n--- a sample of the model's text\n{sample}\n---\n")
+        self.say(
+            f"validation loss {summary.val_loss:.4f}, {verdict} {summary.bigram_loss:.4f} (nats/byte)\n"
+            f"{summary.steps} steps, {summary.train_seconds:.0f} s, ranks: {summary.ranks}; files in {summary.out}"
+        )
+
+    def write(self, name: str, text: str) -> None:
+        """Puts a text file into the run directory, whole or not at all."""
+        temporary = self._directory / f"{name}.part"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self._directory / name)
+
+    def _line(self, record: StepRecord) -> str:
+        norm = "" if record.grad_norm is None else f"  norm {record.grad_norm:.2f}"
+        line = f"step {record.step:>5}  loss {record.loss:.4f}{norm}  lr {record.lr:.2e}"
+        line += f"  {record.tokens_per_second:,.0f} bytes/s"
+        if record.val_loss is not None:
+            line += f"  validation {record.val_loss:.4f} (bigram {self._bigram_loss:.4f})"
+        return line
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,28 @@
+"""Ten steps of a mixture of experts: `python examples/quickstart.py`, or through torchrun on any number of ranks."""
+
+import torch
+
+import elixir_moe as em
+from elixir_moe.models.gpt import GPT, GPTConfig, lm_loss
+from elixir_moe.train.data import batch_at, python_help_text, rows_of
+
+mesh = em.init_mesh()  # the ranks torchrun started, or this process alone
+rank, ranks, device = mesh.get_local_rank("dp"), mesh.size(0), mesh.device_type
+expert_mesh = em.expert_mesh(mesh, ep=ranks)  # the ranks once more, sharing the experts out among them
+model = GPT(GPTConfig(experts=(0, 4, 0, 4), ep=(1, ranks, 1, ranks)), mesh).to(device)
+em.annotate(model, {
+    "*.experts.*": em.Pattern(expert_mesh, replicate=("edp",), shard={"ep": 0}),
+    "*": em.Pattern(mesh, replicate=("dp",)),
+})  # fmt: skip
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model, optimizer = em.wrap(model, optimizer, plan=em.Plan.offload(rcache_blocks=4))
+
+text = torch.tensor(list(python_help_text()))
+for step in range(10):
+    batch = batch_at(text, seed=0, step=step, rows=8, seq_len=128)
+    loss = lm_loss(model, rows_of(batch, rank, ranks).to(device))
+    loss.backward()
+    norm = optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"rank {rank} step {step}: loss {loss.item():.3f}, gradient norm {norm.item():.2f}")

@@ -1,0 +1,160 @@
+"""The command line: one clear message and exit code 2 for every mistake, and JSON alone where JSON was asked for."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elixir_moe.cli import main
+
+SETTINGS = """
+model: {seq_len: 16, n_layers: 2, d_model: 16, n_heads: 2, experts: [0, 2], ep: [1, 2]}
+plan: {kind: offload, rcache_blocks: 4}
+run: {out: OUT, steps: 2, global_batch: 4}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(SETTINGS.replace("OUT", str(tmp_path / "out")))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--run.stepz", "3"], "unknown setting 'run.stepz'; did you mean 'run.steps'?"),
+        (["--steps", "3"], "unknown setting 'steps'; did you mean 'run.steps'?"),
+        (["--modle.n_layers", "3"], "unknown setting 'modle'; did you mean 'model'?"),
+        (["--run.steps", "many"], "run.steps: expected int, got text 'many'"),
+        (["--run.steps", "1.5"], "run.steps: expected int, got float 1.5"),
+        (["--run.overwrite", "perhaps"], "run.overwrite: expected bool, got text 'perhaps'"),
+        (["--optimizer.lr", "nan"], "optimizer.lr: expected a finite number, got nan"),
+        (["--optimizer.lr", "-1"], "optimizer.lr: expected a finite number above 0, got -1.0"),
+        (["--optimizer.betas", "0.9"], "optimizer.betas: expected [float, float]"),
+        (
+            ["--plan.kind", "zero5"],
+            "plan.kind: expected ddp, zero2, zero3, offload, got 'zero5'; did you mean",
+        ),
+        (["--plan.kind", "ddp"], "plan.rcache_blocks means nothing for plan.kind=ddp"),
+        (["--plan.rcache_blocks", "0"], "plan.rcache_blocks: expected at least 1 block, got 0"),
+        (["--model.vocab_size", "300"], "model.vocab_size: expected 256, since tokens are bytes, got 300"),
+        (["--model.n_heads", "3"], "d_model=16 is not a multiple of n_heads=3"),
+        (["--model.ep", "1,3"], "layer 1: ep=3 does not divide 2 experts, choose among [1, 2]"),
+        (["--nproc", "3"], "model.ep[1]=2 does not divide the 3 ranks of this run: choose one of [1, 3]"),
+        (["--run.global_batch", "3"], "run.global_batch=3 is no multiple of 2 ranks x run.accumulation=1"),
+        (["--data.paths", "/no/such.txt"], "cannot read '/no/such.txt': No such file or directory"),
+        (["--run.steps"], "--run.steps: a value must follow"),
+        (["stray"], "unexpected argument 'stray'"),
+        (["--nproc", "0"], "--nproc: expected at least 1, got 0"),
+        (["--nproc", "two"], "argument --nproc: invalid int value: 'two'"),
+    ],
+)
+def test_a_mistake_is_told_once_and_nothing_starts(
+    arguments: list[str], said: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--nproc", "2", "--config", config, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert said in err and err.count("\n") == 1 and "Traceback" not in err and out == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run: [1, 2]", "run: expected a section with keys, got list [1, 2]"),
+        ("- 1", "must hold sections with keys, got list [1]"),
+        ("run: {out: x, out: y}", "key 'out' stands twice"),
+        ("run: {", "is not valid YAML"),
+        ("run: {steps: 3}", "'run.out' is missing and has no default: give text"),
+        ("run: {out: x, steps: true}", "run.steps: expected int, got bool True"),
+        ("run: {out: 3}", "run.out: expected text, got int 3"),
+        ("run: !!python/object/apply:os.system [true]", "is not valid YAML"),
+        ("model: {experts: 4}\nrun: {out: x}", "model.experts: expected [int, ...], got int 4"),
+    ],
+)
+def test_a_mistake_in_the_file_is_told(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    assert main(["train", "--config", str(tmp_path / "bad.yaml")]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_empty_text_and_a_missing_settings_file(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    arguments = ["train", "--nproc", "2", "--config", config]
+    assert main([*arguments, "--data.paths", str(tmp_path / "empty.txt")]) == 2
+    assert f"'{tmp_path}/empty.txt' is empty" in capsys.readouterr().err
+    assert main(["train", "--config", str(tmp_path / "none.yaml")]) == 2
+    assert "cannot read the settings file" in capsys.readouterr().err
+
+
+def test_a_directory_in_use_is_refused(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").touch()
+    assert main(["train", "--nproc", "2", "--config", config]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+def test_a_traceback_comes_only_if_asked_for(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--traceback", "--config", config, "--run.stepz", "3"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_no_verb_and_a_wrong_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2 and main(["trian"]) == 2
+    assert "invalid choice: 'trian'" in capsys.readouterr().err
+
+
+def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert (
+        "--run.steps int  (default: 100)\n        Optimizer steps." in shown and "--model.experts [int, ...]" in shown
+    )
+
+
+def test_env_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["torch"] and facts["cpus"] >= 1
+    assert main(["env"]) == 0
+    assert "torch" in capsys.readouterr().out
+    assert main(["env", "--nonsense"]) == 2
+
+
+def test_under_torchrun_one_rank_speaks(config: str, tmp_path: Path) -> None:
+    """All ranks meet the same wrong setting; rank 0's process tells it, no other does."""
+    arguments = ["-m", "elixir_moe", "train", "--config", config, "--run.stepz", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("unknown setting 'run.stepz'; did you mean 'run.steps'?") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_in_a_rank_reaches_the_user_once(config: str, tmp_path: Path) -> None:
+    """The launcher cannot know that a directory will vanish; the ranks can fail in ways it did not check."""
+    done = subprocess.run(
+        [sys.executable, "-m", "elixir_moe", "train", "--nproc", "2", "--config", config],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "NONSENSE"},
+        timeout=120,
+    )
+    assert done.returncode == 1 and done.stderr.count("elixir-moe: [rank") == 1
