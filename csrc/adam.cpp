@@ -15,6 +15,7 @@ namespace {
 
 // A thread costs about 20 us to start and join, and this many elements (1.8 MB) keep one busy for some 200 us.
 constexpr std::size_t kMinPerThread = std::size_t{1} << 16;
+constexpr std::size_t kPageNumel = 2048;
 
 AdamConstants constants_of(const AdamSettings& s) {
     const double step = static_cast<double>(s.step);
@@ -62,22 +63,22 @@ void adam_step(const AdamArrays& arrays, const AdamSettings& settings, Isa isa, 
     const std::size_t n = arrays.numel;
     const std::size_t parts =
         std::clamp<std::size_t>(n / kMinPerThread, 1, static_cast<std::size_t>(std::max(threads, 1)));
-    // Whole pages of the smallest element type, so that two threads share no cache line of an aligned array.
-    const std::size_t stride = (n / parts + 2047) / 2048 * 2048;
+    // Cut at whole pages of the smallest element type, so that no two threads share a cache line of an aligned array.
+    const auto start_of = [=](std::size_t part) { return n / kPageNumel * part / parts * kPageNumel; };
 
-    // Threads are started per call: a pool would be one more thing to survive a fork, and costs more lines than it
-    // saves time.
+    // Threads are started per call: a pool would be one more thing to survive a fork, and would save little.
     std::vector<std::jthread> helpers;
     helpers.reserve(parts - 1);
-    std::size_t begin = 0;
+    std::size_t part = 0;
     try {
-        for (; helpers.size() + 1 < parts; begin += stride) {
-            helpers.emplace_back([=, &arrays, &constants] { kernel(arrays, constants, begin, begin + stride); });
+        for (; part + 1 < parts; ++part) {
+            helpers.emplace_back(
+                [&, begin = start_of(part), end = start_of(part + 1)] { kernel(arrays, constants, begin, end); });
         }
     } catch (const std::system_error&) {
-        // No thread to be had: the caller's does the rest.
+        // No more threads to be had: the caller's does the rest.
     }
-    kernel(arrays, constants, begin, n);
+    kernel(arrays, constants, start_of(part), n);
 }
 
 }  // namespace elixir

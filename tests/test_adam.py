@@ -159,9 +159,11 @@ def test_every_instruction_set_gives_the_same_bits(
         assert torch.equal(simd.surroundings(), outside)
 
 
-@pytest.mark.parametrize("threads", [2, 3, 7])
-def test_threads_share_the_work_without_a_trace(threads: int) -> None:
-    numel = 5 * 65536 + 13  # enough for five threads, whatever is asked for
+@pytest.mark.parametrize(
+    ("threads", "numel"), [(2, 5 * 65536 + 13), (3, 5 * 65536), (7, 5 * 65536 + 1), (48, 48 * 65536)]
+)
+def test_threads_share_the_work_without_a_trace(threads: int, numel: int) -> None:
+    # A thread gets 65536 elements or more, so of seven only five have work.
     alone, shared = (Shard(numel, torch.bfloat16, torch.bfloat16, offset=1) for _ in range(2))
     for shard, count in ((alone, 1), (shared, threads)):
         shard.draw_grad()
