@@ -69,7 +69,7 @@ class GroupedExperts(nn.Module):
         """(n, d) rows, the first ``counts[0]`` of them for expert 0 and so on -> (n, d).
 
         An expert without rows gets a gradient of zeros. One fused kernel where `torch.nn.functional.grouped_mm` has one
-        (bf16 on CUDA, rows of 16 bytes); else a loop, which on a CPU is no slower: grouped_mm loops there too.
+        (see `_has_grouped_kernel`); else a loop, which on a CPU is no slower: grouped_mm loops there too.
 
         Args:
             rows: (n, d), sorted by expert.
@@ -166,10 +166,13 @@ def _expert_seed(seed: int, expert: int) -> int:
 
 
 def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Whether `grouped_mm` has a fused kernel for these: bf16, CUDA of capability 8.0, rows aligned to 16 bytes."""
+    """Whether `grouped_mm` has a fused kernel for these: bf16, rows aligned to 16 bytes, CUDA capability 9 or 10.
+
+    On other devices it loops too, and waits for the device at each call to learn the splits.
+    """
     if not (rows.is_cuda and torch.cuda.is_available() and len(rows)):
         return False
     if rows.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return False
     aligned = all(n % 8 == 0 for n in weight.shape[1:])
-    return aligned and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    return aligned and torch.cuda.get_device_capability(rows.device)[0] in (9, 10)
