@@ -8,12 +8,13 @@ from elixir_moe.train.data import batch_at, python_help_text, rows_of
 
 mesh = em.init_mesh()  # the ranks torchrun started, or this process alone
 rank, ranks, device = mesh.get_local_rank("dp"), mesh.size(0), mesh.device_type
-expert_mesh = em.expert_mesh(mesh, ep=ranks)  # the ranks once more, sharing the experts out among them
+expert_mesh = em.expert_mesh(mesh, ep=ranks)  # the same ranks, sharing out the experts of a layer
 model = GPT(GPTConfig(experts=(0, 4, 0, 4), ep=(1, ranks, 1, ranks)), mesh).to(device)
-em.annotate(model, {
+rules = {
     "*.experts.*": em.Pattern(expert_mesh, replicate=("edp",), shard={"ep": 0}),
     "*": em.Pattern(mesh, replicate=("dp",)),
-})  # fmt: skip
+}
+em.annotate(model, rules)  # the first rule that matches a parameter says what it is
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 model, optimizer = em.wrap(model, optimizer, plan=em.Plan.offload(rcache_blocks=4))
 
@@ -22,7 +23,7 @@ for step in range(10):
     batch = batch_at(text, seed=0, step=step, rows=8, seq_len=128)
     loss = lm_loss(model, rows_of(batch, rank, ranks).to(device))
     loss.backward()
-    norm = optimizer.clip_grad_norm_(1.0)
+    norm = optimizer.clip_grad_norm_(1.0)  # the exact norm over all ranks
     optimizer.step()
     optimizer.zero_grad()
     print(f"rank {rank} step {step}: loss {loss.item():.3f}, gradient norm {norm.item():.2f}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -148,13 +149,13 @@ def test_under_torchrun_one_rank_speaks(config: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_error_in_a_rank_reaches_the_user_once(config: str, tmp_path: Path) -> None:
-    """The launcher cannot know that a directory will vanish; the ranks can fail in ways it did not check."""
+def test_an_error_of_the_ranks_reaches_the_user_once(config: str) -> None:
+    """Chunks too short for the model's parameters: found on every rank, once the model is there."""
     done = subprocess.run(
-        [sys.executable, "-m", "elixir_moe", "train", "--nproc", "2", "--config", config],
+        [sys.executable, "-m", "elixir_moe", "train", "--nproc", "2", "--config", config, "--plan.chunk_numel", "1"],
         capture_output=True,
         text=True,
-        env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "NONSENSE"},
         timeout=120,
     )
-    assert done.returncode == 1 and done.stderr.count("elixir-moe: [rank") == 1
+    assert done.returncode == 1 and done.stderr.count("PlanError") == 1
+    assert re.search(r"^elixir-moe: \[rank [01]\] PlanError: ", done.stderr, re.MULTILINE)

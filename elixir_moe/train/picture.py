@@ -4,22 +4,23 @@ Owns `loss.png` and its looks. matplotlib draws off screen and is asked for noth
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-_SMOOTHING = 0.9
+_WINDOW = 15
+"""Steps that the smoothed training loss averages over."""
 
 
 def draw_losses(
-    path: Path, train: Sequence[tuple[int, float]], validation: Sequence[tuple[int, float]], bigram: float
+    path: Path, title: str, train: Sequence[tuple[int, float]], validation: Sequence[tuple[int, float]], bigram: float
 ) -> None:
     """Draws the losses of a run as PNG.
 
     Args:
         path: where the picture goes.
+        title: what stands above it.
         train: (step, loss) of each step, nats a byte.
         validation: (step, loss) of each evaluation.
         bigram: loss of the bigram model on the validation bytes.
@@ -28,14 +29,15 @@ def draw_losses(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     steps, losses = [s for s, _ in train], [v for _, v in train]
-    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
-    axes.plot(steps, _smooth(losses), color="tab:blue", linewidth=1.8, label="training (smoothed; faint: each step)")
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1, label="training, each step")
+    axes.plot(steps, _smooth(losses), color="tab:blue", linewidth=1.8, label=f"training, mean of {_WINDOW} steps")
     axes.plot(*zip(*validation, strict=True), color="tab:orange", marker="o", markersize=5, label="validation")
     axes.axhline(bigram, color="dimgray", linestyle="--", linewidth=1.3, label=f"bigram model, {bigram:.3f}")
     last_step, last_loss = validation[-1]
     axes.annotate(f"{last_loss:.3f}", (last_step, last_loss), xytext=(0, -14), textcoords="offset points", ha="center")
-    axes.set(title="Loss of the run", xlabel="optimizer step", ylabel="loss (nats per byte)")
+    axes.set(title=title, xlabel="optimizer step", ylabel="loss (nats per byte)")
     axes.set_xlim(0, last_step * 1.04)
+    axes.margins(y=0.08)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -43,6 +45,10 @@ def draw_losses(
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, without the pull of its start towards zero."""
-    sums = accumulate(values, lambda mean, value: _SMOOTHING * mean + (1 - _SMOOTHING) * value, initial=0.0)
-    return [mean / (1 - _SMOOTHING**n) for n, mean in enumerate(sums) if n]
+    """Mean of the neighbours up to half a window away, on both sides alike, so that a falling curve is not delayed."""
+    smooth = []
+    for i in range(len(values)):
+        reach = min(_WINDOW // 2, i, len(values) - 1 - i)
+        near = values[i - reach : i + reach + 1]
+        smooth.append(sum(near) / len(near))
+    return smooth

@@ -27,7 +27,6 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.train.picture import draw_losses
 
 __all__ = ["Console", "Report", "StepRecord", "Summary", "claim_directory"]
 
@@ -175,7 +174,10 @@ class Report:
 
     def finish(self, summary: Summary, sample: str, weights: Mapping[str, torch.Tensor]) -> None:
         """Writes what is only known at the end."""
-        draw_losses(self._directory / "loss.png", self._train_losses, self._val_losses, self._bigram_loss)
+        from elixir_moe.train.picture import draw_losses  # matplotlib takes a second to load; only this rank draws
+
+        title = f"{summary.out}: {summary.parameters:,} parameters, ranks: {summary.ranks}"
+        draw_losses(self._directory / "loss.png", title, self._train_losses, self._val_losses, self._bigram_loss)
         self.write("sample.txt", sample)
         # A copy each: safetensors refuses tensors that share memory, as tied weights do under their two names.
         tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
