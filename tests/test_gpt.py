@@ -6,12 +6,14 @@ gradients well below 1.
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import ConfigError, LayoutError
 from elixir_moe.models.config import GPTConfig, gpt_config, named_configs
@@ -32,6 +34,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 DEGREES = {1: [(1, 1, 1)], 2: [(1, 2, 2), (2, 1, 1)], 4: [(1, 2, 4), (4, 1, 2), (1, 1, 1)]}
 """By world size: the expert-parallel degree of each layer, made 1 where the layer is dense."""
+
+
+@cache
+def world_mesh(tp: int = 1) -> DeviceMesh:
+    """One mesh a rank and degree: process groups stay until the process ends."""
+    return init_mesh(tp, device_type="cpu")
 
 
 def config_of(name: str, degrees: tuple[int, ...]) -> GPTConfig:
@@ -62,7 +70,7 @@ def full(name: str, parts: list[Tensor], ep: int) -> Tensor:
 
 
 def run_layouts() -> dict[Any, Any]:
-    mesh = init_mesh(device_type="cpu")
+    mesh = world_mesh()
     rank, world = dist.get_rank(), dist.get_world_size()
     results = {}
     for name, degrees in layouts(world):
@@ -124,7 +132,7 @@ def test_it_learns() -> None:
 
 def run_generate() -> tuple[Tensor, Tensor]:
     config = GPTConfig(**TINY, experts=(0, 4, 8), ep=(1, 2, 2), top_k=2)
-    model = build(config, init_mesh(device_type="cpu"))
+    model = build(config, world_mesh())
     prompt = batch_of(2)[:, :14]
     greedy = generate(model, prompt, 5, temperature=0)
     sampled = generate(model, prompt, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -203,7 +211,7 @@ def test_too_long_a_sequence() -> None:
 
 def run_errors() -> list[str]:
     messages = []
-    for mesh, ep in ((init_mesh(2, device_type="cpu"), 1), (init_mesh(device_type="cpu"), 4)):
+    for mesh, ep in ((world_mesh(2), 1), (world_mesh(), 4)):
         try:
             GPT(GPTConfig(**TINY, experts=(0, 0, 4), ep=(1, 1, ep)), mesh)
         except LayoutError as error:

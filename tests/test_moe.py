@@ -8,6 +8,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from elixir_moe.errors import LayoutError
@@ -27,6 +29,12 @@ from tests.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 D, H, E, B, S = 16, 32, 4, 4, 6
 CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@cache
+def world_mesh(tp: int = 1) -> DeviceMesh:
+    """One mesh a rank and degree: process groups stay until the process ends."""
+    return init_mesh(tp, device_type="cpu")
 
 
 def build(mesh: Any = None, seed: int = 0, **options: Any) -> MoE:
@@ -171,7 +179,7 @@ def prepare(mesh: Any, options: dict[str, Any], starving: str) -> tuple[MoE, Ten
 
 def run_layouts() -> list[tuple[int, str, dict[str, Any]]]:
     """On every rank: each ep degree, each case."""
-    mesh = init_mesh(device_type="cpu")
+    mesh = world_mesh()
     rank, world = dist.get_rank(), dist.get_world_size()
     results = []
     for ep in [n for n in (1, 2, 4) if world % n == 0]:
@@ -215,7 +223,7 @@ def test_every_layout_equals_one_process(ranks: Ranks, world: int) -> None:
 
 
 def run_initial_values() -> list[dict[str, Tensor]]:
-    mesh = init_mesh(device_type="cpu")
+    mesh = world_mesh()
     results = []
     for ep in (1, 2, 4):
         torch.manual_seed(7)
@@ -239,7 +247,7 @@ def test_initial_values_do_not_depend_on_the_layout(ranks: Ranks) -> None:
 
 
 def run_bf16() -> list[dict[str, Any]]:
-    mesh = init_mesh(device_type="cpu")
+    mesh = world_mesh()
     rank = dist.get_rank()
     results = []
     for options, starving in (({"top_k": 2, "residual": True}, ""), ({}, "all on one")):
@@ -268,7 +276,7 @@ def test_bf16(ranks: Ranks) -> None:
 
 def run_unequal() -> dict[str, Any]:
     """Ranks with 1 and 3 of the 4 sequences, and one rank with none."""
-    mesh = expert_mesh(init_mesh(device_type="cpu"), 2)
+    mesh = expert_mesh(world_mesh(), 2)
     rank, results = dist.get_rank(), {}
     for cut in (1, 0):
         layer, x, _ = prepare(mesh, {"capacity_factor": 0.8, "top_k": 2}, "")
@@ -301,7 +309,7 @@ def count_collectives(layer: MoE, x: Tensor) -> list[str]:
 
 
 def run_count() -> list[list[str]]:
-    mesh = expert_mesh(init_mesh(device_type="cpu"), 2)
+    mesh = expert_mesh(world_mesh(), 2)
     counts = []
     for starving in ("", "somewhere", "everywhere", "all on one"):
         layer, x, _ = prepare(mesh, {}, starving)
@@ -416,9 +424,9 @@ def test_errors(options: dict[str, Any], message: str) -> None:
 
 def run_errors() -> list[str]:
     messages = []
-    expert = expert_mesh(init_mesh(device_type="cpu"), 2)
-    tp = expert_mesh(init_mesh(2, device_type="cpu"), 1)
-    for mesh, experts in ((expert, 3), (init_mesh(device_type="cpu"), 4), (tp, 4)):
+    expert = expert_mesh(world_mesh(), 2)
+    tp = expert_mesh(world_mesh(2), 1)
+    for mesh, experts in ((expert, 3), (world_mesh(), 4), (tp, 4)):
         try:
             MoE(d_model=D, d_hidden=H, num_experts=experts, mesh=mesh)
         except LayoutError as error:

@@ -268,6 +268,7 @@ def run_meshes() -> dict[str, Any]:
         "ep tp": expert_mesh(with_tp, 2),
         "etp 1": expert_mesh(with_tp, 4, etp=1),
     }
+    assert meshes["ep"] is expert_mesh(world, 2), "asked again, the same mesh"
     for name, device_mesh in meshes.items():
         got = RankMesh.of(device_mesh)
         assert got.rank == dist.get_rank()

@@ -18,6 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from elixir_moe.errors import LayoutError
 from elixir_moe.parallel.pattern import EXPERT_AXIS
 
+_EXPERT_MESHES = "elixir_expert_meshes"
+"""Attribute of a ("dp", "tp") mesh: its expert meshes by (ep, etp), so that they live as long as it does."""
+
 
 def init_mesh(tp: int = 1, *, device_type: str | None = None, backend: str | None = None) -> DeviceMesh:
     """The world as a mesh ("dp", "tp").
@@ -51,7 +54,8 @@ def init_mesh(tp: int = 1, *, device_type: str | None = None, backend: str | Non
 def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceMesh:
     """The ranks of `mesh` ("dp", "tp") again, as ("edp", "ep", "tp"): `ep` ranks share the experts of a layer.
 
-    Collective: every rank of `mesh` must call it, in the same order. Make one mesh a degree, not one a layer.
+    Collective: every rank of `mesh` must call it, in the same order. Asked again for the same degrees it returns the
+    same mesh, since every process group costs threads or device memory for as long as the process lives.
 
     Args:
         mesh: what `init_mesh` returned.
@@ -73,9 +77,11 @@ def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceM
             f"ep={ep} with {etp} tensor-parallel ranks inside the experts does not divide the {world} ranks of the "
             f"mesh: choose ep among {_divisors(world // etp) if etp >= 1 and world % etp == 0 else _divisors(world)}"
         )
-    return DeviceMesh(
-        mesh.device_type, ranks.reshape(world // (ep * etp), ep, etp), mesh_dim_names=("edp", EXPERT_AXIS, "tp")
-    )
+    made: dict[tuple[int, int], DeviceMesh] = mesh.__dict__.setdefault(_EXPERT_MESHES, {})
+    if (ep, etp) not in made:
+        table = ranks.reshape(world // (ep * etp), ep, etp)
+        made[ep, etp] = DeviceMesh(mesh.device_type, table, mesh_dim_names=("edp", EXPERT_AXIS, "tp"))
+    return made[ep, etp]
 
 
 def _divisors(n: int) -> list[int]:
