@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.errors import ConfigError, ElixirError, LayoutError
+from elixir_moe.kernels import cpu_features
 from elixir_moe.train import config as configs
 from elixir_moe.train import launch, settings
 from elixir_moe.train.config import TrainConfig
@@ -113,6 +114,7 @@ def _env(known: argparse.Namespace) -> int:
         "cuda": torch.version.cuda,
         "devices": devices,
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_adam": cpu_features(),
         "backends": [b for b in ("gloo", "nccl", "mpi") if torch.distributed.is_backend_available(b)],
     }
     if known.json:
