@@ -21,6 +21,7 @@ from torch import nn
 from elixir_moe.chunks.chunk import Chunk
 from elixir_moe.chunks.layout import Layout
 from elixir_moe.chunks.plan import Footprint, Plan
+from elixir_moe.chunks.policy import Schedule
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import ConfigError
@@ -167,6 +168,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             row["shard_bytes"] += spec.shard_numel * spec.key.dtype.itemsize
             row["shard_bytes"] += spec.shard_numel * 4 * (1 + self._update.moments) if spec.key.trainable else 0
         return list(rows.values())
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The recorded order of chunk uses in a step; None before the first."""
+        return self._scheduler.cache.schedule
+
+    def close(self) -> None:
+        """Destroys the process groups `wrap` made; model and optimizer are of no use afterwards. Collective."""
+        self._scheduler.drain()
+        for communicator in {id(c.communicator): c.communicator for c in self._scheduler.chunks}.values():
+            communicator.close()
+        dist.destroy_process_group(self._control)
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: a rank holds only its shards, and their cut is the plan's."""

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.chunk import Chunk
+from elixir_moe.chunks.collectives import make_groups
 from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.annotate import pattern_of
 from elixir_moe.parallel.pattern import Pattern
@@ -25,46 +26,33 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     chunks: list[Chunk] | None = getattr(model, "elixir_chunks", None)
     if chunks is None:
         raise ConfigError("full_state_dict needs a model that went through wrap; use model.state_dict() on a plain one")
-    groups = _Groups()
+    joins = [pattern.mesh.ranks_along((axis,)) for p in model.parameters() if (pattern := pattern_of(p)) for axis, _ in pattern.shard]
+    groups = make_groups([*joins, *(chunk.spec.key.ranks for chunk in chunks)], backend="gloo")
     full: dict[nn.Parameter, torch.Tensor] = {}
     for chunk in chunks:
-        source = chunk.home.compute if chunk.home.master is None else chunk.home.master
-        whole = groups.concatenate(source.cpu(), chunk.spec.key.ranks) if chunk.spec.shards > 1 else source.cpu()
+        source = (chunk.home.compute if chunk.home.master is None else chunk.home.master).cpu()
+        whole = torch.cat(_all(source, groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
         for slot, parameter, dtype in zip(chunk.spec.slots, chunk.parameters, chunk.original_dtypes, strict=True):
-            local = whole[slot.start : slot.stop].view(parameter.shape).to(dtype)
+            local = whole[slot.start : slot.stop].view(parameter.shape).to(dtype, copy=True)
             full[parameter] = _join(local, pattern_of(parameter), groups)
+    for group in groups.values():
+        dist.destroy_process_group(group)
     state = {name: full[p] for name, p in model.named_parameters(remove_duplicate=False)}
     return {name: state[name] if name in state else value.cpu().clone() for name, value in model.state_dict().items()}
 
 
-def _join(local: torch.Tensor, pattern: Pattern | None, groups: "_Groups") -> torch.Tensor:
+def _join(local: torch.Tensor, pattern: Pattern | None, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> torch.Tensor:
     """The logical parameter from the slices of all ranks it is sharded over; the innermost axis is joined first."""
-    if pattern is None:
-        return local.clone()
-    for axis, dim in reversed(pattern.shard):
-        ranks = pattern.mesh.ranks_along((axis,))
+    for axis, dim in reversed(pattern.shard if pattern is not None else ()):
+        ranks = pattern.mesh.ranks_along((axis,)) if pattern is not None else ()
         if len(ranks) > 1:
-            pieces = groups.all(local.contiguous(), ranks)
-            local = torch.cat(pieces, dim)
-    return local.clone()
+            local = torch.cat(_all(local, groups[ranks]), dim)
+    return local
 
 
-class _Groups:
-    """gloo process groups by their ranks, made when first needed and in the same order on all their ranks."""
-
-    def __init__(self) -> None:
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def all(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> list[torch.Tensor]:
-        """`tensor` of every rank, in the order of `ranks`."""
-        if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        pieces = [torch.empty_like(tensor) for _ in ranks]
-        own = tensor.view(torch.uint8) if tensor.numel() and tensor.dim() else tensor
-        views = [p.view(torch.uint8) if tensor.numel() and tensor.dim() else p for p in pieces]
-        dist.all_gather(views, own, group=self._groups[ranks])
-        return pieces
-
-    def concatenate(self, shard: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
-        """The shards of all ranks, one behind the other."""
-        return torch.cat(self.all(shard, ranks))
+def _all(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """`tensor` of every rank, in rank order; as bytes, which gloo sends whatever the dtype."""
+    flat = tensor.reshape(-1).view(torch.uint8)
+    pieces = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pieces, flat, group=group)
+    return [piece.view(tensor.dtype).view(tensor.shape) for piece in pieces]

@@ -142,15 +142,12 @@ class Chunk:
             self.view(index).copy_(gradient)
         self.landed.add(index)
 
-    def complete_gradients(self) -> torch.Tensor:
-        """The buffer with a gradient or zeros in every parameter's place; parameters let go of it."""
+    def complete_gradients(self) -> None:
+        """Leaves a gradient or zeros in every parameter's place of the block; parameters let go of it."""
         for index in range(len(self.parameters)):
             if index in self._delayed:
                 self.view(index).copy_(self._delayed.pop(index))
             elif index not in self.landed:
                 self.view(index).zero_()
-        buffer = self.buffer
-        assert buffer is not None
         self.landed.clear()
         self.detach()
-        return buffer

@@ -8,7 +8,7 @@ peer, in place, and a reduce-scatter is an all-to-all into a staging buffer and 
 in fp32 whatever travels, in rank order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,23 +47,19 @@ class Ticket:
 
 
 class Communicator:
-    """The collectives of one process group of ranks.
+    """The collectives of one tuple of ranks, on a process group for gathers and one for reductions."""
 
-    Collective to build: all its ranks do so, and groups are built in the same order everywhere.
-    """
-
-    def __init__(self, ranks: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], groups: Sequence[dist.ProcessGroup] = (), device: torch.device | None = None
+    ) -> None:
         self.ranks = ranks
         self.rank = dist.get_rank()
         self.size = len(ranks)
         self.index = ranks.index(self.rank) if self.size > 1 else 0
         self._tag = 0
-        self._gather_group = self._reduce_group = None
-        self.staged = False
-        if self.size > 1:
-            self._gather_group = dist.new_group(list(ranks), use_local_synchronization=True)
-            self._reduce_group = dist.new_group(list(ranks), use_local_synchronization=True)
-            self.staged = backend_of(self._reduce_group, device) == "gloo"
+        self._groups = list(groups)
+        self._gather_group, self._reduce_group = groups or (None, None)
+        self.staged = device is not None and bool(groups) and backend_of(groups[0], device) == "gloo"
 
     def all_gather(self, buffer: torch.Tensor) -> Ticket:
         """In place: slice `index` of `buffer`'s `size` equal slices is ours, the others arrive."""
@@ -120,19 +116,40 @@ class Communicator:
         work = dist.all_reduce(buffer, group=self._reduce_group, async_op=True)
         return Ticket([work], lambda: land(buffer))
 
+    def close(self) -> None:
+        """Destroys the process groups."""
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups, self._gather_group, self._reduce_group = [], None, None
+
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Gives every rank the first rank's `buffer`; blocks."""
         if self.size > 1:
             dist.broadcast(buffer.view(torch.uint8), self.ranks[0], group=self._gather_group)
 
 
-def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend that serves tensors on `device`: "gloo" or "nccl"."""
-    assert group is not None
     name: str = group._get_backend(device).name()
     return name
 
 
-def build_communicators(wanted: Sequence[tuple[int, ...]], device: torch.device) -> dict[tuple[int, ...], Communicator]:
-    """One communicator for each distinct tuple of ranks, built in an order all ranks share."""
-    return {ranks: Communicator(ranks, device) for ranks in sorted(set(wanted), key=lambda r: (len(r), r))}
+def build_communicators(wanted: Iterable[tuple[int, ...]], device: torch.device) -> dict[tuple[int, ...], Communicator]:
+    """One communicator for each distinct tuple of ranks this rank is in. Collective over the world."""
+    wanted = set(wanted)
+    pairs = zip(make_groups(wanted).items(), make_groups(wanted).values(), strict=True)
+    several = {ranks: Communicator(ranks, (gather, reduce), device) for (ranks, gather), reduce in pairs}
+    return {ranks: several.get(ranks) or Communicator(ranks) for ranks in wanted}
+
+
+def make_groups(wanted: Iterable[tuple[int, ...]], backend: str | None = None) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A process group for each wanted tuple of two or more ranks, in one order on all ranks. Collective over the world.
+
+    Each rank names only the groups it is in; their union is made everywhere, as `dist.new_group` asks.
+    """
+    mine = {ranks for ranks in wanted if len(ranks) > 1}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sorted(mine))
+    union = sorted({tuple(ranks) for theirs in everyone for ranks in theirs})
+    made = {ranks: dist.new_group(list(ranks), backend=backend) for ranks in union}
+    return {ranks: group for ranks, group in made.items() if ranks in mine}

@@ -133,6 +133,11 @@ class CacheState:
         """The chunks in blocks, in the order they came."""
         return tuple(self._where)
 
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule it follows, once there is one."""
+        return self._schedule
+
     def follow(self, schedule: Schedule) -> None:
         """Takes `schedule` from its start from now on."""
         self._schedule = schedule

@@ -21,6 +21,7 @@ class Block:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._wire = torch.from_dlpack(self._memory)
         self._idle_uses = self._uses()
         self.busy: Ticket | None = None
         """The operation that must end before the block is written again."""
@@ -38,7 +39,12 @@ class Block:
         if self._uses() > self._idle_uses:
             statistics.blocks_replaced += 1
             self._memory = torch.zeros_like(self._memory)
+            self._wire = torch.from_dlpack(self._memory)
         return self._memory[: spec.nbytes].view(spec.key.dtype)
+
+    def wire(self, spec: ChunkSpec) -> torch.Tensor:
+        """The same memory for collectives, which may keep their tensors for a moment after they have ended."""
+        return self._wire[: spec.nbytes].view(spec.key.dtype)
 
     def _uses(self) -> int:
         return torch._C._storage_Use_Count(self._memory.untyped_storage()._cdata)  # type: ignore[attr-defined]

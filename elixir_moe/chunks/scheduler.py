@@ -126,7 +126,7 @@ class Scheduler:
             self.statistics.bytes_fetched[chunk.home.tier.value] += chunk.spec.nbytes // chunk.spec.shards
             if chunk.spec.shards > 1:
                 self._count(chunk, "all_gather", 1)
-                chunk.arriving = self._marked(chunk.communicator.all_gather(chunk.buffer))
+                chunk.arriving = self._marked(chunk.communicator.all_gather(block.wire(chunk.spec)))
             else:
                 chunk.arriving = self._marked(Ticket())
         self._owner[block.key] = chunk.spec.index
@@ -238,21 +238,14 @@ class Scheduler:
         self._pending = {}
 
     def _reduce_chunk(self, chunk: Chunk) -> None:
-        """Sends a chunk of gradients off: every rank gets the sum of its shard."""
+        """Sends a chunk of gradients off: every rank gets the sum of its shard; the block is free when they are gone."""
         index = chunk.spec.index
         chunk.transition(ChunkState.REDUCING)
         self._owner.pop(self._block_of[index].key, None)
         with torch.no_grad():
-            buffer = chunk.complete_gradients()
-
-        def land(reduced: torch.Tensor) -> None:
-            with torch.no_grad():
-                chunk.home.add_gradient(reduced)
-            self.statistics.bytes_offloaded[chunk.home.tier.value] += reduced.nbytes
-            chunk.transition(ChunkState.SHARDED)
-
+            chunk.complete_gradients()
         with self._on(self._reduce, after_compute=True):
-            ticket = self._marked(self._issue_reduction(chunk, buffer, land))
+            ticket = self._marked(self._issue_reduction(chunk, self._block_of[index].wire(chunk.spec)))
         chunk.leaving = ticket
         self._block_of[index].busy = ticket
         self._in_flight.append(ticket)
@@ -260,7 +253,13 @@ class Scheduler:
             self._note(Verb.FREE, (index,), True)
             self._carry_out(self.cache.free(index))
 
-    def _issue_reduction(self, chunk: Chunk, buffer: torch.Tensor, land: Callable[[torch.Tensor], None]) -> Ticket:
+    def _issue_reduction(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
+        def land(reduced: torch.Tensor) -> None:
+            with torch.no_grad():
+                chunk.home.add_gradient(reduced)
+            self.statistics.bytes_offloaded[chunk.home.tier.value] += reduced.nbytes
+            chunk.transition(ChunkState.SHARDED)
+
         communicator = chunk.communicator
         if chunk.spec.shards == 1:
             if communicator.size > 1:
