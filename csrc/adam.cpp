@@ -67,12 +67,12 @@ void adam_step(const AdamArrays& arrays, const AdamSettings& settings, Isa isa, 
     const auto start_of = [=](std::size_t part) { return n / kPageNumel * part / parts * kPageNumel; };
 
     // Threads are started per call: a pool would be one more thing to survive a fork, and would save little.
-    std::vector<std::jthread> helpers;
-    helpers.reserve(parts - 1);
+    std::vector<std::jthread> others;
+    others.reserve(parts - 1);
     std::size_t part = 0;
     try {
         for (; part + 1 < parts; ++part) {
-            helpers.emplace_back(
+            others.emplace_back(
                 [&, begin = start_of(part), end = start_of(part + 1)] { kernel(arrays, constants, begin, end); });
         }
     } catch (const std::system_error&) {
