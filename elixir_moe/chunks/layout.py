@@ -15,8 +15,10 @@ Sources: Elixir v1, sections IV-A (grouping, fused small groups) and V (fully sy
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec, group_parameters
 from elixir_moe.errors import PlanError
@@ -25,8 +27,9 @@ ALIGN_BYTES = 64
 """Parameters and shards start on a cache line: what torch's own allocator gives, and all that kernels ask for."""
 FUSE_BELOW = 1 / 4
 """A chunk group smaller than this part of a chunk becomes one small resident chunk of its own length."""
+WASTE_ENOUGH = 0.02
+"""Half of what Elixir v2, 4.2, reports."""
 _SEARCH_SPAN = 4
-_SEARCH_STEPS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,9 +101,9 @@ class Layout:
 
     @property
     def waste_fraction(self) -> float:
-        """Part of all block and resident space that no parameter fills, were every chunk gathered."""
-        space = sum(chunk.numel if chunk.resident else self.chunk_numel for chunk in self.chunks)
-        used = sum(slot.numel for chunk in self.chunks for slot in chunk.slots)
+        """Part of the bytes of all blocks and resident buffers that no parameter fills, were every chunk gathered."""
+        space = sum(chunk.nbytes if chunk.resident else self.block_bytes for chunk in self.chunks)
+        used = sum(slot.numel * chunk.key.dtype.itemsize for chunk in self.chunks for slot in chunk.slots)
         return 1 - used / space if space else 0.0
 
 
@@ -109,7 +112,7 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
 
     Args:
         params: all parameters; resident (tied) ones get chunks of their own.
-        chunk_numel: the chunk length C in elements; by default the length that wastes least (`best_chunk_numel`).
+        chunk_numel: the chunk length C in elements; by default `best_chunk_numel`.
         scatter: False keeps every chunk whole on every rank (the paper's S_FLAG).
 
     Raises:
@@ -126,7 +129,7 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
             slots = tuple(
                 Slot(param=indices[first + k], start=start, numel=sizes[first + k]) for k, start in enumerate(starts)
             )
-            numel = _round_up(used, shards * _align(key))
+            numel = _round_up(max(used, 1), shards * _align(key))  # never empty, be all its parameters so
             chunks.append(
                 ChunkSpec(index=len(chunks), key=key, slots=slots, numel=numel, shards=shards, resident=resident)
             )
@@ -139,42 +142,65 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
 
 
 def best_chunk_numel(params: Sequence[ParamSpec]) -> int:
-    """The chunk length that wastes least, among lengths from the largest parameter to a few times that.
+    """The smallest chunk length that wastes little, from the largest parameter to a few times that.
 
-    Of lengths that waste equally (to 0.1 %) the smallest is taken: a finer rCache. Source: Elixir v1, IV-A.
+    Little is `WASTE_ENOUGH` of all blocks, or (to 0.1 %) the least there is: below that a finer rCache is worth more than fuller
+    chunks. Waste falls only where a group needs one chunk less, so those lengths are all there is to try.
+    Source: Elixir v1, IV-A, which takes the least waste of a range the user gives.
     """
-    groups = [
-        (_align(key), [params[i].numel for i in indices if not params[i].resident])
+    streams = [
+        _Stream([params[i].numel for i in indices if not params[i].resident], key)
         for key, indices in group_parameters(params).items()
     ]
-    largest = max((size for _, sizes in groups for size in sizes), default=0)
-    total = sum(size for _, sizes in groups for size in sizes)
-    candidates = {largest * (_SEARCH_STEPS + step) // _SEARCH_STEPS for step in range(_SEARCH_STEPS * (_SEARCH_SPAN - 1))}
-    candidates |= set(_natural_lengths(groups, largest * _SEARCH_SPAN))
-    usable = [c for c in candidates if largest <= c <= max(total, largest)]
-    return min(usable, key=lambda c: (round(_waste(groups, c), 3), c), default=0)
+    largest = max((size for stream in streams for size in stream.sizes), default=0)
+    longest = max(largest, min(largest * _SEARCH_SPAN, sum(sum(stream.sizes) for stream in streams)))
+    lengths = sorted({largest, *(length for stream in streams for length in stream.steps(largest, longest))})
+    wastes = [_waste(streams, length) for length in lengths]
+    enough = max(WASTE_ENOUGH, min(wastes) + 0.001)
+    return next(length for length, waste in zip(lengths, wastes, strict=True) if waste <= enough)
 
 
-def _waste(groups: Sequence[tuple[int, list[int]]], chunk_numel: int) -> float:
-    space = used = 0
-    for align, sizes in groups:
-        total = sum(sizes)
-        used += total
-        small = total < chunk_numel * FUSE_BELOW
-        space += total if small else chunk_numel * sum(1 for _ in _pack(sizes, chunk_numel, align))
+class _Stream:
+    """The sizes of one chunk group, ready to be packed into chunks of many lengths."""
+
+    def __init__(self, sizes: list[int], key: ChunkGroupKey) -> None:
+        self.sizes = sizes
+        self.total = sum(sizes)
+        self.itemsize = key.dtype.itemsize
+        starts = list(accumulate((_round_up(size, _align(key)) for size in sizes), initial=0))
+        self._starts = starts[:-1]
+        self._stops = [start + size for start, size in zip(starts, sizes, strict=False)]
+
+    def small(self, chunk_numel: int) -> bool:
+        """Whether the group is fused into one resident chunk."""
+        return self.total < chunk_numel * FUSE_BELOW
+
+    def chunks(self, chunk_numel: int) -> int:
+        """How many chunks of this length `_pack` makes, at least the largest size; O(chunks log sizes)."""
+        first = count = 0
+        while first < len(self.sizes):
+            first = bisect_right(self._stops, self._starts[first] + chunk_numel, first)
+            count += 1
+        return count
+
+    def steps(self, shortest: int, longest: int) -> Iterator[int]:
+        """The lengths of a range at which the group needs fewer chunks, or becomes small."""
+        fewest, length = self.chunks(longest), shortest
+        while (count := self.chunks(length)) > fewest:
+            length += 1 + bisect_left(range(length + 1, longest), 1 - count, key=lambda n: -self.chunks(n))
+            yield length
+        fused = int(self.total / FUSE_BELOW) + 1
+        if shortest < fused <= longest:
+            yield fused
+
+
+def _waste(streams: Sequence[_Stream], chunk_numel: int) -> float:
+    used = sum(stream.total * stream.itemsize for stream in streams)
+    small = sum(stream.total * stream.itemsize for stream in streams if stream.small(chunk_numel))
+    blocked = [stream for stream in streams if not stream.small(chunk_numel)]
+    block_bytes = chunk_numel * max((stream.itemsize for stream in blocked), default=0)
+    space = small + block_bytes * sum(stream.chunks(chunk_numel) for stream in blocked)
     return 1 - used / space if space else 0.0
-
-
-def _natural_lengths(groups: Sequence[tuple[int, list[int]]], limit: int) -> Iterator[int]:
-    """Lengths at which a chunk ends exactly behind a parameter: runs from each of the first few of a group."""
-    for align, sizes in groups:
-        for first in range(min(8, len(sizes))):
-            used = 0
-            for size in sizes[first : first + 128]:
-                used = _round_up(used, align) + size
-                if used > limit:
-                    break
-                yield used
 
 
 def _streams(params: Sequence[ParamSpec], chunk_numel: int) -> Iterator[tuple[ChunkGroupKey, bool, list[int]]]:
