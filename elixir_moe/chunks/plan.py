@@ -43,10 +43,14 @@ class Plan:
     """Gather the next chunk of the recorded schedule ahead of its use."""
 
     def __post_init__(self) -> None:
-        for name, least in (("rcache_blocks", 1), ("device_chunks", 0), ("chunk_numel", 1)):
+        for name in ("scatter", "offloaded", "prefetch"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name}={getattr(self, name)!r}: expected True or False")
+        for name, least, optional in (("rcache_blocks", 1, True), ("device_chunks", 0, False), ("chunk_numel", 1, True)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}")
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if not whole and not (optional and value is None):
+                raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{' or None' * optional}")
         if self.device_chunks and not self.offloaded:
             raise PlanError(f"device_chunks={self.device_chunks} means nothing unless offloaded: all chunks are on the device")
 
