@@ -68,8 +68,10 @@ class Schedule:
             if self.entries[position].verb is Verb.ACQUIRE:
                 upcoming = position
                 for chunk in self.entries[position].chunks:
-                    self._uses.setdefault(chunk, []).insert(0, position)
+                    self._uses.setdefault(chunk, []).append(position)
         self._next_acquire[0] = upcoming
+        for uses in self._uses.values():
+            uses.reverse()
 
     def next_use(self, chunk: int, position: int) -> int:
         """Position of the first acquire of `chunk` behind `position`, or NEVER."""
