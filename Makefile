@@ -36,8 +36,7 @@ train: setup
 	$(BIN)/elixir-moe train --nproc 2 --config examples/pr_moe_small.yaml
 
 bench: setup
-	mkdir -p build
-	$(BIN)/python benchmarks/run.py --out build/bench.json
+	$(BIN)/python -m benchmarks.run --out build/bench.json
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Measures this library against its peers; `make bench` runs it."""

@@ -1,0 +1,57 @@
+"""The benchmarks run and write what they say; nothing here looks at a time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROW = {"name", "peer", "ranks", "ratio", "spread", "limit", "unit", "ours", "theirs"}
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", "benchmarks.run", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
+
+
+def number(value: object) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool)
+
+
+def test_a_quick_run_measures_every_row(tmp_path: Path) -> None:
+    path = tmp_path / "deeper" / "bench.json"
+    run = bench("--quick", "--rounds", "1", "--out", str(path))
+    assert run.returncode == 0, run.stderr
+    result = json.loads(path.read_text())
+    assert set(result) == {"machine", "workload", "rows"}
+    assert {"cpu", "cores", "torch", "threads_per_rank"} <= set(result["machine"])
+    assert {row["ranks"] for row in result["rows"]} == {1, 2}
+    for row in result["rows"]:
+        assert set(row) == ROW
+        assert number(row["ours"]) and row["ours"] > 0
+        assert len(row["spread"]) == 2 and all(number(value) for value in row["spread"])
+        assert row["limit"] is None or number(row["limit"])
+        has_peer = row["peer"] is not None
+        assert has_peer == (row["ratio"] is not None) == (row["theirs"] is not None)
+    table = path.with_suffix(".md").read_text()
+    assert run.stdout == table
+    assert all(f"| {row['name']} |" in table for row in result["rows"])
+
+
+def test_only_refuses_a_name_that_no_row_has(tmp_path: Path) -> None:
+    run = bench("--quick", "--only", "zero7", "--out", str(tmp_path / "bench.json"))
+    assert run.returncode == 2
+    assert "zero7" in run.stderr and "DDP" in run.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_contenders_that_do_other_work_are_not_compared() -> None:
+    from benchmarks.measure import DisagreementError, _compare
+
+    _compare("loss", {"ours": 9.0, "theirs": 9.00001}, 1e-5)
+    with pytest.raises(DisagreementError, match="theirs is nan, that of ours 9"):
+        _compare("loss", {"ours": 9.0, "theirs": float("nan")}, 1e-5)
