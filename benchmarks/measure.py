@@ -65,7 +65,7 @@ def _compare(what: str, found: dict[str, float], tolerance: float) -> None:
         reference, expected = next(iter(found.items()))
         if not abs(value - expected) <= tolerance * abs(expected):
             raise DisagreementError(
-                f"the {what} of {name} is {value}, that of {reference} {expected}: they do not do the same work, so that "
+                f"the {what} of {name} is {value}, that of {reference} {expected}: they do not do the same work, and "
                 f"a ratio of their times would mean nothing"
             )
 
