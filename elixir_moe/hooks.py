@@ -1,24 +1,27 @@
 """From modules and autograd to the scheduler: who needs which chunk, and when its gradients are complete.
 
-Owns the hooks on modules, parameters and saved tensors, and the notion of position in a forward. Moves nothing: it tells
-`Scheduler` what is needed and what is ready.
+Owns the hooks on modules, parameters and saved tensors, and the notion of position in a forward. Moves nothing: it
+tells `Scheduler` what is needed and what is ready.
 
 Forward.   A module's pre-forward hook unshards the chunks of its parameters, its post-forward hook releases them.
-           Saved tensors that view a block are packed as (chunk, size, stride, offset), so that the block can be reused.
-Backward.  A hook on a module's outputs fires right before the module's backward: its chunks are unsharded again and held.
-           Unpacking rebuilds the view from wherever the chunk is now. Gradients go from `parameter.grad` into the block.
-Passing.   Every entry into and exit from a module in forward gets the next number. Autograd runs nodes in the reverse of
-           their creation, so when backward reaches a module that was left at number e, everything entered behind e is
-           done: gradients that have not come by then will not come, and count as zero.
-Recompute. A forward inside backward (activation checkpointing) holds its chunks until it is passed, since the checkpoint's
-           own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest checkpointed region).
-Reads elsewhere. The first step watches every torch function for parameters that are not gathered (``F.linear(h,
-           self.wte.weight)``, a penalty on weights in the loss); their chunks are unsharded on the spot and from then on
-           held for the whole step.
+           Saved tensors that view a block are packed as (chunk, size, stride, offset), so that the block can be
+           reused.
+Backward.  A hook on a module's outputs fires right before the module's backward: its chunks are unsharded again and
+           held. Unpacking rebuilds the view from wherever the chunk is now. Gradients go from `parameter.grad` into
+           the block.
+Passing.   Every entry into and exit from a module in forward gets the next number. Autograd runs nodes in the reverse
+           of their creation, so when backward reaches a module that was left at number e, everything entered behind e
+           is done: gradients that have not come by then will not come, and count as zero.
+Recompute. A forward inside backward (activation checkpointing) holds its chunks until it is passed, since the
+           checkpoint's own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest
+           checkpointed region).
+Reads elsewhere.The first step watches every torch function for parameters that are not gathered (``F.linear(h,
+           self.wte.weight)``, a penalty on weights in the loss); their chunks are unsharded on the spot and from then
+           on held for the whole step.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -31,25 +34,44 @@ from elixir_moe.chunks.chunk import Chunk, ChunkState, Placeholder
 from elixir_moe.chunks.policy import Schedule
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import PlanError
-from elixir_moe.parallel.annotate import pattern_of
-from elixir_moe.parallel.pattern import EXPERT_AXIS
+from elixir_moe.units import Unit, find_units
 
-_METADATA = {"shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "grad_fn", "layout", "is_cuda", "names"}
-_METADATA |= {"size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "is_floating_point", "data_ptr"}
-_METADATA |= {"storage_offset", "untyped_storage", "register_hook", "requires_grad_", "__set__", "__hash__", "__repr__", "is_complex"}
+_METADATA = {
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "grad",
+    "is_leaf",
+    "ndim",
+    "grad_fn",
+    "layout",
+    "is_cuda",
+    "names",
+}
+_METADATA |= {
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "stride",
+    "is_contiguous",
+    "element_size",
+    "is_floating_point",
+    "data_ptr",
+}
+_METADATA |= {
+    "storage_offset",
+    "untyped_storage",
+    "register_hook",
+    "requires_grad_",
+    "__set__",
+    "__hash__",
+    "__repr__",
+    "is_complex",
+}
 """Functions that look at a parameter without reading its values."""
 _MISSES_BEFORE_NEW_SCHEDULE = 3
-
-
-@dataclass(slots=True, eq=False)
-class Unit:
-    """A module that unshards as one: every rank enters it, so every rank takes part in its gathers."""
-
-    name: str
-    module: nn.Module
-    slots: list[tuple[int, int]]
-    """(chunk, index in the chunk) of its parameters."""
-    chunks: tuple[int, ...]
 
 
 class Packed:
@@ -66,7 +88,7 @@ class Packed:
             tensor.dtype,
             tensor.size(),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
         )
         self.index = chunk.index_at(self.offset)
         self.update = update
@@ -91,7 +113,7 @@ class Hooks:
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
         self._names = {p: name for name, p in model.named_parameters()}
         self._units = list(find_units(model, self._slot_of))
-        self._active: list[Unit] = []
+        self._active: list[tuple[Unit, int]] = []
         self._elsewhere: dict[int, str] = {}
         self._watch: _Watch | None = None
         self._schedule_known = False
@@ -102,6 +124,7 @@ class Hooks:
         self._training = False
         self._saving: saved_tensors_hooks | None = None
         self._last_entered: dict[Unit, int] = {}
+        self._left: dict[Unit, int] = {}
         self._reset()
         self._install(model)
 
@@ -140,13 +163,13 @@ class Hooks:
         self._depth += 1
         if unit is None:
             return
-        self._active.append(unit)
         tracked = self._training or recomputing
         if recomputing:
             self._holds.append((self._entered.get(unit, 0), unit.chunks))
         elif tracked:
             self._clock += 1
             self._entered.setdefault(unit, self._clock)
+        self._active.append((unit, self._clock))
         self._scheduler.unshard(unit.chunks, tracked=tracked, who=f"module {unit.name!r}")
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
@@ -154,13 +177,15 @@ class Hooks:
         recomputing = torch._C._current_graph_task_id() != -1
         tracked = self._training or recomputing
         if unit is not None:
-            self._active.pop()
-            if not recomputing:
+            _, entered = self._active.pop()
+            if recomputing:
+                entered, left = self._entered.get(unit, 0), self._left.get(unit, 0)
+            else:
                 self._scheduler.release(unit.chunks, tracked=tracked)
+                self._clock += tracked
+                left = self._left[unit] = self._clock
             if tracked:
-                self._clock += 1
-                left = self._entered.get(unit, 0) if recomputing else self._clock
-                self._hook_outputs(output, partial(self._reach, unit, left))
+                self._hook_outputs(output, partial(self._reach, unit, entered, left))
         if self._depth == 0 and not recomputing:
             self._end_forward(output)
 
@@ -196,8 +221,8 @@ class Hooks:
         if owner is None:
             if tensor.untyped_storage().data_ptr() in self._placeholder.keys:
                 raise PlanError(
-                    f"a parameter of shape {tuple(tensor.shape)} is read outside its own module, where it was not read in the "
-                    f"first step: its chunk is not gathered. Read it in every step, or hold everything with Plan.zero2()"
+                    f"a parameter of shape {tuple(tensor.shape)} is read outside its own module, "
+                    f"which no first step did: its chunk is not gathered. Read it in every step, or use Plan.zero2()"
                 )
             return tensor
         return Packed(self._scheduler.chunks[owner], tensor, self.updates)
@@ -206,7 +231,9 @@ class Hooks:
         if isinstance(packed, torch.Tensor):
             return packed
         if packed.update != self.updates:
-            raise PlanError("backward through a forward that ran before the last optimizer.step(): its weights are gone")
+            raise PlanError(
+                "backward through a forward that ran before the last optimizer.step(): its weights are gone"
+            )
         if packed.chunk.state not in (ChunkState.GATHERED, ChunkState.GRADIENT):
             chunks = (packed.chunk.spec.index,)
             self._scheduler.unshard(chunks, tracked=True, who="backward")
@@ -235,8 +262,8 @@ class Hooks:
         self._scheduler.begin_backward(order, pending)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _reach(self, unit: Unit, left: int) -> None:
-        """Backward has come to `unit`, which forward left at number `left`."""
+    def _reach(self, unit: Unit, entered: int, left: int) -> None:
+        """Backward has come to a call of `unit` that forward entered and left at these numbers."""
         self._begin_backward()
         if (id(unit), left) in self._reached:
             return
@@ -244,7 +271,7 @@ class Hooks:
         self._pass(left)
         self._engaged.add(unit)
         self._scheduler.unshard(unit.chunks, tracked=True, who=f"backward of module {unit.name!r}")
-        self._holds.append((self._entered.get(unit, left), unit.chunks))
+        self._holds.append((entered, unit.chunks))
 
     def _landed(self, parameter: nn.Parameter) -> None:
         """A gradient is complete: autograd has summed it over all uses of the parameter."""
@@ -299,7 +326,7 @@ class Hooks:
     def read_elsewhere(self, parameter: torch.Tensor) -> None:
         """A torch function is about to read `parameter`; gathers it if its module has not."""
         slot = self._slot_of.get(parameter)  # type: ignore[call-overload]
-        if slot is None or slot[0] in self._elsewhere or any(slot in unit.slots for unit in self._active):
+        if slot is None or slot[0] in self._elsewhere or any(slot in unit.slots for unit, _ in self._active):
             return
         self._elsewhere[slot[0]] = self._names[parameter]  # type: ignore[index]
         self._scheduler.unshard((slot[0],), tracked=True, who=self._elsewhere_names())
@@ -349,38 +376,6 @@ def _name(func: Any) -> str:
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", name)
     return name
-
-
-def find_units(model: nn.Module, slot_of: dict[nn.Parameter, tuple[int, int]]) -> Iterator[Unit]:
-    """The modules that unshard as one, outermost first.
-
-    Each module that owns parameters is a unit, with one exception: a list of alike modules inside another list, or with
-    all parameters sharded over experts, is taken for experts, of which each rank may run others. Its owner then is one unit with all that
-    is beneath it, so that gathers do not depend on routing.
-    """
-
-    def walk(module: nn.Module, name: str, in_list: bool) -> Iterator[Unit]:
-        chooses = any(_may_choose(child, in_list) for child in module.children())
-        own = list(module.parameters(recurse=chooses))
-        slots = [slot_of[p] for p in dict.fromkeys(own) if p in slot_of]
-        if slots:
-            yield Unit(name, module, slots, tuple(sorted({chunk for chunk, _ in slots})))
-        if not chooses:
-            for child_name, child in module.named_children():
-                inner = in_list or isinstance(child, (nn.ModuleList, nn.ModuleDict))
-                yield from walk(child, f"{name}.{child_name}".lstrip("."), inner)
-
-    yield from walk(model, "", False)
-
-
-def _may_choose(module: nn.Module, in_list: bool) -> bool:
-    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return False
-    kinds = {type(child) for child in module.children()}
-    alike = len(kinds) == 1 and len(list(module.children())) > 1
-    patterns = [pattern_of(p) for p in module.parameters()]
-    experts = bool(patterns) and all(p is not None and EXPERT_AXIS in dict(p.shard) for p in patterns)
-    return alike and (in_list or experts)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

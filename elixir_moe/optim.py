@@ -2,16 +2,18 @@
 
 Owns the update, the global norm, the loss scale and the rule for unused parameters. Never gathers a chunk.
 
-Every rank updates the shards it owns. `torch.optim.Adam` and `AdamW` run as one pass over a whole shard (`kernels`): the
-gradient is read in the dtype it travelled in, unscaled, and the compute shard is written along with the master. Any other
-elementwise optimizer of torch runs as it is, on one tensor for each piece of a parameter in a shard.
+Every rank updates the shards it owns. `torch.optim.Adam` and `AdamW` run as one pass over a whole shard (`kernels`):
+the gradient is read in the dtype it travelled in, unscaled, and the compute shard is written along with the master.
+Any other elementwise optimizer of torch runs as it is, on one tensor for each piece of a parameter in a shard.
 
-A parameter that got no gradient on any rank is left alone, as torch does where ``grad is None``; one that got a gradient
-somewhere counts as zero elsewhere. `step` uses the gradients up: they do not pile up if `zero_grad` is forgotten.
+A parameter that got no gradient on any rank is left alone, as torch does where ``grad is None``; one that got a
+gradient somewhere counts as zero elsewhere. `step` uses the gradients up: they do not pile up if `zero_grad` is
+forgotten.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -83,20 +85,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scheduler: Scheduler,
         hooks: Hooks,
         control: dist.ProcessGroup,
+        groups: dict[tuple[int, ...], dist.ProcessGroup],
         *,
         plan: Plan,
         layout: Layout,
         footprint: Footprint,
     ) -> None:
-        groups = inner.param_groups
-        super().__init__(groups, inner.defaults)
-        self.param_groups = groups
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
         self.plan = plan
         self.layout = layout
         self.footprint = footprint
         self._scheduler = scheduler
         self._hooks = hooks
         self._control = control
+        self._groups = groups
         self._chunks = [chunk for chunk in scheduler.chunks if chunk.spec.key.trainable]
         self._parameters = [p for chunk in self._chunks for p in chunk.parameters]
         self._segments = _cut(self._chunks, self.param_groups)
@@ -161,7 +164,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             spec, tier = chunk.spec, chunk.home.tier.value
             row = rows.setdefault(
                 (spec.key.label, tier, spec.resident),
-                {"chunk_group": spec.key.label, "tier": tier, "resident": spec.resident, "chunks": 0, "numel": 0, "shard_bytes": 0},
+                {
+                    "chunk_group": spec.key.label,
+                    "tier": tier,
+                    "resident": spec.resident,
+                    "chunks": 0,
+                    "numel": 0,
+                    "shard_bytes": 0,
+                },
             )
             row["chunks"] += 1
             row["numel"] += sum(slot.numel for slot in spec.slots)
@@ -177,6 +187,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Destroys the process groups `wrap` made; model and optimizer are of no use afterwards. Collective."""
         self._scheduler.drain()
+        dist.barrier(group=self._control)  # a group destroyed while a peer still joins it fails there
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
         for communicator in {id(c.communicator): c.communicator for c in self._scheduler.chunks}.values():
             communicator.close()
         dist.destroy_process_group(self._control)
@@ -208,7 +221,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 weight = chunk.spec.shards / len(chunk.spec.key.ranks)
                 norm = torch.linalg.vector_norm(chunk.home.gradient(), dtype=torch.float32).item()
                 squares += weight * (norm * self._unscale(chunk)) ** 2
-        votes = torch.tensor([squares, *(float(p in self._scheduler.used) for p in self._parameters)], dtype=torch.float64)
+        votes = torch.tensor(
+            [squares, *(float(p in self._scheduler.used) for p in self._parameters)], dtype=torch.float64
+        )
         if dist.get_world_size(self._control) > 1:
             dist.all_reduce(votes, group=self._control)
         squares, *used = votes.tolist()
@@ -223,10 +238,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         home = chunk.home
         if not home.has_gradient:
             return
-        active = [segment for segment in segments if segment.parameter in used]
-        self._update(chunk, active, self._unscale(chunk) * self._clip)
-        for segment in active:
-            segment.steps += 1
+        self._update(chunk, segments, used, self._unscale(chunk) * self._clip)
+        for segment in segments:
+            segment.steps += segment.parameter in used
         if home.compute.dtype != torch.float32 and home.master is not None:
             for segment in segments:
                 if segment.parameter not in used:
@@ -253,12 +267,12 @@ class _AdamUpdate:
             assert chunk.home.master is not None
             self._state[chunk.spec.index] = (torch.zeros_like(chunk.home.master), torch.zeros_like(chunk.home.master))
 
-    def __call__(self, chunk: Chunk, active: list[Segment], scale: float) -> None:
+    def __call__(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
         home, gradient = chunk.home, chunk.home.gradient()
         assert home.master is not None
         exp_avg, exp_avg_sq = self._state[chunk.spec.index]
         compute = None if home.compute.dtype == torch.float32 else home.compute
-        for start, stop, group, steps in _runs(active):
+        for start, stop, group, steps in _runs(segments, used):
             here = slice(start, stop)
             options = self._groups[group]
             beta1, beta2 = options["betas"]
@@ -286,7 +300,11 @@ class _ElementwiseUpdate:
     moments = 2
 
     def __init__(
-        self, inner: torch.optim.Optimizer, segments: list[list[Segment]], chunks: Sequence[Chunk], groups: list[dict[str, Any]]
+        self,
+        inner: torch.optim.Optimizer,
+        segments: list[list[Segment]],
+        chunks: Sequence[Chunk],
+        groups: list[dict[str, Any]],
     ) -> None:
         self._groups = groups
         self._pieces: dict[int, nn.Parameter] = {}
@@ -298,14 +316,16 @@ class _ElementwiseUpdate:
                 self._pieces[id(part)] = piece
                 by_group[part.group].append(piece)
         self._optimizers = {}
+        kind: Callable[..., torch.optim.Optimizer] = type(inner)
         for index, (pieces, group) in enumerate(zip(by_group, groups, strict=True)):
             if pieces:
                 options = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
-                self._optimizers[index] = type(inner)([{"params": pieces, **options}])
+                self._optimizers[index] = kind([{"params": pieces, **options}])
 
-    def __call__(self, chunk: Chunk, active: list[Segment], scale: float) -> None:
+    def __call__(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
         home, gradient = chunk.home, chunk.home.gradient()
         touched = set()
+        active = [segment for segment in segments if segment.parameter in used]
         for segment in active:
             self._pieces[id(segment)].grad = gradient[segment.start : segment.stop].float() * scale
             touched.add(segment.group)
@@ -325,7 +345,7 @@ def _update_for(
     kind = type(inner)
     if kind.__name__ in _WHOLE_TENSOR:
         raise ConfigError(
-            f"{kind.__name__} looks at whole tensors, but a rank holds only pieces: use an elementwise optimizer such as AdamW"
+            f"{kind.__name__} looks at whole tensors, but a rank holds only pieces: use an elementwise one such as AdamW"
         )
     if kind in (torch.optim.Adam, torch.optim.AdamW) and not any(group["amsgrad"] for group in groups):
         decoupled = kind is torch.optim.AdamW or any(group.get("decoupled_weight_decay") for group in groups)
@@ -350,18 +370,12 @@ def _cut(chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> list[list[Seg
     return cut
 
 
-def _runs(segments: list[Segment]) -> Iterator[tuple[int, int, int, int]]:
-    """(start, stop, group, steps): neighbours with the same settings as one; the zeros between them stay zeros."""
-    current: tuple[int, int, int, int] | None = None
-    for segment in segments:
-        if current is not None and current[2:] == (segment.group, segment.steps):
-            current = (current[0], segment.stop, *current[2:])
-            continue
-        if current is not None:
-            yield current
-        current = (segment.start, segment.stop, segment.group, segment.steps)
-    if current is not None:
-        yield current
+def _runs(segments: list[Segment], used: set[nn.Parameter]) -> Iterator[tuple[int, int, int, int]]:
+    """(start, stop, group, steps): used neighbours with the same settings as one; the zeros between them stay zeros."""
+    for alike, run in groupby(segments, key=lambda s: (s.parameter in used, s.group, s.steps)):
+        pieces = list(run)
+        if alike[0]:
+            yield pieces[0].start, pieces[-1].stop, *alike[1:]
 
 
 def _finite(value: float) -> bool:

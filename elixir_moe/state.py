@@ -3,48 +3,70 @@
 Owns `full_state_dict`. Reads homes and gathers over process groups of its own; disturbs neither rCache nor schedule.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.chunk import Chunk
-from elixir_moe.chunks.collectives import make_groups
+from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.annotate import pattern_of
 from elixir_moe.parallel.pattern import Pattern
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wrapped:
+    """What `wrap` leaves on a model for those who come later."""
+
+    chunks: list[Chunk]
+    groups: dict[tuple[int, ...], dist.ProcessGroup]
+    """gloo process groups by their ranks: those of every chunk and of every sharded axis."""
+
+
+def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[int, ...]]:
+    """The ranks `full_state_dict` gathers over."""
+    patterns = {pattern for p in model.parameters() if (pattern := pattern_of(p)) is not None}
+    return [
+        *(spec.key.ranks for spec in chunks),
+        *(pattern.mesh.ranks_along((axis,)) for pattern in patterns for axis, _ in pattern.shard),
+    ]
+
+
 @torch.no_grad()
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """``{name: full CPU tensor}`` with the names, shapes and dtypes of the model before `wrap`, experts of all ranks included.
+    """``{name: full CPU tensor}``: names, shapes and dtypes of the model before `wrap`, experts of all ranks included.
 
-    Trainable parameters come from their fp32 masters. Tied names share one tensor. Collective; every rank gets all of it.
+    Trainable parameters come from their fp32 masters. Tied names share one tensor. Collective; every rank gets all of
+    it.
 
     Raises:
         ConfigError: the model is not wrapped.
     """
-    chunks: list[Chunk] | None = getattr(model, "elixir_chunks", None)
-    if chunks is None:
+    wrapped: Wrapped | None = getattr(model, "elixir", None)
+    if wrapped is None:
         raise ConfigError("full_state_dict needs a model that went through wrap; use model.state_dict() on a plain one")
-    joins = [pattern.mesh.ranks_along((axis,)) for p in model.parameters() if (pattern := pattern_of(p)) for axis, _ in pattern.shard]
-    groups = make_groups([*joins, *(chunk.spec.key.ranks for chunk in chunks)], backend="gloo")
     full: dict[nn.Parameter, torch.Tensor] = {}
-    for chunk in chunks:
+    for chunk in wrapped.chunks:
         source = (chunk.home.compute if chunk.home.master is None else chunk.home.master).cpu()
-        whole = torch.cat(_all(source, groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
+        whole = torch.cat(_all(source, wrapped.groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
         for slot, parameter, dtype in zip(chunk.spec.slots, chunk.parameters, chunk.original_dtypes, strict=True):
             local = whole[slot.start : slot.stop].view(parameter.shape).to(dtype, copy=True)
-            full[parameter] = _join(local, pattern_of(parameter), groups)
-    for group in groups.values():
-        dist.destroy_process_group(group)
+            full[parameter] = _join(local, pattern_of(parameter), wrapped.groups)
     state = {name: full[p] for name, p in model.named_parameters(remove_duplicate=False)}
     return {name: state[name] if name in state else value.cpu().clone() for name, value in model.state_dict().items()}
 
 
-def _join(local: torch.Tensor, pattern: Pattern | None, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> torch.Tensor:
+def _join(
+    local: torch.Tensor, pattern: Pattern | None, groups: dict[tuple[int, ...], dist.ProcessGroup]
+) -> torch.Tensor:
     """The logical parameter from the slices of all ranks it is sharded over; the innermost axis is joined first."""
-    for axis, dim in reversed(pattern.shard if pattern is not None else ()):
-        ranks = pattern.mesh.ranks_along((axis,)) if pattern is not None else ()
+    if pattern is None:
+        return local
+    for axis, dim in reversed(pattern.shard):
+        ranks = pattern.mesh.ranks_along((axis,))
         if len(ranks) > 1:
             local = torch.cat(_all(local, groups[ranks]), dim)
     return local

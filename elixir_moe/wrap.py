@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.chunk import Chunk, Placeholder
-from elixir_moe.chunks.collectives import build_communicators
+from elixir_moe.chunks.collectives import build_communicators, make_groups
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.layout import Layout, build_layout
 from elixir_moe.chunks.plan import Plan, footprint
@@ -21,11 +21,13 @@ from elixir_moe.chunks.rcache import RCache
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.chunks.tiers import build_homes
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
-from elixir_moe.hooks import Hooks, find_units
+from elixir_moe.hooks import Hooks
 from elixir_moe.optim import ShardedOptimizer
 from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.state import Wrapped, groups_needed
+from elixir_moe.units import find_units
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -40,8 +42,8 @@ def wrap(
 ) -> tuple[M, ShardedOptimizer]:
     """Shards `model` and `optimizer` by `plan`, in place: the model keeps its class and its training loop.
 
-    Collective: every rank calls it with the same model and plan. Weights are taken from the first rank of each replicate
-    process group. Parameters without a pattern are replicated over the world.
+    Collective: every rank calls it with the same model and plan. Weights are taken from the first rank of each
+    replicate process group. Parameters without a pattern are replicated over the world.
 
     Args:
         model: any module, on any device but "meta".
@@ -76,7 +78,9 @@ def wrap(
     rcache = RCache(layout, plan.blocks(layout), device)
     placeholder = Placeholder(device)
     chunks = [
-        Chunk(spec, [parameters[slot.param][1] for slot in spec.slots], home, communicators[spec.key.ranks], placeholder)
+        Chunk(
+            spec, [parameters[slot.param][1] for slot in spec.slots], home, communicators[spec.key.ranks], placeholder
+        )
         for spec, home in zip(layout.chunks, homes, strict=True)
     ]
     for chunk in chunks:
@@ -90,14 +94,17 @@ def wrap(
     scheduler = Scheduler(chunks, CacheState(plan.blocks(layout), prefetch=plan.prefetch), rcache, staging, device)
     hooks = Hooks(model, scheduler, placeholder)
     control = dist.new_group(backend="gloo")
-    model.elixir_chunks = chunks  # type: ignore[assignment]
-    return model, ShardedOptimizer(optimizer, scheduler, hooks, control, plan=plan, layout=layout, footprint=size)
+    groups = make_groups(groups_needed(model, layout.chunks), backend="gloo")
+    model.elixir = Wrapped(chunks=chunks, groups=groups)  # type: ignore[assignment]
+    return model, ShardedOptimizer(
+        optimizer, scheduler, hooks, control, groups, plan=plan, layout=layout, footprint=size
+    )
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"wrap needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, ShardedOptimizer) or hasattr(model, "elixir_chunks"):
+    if isinstance(optimizer, ShardedOptimizer) or hasattr(model, "elixir"):
         raise ConfigError("this model or optimizer is wrapped already: call wrap once")
     if optimizer.state:
         raise ConfigError("the optimizer has been stepped: wrap it before the first step")

@@ -1,9 +1,10 @@
 """The oracle of every wrapped run: the same model in one process under plain torch, step by step.
 
 Tolerance. fp32 throughout; the wrapped run differs from the plain one in the order of sums over ranks, experts and
-micro-batches and in the norm's. A gradient element g of size up to 1 carries an error of a few ulps, 1e-7 * sqrt(terms);
-Adam divides by sqrt(v) + eps, so where |g| is near eps = 1e-8 times that error the step, at most lr, may turn. With
-eps = 1e-4 in these tests the update is smooth: |d step| <= lr * |dg| / eps = 1e-2 * 3e-7 / 1e-4 = 3e-5 a step.
+micro-batches and in the norm's. A gradient element g of size up to 1 carries an error of a few ulps, 1e-7 *
+sqrt(terms); Adam divides by sqrt(v) + eps, so where |g| is near eps = 1e-8 times that error the step, at most lr, may
+turn. With eps = 1e-4 in these tests the update is smooth: |d step| <= lr * |dg| / eps = 1e-2 * 3e-7 / 1e-4 = 3e-5 a
+step.
 """
 
 import gc
@@ -39,7 +40,9 @@ def mesh_of_world() -> DeviceMesh:
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
-    return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=LR, eps=1e-4)
+    return torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=LR, eps=1e-4
+    )
 
 
 def tokens(step: int, micro: int, seq_len: int, vocab: int) -> Tensor:
@@ -86,9 +89,7 @@ def plain(config: GPTConfig, accumulation: int, clip: float | None) -> dict[str,
     return result
 
 
-def wrapped(
-    config: GPTConfig, plan: em.Plan, accumulation: int, clip: float | None, **options: Any
-) -> dict[str, Any]:
+def wrapped(config: GPTConfig, plan: em.Plan, accumulation: int, clip: float | None, **options: Any) -> dict[str, Any]:
     """The same run under `plan` on this rank."""
     mesh = mesh_of_world()
     torch.manual_seed(5)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 class Ticket:
-    """The end of an operation in flight. `wait` orders what follows on the current stream (the host, on CPU) after it."""
+    """The end of an operation in flight. `wait` orders the current stream (on CPU, the host) after it."""
 
     def __init__(self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None) -> None:
         self._works = list(works)
@@ -58,7 +58,10 @@ class Communicator:
         self.index = ranks.index(self.rank) if self.size > 1 else 0
         self._tag = 0
         self._groups = list(groups)
-        self._gather_group, self._reduce_group = groups or (None, None)
+        self._gather_group: dist.ProcessGroup | None = None
+        self._reduce_group: dist.ProcessGroup | None = None
+        if groups:
+            self._gather_group, self._reduce_group = groups
         self.staged = device is not None and bool(groups) and backend_of(groups[0], device) == "gloo"
 
     def all_gather(self, buffer: torch.Tensor) -> Ticket:
@@ -142,7 +145,9 @@ def build_communicators(wanted: Iterable[tuple[int, ...]], device: torch.device)
     return {ranks: several.get(ranks) or Communicator(ranks) for ranks in wanted}
 
 
-def make_groups(wanted: Iterable[tuple[int, ...]], backend: str | None = None) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def make_groups(
+    wanted: Iterable[tuple[int, ...]], backend: str | None = None
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """A process group for each wanted tuple of two or more ranks, in one order on all ranks. Collective over the world.
 
     Each rank names only the groups it is in; their union is made everywhere, as `dist.new_group` asks.

@@ -9,6 +9,7 @@ Source: Elixir v1, sections IV-A ("parameters with different DP groups can not c
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -63,6 +64,6 @@ def group_parameters(params: Iterable[ParamSpec]) -> dict[ChunkGroupKey, list[in
 def _ranges(ranks: tuple[int, ...]) -> str:
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]
-        if all(b - a == step for a, b in zip(ranks, ranks[1:], strict=False)):
+        if all(b - a == step for a, b in pairwise(ranks)):
             return f"{ranks[0]}-{ranks[-1]}" + (f" step {step}" if step != 1 else "")
     return ",".join(map(str, ranks))

@@ -89,7 +89,7 @@ class Plan:
         """The inverse of `to_json`. Raises PlanError for anything that is not a plan."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise PlanError(f"not a plan in JSON: {error}") from error
         known = {field.name for field in fields(cls)}
         if not isinstance(data, dict) or set(data) - known or {"scatter", "offloaded", "rcache_blocks"} - set(data):
@@ -120,7 +120,7 @@ class Footprint:
     shard_bytes: dict[str, int]
     """By tier: compute or gradient shards, master shards and moments."""
     accumulator_bytes: dict[str, int]
-    """By tier: fp32 sums that exist only if `backward` runs more than once in a step and the compute dtype is narrower."""
+    """By tier: fp32 sums, which exist only if a step has several backwards and the compute dtype is narrower."""
 
     @property
     def device_bytes(self) -> int:

@@ -2,11 +2,11 @@
 
 Owns the blocks and the buffers of resident chunks. Which chunk goes where is `policy`'s decision.
 
-A block may be written when the operation that last used it has ended and no tensor shares its storage. The policy only
-gives away chunks that nothing holds, so the second is true already, but for a reader nobody could foresee: user code that
-keeps a view of a weight. Such a reader keeps the old storage, and the block takes a new one: more memory for a while,
-counted as `blocks_replaced`, never stale bytes.
-Source: Elixir v1, VI; v2, section 3 ("rCache has n_block storage blocks of the same length").
+A block may be written when the operation that last used it has ended and no tensor shares its storage. The policy
+only gives away chunks that nothing holds, so the second is true already, but for a reader nobody could foresee: user
+code that keeps a view of a weight. Such a reader keeps the old storage, and the block takes a new one: more memory
+for a while, counted as `blocks_replaced`, never stale bytes. Source: Elixir v1, VI; v2, section 3 ("rCache has
+n_block storage blocks of the same length").
 """
 
 import torch

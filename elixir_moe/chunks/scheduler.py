@@ -2,9 +2,9 @@
 
 Owns the runtime state of all chunks. Knows nothing of modules or autograd (`hooks`) nor of updates (`optim`).
 
-No deadlock by construction. Gathers follow requests, which come from modules every rank runs; what is evicted for them
-is decided by `policy` from the requests alone. Reductions are issued in an order fixed when backward begins: chunks whose
-parameters were used last come first, and a chunk that is ready early waits for those before it.
+No deadlock by construction. Gathers follow requests, which come from modules every rank runs; what is evicted for
+them is decided by `policy` from the requests alone. Reductions are issued in an order fixed when backward begins:
+chunks whose parameters were used last come first, and a chunk that is ready early waits for those before it.
 
 Streams, where there is a GPU. `fetch` carries home-to-block copies and gathers, `reduce` carries reductions and
 block-to-home copies; compute waits for a gather when it needs the chunk, a block is refilled when the event behind its
@@ -13,7 +13,7 @@ Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,6 @@ from elixir_moe.chunks.policy import CacheState, Entry, Load, Verb
 from elixir_moe.chunks.rcache import Block, RCache
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import PlanError
-
 
 _LONGEST_TRACE = 1 << 20
 """Where recording stops, for programs that run forward for ever and never backward."""
@@ -217,7 +216,9 @@ class Scheduler:
     def invalidate(self) -> None:
         """Drops every gathered chunk the update has made stale."""
         self.drain()
-        stale = [c for c in self.chunks if c.spec.key.trainable and c.state in (ChunkState.GATHERED, ChunkState.GATHERING)]
+        stale = [
+            c for c in self.chunks if c.spec.key.trainable and c.state in (ChunkState.GATHERED, ChunkState.GATHERING)
+        ]
         for chunk in stale:
             self._reshard(chunk)
         self.cache.drop(chunk.spec.index for chunk in stale)
@@ -238,7 +239,7 @@ class Scheduler:
         self._pending = {}
 
     def _reduce_chunk(self, chunk: Chunk) -> None:
-        """Sends a chunk of gradients off: every rank gets the sum of its shard; the block is free when they are gone."""
+        """Sends a chunk of gradients off: every rank gets the sum of its shard."""
         index = chunk.spec.index
         chunk.transition(ChunkState.REDUCING)
         self._owner.pop(self._block_of[index].key, None)

@@ -1,7 +1,8 @@
 """Where bytes are at home: slabs of device and host memory, and the long-lived state of each chunk cut from them.
 
-Owns the allocation of everything that outlives a step, and `Home`, which knows what a compute shard holds at the moment.
-Moves nothing between ranks. Source: "master copy of each scattered shard", Elixir v1, VII; memory of a chunk, v2, 4.1.
+Owns the allocation of everything that outlives a step, and `Home`, which knows what a compute shard holds at the
+moment. Moves nothing between ranks. Source: "master copy of each scattered shard", Elixir v1, VII; memory of a chunk,
+v2, 4.1.
 """
 
 import warnings
@@ -45,7 +46,9 @@ class Slab:
 def _page_lock(memory: torch.Tensor) -> None:
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[attr-defined]
     if int(status) != 0:
-        warnings.warn(f"host memory of {memory.nbytes} bytes could not be page-locked; transfers will be slower", stacklevel=3)
+        warnings.warn(
+            f"host memory of {memory.nbytes} bytes could not be page-locked; transfers will be slower", stacklevel=3
+        )
 
 
 def check_host_memory(nbytes: int) -> None:
@@ -159,9 +162,7 @@ class Home:
         return self.accumulator
 
 
-def build_homes(
-    chunks: list[tuple[ChunkSpec, Tier]], device: torch.device
-) -> list[Home]:
+def build_homes(chunks: list[tuple[ChunkSpec, Tier]], device: torch.device) -> list[Home]:
     """Allocates the state of all chunks: one slab a tier and dtype."""
     wanted: dict[tuple[Tier, torch.dtype], int] = {}
     for spec, tier in chunks:
