@@ -1,0 +1,157 @@
+"""The walls of the house: what may import what, how long a file is, and where state may live."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import elixir_moe
+
+PACKAGE = Path(elixir_moe.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+STOREYS: list[set[str]] = [
+    {"errors"},
+    {"parallel", "kernels"},
+    {"chunks.group"},
+    {"chunks.layout"},
+    {"chunks.plan", "chunks.policy"},
+    {"search", "chunks.collectives"},
+    {"chunks.statistics", "chunks.tiers"},
+    {"chunks.rcache", "chunks.chunk"},
+    {"chunks.scheduler"},
+    {"units", "state"},
+    {"hooks"},
+    {"optim", "checkpoint"},
+    {"wrap"},
+    {"__init__"},
+    {"models"},
+    {"train"},
+    {"cli"},
+    {"__main__"},
+]
+"""From the ground up: a file imports what lies below it, or its neighbours in one room."""
+PURE = ["parallel.pattern", "chunks.group", "chunks.layout", "chunks.plan", "chunks.policy"]
+HEAVY = ["jsonargparse", "megatron", "matplotlib", "rich", "yaml", "safetensors"]
+
+
+def name_of(path: Path) -> str:
+    """``chunks/plan.py`` -> ``chunks.plan``; a room's ``__init__`` is the room."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def storey_of(module: str) -> int | None:
+    """Which storey a module is on; None if it is on none."""
+    found = [i for i, rooms in enumerate(STOREYS) for room in rooms if f"{module}.".startswith(f"{room}.")]
+    return found[0] if found else None
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Modules of the package that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module or ""]
+            if (PACKAGE.parent / (node.module or "").replace(".", "/")).is_dir():
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == "elixir_moe":
+                inside = name.removeprefix("elixir_moe").lstrip(".")
+                exists = (PACKAGE / inside.replace(".", "/")).is_dir() or (
+                    PACKAGE / (inside.replace(".", "/") + ".py")
+                ).exists()
+                yield inside if exists or inside == "_native" else inside.rpartition(".")[0] or "__init__"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_run_downward(path: Path) -> None:
+    module = name_of(path)
+    storey = storey_of(module)
+    if module in ("chunks",):
+        assert not list(imports_of(path)), "a room's door holds nothing"
+        return
+    assert storey is not None, f"{module} is on no storey: give it a place in STOREYS"
+    for imported in imports_of(path):
+        if imported in ("_native", module):
+            continue
+        below = storey_of(imported)
+        room = module.split(".")[0]
+        same_room = room == imported.split(".")[0] and room not in ("chunks",)
+        assert below is not None, f"{module} imports {imported}, which is on no storey"
+        assert below < storey or same_room, f"{module} (storey {storey}) imports {imported} (storey {below})"
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_files_know_no_ranks_and_no_device(module: str) -> None:
+    text = (PACKAGE / (module.replace(".", "/") + ".py")).read_text()
+    imported = {
+        alias.name if isinstance(node, ast.Import) else node.module
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
+    assert not {
+        name for name in imported if name and name.startswith("torch.") and name != "torch.distributed.device_mesh"
+    }
+    assert "dist." not in text
+    assert ".cuda" not in text
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_holds_one_concept(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 450, f"{path.name} has {len(lines)} lines: it holds two concepts"
+    assert not lines or ast.get_docstring(ast.parse("\n".join(lines))), f"{path.name} does not say what it owns"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_state_in_modules(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)], "global statement"
+    mutable = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
+    bodies = [(tree.body, False)]
+    bodies += [(node.body, True) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for body, in_class in bodies:
+        for node in body:
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+                continue
+            value = node.value
+            built = isinstance(value, ast.Call) and ast.unparse(value.func) in {
+                "dict",
+                "list",
+                "set",
+                "deque",
+                "Counter",
+            }
+            if not isinstance(value, mutable) and not built:
+                continue
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                name = ast.unparse(target)
+                constant = name.isupper() or (name.startswith("__") and name.endswith("__"))
+                assert constant, f"{path.name}:{node.lineno}: {name} is shared by all{' instances' * in_class}"
+
+
+def test_the_core_is_light_to_import() -> None:
+    code = f"import elixir_moe, sys; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_every_public_name_is_explained() -> None:
+    assert len(set(elixir_moe.__all__)) == len(elixir_moe.__all__)
+    for name in elixir_moe.__all__:
+        public = getattr(elixir_moe, name)
+        assert (public.__doc__ or "").strip(), f"{name} has no docstring"
+        assert not public.__doc__.startswith(f"{name}("), f"{name} has only the docstring dataclass makes"
+        for attribute, value in vars(public).items() if isinstance(public, type) else []:
+            if not attribute.startswith("_") and (callable(value) or isinstance(value, (property, classmethod))):
+                inner = getattr(value, "__func__", value)
+                assert (inner.__doc__ or "").strip(), f"{name}.{attribute} has no docstring"

@@ -1,0 +1,274 @@
+"""The long-lived state of a chunk: what its home holds when, and that too much is refused before it is allocated."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from elixir_moe.chunks import tiers
+from elixir_moe.chunks.chunk import Chunk, ChunkState, Placeholder
+from elixir_moe.chunks.collectives import Communicator
+from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.layout import build_layout
+from elixir_moe.chunks.plan import Tier
+from elixir_moe.chunks.tiers import Holds, Home, Slab, build_homes, check_host_memory
+from elixir_moe.errors import TierError
+
+CPU = torch.device("cpu")
+NUMEL = 64
+
+
+def home_of(dtype: torch.dtype, *, trainable: bool = True, tier: Tier = Tier.HOST) -> Home:
+    """A home of one shard, filled with values that bf16 rounds."""
+    key = ChunkGroupKey(ranks=(0,), dtype=dtype, trainable=trainable, divisor=1)
+    (spec,) = build_layout([ParamSpec(name="p", shape=(NUMEL,), key=key)]).chunks
+    (home,) = build_homes([(spec, tier)], CPU)
+    weights = torch.linspace(-1, 1, NUMEL)
+    home.compute.copy_(weights)
+    if home.master is not None:
+        home.master.copy_(weights)
+    return home
+
+
+def gradient(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def update(home: Home) -> None:
+    """What an optimizer does to a home."""
+    assert home.master is not None
+    home.master.sub_(home.gradient().float())
+    if home.compute.dtype != torch.float32:
+        home.compute.copy_(home.master)
+    home.updated()
+
+
+# ---------------------------------------------------------------------------------------------------------------- homes
+
+
+def test_bf16_sends_its_compute_shard_and_the_gradient_takes_its_place() -> None:
+    home = home_of(torch.bfloat16)
+    assert home.master is not None
+    assert home.holds is Holds.VALUES
+    assert home.values() is home.compute
+    assert not home.has_gradient
+    home.add_gradient(gradient(torch.bfloat16, 1))
+    assert home.holds is Holds.GRADIENT
+    assert home.has_gradient
+    assert home.gradient() is home.compute, "no memory of its own"
+    assert torch.equal(home.gradient(), gradient(torch.bfloat16, 1))
+    update(home)
+    assert home.holds is Holds.VALUES
+    assert not home.has_gradient
+    assert torch.equal(home.values(), home.master.bfloat16())
+    assert home.accumulator is None
+
+
+def test_bf16_values_wanted_again_move_the_gradient_to_the_accumulator() -> None:
+    home = home_of(torch.bfloat16)
+    assert home.master is not None
+    grads = [gradient(torch.bfloat16, seed) for seed in (1, 2, 3)]
+    for grad in grads:
+        home.add_gradient(grad)
+        assert torch.equal(home.values(), home.master.bfloat16()), "cast anew from the master"
+    assert home.holds is Holds.VALUES
+    assert home.accumulator is not None
+    assert home.accumulator.dtype == torch.float32
+    assert home.gradient() is home.accumulator
+    assert torch.equal(home.gradient(), grads[0].float() + grads[1] + grads[2]), "summed in fp32"
+
+
+def test_bf16_gradients_without_a_gather_between_are_summed_in_fp32_too() -> None:
+    home = home_of(torch.bfloat16)
+    assert home.master is not None
+    home.add_gradient(gradient(torch.bfloat16, 1))
+    home.add_gradient(gradient(torch.bfloat16, 2))
+    assert home.holds is Holds.STALE
+    assert torch.equal(home.gradient(), gradient(torch.bfloat16, 1).float() + gradient(torch.bfloat16, 2))
+    assert torch.equal(home.values(), home.master.bfloat16())
+    assert torch.equal(home.gradient(), gradient(torch.bfloat16, 1).float() + gradient(torch.bfloat16, 2))
+
+
+def test_an_accumulator_starts_from_zero_in_each_step() -> None:
+    home = home_of(torch.bfloat16)
+    for step in range(3):
+        for seed in (1, 2):
+            home.values()
+            home.add_gradient(gradient(torch.bfloat16, 10 * step + seed))
+        wanted = gradient(torch.bfloat16, 10 * step + 1).float() + gradient(torch.bfloat16, 10 * step + 2)
+        assert torch.equal(home.gradient(), wanted)
+        if step == 1:
+            home.clear_gradient()
+        else:
+            update(home)
+        assert not home.has_gradient
+        assert home.master is not None
+        assert torch.equal(home.values(), home.master.bfloat16())
+
+
+def test_fp32_sends_the_master_and_sums_in_place() -> None:
+    home = home_of(torch.float32)
+    assert home.master is not None
+    assert home.values() is home.master
+    home.add_gradient(gradient(torch.float32, 1))
+    assert home.values() is home.master, "untouched by the gradient beside it"
+    assert torch.equal(home.values(), torch.linspace(-1, 1, NUMEL))
+    home.add_gradient(gradient(torch.float32, 2))
+    assert home.gradient() is home.compute
+    assert torch.equal(home.gradient(), gradient(torch.float32, 1) + gradient(torch.float32, 2))
+    assert home.accumulator is None
+    update(home)
+    assert not home.has_gradient
+    home.add_gradient(gradient(torch.float32, 3))
+    assert torch.equal(home.gradient(), gradient(torch.float32, 3)), "not added to what is used up"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_frozen_chunk_has_nothing_but_its_values(dtype: torch.dtype) -> None:
+    home = home_of(dtype, trainable=False)
+    assert home.master is None
+    assert home.values() is home.compute
+    assert torch.equal(home.values(), torch.linspace(-1, 1, NUMEL).to(dtype))
+    assert not home.has_gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_cleared_gradient_leaves_the_values(dtype: torch.dtype) -> None:
+    home = home_of(dtype)
+    wanted = home.values().clone()
+    home.add_gradient(gradient(dtype, 1))
+    home.clear_gradient()
+    assert not home.has_gradient
+    assert torch.equal(home.values(), wanted)
+    with pytest.raises(AssertionError, match="chunk 0 has no gradient"):
+        home.gradient()
+
+
+# ---------------------------------------------------------------------------------------------------------------- slabs
+
+
+def test_homes_of_a_tier_and_dtype_share_one_allocation_of_exact_size() -> None:
+    keys = [
+        ChunkGroupKey(ranks=(0,), dtype=dtype, trainable=trainable, divisor=1)
+        for dtype, trainable in ((torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False))
+    ]
+    chunks = build_layout(
+        [ParamSpec(name="p", shape=(NUMEL,), key=key) for key in keys for _ in range(2)], NUMEL
+    ).chunks
+    placed = [(chunk, Tier.HOST if chunk.index % 2 else Tier.DEVICE) for chunk in chunks]
+    tensors = [t for home in build_homes(placed, CPU) for t in (home.compute, home.master) if t is not None]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    assert len(storages) == 4, "two tiers, two dtypes"
+    assert sum(storages.values()) == sum(t.nbytes for t in tensors)
+    assert len({t.data_ptr() for t in tensors}) == len(tensors)
+
+
+def test_a_slab_is_not_handed_out_twice() -> None:
+    slab = Slab(8, torch.float32, Tier.DEVICE, CPU)
+    slab.take(5)
+    with pytest.raises(AssertionError, match="beyond its size"):
+        slab.take(4)
+
+
+def test_more_than_the_machine_has_is_refused_before_it_is_allocated() -> None:
+    needs = r"needs .* GiB at once, .* GiB are left .* GiB short.*more chunks"
+    allocated = mock.patch.object(tiers.torch, "zeros", side_effect=AssertionError("allocated"))
+    with allocated, pytest.raises(TierError, match=needs):
+        Slab(1 << 50, torch.float32, Tier.HOST, CPU)
+    with pytest.raises(TierError):
+        check_host_memory(1 << 60)
+    check_host_memory(0)
+
+
+def test_a_device_that_refuses_is_a_tier_error() -> None:
+    with pytest.raises(TierError, match=r"device memory: cannot allocate .* GiB"):
+        Slab(1 << 55, torch.float32, Tier.DEVICE, CPU)
+
+
+# --------------------------------------------------------------------------------------------------------------- states
+
+LEGAL = {
+    ("sharded", "gathering"),
+    ("gathering", "gathered"),
+    ("gathered", "sharded"),
+    ("gathered", "gradient"),
+    ("gradient", "reducing"),
+    ("gradient", "sharded"),
+    ("reducing", "sharded"),
+}
+
+
+@pytest.fixture
+def chunk() -> Chunk:
+    """A chunk of two parameters, away."""
+    key = ChunkGroupKey(ranks=(0,), dtype=torch.float32, trainable=True, divisor=1)
+    params = [torch.nn.Parameter(torch.ones(4, 4)), torch.nn.Parameter(torch.ones(3))]
+    specs = [ParamSpec(name="p", shape=tuple(p.shape), key=key) for p in params]
+    (spec,) = build_layout(specs, NUMEL).chunks
+    (home,) = build_homes([(spec, Tier.DEVICE)], CPU)
+    communicator = mock.Mock(spec=Communicator)
+    made = Chunk(spec, params, home, communicator, Placeholder(CPU))
+    made.detach()
+    return made
+
+
+@pytest.mark.parametrize("source", ChunkState)
+@pytest.mark.parametrize("target", ChunkState)
+def test_only_the_table_is_legal(chunk: Chunk, source: ChunkState, target: ChunkState) -> None:
+    chunk.state = source
+    if (source.value, target.value) in LEGAL:
+        chunk.transition(target)
+        assert chunk.state is target
+    else:
+        with pytest.raises(AssertionError, match=f"chunk 0: {source.value} -> {target.value} is not legal"):
+            chunk.transition(target)
+        assert chunk.state is source
+
+
+def test_released_parameters_look_right_and_read_as_nan(chunk: Chunk) -> None:
+    weight, bias = chunk.parameters
+    assert weight.shape == (4, 4)
+    assert weight.dtype == torch.float32
+    assert weight.untyped_storage().nbytes() == 4, "one NaN for all"
+    assert weight.data_ptr() == bias.data_ptr()
+    assert weight.isnan().all()
+
+
+def test_gathered_parameters_are_views_and_gradients_overwrite_them(chunk: Chunk) -> None:
+    chunk.buffer = torch.arange(chunk.spec.numel, dtype=torch.float32)
+    chunk.attach()
+    weight, bias = chunk.parameters
+    assert weight.data_ptr() == chunk.buffer.data_ptr()
+    assert bias.tolist() == [16.0, 17.0, 18.0], "the second parameter starts on the next line"
+    assert [chunk.index_at(offset) for offset in (0, 15, 16, 18)] == [0, 0, 1, 1]
+    buffer = chunk.buffer
+    chunk.write_gradient(1, torch.full((3,), 7.0))
+    chunk.write_gradient(1, torch.full((3,), 1.0))
+    assert buffer[16:19].tolist() == [8.0] * 3
+    chunk.complete_gradients()
+    assert buffer[:16].eq(0).all(), "no gradient came: zeros"
+    assert buffer[16:19].tolist() == [8.0] * 3
+    assert weight.isnan().all()
+    assert chunk.buffer is None
+
+
+def test_a_gradient_waits_while_somebody_reads_its_parameter(chunk: Chunk) -> None:
+    chunk.buffer = buffer = torch.arange(chunk.spec.numel, dtype=torch.float32)
+    chunk.attach()
+    chunk.readers[0] += 1
+    chunk.write_gradient(0, torch.full((4, 4), 2.0))
+    chunk.write_gradient(0, torch.full((4, 4), 3.0))
+    assert buffer[:16].tolist() == list(range(16)), "still the values"
+    chunk.readers[0] -= 1
+    chunk.complete_gradients()
+    assert buffer[:16].eq(5).all()
+
+
+def test_gradients_are_zero_between_and_behind_parameters(chunk: Chunk) -> None:
+    """What lies between parameters is sent and summed, and counts in the norm: it must be zero."""
+    chunk.buffer = buffer = torch.zeros(chunk.spec.numel)
+    chunk.attach()
+    for index, parameter in enumerate(chunk.parameters):
+        chunk.write_gradient(index, torch.ones_like(parameter))
+    chunk.complete_gradients()
+    assert buffer.sum() == 16 + 3
