@@ -15,7 +15,7 @@ Passing.   Every entry into and exit from a module in forward gets the next numb
 Recompute. A forward inside backward (activation checkpointing) holds its chunks until it is passed, since the
            checkpoint's own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest
            checkpointed region).
-Reads elsewhere.The first step watches every torch function for parameters that are not gathered (``F.linear(h,
+Elsewhere. The first step watches every torch function for parameters that are not gathered (``F.linear(h,
            self.wte.weight)``, a penalty on weights in the loss); their chunks are unsharded on the spot and from then
            on held for the whole step.
 """

@@ -345,7 +345,7 @@ def _update_for(
     kind = type(inner)
     if kind.__name__ in _WHOLE_TENSOR:
         raise ConfigError(
-            f"{kind.__name__} looks at whole tensors, but a rank holds only pieces: use an elementwise one such as AdamW"
+            f"{kind.__name__} looks at whole tensors, but a rank holds only pieces: use an elementwise one, as AdamW"
         )
     if kind in (torch.optim.Adam, torch.optim.AdamW) and not any(group["amsgrad"] for group in groups):
         decoupled = kind is torch.optim.AdamW or any(group.get("decoupled_weight_decay") for group in groups)

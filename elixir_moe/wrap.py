@@ -27,7 +27,7 @@ from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.state import Wrapped, groups_needed
-from elixir_moe.units import find_units
+from elixir_moe.units import expected_schedule, find_units
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -180,18 +180,25 @@ def _differences(a: list[str], b: list[str]) -> Iterator[tuple[str, str]]:
 def _check_blocks(
     model: nn.Module, plan: Plan, layout: Layout, parameters: list[tuple[str, nn.Parameter, bool]]
 ) -> None:
-    """Raises PlanError if some module alone needs more blocks than there are."""
+    """Raises PlanError if some module, or the order of modules, needs more blocks than there are."""
     slot_of = {
         parameters[slot.param][1]: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)
     }
     blocks = plan.blocks(layout)
-    for unit in find_units(model, slot_of):
+    units = list(find_units(model, slot_of))
+    for unit in units:
         needed = [chunk for chunk in unit.chunks if not layout.chunks[chunk].resident]
         if len(needed) > blocks:
             raise PlanError(
                 f"module {unit.name!r} needs {len(needed)} chunks at once, the rCache has {blocks} blocks of "
                 f"{layout.chunk_numel} elements: set rcache_blocks to at least {len(needed)}, or a larger chunk_numel"
             )
+    least = expected_schedule(model, units, layout.chunks).least_blocks()
+    if least > blocks:
+        raise PlanError(
+            f"forward and backward of this model hold {least} chunks at once, the rCache has {blocks} blocks of "
+            f"{layout.chunk_numel} elements: set rcache_blocks to at least {least}, or another chunk_numel"
+        )
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ Sources: Elixir v1, sections IV-A (grouping, fused small groups) and V (fully sy
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec, group_parameters
@@ -54,6 +54,7 @@ class ChunkSpec:
     """A flat buffer of consecutive parameters of one chunk group."""
 
     index: int
+    """Its place among all chunks, in order of first use."""
     key: ChunkGroupKey
     slots: tuple[Slot, ...]
     numel: int
@@ -130,9 +131,9 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
                 Slot(param=indices[first + k], start=start, numel=sizes[first + k]) for k, start in enumerate(starts)
             )
             numel = _round_up(max(used, 1), shards * _align(key))  # never empty, be all its parameters so
-            chunks.append(
-                ChunkSpec(index=len(chunks), key=key, slots=slots, numel=numel, shards=shards, resident=resident)
-            )
+            chunks.append(ChunkSpec(index=-1, key=key, slots=slots, numel=numel, shards=shards, resident=resident))
+    chunks.sort(key=lambda chunk: chunk.slots[0].param)
+    chunks = [replace(chunk, index=index) for index, chunk in enumerate(chunks)]
     cached = [chunk for chunk in chunks if not chunk.resident]
     return Layout(
         chunk_numel=max((chunk_numel, *(chunk.numel for chunk in cached))) if cached else 0,
@@ -144,8 +145,8 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
 def best_chunk_numel(params: Sequence[ParamSpec]) -> int:
     """The smallest chunk length that wastes little, from the largest parameter to a few times that.
 
-    Little is `WASTE_ENOUGH` of all blocks, or (to 0.1 %) the least there is: below that a finer rCache is worth more than fuller
-    chunks. Waste falls only where a group needs one chunk less, so those lengths are all there is to try.
+    Little is `WASTE_ENOUGH` of all blocks, or (to 0.1 %) the least there is: below that a finer rCache is worth more
+    than fuller chunks. Waste falls only where a group needs one chunk less, so those lengths are all there is to try.
     Source: Elixir v1, IV-A, which takes the least waste of a range the user gives.
     """
     streams = [

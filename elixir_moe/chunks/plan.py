@@ -25,6 +25,10 @@ class Tier(StrEnum):
     """Host memory, pinned where there is a GPU: updates run on the CPU, each gather first fetches the shard."""
 
 
+_WHOLE_NUMBERS = (("rcache_blocks", 1, True), ("device_chunks", 0, False), ("chunk_numel", 1, True))
+"""(field, least value, may be None)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """What `wrap` does with a model. Make one with a preset, or field by field."""
@@ -46,13 +50,15 @@ class Plan:
         for name in ("scatter", "offloaded", "prefetch"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected True or False")
-        for name, least, optional in (("rcache_blocks", 1, True), ("device_chunks", 0, False), ("chunk_numel", 1, True)):
+        for name, least, optional in _WHOLE_NUMBERS:
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if not whole and not (optional and value is None):
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{' or None' * optional}")
         if self.device_chunks and not self.offloaded:
-            raise PlanError(f"device_chunks={self.device_chunks} means nothing unless offloaded: all chunks are on the device")
+            raise PlanError(
+                f"device_chunks={self.device_chunks} needs offloaded=True: all chunks are on the device as it is"
+            )
 
     @classmethod
     def ddp(cls) -> Self:

@@ -112,8 +112,8 @@ class CacheCounts:
 class CacheState:
     """The rCache without its memory: which chunk is in which block, which are held, and who leaves next.
 
-    With a `schedule` the requests are expected to follow it; those that do not are served by the safe policy and counted
-    as `off_schedule`, until `rewind` starts the schedule anew.
+    With a `schedule` the requests are expected to follow it; those that do not are served by the safe policy and
+    counted as `off_schedule`, until `rewind` starts the schedule anew.
     """
 
     def __init__(self, blocks: int, schedule: Schedule | None = None, *, prefetch: bool = True) -> None:
@@ -147,7 +147,8 @@ class CacheState:
 
     def rewind(self) -> bool:
         """Starts the schedule anew; returns whether the last round kept to it to the end."""
-        complete = self._schedule is not None and self._on_schedule and self._position + 1 == len(self._schedule.entries)
+        at_end = self._schedule is not None and self._position + 1 == len(self._schedule.entries)
+        complete = at_end and self._on_schedule
         self._position, self._on_schedule = -1, True
         return complete
 
@@ -159,8 +160,9 @@ class CacheState:
             tracked: False for requests outside the training step (evaluation): they do not move the schedule.
 
         Raises:
-            PlanError: all blocks are held by others.
+            PlanError: all blocks are held by others; nothing has changed then.
         """
+        self._check_room(chunks)
         if tracked:
             self._advance(Entry(Verb.ACQUIRE, chunks))
         for chunk in chunks:
@@ -219,17 +221,23 @@ class CacheState:
             return self._schedule.next_use(chunk, position)
         return NEVER - self._last_use[chunk]
 
+    def _check_room(self, chunks: tuple[int, ...]) -> None:
+        missing = sum(chunk not in self._where for chunk in chunks)
+        if missing <= len(self._empty):
+            return
+        kept = self._held.keys() | set(chunks)
+        if missing > len(self._empty) + sum(chunk not in kept for chunk in self._where):
+            raise PlanError(
+                f"all {self.blocks} blocks of the rCache are in use at once (chunks {sorted(kept)}): give the plan "
+                f"more rcache_blocks, or a smaller chunk_numel"
+            )
+
     def _victim(self, kept: Counter[int], position: int | None = None) -> int | None:
         """The chunk to evict, None if a block is empty; ties go to the chunk that came first."""
         if self._empty:
             return None
         at = self._position if position is None else position
         candidates = [chunk for chunk in self._where if chunk not in kept]
-        if not candidates:
-            raise PlanError(
-                f"all {self.blocks} blocks of the rCache are in use at once (chunks {sorted(kept)}): give the plan more "
-                f"rcache_blocks, or a smaller chunk_numel"
-            )
         return max(candidates, key=lambda chunk: self._next_use(chunk, at))
 
     def _load(self, chunk: int, victim: int | None, *, ahead: bool) -> Load:
@@ -264,10 +272,7 @@ class CacheState:
                 continue
             if not self._empty and freed:
                 break  # a block becomes empty before the use: evicting now would cost a miss
-            try:
-                victim = self._victim(held_then, target)
-            except PlanError:
-                break
+            victim = self._victim(held_then, target)
             if victim is not None and victim in self._held:
                 break  # the best victim is still in use
             loads.append(self._load(chunk, victim, ahead=True))

@@ -1,0 +1,183 @@
+"""What `wrap` refuses, what it says, and how it can be used beside a training step."""
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import elixir_moe as em
+from elixir_moe.units import expected_schedule, find_units
+from tests.ranks import RankError, RankPool
+from tests.test_habits import D, ExpertLists, Frozen, Net, Tied, Unused, adamw, mean_square
+
+Ranks = Callable[[int], RankPool]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> None:
+    em.init_mesh(device_type="cpu")
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(8, D, generator=torch.Generator().manual_seed(0))
+
+
+def small_plan(model: nn.Module, blocks: int) -> em.Plan:
+    return em.Plan.zero3(rcache_blocks=blocks, chunk_numel=600)
+
+
+@pytest.mark.parametrize("kind", [Net, Frozen, Unused, Tied, ExpertLists])
+def test_too_small_an_rcache_is_refused_before_training(kind: type[nn.Module]) -> None:
+    """The fewest blocks predicted are the fewest the recorded step needs: one less is refused, as many do."""
+    model = kind()
+    wrapped, optimizer = em.wrap(model, adamw(model), plan=em.Plan.zero2(chunk_numel=600))
+    mean_square(wrapped, rows()).backward()
+    optimizer.step()
+    assert optimizer.schedule is not None
+    least = optimizer.schedule.least_blocks()
+    optimizer.close()
+    model = kind()
+    with pytest.raises(em.PlanError, match=f"at least {least}"):
+        em.wrap(model, adamw(model), plan=small_plan(model, least - 1))
+    assert not any(p.isnan().any() for p in model.parameters()), "a refused model is untouched"
+    wrapped, optimizer = em.wrap(model, adamw(model), plan=small_plan(model, least))
+    mean_square(wrapped, rows()).backward()
+    optimizer.close()
+
+
+def test_a_checkpointed_region_too_large_names_the_module() -> None:
+    from tests.test_habits import NonReentrant
+
+    model, optimizer = em.wrap(model := NonReentrant(), adamw(model), plan=small_plan(model, 3))
+    with pytest.raises(em.PlanError, match=r"module 'layers\.\d.*rcache_blocks"):
+        mean_square(model, rows()).backward()
+    optimizer.zero_grad()
+    optimizer.close()
+
+
+def test_module_that_needs_several_chunks_is_named() -> None:
+    model = ExpertLists()
+    with pytest.raises(em.PlanError, match="layers.0"):
+        em.wrap(model, adamw(model), plan=em.Plan.zero3(rcache_blocks=1, chunk_numel=300))
+
+
+def test_chunk_shorter_than_a_parameter_is_refused() -> None:
+    model = Net()
+    with pytest.raises(em.PlanError, match="chunk_numel to at least 512"):
+        em.wrap(model, adamw(model), plan=em.Plan.zero2(chunk_numel=100))
+
+
+def test_optimizers_that_do_not_fit() -> None:
+    model = Net()
+    optimizer = adamw(model)
+    mean_square(model, rows()).backward()
+    optimizer.step()
+    with pytest.raises(em.ConfigError, match="before the first step"):
+        em.wrap(model, optimizer, plan=em.Plan.zero2())
+    with pytest.raises(em.ConfigError, match="not the model's"):
+        em.wrap(model, adamw(Net()), plan=em.Plan.zero2())
+    with pytest.raises(em.ConfigError, match=r"no param_group.*first\.weight"):
+        em.wrap(model, adamw(model.last), plan=em.Plan.zero2())
+    with pytest.raises(em.ConfigError, match="LBFGS"):
+        em.wrap(model, torch.optim.LBFGS(model.parameters()), plan=em.Plan.zero2())
+    with pytest.raises(em.ConfigError, match=r"torch\.optim\.Optimizer"):
+        em.wrap(model, None, plan=em.Plan.zero2())  # type: ignore[arg-type]
+
+
+def test_wrap_twice_and_meta_are_refused() -> None:
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2())
+    with pytest.raises(em.ConfigError, match="wrapped already"):
+        em.wrap(model, adamw(model), plan=em.Plan.zero2())
+    with pytest.raises(em.ConfigError, match="add_param_group"):
+        optimizer.add_param_group({"params": []})
+    optimizer.close()
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(em.LayoutError, match=r"first\.weight.*meta"):
+        em.wrap(model, adamw(model), plan=em.Plan.zero2())
+
+
+def test_backward_through_an_old_forward_is_refused() -> None:
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2())
+    old = mean_square(model, rows())
+    mean_square(model, rows()).backward()
+    optimizer.step()
+    with pytest.raises(em.PlanError, match=r"last optimizer\.step"):
+        old.backward()
+    optimizer.zero_grad()
+    mean_square(model, rows()).backward()
+    optimizer.step()
+    optimizer.close()
+
+
+def test_model_keeps_class_shapes_and_names() -> None:
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=small_plan(model, 4))
+    assert type(model) is Net
+    plain = Net()
+    for (name, p), (plain_name, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert (name, p.shape, p.dtype, p.device) == (plain_name, q.shape, q.dtype, q.device)
+        assert p.untyped_storage().nbytes() == p.element_size(), "a released parameter holds one element"
+    rows_of_table = optimizer.plan_table()
+    assert sum(row["numel"] for row in rows_of_table) == sum(p.numel() for p in plain.parameters())
+    optimizer.close()
+
+
+def test_same_seed_gives_the_same_bits() -> None:
+    states = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model, optimizer = em.wrap(model := Net(), adamw(model), plan=small_plan(model, 4))
+        for _ in range(3):
+            mean_square(model, rows()).backward()
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(em.full_state_dict(model))
+        optimizer.close()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_training_lowers_the_loss_after_control_flow_has_changed() -> None:
+    """A model that calls its layers in another order from some step on: served on demand, counted, learned anew."""
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=small_plan(model, 4))
+    missed = []
+    for step in range(12):
+        if step == 4:
+            model.layers = nn.ModuleList(reversed(list(model.layers)))
+        before = optimizer.statistics().cache.off_schedule
+        mean_square(model, rows()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        missed.append(optimizer.statistics().cache.off_schedule - before)
+    assert not any(missed[:4]) and any(missed[4:7]) and not any(missed[8:])
+    optimizer.close()
+
+
+def disagree(what: str) -> None:
+    rank = torch.distributed.get_rank()
+    model = Net()
+    plan = em.Plan.zero3(rcache_blocks=4 + (rank if what == "plan" else 0), chunk_numel=600)
+    if what == "model" and rank == 1:
+        model.last = nn.Linear(D, D, bias=False)
+    try:
+        em.wrap(model, adamw(model), plan=plan)
+    finally:
+        gc.collect()
+
+
+@pytest.mark.parametrize("what", ["plan", "model"])
+def test_ranks_that_disagree_are_told_the_first_difference(what: str, ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="Rank 0: .*Rank 1: ") as error:
+        ranks(2).run(disagree, what)
+    assert set(error.value.types.values()) == {"LayoutError"} and len(error.value.types) == 2
+
+
+def test_expected_schedule_frees_every_trainable_chunk() -> None:
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2(chunk_numel=600))
+    slots = {p: (c.spec.index, i) for c in model.elixir.chunks for i, p in enumerate(c.parameters)}
+    schedule = expected_schedule(model, list(find_units(model, slots)), optimizer.layout.chunks)
+    freed = [chunk for entry in schedule.entries if entry.verb == "free" for chunk in entry.chunks]
+    assert sorted(freed) == [chunk.index for chunk in optimizer.layout.cached]
+    optimizer.close()
