@@ -113,6 +113,10 @@ class Hooks:
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
         self._names = {p: name for name, p in model.named_parameters()}
         self._units = list(find_units(model, self._slot_of))
+        self._owners: dict[tuple[int, int], list[Unit]] = {}
+        for unit in self._units:
+            for slot in unit.slots:
+                self._owners.setdefault(slot, []).append(unit)
         self._active: list[tuple[Unit, int]] = []
         self._elsewhere: dict[int, str] = {}
         self._watch: _Watch | None = None
@@ -283,19 +287,23 @@ class Hooks:
         """Everything that forward entered behind number `left` has had its backward."""
         for unit in [unit for unit, entered in self._entered.items() if entered > left]:
             del self._entered[unit]
-            for chunk, index in unit.slots:
-                self._give_up(unit, chunk, index)
+            for slot in unit.slots:
+                self._give_up(slot)
         passed = [chunks for entered, chunks in self._holds if entered > left]
         self._holds = [hold for hold in self._holds if hold[0] <= left]
         for chunks in passed:
             self._scheduler.release(chunks, tracked=True)
 
-    def _give_up(self, unit: Unit, chunk: int, index: int) -> None:
-        """Parameter `index` of `chunk` will get no gradient any more, if it has none yet."""
+    def _give_up(self, slot: tuple[int, int]) -> None:
+        """The parameter at `slot` will get no gradient any more, if it has none yet and no module of it is to come."""
+        chunk, index = slot
+        owners = self._owners[slot]
         if chunk in self._elsewhere or not self._scheduler.awaits(chunk, index):
             return
-        if unit in self._engaged:
-            self._scheduler.add_gradient(chunk, index, None, who=f"module {unit.name!r}")
+        if any(unit in self._entered for unit in owners):
+            return
+        if any(unit in self._engaged for unit in owners):
+            self._scheduler.add_gradient(chunk, index, None, who=f"module {owners[0].name!r}")
         else:
             self._scheduler.expect_no_more(chunk, index)
 

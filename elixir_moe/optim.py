@@ -106,6 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._update = _update_for(inner, self._chunks, self._segments, self.param_groups)
         half = any(chunk.spec.key.dtype is torch.float16 for chunk in self._chunks)
         self.loss_scale = LossScale() if half else None
+        self._moments = moments_of(inner)
         self._facts: Facts | None = None
         self._clip = 1.0
 
@@ -176,7 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             row["chunks"] += 1
             row["numel"] += sum(slot.numel for slot in spec.slots)
             row["shard_bytes"] += spec.shard_numel * spec.key.dtype.itemsize
-            row["shard_bytes"] += spec.shard_numel * 4 * (1 + self._update.moments) if spec.key.trainable else 0
+            row["shard_bytes"] += spec.shard_numel * 4 * (1 + self._moments) if spec.key.trainable else 0
         return list(rows.values())
 
     @property
@@ -257,8 +258,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 class _AdamUpdate:
     """Adam and AdamW: flat moments beside each master shard, one pass a run of segments."""
 
-    moments = 2
-
     def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]], decoupled: bool) -> None:
         self._groups = groups
         self._decoupled = decoupled
@@ -296,8 +295,6 @@ class _AdamUpdate:
 
 class _ElementwiseUpdate:
     """Any other optimizer of torch: an instance of the user's class on views of the master shards."""
-
-    moments = 2
 
     def __init__(
         self,
@@ -337,6 +334,23 @@ class _ElementwiseUpdate:
             self._pieces[id(segment)].grad = None
         if home.compute.dtype != torch.float32 and home.master is not None:
             home.compute.copy_(home.master)
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> int:
+    """fp32 values that an optimizer keeps for each element; 2 where it is not known."""
+
+    def any_group(option: str) -> bool:
+        return any(group.get(option) for group in optimizer.param_groups)
+
+    match type(optimizer).__name__:
+        case "SGD":
+            return int(any_group("momentum"))
+        case "Adagrad":
+            return 1
+        case "RMSprop":
+            return 1 + any_group("momentum") + any_group("centered")
+        case _:
+            return 2 + any_group("amsgrad")
 
 
 def _update_for(

@@ -22,7 +22,7 @@ from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.chunks.tiers import build_homes
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.hooks import Hooks
-from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.optim import ShardedOptimizer, moments_of
 from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.pattern import Pattern
@@ -89,7 +89,7 @@ def wrap(
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
-    size = footprint(plan, layout, staged=staged)
+    size = footprint(plan, layout, moments=moments_of(optimizer), staged=staged)
     staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
     scheduler = Scheduler(chunks, CacheState(plan.blocks(layout), prefetch=plan.prefetch), rcache, staging, device)
     hooks = Hooks(model, scheduler, placeholder)

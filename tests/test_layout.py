@@ -27,6 +27,8 @@ def check(layout: Layout, params: list[ParamSpec]) -> None:
     """Every parameter once, in order, aligned, apart from the others, inside its chunk; shards equal and covering."""
     placed = [slot.param for chunk in layout.chunks for slot in chunk.slots]
     assert sorted(placed) == list(range(len(params)))
+    first_uses = [chunk.slots[0].param for chunk in layout.chunks]
+    assert first_uses == sorted(first_uses)
     for index, chunk in enumerate(layout.chunks):
         line = ALIGN_BYTES // chunk.key.dtype.itemsize
         assert chunk.index == index
@@ -82,7 +84,7 @@ def test_chunks_hold_consecutive_parameters_of_their_group() -> None:
     params = [param(4 * LINE, key) for key in (KEY, other, KEY, other, KEY, other)]
     layout = build_layout(params, 8 * LINE)
     check(layout, params)
-    assert [[slot.param for slot in chunk.slots] for chunk in layout.chunks] == [[0, 2], [4], [1, 3], [5]]
+    assert [[slot.param for slot in chunk.slots] for chunk in layout.chunks] == [[0, 2], [1, 3], [4], [5]]
 
 
 # -------------------------------------------------------------------------------------------------------------- places

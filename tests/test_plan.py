@@ -300,16 +300,14 @@ def test_accumulators_appear_with_a_second_backward(ranks: Ranks) -> None:
         assert found["addresses"][1] == found["addresses"][2] == found["addresses"][3]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a tied parameter counts as passed when the later of its modules is: two gradients"
-)
 def test_a_tied_parameter_needs_no_accumulator(ranks: Ranks) -> None:
     for found in ranks(2).run(measure, Plan.zero2(chunk_numel=CHUNK), replace(CONFIG, tie_embeddings=True)):
         held_as_promised(found)
 
 
-@pytest.mark.xfail(strict=True, reason="the footprint counts two moments whatever the optimizer")
 @pytest.mark.parametrize("make", [partial(torch.optim.AdamW, amsgrad=True), torch.optim.SGD], ids=["amsgrad", "sgd"])
 def test_the_footprint_knows_the_optimizer(make: Any, ranks: Ranks) -> None:
     for found in ranks(2).run(measure, Plan.zero2(chunk_numel=CHUNK), CONFIG, (1, 1, 1), make):
-        assert [step["held"] for step in found["steps"][1:]] == [found["footprint"].device_bytes] * 2
+        promised = found["footprint"].device_bytes
+        for step in found["steps"][1:]:  # torch's own optimizers keep nothing for the zeros between parameters
+            assert 0.95 * promised <= step["held"] <= promised

@@ -59,7 +59,7 @@ def test_a_checkpointed_region_too_large_names_the_module() -> None:
 
 def test_module_that_needs_several_chunks_is_named() -> None:
     model = ExpertLists()
-    with pytest.raises(em.PlanError, match="layers.0"):
+    with pytest.raises(em.PlanError, match=r"layers\.0"):
         em.wrap(model, adamw(model), plan=em.Plan.zero3(rcache_blocks=1, chunk_numel=300))
 
 
@@ -169,7 +169,7 @@ def disagree(what: str) -> None:
 
 @pytest.mark.parametrize("what", ["plan", "model"])
 def test_ranks_that_disagree_are_told_the_first_difference(what: str, ranks: Ranks) -> None:
-    with pytest.raises(RankError, match="Rank 0: .*Rank 1: ") as error:
+    with pytest.raises(RankError, match=r"Rank 0: .*Rank 1: ") as error:
         ranks(2).run(disagree, what)
     assert set(error.value.types.values()) == {"LayoutError"} and len(error.value.types) == 2
 

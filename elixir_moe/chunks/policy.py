@@ -270,7 +270,7 @@ class CacheState:
         for chunk in self._schedule.entries[target].chunks:
             if chunk in self._where:
                 continue
-            if not self._empty and freed:
+            if not self._empty and (freed or self._where.keys() <= held_then.keys()):
                 break  # a block becomes empty before the use: evicting now would cost a miss
             victim = self._victim(held_then, target)
             if victim is not None and victim in self._held:
