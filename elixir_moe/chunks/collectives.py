@@ -102,10 +102,17 @@ class Communicator:
             return Ticket()
         assert staging is not None and staging.numel() == buffer.numel(), "gloo reductions need a staging buffer"
         received = staging.view(self.size, -1)
-        work = dist.all_to_all_single(
-            received.view(torch.uint8), slices.view(torch.uint8), group=self._reduce_group, async_op=True
-        )
-        return Ticket([work], lambda: land(torch.sum(received, 0)))
+        arriving, leaving = received.view(torch.uint8), slices.view(torch.uint8)
+        if self.size > 2:
+            work = dist.all_to_all_single(arriving, leaving, group=self._reduce_group, async_op=True)
+            return Ticket([work], lambda: land(torch.sum(received, 0)))
+        # Of two ranks each needs one slice of the other; its own is read where it lies, and the sum needs no memory.
+        own, theirs, peer = slices[self.index], received[1 - self.index], self.ranks[1 - self.index]
+        works = [
+            dist.irecv(arriving[1 - self.index], peer, group=self._reduce_group),
+            dist.isend(leaving[1 - self.index], peer, group=self._reduce_group),
+        ]
+        return Ticket(works, lambda: land(theirs.add_(own)))
 
     def all_reduce(self, buffer: torch.Tensor, land: Callable[[torch.Tensor], None]) -> Ticket:
         """Sums `buffer` over the ranks in place and gives it to `land`."""
