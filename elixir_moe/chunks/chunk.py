@@ -16,7 +16,10 @@ that should not have happened shows. Source: gradients in the place of parameter
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from enum import Enum
+from itertools import accumulate
+from operator import mul
 
 import torch
 
@@ -97,7 +100,9 @@ class Chunk:
         self._delayed: dict[int, torch.Tensor] = {}
         self._placeholder = placeholder
         self._starts = [slot.start for slot in spec.slots]
-        self._views_of = [(s.start, s.stop, p.shape) for s, p in zip(spec.slots, parameters, strict=True)]
+        self._views_of = [
+            (tuple(p.shape), _contiguous_stride(p.shape), s.start) for s, p in zip(spec.slots, parameters, strict=True)
+        ]
 
     def transition(self, to: ChunkState) -> None:
         """Changes the state; asserts that the table allows it."""
@@ -107,8 +112,8 @@ class Chunk:
     def view(self, index: int) -> torch.Tensor:
         """Parameter `index`'s place in the buffer, in its shape."""
         assert self.buffer is not None, f"chunk {self.spec.index} is not in a block"
-        start, stop, shape = self._views_of[index]
-        return self.buffer[start:stop].view(shape)
+        shape, stride, start = self._views_of[index]
+        return self.buffer.as_strided(shape, stride, start)  # one operator where a slice and a view are two
 
     def attach(self) -> None:
         """Parameters become views of the buffer."""
@@ -151,3 +156,9 @@ class Chunk:
                 self.view(index).zero_()
         self.landed.clear()
         self.detach()
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index to the next in each dim of a contiguous tensor."""
+    strides = accumulate(reversed(shape[1:]), mul, initial=1) if len(shape) else ()
+    return tuple(reversed(tuple(strides)))
