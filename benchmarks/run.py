@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmarks; returns the exit code."""
     options = _parse(arguments)
     workload = QUICK if options.quick else FULL
-    rounds, steps = options.rounds or (2 if options.quick else 7), options.steps or (1 if options.quick else 2)
+    rounds, steps = options.rounds or (2 if options.quick else 9), options.steps or 1
     wanted = [row for row in ROWS if options.only is None or options.only in (row.name, row.peer)]
     if not wanted and options.only != HOST_ROW:
         names = sorted({row.name for row in ROWS} | {row.peer for row in ROWS} | {HOST_ROW})
@@ -51,8 +51,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.run", description="Step times against the peers, as ratios."
     )
     parser.add_argument("--out", default="build/bench.json", help="the JSON; the table goes beside it as .md")
-    parser.add_argument("--rounds", type=int, help="rounds of each row (7)")
-    parser.add_argument("--steps", type=int, help="steps of each contender in a round (2)")
+    parser.add_argument("--rounds", type=int, help="rounds of each row (9)")
+    parser.add_argument("--steps", type=int, help="steps of each contender in a round (1)")
     parser.add_argument("--only", metavar="NAME", help="only the rows with this name or this peer")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds: to see that all works")
     return parser.parse_args(arguments)
