@@ -4,9 +4,12 @@ Owns the walk over a model that finds them. Every rank enters the units in the s
 which gather comes next; that is the one thing to get right here.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from elixir_moe.chunks.layout import ChunkSpec
@@ -58,33 +61,100 @@ def _may_choose(module: nn.Module, in_list: bool) -> bool:
     return alike and (in_list or experts)
 
 
-def expected_schedule(model: nn.Module, units: Sequence[Unit], chunks: Sequence[ChunkSpec]) -> Schedule:
-    """What the first step will ask of the cache if modules run once each, in order of registration.
+@dataclass(slots=True, frozen=True)
+class Call:
+    """One run of a unit's module in forward. Every entry and every exit gets the next number."""
 
-    Backward visits units in the reverse of the order forward left them; a unit holds its chunks until everything
+    entered: int
+    left: int
+    module: nn.Module
+
+
+@torch.no_grad()
+def traced_calls(model: nn.Module, step: Callable[[nn.Module, Any], Any], sample: Any) -> list[Call]:
+    """The calls of all units in ``step(model, sample)``, run once without gradients on the model before `wrap`.
+
+    Random state and buffers are restored.
+    """
+    units = find_units(model, {p: (0, index) for index, p in enumerate(model.parameters())})
+    calls: list[Call] = []
+    running: list[int] = []
+    clock = itertools.count()
+    handles = []
+    for unit in units:
+        handles += [
+            unit.module.register_forward_pre_hook(lambda *_: running.append(next(clock))),
+            unit.module.register_forward_hook(lambda m, *_: calls.append(Call(running.pop(), next(clock), m))),
+        ]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng():
+            step(model, sample)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return calls
+
+
+def registered_calls(model: nn.Module) -> list[Call]:
+    """The calls of all units if each ran once, in order of registration."""
+    units = {id(unit.module) for unit in find_units(model, {p: (0, i) for i, p in enumerate(model.parameters())})}
+    calls: list[Call] = []
+    clock = itertools.count()
+
+    def visit(module: nn.Module) -> None:
+        entered = next(clock) if id(module) in units else -1
+        for child in module.children():
+            visit(child)
+        if id(module) in units:
+            calls.append(Call(entered, next(clock), module))
+
+    visit(model)
+    return calls
+
+
+def order_of_first_use(model: nn.Module, calls: Sequence[Call]) -> list[nn.Parameter]:
+    """The parameters in the order in which forward first enters their units; those it never enters come last."""
+    parameters = list(model.parameters())
+    slots = {id(u.module): u.slots for u in find_units(model, {p: (0, i) for i, p in enumerate(parameters)})}
+    entered = [id(call.module) for call in sorted(calls, key=lambda call: call.entered)]
+    indices = [index for module in (*entered, *slots) for _, index in slots[module]]
+    return [parameters[index] for index in dict.fromkeys(indices)]
+
+
+def expected_schedule(units: Sequence[Unit], calls: Sequence[Call], chunks: Sequence[ChunkSpec]) -> Schedule:
+    """What a step that makes these `calls` will ask of the cache.
+
+    Backward visits calls in the reverse of the order forward left them; a unit holds its chunks until everything
     entered behind it is done, and a chunk is freed when the last of its parameters has its gradient. What it cannot
     know, such as checkpointed regions, only asks for more blocks.
     """
-    calls = _calls(model, {id(unit.module): unit for unit in units})
-    cached = {id(unit): tuple(c for c in unit.chunks if not chunks[c].resident) for unit in units}
+    unit_of = {id(unit.module): unit for unit in units}
+    cached = {id(unit.module): tuple(c for c in unit.chunks if not chunks[c].resident) for unit in units}
     awaited = {c.index: {i for i, _ in enumerate(c.slots)} for c in chunks if c.key.trainable and not c.resident}
     sizes = {chunk: len(slots) for chunk, slots in awaited.items()}
-    numbered = [(entered, Verb.ACQUIRE, unit) for entered, _, unit in calls]
-    numbered += [(left, Verb.RELEASE, unit) for _, left, unit in calls]
-    entries = [Entry(verb, cached[id(unit)]) for _, verb, unit in sorted(numbered, key=lambda item: item[0])]
-    open_units: list[tuple[int, Unit]] = []
+    first = {id(call.module): call for call in sorted(calls, key=lambda call: -call.entered)}
+    numbered = [(call.entered, Verb.ACQUIRE, call) for call in calls] + [(c.left, Verb.RELEASE, c) for c in calls]
+    entries = [Entry(verb, cached[id(call.module)]) for _, verb, call in sorted(numbered, key=lambda item: item[0])]
     gone: set[int] = set()
-    backward: list[tuple[int, int, Unit | None]] = [*sorted(calls, key=lambda call: -call[1]), (-1, -1, None)]
-    for entered, left, unit in backward:
-        for done, other in [(e, u) for e, u in open_units if e > left]:
-            open_units.remove((done, other))
-            entries += _gradients(other, awaited, sizes, gone)
-            entries.append(Entry(Verb.RELEASE, tuple(c for c in cached[id(other)] if c not in gone)))
-        if unit is not None:
-            entries.append(Entry(Verb.ACQUIRE, cached[id(unit)]))
-            open_units.append((entered, unit))
-            if left == entered + 1:  # nothing runs inside it: its gradients come at once
-                entries += _gradients(unit, awaited, sizes, gone)
+
+    def gradients(call: Call) -> Iterator[Entry]:
+        if first[id(call.module)] is call:
+            yield from _gradients(unit_of[id(call.module)], awaited, sizes, gone)
+
+    open_calls: list[Call] = []
+    for call in (*sorted(calls, key=lambda call: -call.left), None):
+        for done in [c for c in open_calls if call is None or c.entered > call.left]:
+            open_calls.remove(done)
+            entries += gradients(done)
+            entries.append(Entry(Verb.RELEASE, tuple(c for c in cached[id(done.module)] if c not in gone)))
+        if call is not None:
+            entries.append(Entry(Verb.ACQUIRE, cached[id(call.module)]))
+            open_calls.append(call)
+            if call.left == call.entered + 1:  # nothing runs inside it: its gradients come at once
+                entries += gradients(call)
     return Schedule([entry for entry in entries if entry.chunks])
 
 
@@ -97,22 +167,3 @@ def _gradients(unit: Unit, awaited: dict[int, set[int]], sizes: dict[int, int], 
             if not awaited[chunk]:
                 gone.add(chunk)
                 yield Entry(Verb.FREE, (chunk,))
-
-
-def _calls(model: nn.Module, units: dict[int, Unit]) -> list[tuple[int, int, Unit]]:
-    """(number at entry, number at exit, unit) if every module ran once, in order of registration."""
-    calls: list[tuple[int, int, Unit]] = []
-    clock = 0
-
-    def visit(module: nn.Module) -> None:
-        nonlocal clock
-        unit = units.get(id(module))
-        entered = clock = clock + (unit is not None)
-        for child in module.children():
-            visit(child)
-        if unit is not None:
-            clock += 1
-            calls.append((entered, clock, unit))
-
-    visit(model)
-    return calls

@@ -4,7 +4,7 @@ Owns the order of construction and the agreement of all ranks on it; each step i
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.state import Wrapped, groups_needed
-from elixir_moe.units import expected_schedule, find_units
+from elixir_moe.units import Call, expected_schedule, find_units, order_of_first_use, registered_calls, traced_calls
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -37,6 +37,8 @@ def wrap(
     optimizer: torch.optim.Optimizer,
     *,
     plan: Plan,
+    sample: Any = None,
+    step: Callable[[nn.Module, Any], Any] | None = None,
     compute_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[M, ShardedOptimizer]:
@@ -49,6 +51,9 @@ def wrap(
         model: any module, on any device but "meta".
         optimizer: an elementwise `torch.optim` optimizer on its parameters, not yet stepped.
         plan: where chunks are at home and how many are gathered at once.
+        sample: with `step`, a batch: ``step(model, sample)`` runs once, without gradients, to learn the order in which
+            parameters are first used, which is the order they are packed in. By default the order of registration.
+        step: the forward of a training step, as in ``step(model, batch).backward()``.
         compute_dtype: what forward and backward run in; fp32 masters keep the weights as they are now. By default each
             parameter's own dtype. `Pattern.dtype` overrides it.
         device: where forward runs; by default this rank's GPU, or the CPU.
@@ -66,11 +71,14 @@ def wrap(
         init_mesh()
     _check_optimizer(model, optimizer)
     device = _device(device)
-    parameters = _parameters(model)
+    if (step is None) != (sample is None):
+        raise ConfigError("sample and step go together: step(model, sample) is run to learn the order of first use")
+    calls = registered_calls(model) if step is None else traced_calls(model, step, sample)
+    parameters = _parameters(model, order_of_first_use(model, calls))
     specs = [_spec(name, p, tied, compute_dtype) for name, p, tied in parameters]
     layout = build_layout(specs, plan.chunk_numel, scatter=plan.scatter)
     _agree(plan, specs, parameters)
-    _check_blocks(model, plan, layout, parameters)
+    _check_blocks(model, calls, plan, layout, parameters)
 
     communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
     staged = any(c.staged for c in communicators.values())
@@ -125,15 +133,15 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, bool]]:
-    """(first name, parameter, tied) in order of registration."""
+def _parameters(model: nn.Module, order: list[nn.Parameter]) -> list[tuple[str, nn.Parameter, bool]]:
+    """(first name, parameter, tied) in `order`."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     for parameter, (name, *_) in names.items():
         if parameter.device.type == "meta":
             raise LayoutError(f"parameter {name!r} is on the meta device: materialise the model before wrap")
-    return [(found[0], parameter, len(found) > 1) for parameter, found in names.items()]
+    return [(names[parameter][0], parameter, len(names[parameter]) > 1) for parameter in order]
 
 
 def _spec(name: str, parameter: nn.Parameter, tied: bool, compute_dtype: torch.dtype | None) -> ParamSpec:
@@ -178,7 +186,7 @@ def _differences(a: list[str], b: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _check_blocks(
-    model: nn.Module, plan: Plan, layout: Layout, parameters: list[tuple[str, nn.Parameter, bool]]
+    model: nn.Module, calls: list[Call], plan: Plan, layout: Layout, parameters: list[tuple[str, nn.Parameter, bool]]
 ) -> None:
     """Raises PlanError if some module, or the order of modules, needs more blocks than there are."""
     slot_of = {
@@ -193,7 +201,7 @@ def _check_blocks(
                 f"module {unit.name!r} needs {len(needed)} chunks at once, the rCache has {blocks} blocks of "
                 f"{layout.chunk_numel} elements: set rcache_blocks to at least {len(needed)}, or a larger chunk_numel"
             )
-    least = expected_schedule(model, units, layout.chunks).least_blocks()
+    least = expected_schedule(units, calls, layout.chunks).least_blocks()
     if least > blocks:
         raise PlanError(
             f"forward and backward of this model hold {least} chunks at once, the rCache has {blocks} blocks of "

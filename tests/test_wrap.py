@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.units import expected_schedule, find_units
+from elixir_moe.units import expected_schedule, find_units, registered_calls
 from tests.ranks import RankError, RankPool
 from tests.test_habits import D, ExpertLists, Frozen, Net, Tied, Unused, adamw, mean_square
 
@@ -177,7 +177,41 @@ def test_ranks_that_disagree_are_told_the_first_difference(what: str, ranks: Ran
 def test_expected_schedule_frees_every_trainable_chunk() -> None:
     model, optimizer = em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2(chunk_numel=600))
     slots = {p: (c.spec.index, i) for c in model.elixir.chunks for i, p in enumerate(c.parameters)}
-    schedule = expected_schedule(model, list(find_units(model, slots)), optimizer.layout.chunks)
+    schedule = expected_schedule(list(find_units(model, slots)), registered_calls(model), optimizer.layout.chunks)
     freed = [chunk for entry in schedule.entries if entry.verb == "free" for chunk in entry.chunks]
     assert sorted(freed) == [chunk.index for chunk in optimizer.layout.cached]
     optimizer.close()
+
+
+class Backwards(Net):
+    """Registers its layers in the reverse of their use, and has a buffer and a random number in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x + 0 * torch.rand(())
+
+
+def test_a_sample_gives_the_order_of_first_use() -> None:
+    model = Backwards()
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    model, optimizer = em.wrap(
+        model, adamw(model), plan=em.Plan.zero3(rcache_blocks=2, chunk_numel=600), sample=rows(), step=mean_square
+    )
+    assert torch.equal(state, torch.get_rng_state()) and model.calls == 0
+    names = {p: name for name, p in model.named_parameters()}
+    packed = [names[p] for chunk in model.elixir.chunks for p in chunk.parameters]
+    firsts = [packed.index(f"layers.{i}.up.weight") for i in (3, 2, 1, 0)]
+    assert firsts == sorted(firsts) and packed[0] == "first.weight" and packed[-1] == "last.bias"
+    mean_square(model, rows()).backward()
+    optimizer.step()
+    assert optimizer.schedule is not None and optimizer.schedule.least_blocks() == 2
+    optimizer.close()
+    with pytest.raises(em.ConfigError, match="go together"):
+        em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2(), sample=rows())
