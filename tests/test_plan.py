@@ -55,7 +55,7 @@ def test_json_round_trip(plan: Plan) -> None:
         ({"scatter": "no"}, "scatter='no': expected True or False"),
         ({"offloaded": 0}, "offloaded=0: expected True or False"),
         ({"prefetch": None}, "prefetch=None: expected True or False"),
-        ({"offloaded": False, "device_chunks": 2}, "device_chunks=2 means nothing unless offloaded"),
+        ({"offloaded": False, "device_chunks": 2}, "device_chunks=2 needs offloaded=True"),
     ],
 )
 def test_wrong_fields_are_named(change: dict[str, Any], message: str) -> None:
