@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from elixir_moe.chunks.chunk import Chunk, ChunkState, Placeholder
 from elixir_moe.chunks.policy import Schedule
@@ -120,6 +120,7 @@ class Hooks:
         self._active: list[tuple[Unit, int]] = []
         self._elsewhere: dict[int, str] = {}
         self._watch: _Watch | None = None
+        self._watch_stays = True
         self._schedule_known = False
         self._rounds_missed = 0
         self.updates = 0
@@ -203,13 +204,16 @@ class Hooks:
         self._saving = saved_tensors_hooks(self._pack, self._unpack)
         self._saving.__enter__()
         if self._watch is None and not self._schedule_known:
+            self._watch_stays = torch._C._len_torch_function_stack() == 0
             self._watch = _Watch(self)
-            self._watch.__enter__()  # stays behind the forward: a loss may read parameters too
+            self._watch.__enter__()  # stays behind the forward if it can: a loss may read parameters too
 
     def _end_forward(self, output: Any) -> None:
         if self._saving is not None:
             self._saving.__exit__(None, None, None)
             self._saving = None
+        if not self._watch_stays:
+            self.end_watch()
         if self._training:
             self._hook_outputs(output, self._begin_backward)
         else:
@@ -311,6 +315,7 @@ class Hooks:
         self._pass(-2)
         self._scheduler.finish_backward()
         self._adopt_schedule(held=self._release_step_holds(tracked=True))
+        self.end_watch()
         self._reset()
 
     def _release_step_holds(self, *, tracked: bool) -> bool:
@@ -328,7 +333,8 @@ class Hooks:
         if not self._schedule_known or self._rounds_missed >= _MISSES_BEFORE_NEW_SCHEDULE:
             if self._elsewhere and not held:
                 return  # the next step is the first one that holds what is read elsewhere
-            self._scheduler.cache.follow(Schedule(trace))
+            frozen = {c.spec.index for c in self._scheduler.chunks if not c.spec.key.trainable}
+            self._scheduler.cache.follow(Schedule(trace, kept=frozen))
             self._schedule_known, self._rounds_missed = True, 0
 
     def read_elsewhere(self, parameter: torch.Tensor) -> None:
@@ -340,8 +346,18 @@ class Hooks:
         self._scheduler.unshard((slot[0],), tracked=True, who=self._elsewhere_names())
         self._holds.append((-1, (slot[0],)))
 
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Its first name in the model."""
+        return self._names[parameter]
+
     def _elsewhere_names(self) -> str:
         return f"reads of parameters outside their own modules ({', '.join(sorted(self._elsewhere.values()))})"
+
+    def end_watch(self) -> None:
+        """Takes the mode off the stack, where it is on top of it; a mode that somebody else left there keeps it."""
+        if self._watch is not None and _get_current_function_mode() is self._watch:
+            self._watch.__exit__(None, None, None)
+            self._watch = None
 
     def abandon(self) -> None:
         """Forgets a backward that did not come to its end."""
@@ -351,9 +367,7 @@ class Hooks:
 
     def updated(self) -> None:
         """The optimizer has written new values: drops what is gathered and starts a new step."""
-        if self._watch is not None and self._schedule_known:
-            self._watch.__exit__(None, None, None)
-            self._watch = None
+        self.end_watch()
         self._scheduler.invalidate()
         self._scheduler.trace.clear()
         self._scheduler.cache.rewind()

@@ -11,6 +11,7 @@ gradient somewhere counts as zero elsewhere. `step` uses the gradients up: they 
 forgotten.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -26,7 +27,7 @@ from elixir_moe.chunks.plan import Footprint, Plan
 from elixir_moe.chunks.policy import Schedule
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.hooks import Hooks
 from elixir_moe.kernels import adam_step
 
@@ -132,13 +133,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Updates the parameters and uses the gradients up. Collective.
 
         With fp16 parameters the update is skipped on all ranks if any gradient overflowed.
+
+        Raises:
+            ElixirError: a gradient is not finite; on all ranks alike, naming the parameters. No weight has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         facts = self._agree()
-        overflow = self.loss_scale is not None and not _finite(facts.norm)
+        overflow = not math.isfinite(facts.norm)
+        if overflow and self.loss_scale is None:
+            raise ElixirError(self._blame(facts.norm))
         if not overflow:
             for chunk, segments in zip(self._chunks, self._segments, strict=True):
                 self._update_chunk(chunk, segments, facts.used)
@@ -188,6 +194,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Destroys the process groups `wrap` made; model and optimizer are of no use afterwards. Collective."""
         self._scheduler.drain()
+        self._hooks.end_watch()
         dist.barrier(group=self._control)  # a group destroyed while a peer still joins it fails there
         for group in self._groups.values():
             dist.destroy_process_group(group)
@@ -230,6 +237,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         squares, *used = votes.tolist()
         self._facts = Facts(norm=squares**0.5, used={p for p, n in zip(self._parameters, used, strict=True) if n})
         return self._facts
+
+    def _blame(self, norm: float) -> str:
+        """Says whose gradient is not finite, from this rank's shards."""
+        names = []
+        for chunk, segments in zip(self._chunks, self._segments, strict=True):
+            if chunk.home.has_gradient:
+                gradient = chunk.home.gradient()
+                names += [s.parameter for s in segments if not gradient[s.start : s.stop].isfinite().all()]
+        found = ", ".join(self._hooks.name_of(p) for p in names[:8]) or "none in this rank's shards"
+        return (
+            f"the global gradient norm is {norm}; gradients that are not finite: {found}. The weights are as before: "
+            f"zero_grad() and go on with another batch or a smaller rate. A parameter read outside its own module for "
+            f"the first time after the first step is NaN too: read it in every step, or use Plan.zero2()"
+        )
 
     def _unscale(self, chunk: Chunk) -> float:
         """What a summed gradient is multiplied with to be that of the unscaled mean loss."""
@@ -390,7 +411,3 @@ def _runs(segments: list[Segment], used: set[nn.Parameter]) -> Iterator[tuple[in
         pieces = list(run)
         if alike[0]:
             yield pieces[0].start, pieces[-1].stop, *alike[1:]
-
-
-def _finite(value: float) -> bool:
-    return value - value == 0

@@ -147,6 +147,11 @@ def _parameters(model: nn.Module, order: list[nn.Parameter]) -> list[tuple[str, 
 def _spec(name: str, parameter: nn.Parameter, tied: bool, compute_dtype: torch.dtype | None) -> ParamSpec:
     pattern = pattern_of(parameter) or replicated_everywhere()
     dtype = pattern.dtype or (compute_dtype if parameter.is_floating_point() else None) or parameter.dtype
+    if parameter.requires_grad and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise LayoutError(
+            f"parameter {name!r} would be trained in {dtype}, but master shards are float32: convert it, or pass "
+            f"compute_dtype"
+        )
     key = ChunkGroupKey(
         ranks=pattern.replicate_ranks,
         dtype=dtype,

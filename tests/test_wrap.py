@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import elixir_moe as em
+from elixir_moe.chunks.policy import simulate
 from elixir_moe.units import expected_schedule, find_units, registered_calls
 from tests.ranks import RankError, RankPool
 from tests.test_habits import D, ExpertLists, Frozen, Net, Tied, Unused, adamw, mean_square
@@ -215,3 +216,55 @@ def test_a_sample_gives_the_order_of_first_use() -> None:
     optimizer.close()
     with pytest.raises(em.ConfigError, match="go together"):
         em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2(), sample=rows())
+
+
+def test_a_gradient_that_is_not_finite_stops_the_step_and_is_named() -> None:
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=small_plan(model, 4))
+    before = em.full_state_dict(model)
+    bad = rows()
+    bad[0, 0] = float("inf")
+    mean_square(model, bad).backward()
+    with pytest.raises(em.ElixirError, match=r"first\.weight"):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in em.full_state_dict(model).items())
+    optimizer.zero_grad()
+    mean_square(model, rows()).backward()
+    optimizer.step()
+    optimizer.close()
+
+
+def test_the_watch_of_the_first_step_leaves_other_modes_alone() -> None:
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=small_plan(model, 4))
+    for _ in range(2):
+        with torch.device("cpu"):
+            loss = mean_square(model, rows())
+        assert torch._C._len_torch_function_stack() == 0
+        loss.backward()
+        optimizer.step()
+    for _ in range(2):
+        mean_square(model, rows()).backward()
+        optimizer.step()
+    assert torch._C._len_torch_function_stack() == 0
+    optimizer.close()
+
+
+def test_frozen_chunks_stay_over_the_update_and_the_simulator_knows() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(8)))
+    for layer in list(model)[::2]:
+        layer.requires_grad_(False)
+    model, optimizer = em.wrap(model, adamw(model), plan=em.Plan.zero3(rcache_blocks=4, chunk_numel=1024))
+    for _ in range(6):
+        before = optimizer.statistics()
+        model(torch.randn(4, 32)).sum().backward()
+        optimizer.step()
+        found = (optimizer.statistics() - before).cache
+    assert optimizer.schedule is not None
+    wanted, _ = simulate(optimizer.schedule, 4)
+    assert (found.misses, found.evictions, found.hits) == (wanted.misses, wanted.evictions, wanted.hits)
+    optimizer.close()
+
+
+def test_float64_training_is_refused() -> None:
+    model = nn.Linear(4, 4).double()
+    with pytest.raises(em.LayoutError, match=r"weight.*float64"):
+        em.wrap(model, adamw(model), plan=em.Plan.zero2())

@@ -17,12 +17,13 @@ Source: Elixir v1, VI-A; v2, A.2.
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from elixir_moe.errors import PlanError
 
+_STEPS_TO_SETTLE = 3
 NEVER = 1 << 62
 """Position of a use that does not come."""
 
@@ -58,8 +59,10 @@ class Load:
 class Schedule:
     """A recorded sequence of entries with the positions at which each chunk is acquired."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Entry], *, kept: Collection[int] = ()) -> None:
         self.entries = tuple(entries)
+        self.kept = frozenset(kept)
+        """Chunks no update makes stale (frozen ones): what is gathered at the end of a step serves the next."""
         self._uses: dict[int, list[int]] = {}
         self._next_acquire: list[int | None] = [None] * (len(self.entries) + 1)
         upcoming = None
@@ -74,10 +77,12 @@ class Schedule:
             uses.reverse()
 
     def next_use(self, chunk: int, position: int) -> int:
-        """Position of the first acquire of `chunk` behind `position`, or NEVER."""
+        """Position of the first acquire of `chunk` behind `position`, for a kept one in the next step too, or NEVER."""
         uses = self._uses.get(chunk, [])
         index = bisect_right(uses, position)
-        return uses[index] if index < len(uses) else NEVER
+        if index < len(uses):
+            return uses[index]
+        return len(self.entries) + uses[0] if uses and chunk in self.kept else NEVER
 
     def next_acquire(self, position: int) -> int | None:
         """Position of the first acquire behind `position`."""
@@ -291,8 +296,20 @@ def _apply(held: Counter[int], entry: Entry) -> None:
 
 
 def simulate(schedule: Schedule, blocks: int, *, prefetch: bool = True) -> tuple[CacheCounts, list[Load]]:
-    """Plays a schedule on an empty cache of `blocks` blocks; returns the counts and every decision in order."""
+    """Plays one step of a schedule on a cache of `blocks` blocks; returns the counts and every decision in order.
+
+    The cache is empty at first; with kept chunks it holds those that the steps before have left.
+    """
     state = CacheState(blocks, schedule, prefetch=prefetch)
+    for _ in range(_STEPS_TO_SETTLE if schedule.kept else 0):
+        _play(schedule, state)
+        state.drop(chunk for chunk in state.chunks if chunk not in schedule.kept)
+        state.rewind()
+    state.counts = CacheCounts()
+    return state.counts, _play(schedule, state)
+
+
+def _play(schedule: Schedule, state: CacheState) -> list[Load]:
     decisions: list[Load] = []
     for entry in schedule.entries:
         if entry.verb is Verb.ACQUIRE:
@@ -303,4 +320,4 @@ def simulate(schedule: Schedule, blocks: int, *, prefetch: bool = True) -> tuple
             decisions += state.hold(entry.chunks[0])
         else:
             decisions += state.free(entry.chunks[0])
-    return state.counts, decisions
+    return decisions
