@@ -9,13 +9,14 @@ from elixir_moe.train.data import batch_at, python_help_text, rows_of
 mesh = em.init_mesh()  # the ranks torchrun started, or this process alone
 rank, ranks, device = mesh.get_local_rank("dp"), mesh.size(0), mesh.device_type
 expert_mesh = em.expert_mesh(mesh, ep=ranks)  # the same ranks, sharing out the experts of a layer
+torch.manual_seed(0)
 model = GPT(GPTConfig(experts=(0, 4, 0, 4), ep=(1, ranks, 1, ranks)), mesh).to(device)
 rules = {
     "*.experts.*": em.Pattern(expert_mesh, replicate=("edp",), shard={"ep": 0}),
     "*": em.Pattern(mesh, replicate=("dp",)),
 }
 em.annotate(model, rules)  # the first rule that matches a parameter says what it is
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 model, optimizer = em.wrap(model, optimizer, plan=em.Plan.offload(rcache_blocks=4))
 
 text = torch.tensor(list(python_help_text()))
