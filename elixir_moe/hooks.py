@@ -272,7 +272,8 @@ class Hooks:
 
     def _reach(self, unit: Unit, entered: int, left: int) -> None:
         """Backward has come to a call of `unit` that forward entered and left at these numbers."""
-        self._begin_backward()
+        if not self._backward:
+            self._begin_backward()
         if (id(unit), left) in self._reached:
             return
         self._reached.add((id(unit), left))

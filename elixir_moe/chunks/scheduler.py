@@ -13,8 +13,8 @@ Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the 
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -26,6 +26,7 @@ from elixir_moe.chunks.rcache import Block, RCache
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import PlanError
 
+_NO_STREAM = nullcontext()
 _LONGEST_TRACE = 1 << 20
 """Where recording stops, for programs that run forward for ever and never backward."""
 
@@ -187,7 +188,8 @@ class Scheduler:
 
     def expect_no_more(self, index: int, position: int) -> None:
         """Parameter `position` of chunk `index` has its gradient, or gets none in this backward."""
-        self._pending.get(index, set()).discard(position)
+        if index in self._pending:
+            self._pending[index].discard(position)
         while self._order and not self._pending[self._order[0]]:
             chunk = self.chunks[self._order.popleft()]
             if chunk.state is ChunkState.GRADIENT:
@@ -291,16 +293,13 @@ class Scheduler:
     def _count(self, chunk: Chunk, collective: str, times: int) -> None:
         self.statistics.collective_bytes[chunk.spec.key.label, collective] += times * chunk.spec.nbytes
 
-    @contextmanager
-    def _on(self, stream: "torch.cuda.Stream | None", *, after_compute: bool = False) -> Iterator[None]:
+    def _on(self, stream: "torch.cuda.Stream | None", *, after_compute: bool = False) -> AbstractContextManager[object]:
         """Issues to `stream` (no-op on CPU), behind all compute issued so far if `after_compute`."""
         if stream is None:
-            yield
-            return
+            return _NO_STREAM
         if after_compute:
             stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            yield
+        return torch.cuda.stream(stream)
 
     def _marked(self, ticket: Ticket) -> Ticket:
         if self._cuda:
