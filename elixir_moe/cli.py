@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"elixir-moe: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("elixir-moe: interrupted", file=sys.stderr)
+        if not launch.has_launcher():
+            print("elixir-moe: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         code = 2 if isinstance(error, (ConfigError, LayoutError)) else 1

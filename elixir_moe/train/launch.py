@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-LAUNCHED = "ELIXIR_LAUNCHED"
+_LAUNCHED = "ELIXIR_LAUNCHED"
 """Set in the environment of ranks whose launcher prints their errors for them."""
 
 
@@ -35,6 +35,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def has_launcher() -> bool:
+    """Whether this process is a rank of `launch`, which speaks for all of them."""
+    return _LAUNCHED in os.environ and under_torchrun()
+
+
 def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
     """Runs ``python -m elixir_moe ARGUMENTS`` on that many ranks and waits for them.
 
@@ -49,7 +54,7 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
     """
     # The agent logs each failure, with a traceback of its own; what went wrong is told by the exception below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ[LAUNCHED] = "1"
+    os.environ[_LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     config = LaunchConfig(
         min_nodes=1,
@@ -71,7 +76,7 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
 def leave_error(text: str, exit_code: int) -> bool:
     """Writes this rank's error where the launcher looks for it; False if nobody will look."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if LAUNCHED not in os.environ or not path:
+    if not has_launcher() or not path:
         return False
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     # torchrun's own fields know whole seconds only, too coarse to tell cause from consequence.

@@ -176,6 +176,7 @@ class Report:
         """Writes what is only known at the end."""
         from elixir_moe.train.picture import draw_losses  # matplotlib takes a second to load; only this rank draws
 
+        self._progress.stop()
         title = f"{summary.out}: {summary.parameters:,} parameters, ranks: {summary.ranks}"
         draw_losses(self._directory / "loss.png", title, self._train_losses, self._val_losses, self._bigram_loss)
         self.write("sample.txt", sample)
