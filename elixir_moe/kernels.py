@@ -16,6 +16,8 @@ try:
 except ImportError:  # a source tree that was never built: all works, the step on the CPU is several times slower
     _native = None  # type: ignore[assignment]
 
+NORM_ROW_NUMEL = 4096
+"""Elements that are squared and summed in fp32 at a time."""
 TORCH_SLICE_NUMEL = 1 << 23
 """The torch path works through a shard in slices of so many elements, so that its float32 temporaries, five at the
 most, never exceed 5 x 32 MiB, whatever the shard's length."""
@@ -40,6 +42,18 @@ class _Settings(TypedDict):
 def cpu_features() -> str:
     """What updates shards in host memory: "avx512", "avx2" or "scalar" (native), "torch" where nothing was built."""
     return "torch" if _native is None else _native.cpu_features()
+
+
+def sum_of_squares(gradient: Tensor) -> float:
+    """The sum of squares of a flat gradient shard, of any floating dtype and length, as exact as fp64 to about 1e-8.
+
+    Rows of `NORM_ROW_NUMEL` are summed in fp32 and the rows in fp64: one fp32 sum over tens of millions of elements is
+    off by 1e-4, and fp64 throughout takes ten times as long on a CPU.
+    """
+    whole = gradient.numel() // NORM_ROW_NUMEL * NORM_ROW_NUMEL
+    rows = torch.linalg.vector_norm(gradient[:whole].view(-1, NORM_ROW_NUMEL), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(gradient[whole:], dtype=torch.float32)
+    return (rows.double().square().sum() + rest.double().square()).item()
 
 
 def adam_step(

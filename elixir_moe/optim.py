@@ -29,7 +29,7 @@ from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.hooks import Hooks
-from elixir_moe.kernels import adam_step
+from elixir_moe.kernels import adam_step, sum_of_squares
 
 _WHOLE_TENSOR = {"LBFGS", "Adafactor", "SparseAdam", "Muon"}
 """Optimizers of torch whose update of one element looks at others."""
@@ -227,8 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for chunk in self._chunks:
             if chunk.home.has_gradient:
                 weight = chunk.spec.shards / len(chunk.spec.key.ranks)
-                norm = torch.linalg.vector_norm(chunk.home.gradient(), dtype=torch.float32).item()
-                squares += weight * (norm * self._unscale(chunk)) ** 2
+                squares += weight * sum_of_squares(chunk.home.gradient()) * self._unscale(chunk) ** 2
         votes = torch.tensor(
             [squares, *(float(p in self._scheduler.used) for p in self._parameters)], dtype=torch.float64
         )

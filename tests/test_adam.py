@@ -342,3 +342,11 @@ def test_step_on_a_gpu_stays_with_the_one_on_the_cpu(grad: torch.dtype, settings
         torch.testing.assert_close(on_gpu.exp_avg.cpu(), shard.exp_avg, rtol=0, atol=8 * number * EPS * largest)
         assert on_gpu.compute is not None
         assert_same_bits(on_gpu.compute.cpu(), on_gpu.master.bfloat16().cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 3_000_001])
+def test_the_sum_of_squares_is_exact_whatever_the_length(dtype: torch.dtype, numel: int) -> None:
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted = gradient.double().square().sum().item()
+    assert kernels.sum_of_squares(gradient) == pytest.approx(wanted, rel=1e-6)
