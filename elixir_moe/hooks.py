@@ -20,6 +20,7 @@ Elsewhere. The first step watches every torch function for parameters that are n
            on held for the whole step.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -203,6 +204,7 @@ class Hooks:
             return
         self._saving = saved_tensors_hooks(self._pack, self._unpack)
         self._saving.__enter__()
+        self.end_watch()
         if self._watch is None and not self._schedule_known:
             self._watch_stays = torch._C._len_torch_function_stack() == 0
             self._watch = _Watch(self)
@@ -286,6 +288,8 @@ class Hooks:
         """A gradient is complete: autograd has summed it over all uses of the parameter."""
         chunk, index = self._slot_of[parameter]
         gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and gradient.is_sparse:
+            gradient = gradient.to_dense()
         self._scheduler.add_gradient(chunk, index, gradient, who=f"the gradient of {self._names[parameter]!r}")
 
     def _pass(self, left: int) -> None:
@@ -356,13 +360,17 @@ class Hooks:
 
     def end_watch(self) -> None:
         """Takes the mode off the stack, where it is on top of it; a mode that somebody else left there keeps it."""
-        if self._watch is not None and _get_current_function_mode() is self._watch:
+        here = self._watch is not None and self._watch.thread == threading.get_ident()  # a GPU's backward is elsewhere
+        if self._watch is not None and here and _get_current_function_mode() is self._watch:
             self._watch.__exit__(None, None, None)
             self._watch = None
 
     def abandon(self) -> None:
         """Forgets a backward that did not come to its end."""
         if self._backward:
+            for _, chunks in self._holds:
+                self._scheduler.release(chunks, tracked=False)
+            self._release_step_holds(tracked=False)
             self._scheduler.abandon()
             self._reset()
 
@@ -384,6 +392,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self._hooks = hooks
         self.active = True
+        self.thread = threading.get_ident()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.active and _name(func) not in _METADATA:

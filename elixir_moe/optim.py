@@ -220,7 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _agree(self) -> Facts:
         """One small all-reduce: the sum of squares, and who got a gradient. Done once between two updates."""
-        if self._facts is not None:
+        if self._facts is not None and not self._scheduler.in_flight:
             return self._facts
         self._scheduler.drain()
         squares = 0.0

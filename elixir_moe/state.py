@@ -24,6 +24,8 @@ class Wrapped:
     chunks: list[Chunk]
     groups: dict[tuple[int, ...], dist.ProcessGroup]
     """gloo process groups by their ranks: those of every chunk and of every sharded axis."""
+    keys: tuple[str, ...]
+    """Names in the plain model's state dict, in order."""
 
 
 def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[int, ...]]:
@@ -56,7 +58,21 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             local = whole[slot.start : slot.stop].view(parameter.shape).to(dtype, copy=True)
             full[parameter] = _join(local, pattern_of(parameter), wrapped.groups)
     state = {name: full[p] for name, p in model.named_parameters(remove_duplicate=False)}
-    return {name: state[name] if name in state else value.cpu().clone() for name, value in model.state_dict().items()}
+    state |= {name: buffer.cpu().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    return {name: state[name] for name in wrapped.keys if name in state}
+
+
+def refuse_plain_state_dicts(model: nn.Module) -> None:
+    """Makes ``model.state_dict()`` and ``load_state_dict()`` say what to use: released parameters hold no weights."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError(
+            "a wrapped model's parameters are sharded: take full weights with em.full_state_dict(model), and load a "
+            "state dict into the model before wrap"
+        )
+
+    model.register_state_dict_pre_hook(refuse)
+    model.register_load_state_dict_pre_hook(refuse)
 
 
 def _join(

@@ -88,7 +88,7 @@ def traced_calls(model: nn.Module, step: Callable[[nn.Module, Any], Any], sample
         ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
             step(model, sample)
     finally:
         for handle in handles:

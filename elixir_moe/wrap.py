@@ -26,7 +26,7 @@ from elixir_moe.optim import ShardedOptimizer, moments_of
 from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.pattern import Pattern
-from elixir_moe.state import Wrapped, groups_needed
+from elixir_moe.state import Wrapped, groups_needed, refuse_plain_state_dicts
 from elixir_moe.units import Call, expected_schedule, find_units, order_of_first_use, registered_calls, traced_calls
 
 M = TypeVar("M", bound=nn.Module)
@@ -103,7 +103,8 @@ def wrap(
     hooks = Hooks(model, scheduler, placeholder)
     control = dist.new_group(backend="gloo")
     groups = make_groups(groups_needed(model, layout.chunks), backend="gloo")
-    model.elixir = Wrapped(chunks=chunks, groups=groups)  # type: ignore[assignment]
+    model.elixir = Wrapped(chunks=chunks, groups=groups, keys=tuple(model.state_dict()))  # type: ignore[assignment]
+    refuse_plain_state_dicts(model)
     return model, ShardedOptimizer(
         optimizer, scheduler, hooks, control, groups, plan=plan, layout=layout, footprint=size
     )
@@ -126,11 +127,12 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type != "cuda":
+        return chosen
+    if chosen.index is not None:
+        torch.cuda.set_device(chosen)  # streams, NCCL and DLPack go by the current device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _parameters(model: nn.Module, order: list[nn.Parameter]) -> list[tuple[str, nn.Parameter, bool]]:

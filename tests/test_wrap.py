@@ -268,3 +268,37 @@ def test_float64_training_is_refused() -> None:
     model = nn.Linear(4, 4).double()
     with pytest.raises(em.LayoutError, match=r"weight.*float64"):
         em.wrap(model, adamw(model), plan=em.Plan.zero2())
+
+
+def test_plain_state_dicts_of_a_wrapped_model_are_refused() -> None:
+    """A released parameter is NaN: saving it would lose the weights without a word."""
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2())
+    with pytest.raises(em.ConfigError, match="full_state_dict"):
+        model.state_dict()
+    with pytest.raises(em.ConfigError, match="before wrap"):
+        model.load_state_dict(Net().state_dict())
+    with pytest.raises(em.ConfigError, match="one dict"):
+        optimizer.state_dict()
+    assert list(em.full_state_dict(model)) == list(Net().state_dict())
+    optimizer.close()
+
+
+def test_a_failed_backward_leaves_nothing_behind() -> None:
+    """An error in the middle of backward, zero_grad, and training goes on with the fewest blocks there are."""
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=small_plan(model, 2))
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("on purpose")
+
+    for _ in range(3):
+        hidden = model.first(rows())
+        hidden.register_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            model.last(model.body(hidden)).sum().backward()
+        optimizer.zero_grad()
+        mean_square(model, rows()).backward()
+    norm = optimizer.clip_grad_norm_(1.0)
+    mean_square(model, rows()).backward()
+    assert optimizer.clip_grad_norm_(1.0) > norm, "the norm of what has come since"
+    optimizer.step()
+    optimizer.close()

@@ -92,7 +92,7 @@ class Chunk:
         self.arriving: Ticket | None = None
         """The gather in flight."""
         self.leaving: Ticket | None = None
-        """The last reduction; in flight while REDUCING."""
+        """The last reduction; on a GPU it may be under way on its stream when the state is SHARDED again."""
         self.landed: set[int] = set()
         """Indices into `parameters` whose gradient is in the buffer."""
         self.readers: Counter[int] = Counter()

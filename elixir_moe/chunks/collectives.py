@@ -71,7 +71,8 @@ class Communicator:
         slices = buffer.view(self.size, -1)
         if not self.staged:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return Ticket([gather(buffer, slices[self.index], group=self._gather_group, async_op=True)])
+            gather(buffer, slices[self.index], group=self._gather_group)  # in stream order; the host goes on
+            return Ticket()
         self._tag += 1
         slices = slices.view(torch.uint8)
         works = []

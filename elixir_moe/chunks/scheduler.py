@@ -55,6 +55,8 @@ class Scheduler:
         self._cuda = device.type == "cuda"
         self._fetch = torch.cuda.Stream(device) if self._cuda else None
         self._reduce = torch.cuda.Stream(device) if self._cuda else None
+        if self._fetch is not None:  # homes and blocks were written on the stream of now
+            self._fetch.wait_stream(torch.cuda.current_stream(device))
         self._owner: dict[int, int] = {}
         self._block_of: dict[int, Block] = dict(rcache.resident)
         self._order: deque[int] = deque()
@@ -95,9 +97,6 @@ class Scheduler:
         )
         if not cached:
             return
-        if self._cuda:
-            for chunk in cached:
-                self._block_of[chunk].busy = self._marked(Ticket())
         self._note(Verb.RELEASE, cached, tracked)
         self._carry_out(self.cache.release(cached, tracked=tracked))
 
@@ -116,9 +115,9 @@ class Scheduler:
 
     def _gather(self, chunk: Chunk, block: Block) -> None:
         """Starts filling `block`: our shard from its home, then the others' shards."""
-        self._settle(chunk)
-        chunk.transition(ChunkState.GATHERING)
         with torch.inference_mode(False), torch.no_grad(), self._on(self._fetch):
+            self._settle(chunk)
+            chunk.transition(ChunkState.GATHERING)
             self._owner.pop(block.key, None)
             chunk.buffer = block.claim(chunk.spec, self.statistics)
             start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
@@ -146,9 +145,15 @@ class Scheduler:
         """Drops a gathered chunk: nothing is written, the home has it all."""
         self._await(chunk)
         chunk.transition(ChunkState.SHARDED)
-        self._owner.pop(self._block_of[chunk.spec.index].key, None)
         with torch.inference_mode(False), torch.no_grad():
             chunk.detach()
+        self._vacate(chunk)
+
+    def _vacate(self, chunk: Chunk) -> None:
+        """The chunk's block may be filled again behind everything computed so far."""
+        block = self._block_of[chunk.spec.index]
+        self._owner.pop(block.key, None)
+        block.busy = self._marked(Ticket())
 
     # -------------------------------------------------------------------------------------------------------- reduce
 
@@ -214,6 +219,15 @@ class Scheduler:
             else:
                 ticket.wait()
         self._in_flight.clear()
+        if self._fetch is not None:  # a gather of an evaluation may still read a home that is about to be updated
+            torch.cuda.current_stream(self._device).wait_stream(self._fetch)
+            if host:
+                self._fetch.synchronize()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a gradient was sent off since the last `drain`."""
+        return bool(self._in_flight)
 
     def invalidate(self) -> None:
         """Drops every gathered chunk the update has made stale."""
@@ -232,9 +246,9 @@ class Scheduler:
         self.drain()
         for chunk in self.chunks:
             if chunk.state is ChunkState.GRADIENT:
-                self._owner.pop(self._block_of[chunk.spec.index].key, None)
                 with torch.no_grad():
                     chunk.complete_gradients()
+                self._vacate(chunk)
                 chunk.transition(ChunkState.SHARDED)
                 self.cache.drop((chunk.spec.index,))
         self._order.clear()
@@ -281,9 +295,12 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------- helpers
 
     def _settle(self, chunk: Chunk) -> None:
-        """Ends a reduction in flight, so that the chunk may be gathered again."""
-        if chunk.state is ChunkState.REDUCING:
-            assert chunk.leaving is not None
+        """Orders what follows behind the chunk's last reduction; the host too where it is to read the gradient."""
+        if chunk.leaving is None:
+            return
+        if chunk.home.tier is Tier.HOST and chunk.home.has_gradient:
+            chunk.leaving.synchronize()
+        else:
             chunk.leaving.wait()
 
     def _note(self, verb: Verb, chunks: tuple[int, ...], tracked: bool) -> None:

@@ -5,7 +5,9 @@ moment. Moves nothing between ranks. Source: "master copy of each scattered shar
 v2, 4.1.
 """
 
+import contextlib
 import warnings
+import weakref
 from enum import Enum
 from pathlib import Path
 
@@ -44,8 +46,12 @@ class Slab:
 
 
 def _page_lock(memory: torch.Tensor) -> None:
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[attr-defined]
-    if int(status) != 0:
+    cudart, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[attr-defined]
+    if int(cudart.cudaHostRegister(address, memory.nbytes, 0)) == 0:
+        weakref.finalize(memory.untyped_storage(), cudart.cudaHostUnregister, address).atexit = False
+    else:
+        with contextlib.suppress(RuntimeError):  # the error is pending: the next launch would raise it
+            torch.zeros(1, device="cuda")
         warnings.warn(
             f"host memory of {memory.nbytes} bytes could not be page-locked; transfers will be slower", stacklevel=3
         )

@@ -177,7 +177,7 @@ class Pattern:
     @property
     def replicate_ranks(self) -> tuple[int, ...]:
         """The global ranks that hold the same parameter as this rank, this rank among them."""
-        return self.mesh.ranks_along(self.replicate)
+        return tuple(sorted(self.mesh.ranks_along(self.replicate)))  # the order process groups number them in
 
     @property
     def gradient_divisor(self) -> int:
