@@ -102,6 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._control = control
         self._groups = groups
         self._chunks = [chunk for chunk in scheduler.chunks if chunk.spec.key.trainable]
+        self._frozen = [p for chunk in scheduler.chunks if not chunk.spec.key.trainable for p in chunk.parameters]
         self._parameters = [p for chunk in self._chunks for p in chunk.parameters]
         self._segments = _cut(self._chunks, self.param_groups)
         self._update = _update_for(inner, self._chunks, self._segments, self.param_groups)
@@ -135,12 +136,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         With fp16 parameters the update is skipped on all ranks if any gradient overflowed.
 
         Raises:
+            ConfigError: a parameter frozen in `wrap` is trainable now.
             ElixirError: a gradient is not finite; on all ranks alike, naming the parameters. No weight has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_frozen()
         facts = self._agree()
         overflow = not math.isfinite(facts.norm)
         if overflow and self.loss_scale is None:
@@ -236,6 +239,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         squares, *used = votes.tolist()
         self._facts = Facts(norm=squares**0.5, used={p for p, n in zip(self._parameters, used, strict=True) if n})
         return self._facts
+
+    def _check_frozen(self) -> None:
+        """Raises ConfigError for parameters that were frozen in `wrap` and are not any more: they have no master."""
+        thawed = [self._hooks.name_of(p) for p in self._frozen if p.requires_grad]
+        if thawed:
+            raise ConfigError(
+                f"parameters were frozen when wrapped and are trainable now: {thawed}; unfreeze before wrap"
+            )
 
     def _blame(self, norm: float) -> str:
         """Says whose gradient is not finite, from this rank's shards."""

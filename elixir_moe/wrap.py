@@ -67,6 +67,8 @@ def wrap(
         ConfigError: the optimizer is not elementwise, has been stepped, or does not belong to the model.
         TierError: host memory is too small.
     """
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan={plan!r}: expected an em.Plan, such as em.Plan.zero2()")
     if not dist.is_initialized():
         init_mesh()
     _check_optimizer(model, optimizer)

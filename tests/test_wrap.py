@@ -302,3 +302,32 @@ def test_a_failed_backward_leaves_nothing_behind() -> None:
     assert optimizer.clip_grad_norm_(1.0) > norm, "the norm of what has come since"
     optimizer.step()
     optimizer.close()
+
+
+def test_unfreezing_after_wrap_is_refused() -> None:
+    model = Net()
+    model.first.requires_grad_(False)
+    model, optimizer = em.wrap(model, adamw(model), plan=em.Plan.zero2())
+    model.first.requires_grad_(True)
+    mean_square(model, rows()).backward()
+    with pytest.raises(em.ConfigError, match=r"first\.weight"):
+        optimizer.step()
+    optimizer.close()
+
+
+def test_freezing_after_wrap_leaves_the_weights_alone() -> None:
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=small_plan(model, 4))
+    model.last.requires_grad_(False)
+    before = em.full_state_dict(model)
+    mean_square(model, rows()).backward()
+    optimizer.step()
+    after = em.full_state_dict(model)
+    assert torch.equal(before["last.weight"], after["last.weight"])
+    assert not torch.equal(before["first.weight"], after["first.weight"])
+    optimizer.close()
+
+
+def test_a_plan_that_is_none_is_refused() -> None:
+    model = Net()
+    with pytest.raises(em.ConfigError, match=r"em\.Plan"):
+        em.wrap(model, adamw(model), plan="auto")  # type: ignore[arg-type]
