@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.errors import LayoutError
+from elixir_moe.errors import ConfigError, ElixirError, LayoutError
 from elixir_moe.parallel.annotate import annotate, pattern_of
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.pattern import Pattern, RankMesh
@@ -182,12 +182,35 @@ class TestPattern:
             ({"replicate": ("dp",)}, r"says nothing of axes \['tp'\]"),
             ({"replicate": ("dp",), "shard": {"tp": 0}, "partial": ("tp",)}, "partial axes must be among"),
             ({"replicate": ("dp",), "shard": {"tp": -1}}, "count from 0"),
-            ({"replicate": ("dp", "tp"), "divisor": 0}, "divisor must be at least 1"),
+            ({"replicate": ("dp", "tp"), "divisor": 0}, "divisor=0: expected a whole number of at least 1 or None"),
+            ({"replicate": ("dp", "tp"), "divisor": 1.5}, "divisor=1.5"),
+            ({"replicate": ("dp", "tp"), "divisor": True}, "divisor=True"),
+            ({"replicate": None}, "replicate=None: expected the name of a mesh axis or a sequence of names"),
+            ({"replicate": 1}, "replicate=1: expected the name"),
+            ({"replicate": (0, 1)}, r"replicate=\(0, 1\): expected the name"),
+            ({"replicate": b"dp"}, "replicate=b'dp': expected the name"),
+            ({"replicate": ("dp", "tp"), "partial": None}, "partial=None: expected the name"),
+            ({"replicate": {"dp": 0, "tp": 1}}, "replicate={'dp': 0, 'tp': 1}: expected the name"),
+            ({"replicate": "dp", "shard": "tp"}, "shard='tp': expected a mapping of mesh axes to tensor dims"),
+            ({"replicate": "dp", "shard": None}, "shard=None: expected a mapping"),
+            ({"replicate": "dp", "shard": 0}, "shard=0: expected a mapping"),
+            ({"replicate": "dp", "shard": ("tp", 0)}, r"shard=\('tp', 0\): expected a mapping"),
+            ({"replicate": "dp", "shard": [("tp", 0, 1)]}, "expected a mapping"),
+            ({"replicate": "dp", "shard": {"tp": "0"}}, "shard={'tp': '0'}: expected a mapping"),
+            ({"replicate": "dp", "shard": {"tp": True}}, "shard={'tp': True}: expected a mapping"),
+            ({"replicate": "dp", "shard": {"tp": 0.0}}, "shard={'tp': 0.0}: expected a mapping"),
+            ({"replicate": "dp", "shard": {1: 0}}, "shard={1: 0}: expected a mapping"),
+            ({"replicate": ("dp", "tp"), "dtype": "bf16"}, "dtype='bf16': expected a torch.dtype"),
         ],
     )
     def test_errors(self, settings: dict[str, Any], message: str) -> None:
         with pytest.raises(LayoutError, match=message):
             Pattern(dense(), **settings)
+
+    @pytest.mark.parametrize("wrong", [None, "dp", ("dp", "tp"), torch.arange(2)], ids=str)
+    def test_what_is_no_mesh(self, wrong: Any) -> None:
+        with pytest.raises(LayoutError, match=r"expected a DeviceMesh with named axes.*em.init_mesh\(\)"):
+            Pattern(wrong, replicate=("dp",))
 
     def test_an_axis_of_one_rank_needs_no_mention(self) -> None:
         assert Pattern(mesh(dp=4, tp=1), replicate=("dp",)).replicate_ranks == (0, 1, 2, 3)
@@ -257,6 +280,26 @@ class TestAnnotate:
         assert all(message in str(caught.value) for message in messages), caught.value
         assert all(pattern_of(p) is None for p in model.parameters()), "a failed annotate leaves nothing behind"
 
+    @pytest.mark.parametrize(
+        ("model", "rules", "message"),
+        [
+            (None, {"*": REPLICATED}, "model is a NoneType, expected an nn.Module"),
+            ({"*": REPLICATED}, Model(), "model is a dict, expected an nn.Module"),
+            (Model().head.weight, {"*": REPLICATED}, "model is a Parameter, expected an nn.Module"),
+            (Model(), [("*", REPLICATED)], "rules is a list, expected a mapping of globs to patterns"),
+            (Model(), REPLICATED, "rules is a Pattern, expected a mapping"),
+            (Model(), None, "rules is a NoneType, expected a mapping"),
+            (Model(), {"head.*": "dp", "*": REPLICATED}, "rules maps 'head.*' to a str, expected a glob (str)"),
+            (Model(), {"head.*": Pattern, "*": REPLICATED}, "rules maps 'head.*' to a type, expected"),
+            (Model(), {"*": REPLICATED, "nothing": None}, "rules maps 'nothing' to a NoneType, expected"),
+            (Model(), {0: REPLICATED, "*": REPLICATED}, "rules maps 0 to a Pattern, expected a glob (str)"),
+        ],
+    )
+    def test_what_are_no_rules(self, model: Any, rules: Any, message: str) -> None:
+        with pytest.raises(LayoutError) as caught:
+            annotate(model, rules)
+        assert message in str(caught.value)
+
 
 def run_meshes() -> dict[str, Any]:
     world, results = init_mesh(device_type="cpu"), {}
@@ -300,7 +343,56 @@ def test_device_meshes(ranks: Ranks) -> None:
         assert got["ep tp"] == (("edp", "ep", "tp"), (1, 2, 2), order)
         assert got["etp 1"] == (("edp", "ep", "tp"), (1, 4, 1), order)
         tp3, tp0, ep3, ep4, etp3, twice = got["errors"]
-        assert "tp=3 does not divide the 4 ranks" in tp3 and "[1, 2, 4]" in tp3 and "tp=0" in tp0
+        assert "tp=3: expected a whole number that divides 4" in tp3 and "[1, 2, 4]" in tp3 and "tp=0" in tp0
         assert "ep=3" in ep3 and "[1, 2, 4]" in ep3
-        assert "ep=4 with 2 tensor-parallel ranks" in ep4 and "[1, 2]" in ep4
-        assert "3 tensor-parallel ranks" in etp3 and "use em.init_mesh()" in twice
+        assert "ep=4: expected a whole number that divides 2" in ep4 and "[1, 2]" in ep4
+        assert "etp=3" in etp3 and "[1, 2, 4]" in etp3 and "use em.init_mesh()" in twice
+
+
+def run_refused(call: Callable[..., Any], settings: dict[str, Any]) -> tuple[type, str]:
+    """(rank) What the call raises; `expert_mesh` gets the mesh of the world."""
+    arguments = [init_mesh(device_type="cpu")] if call is expert_mesh else []
+    try:
+        call(*arguments, **settings)
+    except Exception as error:
+        return type(error), str(error)
+    raise AssertionError(f"{settings} were accepted")
+
+
+@pytest.mark.parametrize(
+    ("call", "settings", "kind", "message"),
+    [
+        (
+            init_mesh,
+            {"tp": "2"},
+            LayoutError,
+            "tp='2': expected a whole number that divides 2 (the ranks of the world)",
+        ),
+        (init_mesh, {"tp": 1.0}, LayoutError, "tp=1.0: expected a whole number"),
+        (init_mesh, {"tp": True}, LayoutError, "tp=True: expected a whole number"),
+        (init_mesh, {"tp": None}, LayoutError, "tp=None: expected a whole number"),
+        (init_mesh, {"device_type": "gpu"}, ConfigError, "device_type='gpu': expected one of ["),
+        (init_mesh, {"device_type": torch.device("cpu")}, ConfigError, "device_type=device(type='cpu'): expected one"),
+        (init_mesh, {"device_type": ""}, ConfigError, "device_type='': expected one of ["),
+        (expert_mesh, {"ep": "1"}, LayoutError, "ep='1': expected a whole number that divides 2"),
+        (expert_mesh, {"ep": 1.0}, LayoutError, "ep=1.0: expected a whole number"),
+        (expert_mesh, {"ep": True}, LayoutError, "ep=True: expected a whole number"),
+        (expert_mesh, {"ep": None}, LayoutError, "ep=None: expected a whole number"),
+        (expert_mesh, {"ep": 1, "etp": "1"}, LayoutError, "etp='1': expected a whole number that divides 2"),
+        (expert_mesh, {"ep": 1, "etp": 1.0}, LayoutError, "etp=1.0: expected a whole number"),
+        (expert_mesh, {"ep": 1, "etp": True}, LayoutError, "etp=True: expected a whole number"),
+    ],
+)
+def test_degrees_and_devices_that_are_none(
+    call: Callable[..., Any], settings: dict[str, Any], kind: type[ElixirError], message: str, ranks: Ranks
+) -> None:
+    if call is init_mesh and "tp" in settings:
+        settings = {**settings, "device_type": "cpu"}
+    for raised, text in ranks(2).run(run_refused, call, settings):
+        assert raised is kind and message in text, (raised, text)
+
+
+@pytest.mark.parametrize("wrong", [None, 4, "world", RankMesh.world(2, 0)], ids=str)
+def test_an_expert_mesh_of_no_mesh(wrong: Any) -> None:
+    with pytest.raises(LayoutError, match=r"needs a mesh with axes \('dp', 'tp'\), got .*: use em.init_mesh\(\)"):
+        expert_mesh(wrong, ep=1)

@@ -67,6 +67,7 @@ def test_wrong_fields_are_named(change: dict[str, Any], message: str) -> None:
 
 
 NO_PLANS = ["", "{", "[]", "3", "null", '"plan"', "{}", '{"scatter": true}', "nan", "[" * 100_000]
+NO_PLANS += ["9" * 5000]  # an integer of more digits than Python converts
 NO_PLANS += [Plan.zero2().to_json()[:-1] + ', "blocks": 3}', Plan.zero2().to_json().replace("scatter", "Scatter")]
 
 
@@ -74,6 +75,14 @@ NO_PLANS += [Plan.zero2().to_json()[:-1] + ', "blocks": 3}', Plan.zero2().to_jso
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="not a plan"):
         Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "found", [None, 3, Plan.zero2().to_json().encode(), asdict(Plan.zero2()), Plan.zero2()], ids=str
+)
+def test_json_that_is_no_text_is_refused(found: Any) -> None:
+    with pytest.raises(PlanError, match=f"text is a {type(found).__name__}, expected the str that to_json gives"):
+        Plan.from_json(found)
 
 
 def test_homes_and_blocks() -> None:

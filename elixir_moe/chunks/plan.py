@@ -14,6 +14,7 @@ import torch
 
 from elixir_moe.chunks.layout import ChunkSpec, Layout
 from elixir_moe.errors import PlanError
+from elixir_moe.parallel.pattern import is_whole
 
 
 class Tier(StrEnum):
@@ -52,8 +53,7 @@ class Plan:
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected True or False")
         for name, least, optional in _WHOLE_NUMBERS:
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            if not whole and not (optional and value is None):
+            if not is_whole(value, least=least) and not (optional and value is None):
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{' or None' * optional}")
         if self.device_chunks and not self.offloaded:
             raise PlanError(
@@ -93,9 +93,11 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The inverse of `to_json`. Raises PlanError for anything that is not a plan."""
+        if not isinstance(text, str):
+            raise PlanError(f"not a plan: text is a {type(text).__name__}, expected the str that to_json gives")
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError: no JSON, or more digits than Python converts
             raise PlanError(f"not a plan in JSON: {error}") from error
         known = {field.name for field in fields(cls)}
         if not isinstance(data, dict) or set(data) - known or {"scatter", "offloaded", "rcache_blocks"} - set(data):

@@ -24,8 +24,20 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
     Raises:
         LayoutError: a parameter no rule matches; a rule that matches nothing, or only what earlier rules already took;
             a tied parameter whose names match rules with different patterns; a sharded dim the parameter lacks.
-            All names concerned are listed.
+            All names concerned are listed. Also a `model` that is none, and `rules` that map no globs to patterns.
     """
+    if not isinstance(model, nn.Module):
+        raise LayoutError(f"annotate: model is a {type(model).__name__}, expected an nn.Module")
+    if not isinstance(rules, Mapping):
+        raise LayoutError(
+            f"annotate: rules is a {type(rules).__name__}, expected a mapping of globs to patterns, such as "
+            "{'*': em.Pattern(mesh, replicate=('dp',))}"
+        )
+    for glob, pattern in rules.items():
+        if not isinstance(glob, str) or not isinstance(pattern, Pattern):
+            raise LayoutError(
+                f"annotate: rules maps {glob!r} to a {type(pattern).__name__}, expected a glob (str) and its em.Pattern"
+            )
     won: dict[str, int] = dict.fromkeys(rules, 0)
     matched: dict[str, int] = dict.fromkeys(rules, 0)
     chosen: dict[nn.Parameter, tuple[str, Pattern]] = {}

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.errors import LayoutError
-from elixir_moe.parallel.pattern import EXPERT_AXIS
+from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.parallel.pattern import EXPERT_AXIS, is_whole
 
 _EXPERT_MESHES = "elixir_expert_meshes"
 """Attribute of a ("dp", "tp") mesh: its expert meshes by (ep, etp), so that they live as long as it does."""
@@ -33,9 +33,13 @@ def init_mesh(tp: int = 1, *, device_type: str | None = None, backend: str | Non
         backend: what `init_process_group` takes; by default gloo for CPU and NCCL for CUDA tensors.
 
     Raises:
-        LayoutError: `tp` does not divide the world size.
+        LayoutError: `tp` is no whole number that divides the world size.
+        ConfigError: this machine has no such device.
     """
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    device_type = devices[0] if device_type is None else device_type
+    if device_type not in devices:
+        raise ConfigError(f"device_type={device_type!r}: expected one of {devices}, which this machine has, or None")
     if not dist.is_initialized():
         backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
         if "RANK" in os.environ:
@@ -46,8 +50,7 @@ def init_mesh(tp: int = 1, *, device_type: str | None = None, backend: str | Non
     if device_type == "cuda" and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     world = dist.get_world_size()
-    if tp < 1 or world % tp:
-        raise LayoutError(f"tp={tp} does not divide the {world} ranks of the world: choose one of {_divisors(world)}")
+    _check_degree("tp", tp, world, "the ranks of the world")
     return DeviceMesh(device_type, torch.arange(world).view(world // tp, tp), mesh_dim_names=("dp", "tp"))
 
 
@@ -63,20 +66,15 @@ def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceM
         etp: tensor-parallel degree inside the experts; by default that of `mesh`.
 
     Raises:
-        LayoutError: the degrees do not divide the ranks.
+        LayoutError: `mesh` is another mesh or none, or the degrees are no whole numbers that divide the ranks.
     """
-    if mesh.mesh_dim_names != ("dp", "tp"):
-        raise LayoutError(
-            f"expert_mesh needs a mesh with axes ('dp', 'tp'), got {mesh.mesh_dim_names}: use em.init_mesh()"
-        )
+    if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != ("dp", "tp"):
+        raise LayoutError(f"expert_mesh needs a mesh with axes ('dp', 'tp'), got {mesh!r}: use em.init_mesh()")
     ranks = mesh.mesh
     etp = int(ranks.shape[1]) if etp is None else etp
     world = ranks.numel()
-    if ep < 1 or etp < 1 or world % (ep * etp):
-        raise LayoutError(
-            f"ep={ep} with {etp} tensor-parallel ranks inside the experts does not divide the {world} ranks of the "
-            f"mesh: choose ep among {_divisors(world // etp) if etp >= 1 and world % etp == 0 else _divisors(world)}"
-        )
+    _check_degree("etp", etp, world, "the ranks of the mesh")
+    _check_degree("ep", ep, world // etp, f"{world} ranks of the mesh / etp={etp}")
     made: dict[tuple[int, int], DeviceMesh] = mesh.__dict__.setdefault(_EXPERT_MESHES, {})
     if (ep, etp) not in made:
         table = ranks.reshape(world // (ep * etp), ep, etp)
@@ -84,5 +82,9 @@ def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceM
     return made[ep, etp]
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+def _check_degree(name: str, degree: int, whole: int, what: str) -> None:
+    if not is_whole(degree, least=1) or whole % degree:
+        divisors = [d for d in range(1, whole + 1) if whole % d == 0]
+        raise LayoutError(
+            f"{name}={degree!r}: expected a whole number that divides {whole} ({what}): choose one of {divisors}"
+        )

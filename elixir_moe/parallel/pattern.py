@@ -8,7 +8,7 @@ Source: "parallel pattern", Elixir v1, section I; the divisor rule is derived be
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, Self, cast
+from typing import TYPE_CHECKING, Protocol, Self, cast, runtime_checkable
 
 import torch
 
@@ -18,6 +18,7 @@ EXPERT_AXIS = "ep"
 """The one sharded axis along which ranks hold different tokens: experts receive tokens of every rank of it."""
 
 
+@runtime_checkable
 class MeshLike(Protocol):
     """What `RankMesh.of` reads of a `torch.distributed.DeviceMesh`."""
 
@@ -57,9 +58,13 @@ class RankMesh:
 
     @classmethod
     def of(cls, mesh: "RankMesh | MeshLike") -> "RankMesh":
-        """The picture of a `DeviceMesh` (or the argument itself). Raises LayoutError if the axes have no names."""
+        """The picture of a `DeviceMesh` (or the argument itself). Raises LayoutError for no mesh or nameless axes."""
         if isinstance(mesh, RankMesh):
             return mesh
+        if not isinstance(mesh, MeshLike):
+            raise LayoutError(
+                f"mesh={mesh!r}: expected a DeviceMesh with named axes, as em.init_mesh() and em.expert_mesh() return"
+            )
         if mesh.mesh_dim_names is None:
             raise LayoutError(f"{mesh!r} has no axis names: pass mesh_dim_names when you build it")
         table = mesh.mesh
@@ -110,7 +115,7 @@ class Pattern:
     edp.
 
     Raises LayoutError for unknown or repeated axes, an axis of more than one rank that is neither replicated nor
-    sharded, a negative dim, or a rank outside the mesh.
+    sharded, a negative dim, a rank outside the mesh, or a value of a wrong type.
     """
 
     mesh: RankMesh
@@ -141,12 +146,29 @@ class Pattern:
 
     def __post_init__(self) -> None:
         mesh = RankMesh.of(self.mesh)
-        shard = tuple(self.shard.items()) if isinstance(self.shard, Mapping) else tuple(self.shard)
         object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "shard", shard)
         for name in ("replicate", "partial"):
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            axes = (value,) if isinstance(value, str) else value
+            if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
+                raise LayoutError(
+                    f"Pattern: {name}={value!r}: expected the name of a mesh axis or a sequence of names of {mesh.axes}"
+                )
+            object.__setattr__(self, name, tuple(axes))
+        pairs = tuple(self.shard.items()) if isinstance(self.shard, Mapping) else self.shard
+        if not isinstance(pairs, Sequence) or not all(_is_cut(pair) for pair in pairs):
+            raise LayoutError(
+                f"Pattern: shard={self.shard!r}: expected a mapping of mesh axes to tensor dims, which count from 0, "
+                f"such as {{{EXPERT_AXIS!r}: 0}}"
+            )
+        shard = tuple((axis, dim) for axis, dim in pairs)
+        object.__setattr__(self, "shard", shard)
+        if self.divisor is not None and not is_whole(self.divisor, least=1):
+            raise LayoutError(f"Pattern: divisor={self.divisor!r}: expected a whole number of at least 1 or None")
+        if not isinstance(self.dtype, torch.dtype | None):
+            raise LayoutError(
+                f"Pattern: dtype={self.dtype!r}: expected a torch.dtype, such as torch.bfloat16, or None to follow wrap"
+            )
         named = self.replicate + tuple(axis for axis, _ in shard)
         unknown = [axis for axis in (*named, *self.partial) if axis not in mesh.axes]
         if unknown:
@@ -160,10 +182,6 @@ class Pattern:
             )
         if not set(self.partial) <= set(self.replicate):
             raise LayoutError(f"{self}: partial axes must be among the replicated axes {self.replicate}")
-        if any(dim < 0 for _, dim in shard):
-            raise LayoutError(f"{self}: tensor dims in shard count from 0")
-        if self.divisor is not None and self.divisor < 1:
-            raise LayoutError(f"{self}: divisor must be at least 1")
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{a}={n}" for a, n in zip(self.mesh.axes, self.mesh.sizes, strict=True))
@@ -219,6 +237,15 @@ class Pattern:
     def describe(self) -> str:
         """The same text on every rank of the mesh: what ranks compare to find out whether they agree."""
         return f"{self}, divisor={self.gradient_divisor}, ranks={self.mesh.ranks}"
+
+
+def is_whole(value: object, *, least: int) -> bool:
+    """Whether `value` is a whole number of at least `least`; True and 1.0 are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_cut(pair: object) -> bool:
+    return isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[0], str) and is_whole(pair[1], least=0)
 
 
 def _unravel(flat: int, sizes: Sequence[int]) -> tuple[int, ...]:
