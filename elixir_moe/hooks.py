@@ -15,13 +15,14 @@ Passing.   Every entry into and exit from a module in forward gets the next numb
 Recompute. A forward inside backward (activation checkpointing) holds its chunks until it is passed, since the
            checkpoint's own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest
            checkpointed region).
-Elsewhere. The first step watches every torch function for parameters that are not gathered (``F.linear(h,
-           self.wte.weight)``, a penalty on weights in the loss); their chunks are unsharded on the spot and from then
-           on held for the whole step.
+Elsewhere. Parameters are guarded while their module does not run. A function that reads one all the same borrows it:
+           its chunk is gathered for as long as the function runs. Such a read is in the recorded schedule like any
+           other, and has a position, so that its gradient is waited for.
 """
 
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -29,80 +30,44 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from elixir_moe.chunks.chunk import Chunk, ChunkState, Placeholder
 from elixir_moe.chunks.policy import Schedule
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import PlanError
+from elixir_moe.guard import Guard
 from elixir_moe.units import Unit, find_units
 
-_METADATA = {
-    "shape",
-    "dtype",
-    "device",
-    "requires_grad",
-    "grad",
-    "is_leaf",
-    "ndim",
-    "grad_fn",
-    "layout",
-    "is_cuda",
-    "names",
-}
-_METADATA |= {
-    "size",
-    "dim",
-    "numel",
-    "nelement",
-    "stride",
-    "is_contiguous",
-    "element_size",
-    "is_floating_point",
-    "data_ptr",
-}
-_METADATA |= {
-    "storage_offset",
-    "untyped_storage",
-    "register_hook",
-    "requires_grad_",
-    "__set__",
-    "__hash__",
-    "__repr__",
-    "is_complex",
-}
-"""Functions that look at a parameter without reading its values."""
 _MISSES_BEFORE_NEW_SCHEDULE = 3
 
 
 class Packed:
-    """A saved tensor that was a view of a block: what it takes to rebuild it.
+    """A saved tensor that was a view of a gathered parameter: what it takes to rebuild it.
 
-    While it lives its parameter has a reader (`readers` counts them), whose gradient must not overwrite it yet.
+    While it lives its parameter has a reader (`Chunk.readers` counts them), whose gradient must not overwrite it yet.
     """
 
     __slots__ = ("_readers", "chunk", "dtype", "index", "offset", "size", "stride", "update")
 
-    def __init__(self, chunk: Chunk, tensor: torch.Tensor, update: int) -> None:
+    def __init__(self, chunk: Chunk, index: int, tensor: torch.Tensor, update: int) -> None:
         self.chunk = chunk
-        self.dtype, self.size, self.stride, self.offset = (
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-        )
-        self.index = chunk.index_at(self.offset)
+        self.index = index
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.offset = int(tensor.storage_offset())
         self.update = update
         self._readers = chunk.readers
-        self._readers[self.index] += 1
+        self._readers[index] += 1
 
     def __del__(self) -> None:
-        self._readers[self.index] -= 1
+        if hasattr(self, "_readers"):  # torch.compile may trace the making of one, and drop it half made
+            self._readers[self.index] -= 1
 
     def view(self) -> torch.Tensor:
-        """The tensor, as a view of the chunk's present block."""
-        assert self.chunk.buffer is not None
-        return self.chunk.buffer.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+        """The tensor, as a view of the parameter where it is gathered now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return (
+                self.chunk.parameters[self.index].data.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+            )
 
 
 class Hooks:
@@ -118,10 +83,8 @@ class Hooks:
         for unit in self._units:
             for slot in unit.slots:
                 self._owners.setdefault(slot, []).append(unit)
-        self._active: list[tuple[Unit, int]] = []
-        self._elsewhere: dict[int, str] = {}
-        self._watch: _Watch | None = None
-        self._watch_stays = True
+        self._borrowers: dict[tuple[int, int], Unit] = {}
+        self._guard = Guard(self._slot_of, lend=self._lend, has_gradient=lambda parameter: parameter in scheduler.used)
         self._schedule_known = False
         self._rounds_missed = 0
         self.updates = 0
@@ -154,16 +117,17 @@ class Hooks:
         """Forgets the forward and backward under way."""
         self._clock = 0
         self._entered: dict[Unit, int] = {}
-        self._reached: set[tuple[int, int]] = set()
+        self._reached: set[tuple[Unit, int]] = set()
+        self._entries: list[int] = []
         self._engaged: set[Unit] = set()
         self._holds: list[tuple[int, tuple[int, ...]]] = []
+        self._unrecomputed: Counter[Unit] = Counter()
         self._backward = False
-        self._step_holds: tuple[int, ...] = ()
 
     # ------------------------------------------------------------------------------------------------------- forward
 
     def _enter(self, unit: Unit | None, module: nn.Module, args: Any) -> None:
-        recomputing = torch._C._current_graph_task_id() != -1
+        recomputing = _in_backward()
         if self._depth == 0 and not recomputing:
             self._begin_forward()
         self._depth += 1
@@ -171,25 +135,45 @@ class Hooks:
             return
         tracked = self._training or recomputing
         if recomputing:
+            self._begin_backward()
+            self._recompute(unit)
             self._holds.append((self._entered.get(unit, 0), unit.chunks))
         elif tracked:
             self._clock += 1
             self._entered.setdefault(unit, self._clock)
-        self._active.append((unit, self._clock))
+        self._entries.append(self._clock)
         self._scheduler.unshard(unit.chunks, tracked=tracked, who=f"module {unit.name!r}")
+        self._guard.open(unit.parameters)
+
+    def _recompute(self, unit: Unit) -> None:
+        """Activation checkpointing runs `unit` again in backward."""
+        if self._unrecomputed[unit] and torch.is_grad_enabled():
+            self._unrecomputed[unit] -= 1
+        overwritten = [
+            self._names[p]
+            for (chunk, index), p in zip(unit.slots, unit.parameters, strict=True)
+            if index in self._scheduler.chunks[chunk].landed
+        ]
+        if overwritten:
+            raise PlanError(
+                f"module {unit.name!r} is recomputed when the gradients of {overwritten} are complete: it is called in "
+                f"checkpoints of both kinds, or in and out of them; use non-reentrant ones for all calls"
+            )
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
-        recomputing = torch._C._current_graph_task_id() != -1
+        recomputing = _in_backward()
         tracked = self._training or recomputing
         if unit is not None:
-            _, entered = self._active.pop()
+            self._guard.close(unit.parameters)
+            entered = self._entries.pop()
             if recomputing:
                 entered, left = self._entered.get(unit, 0), self._left.get(unit, 0)
             else:
                 self._scheduler.release(unit.chunks, tracked=tracked)
                 self._clock += tracked
                 left = self._left[unit] = self._clock
+                self._unrecomputed[unit] += tracked and not torch.is_grad_enabled()
             if tracked:
                 self._hook_outputs(output, partial(self._reach, unit, entered, left))
         if self._depth == 0 and not recomputing:
@@ -197,29 +181,50 @@ class Hooks:
 
     def _begin_forward(self) -> None:
         self._training = torch.is_grad_enabled()
-        if self._elsewhere and not self._step_holds:
-            self._step_holds = tuple(sorted(self._elsewhere))
-            self._scheduler.unshard(self._step_holds, tracked=self._training, who=self._elsewhere_names())
-        if not self._training:
-            return
-        self._saving = saved_tensors_hooks(self._pack, self._unpack)
-        self._saving.__enter__()
-        self.end_watch()
-        if self._watch is None and not self._schedule_known:
-            self._watch_stays = torch._C._len_torch_function_stack() == 0
-            self._watch = _Watch(self)
-            self._watch.__enter__()  # stays behind the forward if it can: a loss may read parameters too
+        if self._training:
+            self._saving = saved_tensors_hooks(self._pack, self._unpack)
+            self._saving.__enter__()
 
     def _end_forward(self, output: Any) -> None:
         if self._saving is not None:
             self._saving.__exit__(None, None, None)
             self._saving = None
-        if not self._watch_stays:
-            self.end_watch()
         if self._training:
             self._hook_outputs(output, self._begin_backward)
-        else:
-            self._release_step_holds(tracked=False)
+
+    @contextmanager
+    def _lend(self, parameters: list[nn.Parameter], exposes: bool) -> Iterator[None]:
+        """Gathers parameters for a function that reads them while their modules do not run."""
+        slots = [self._slot_of[p] for p in parameters]
+        chunks = tuple(sorted({chunk for chunk, _ in slots}))
+        names = ", ".join(self._names[p] for p in parameters[:4])
+        backward, training = _in_backward(), torch.is_grad_enabled()
+        for chunk, index in slots:
+            if backward and index in self._scheduler.chunks[chunk].landed:
+                raise PlanError(f"backward reads {names} when its gradient is complete: read it through its module")
+            if training and self._depth and not backward:
+                self._clock += 1
+                self._entered.setdefault(self._borrower(chunk, index), self._clock)
+        tracked = training or backward
+        self._scheduler.unshard(chunks, tracked=tracked, who=f"a read of {names}")
+        for chunk in chunks:
+            self._scheduler.chunks[chunk].exposed |= exposes
+        self._guard.open(parameters)
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack) if training and not self._depth else nullcontext():
+                yield
+        finally:
+            self._guard.close(parameters)
+            self._scheduler.release(chunks, tracked=tracked)
+
+    def _borrower(self, chunk: int, index: int) -> Unit:
+        """Stands for all reads of one parameter outside its own module."""
+        unit = self._borrowers.get((chunk, index))
+        if unit is None:
+            owner = self._owners[chunk, index][0]
+            unit = self._borrowers[chunk, index] = Unit(owner.name, owner.module, [(chunk, index)], (chunk,))
+            self._owners[chunk, index].append(unit)
+        return unit
 
     def _hook_outputs(self, output: Any, hook: Callable[[], None]) -> None:
         for tensor in _tensors(output):
@@ -231,11 +236,12 @@ class Hooks:
         if owner is None:
             if tensor.untyped_storage().data_ptr() in self._placeholder.keys:
                 raise PlanError(
-                    f"a parameter of shape {tuple(tensor.shape)} is read outside its own module, "
-                    f"which no first step did: its chunk is not gathered. Read it in every step, or use Plan.zero2()"
+                    f"an autograd function saves a parameter of shape {tuple(tensor.shape)} that it has not read and "
+                    f"that is not gathered: read it in forward, or call its module"
                 )
             return tensor
-        return Packed(self._scheduler.chunks[owner], tensor, self.updates)
+        chunk, index = owner
+        return Packed(self._scheduler.chunks[chunk], index, tensor, self.updates)
 
     def _unpack(self, packed: torch.Tensor | Packed) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
@@ -244,11 +250,15 @@ class Hooks:
             raise PlanError(
                 "backward through a forward that ran before the last optimizer.step(): its weights are gone"
             )
-        if packed.chunk.state not in (ChunkState.GATHERED, ChunkState.GRADIENT):
-            chunks = (packed.chunk.spec.index,)
-            self._scheduler.unshard(chunks, tracked=True, who="backward")
-            self._holds.append((0, chunks))
-        return packed.view()
+        if _in_backward():
+            self._begin_backward()
+        if packed.chunk.state in (ChunkState.GATHERED, ChunkState.GRADIENT):
+            return packed.view()
+        chunks = (packed.chunk.spec.index,)
+        self._scheduler.unshard(chunks, tracked=True, who="backward")
+        view = packed.view()
+        self._scheduler.release(chunks, tracked=True)
+        return view
 
     # ------------------------------------------------------------------------------------------------------ backward
 
@@ -256,8 +266,6 @@ class Hooks:
         if self._backward:
             return
         self._backward = True
-        if self._watch is not None:
-            self._watch.active = False
         self._entered = self._entered or dict(self._last_entered)
         self._last_entered = dict(self._entered)
         first_use: dict[int, int] = {}
@@ -265,7 +273,6 @@ class Hooks:
         for unit, position in self._entered.items():
             for chunk, index in unit.slots:
                 if self._scheduler.chunks[chunk].spec.key.trainable:
-                    position = -1 if chunk in self._elsewhere else position
                     first_use[chunk] = min(first_use.get(chunk, position), position)
                     pending.setdefault(chunk, set()).add(index)
         order = sorted(first_use, key=lambda chunk: (first_use[chunk], chunk), reverse=True)
@@ -274,11 +281,10 @@ class Hooks:
 
     def _reach(self, unit: Unit, entered: int, left: int) -> None:
         """Backward has come to a call of `unit` that forward entered and left at these numbers."""
-        if not self._backward:
-            self._begin_backward()
-        if (id(unit), left) in self._reached:
+        self._begin_backward()
+        if (unit, left) in self._reached:
             return
-        self._reached.add((id(unit), left))
+        self._reached.add((unit, left))
         self._pass(left)
         self._engaged.add(unit)
         self._scheduler.unshard(unit.chunks, tracked=True, who=f"backward of module {unit.name!r}")
@@ -286,11 +292,15 @@ class Hooks:
 
     def _landed(self, parameter: nn.Parameter) -> None:
         """A gradient is complete: autograd has summed it over all uses of the parameter."""
+        self._begin_backward()
         chunk, index = self._slot_of[parameter]
-        gradient, parameter.grad = parameter.grad, None
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient, parameter.grad = parameter.grad, None
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
-        self._scheduler.add_gradient(chunk, index, gradient, who=f"the gradient of {self._names[parameter]!r}")
+        final = not any(self._unrecomputed[unit] for unit in self._owners[chunk, index])
+        who = f"the gradient of {self._names[parameter]!r}"
+        self._scheduler.add_gradient(chunk, index, gradient, who=who, final=final)
 
     def _pass(self, left: int) -> None:
         """Everything that forward entered behind number `left` has had its backward."""
@@ -307,7 +317,7 @@ class Hooks:
         """The parameter at `slot` will get no gradient any more, if it has none yet and no module of it is to come."""
         chunk, index = slot
         owners = self._owners[slot]
-        if chunk in self._elsewhere or not self._scheduler.awaits(chunk, index):
+        if not self._scheduler.awaits(chunk, index):
             return
         if any(unit in self._entered for unit in owners):
             return
@@ -319,64 +329,36 @@ class Hooks:
     def _end_backward(self) -> None:
         self._pass(-2)
         self._scheduler.finish_backward()
-        self._adopt_schedule(held=self._release_step_holds(tracked=True))
-        self.end_watch()
+        self._adopt_schedule()
         self._reset()
-
-    def _release_step_holds(self, *, tracked: bool) -> bool:
-        held, self._step_holds = self._step_holds, ()
-        self._scheduler.release(held, tracked=tracked)
-        return bool(held)
 
     # ------------------------------------------------------------------------------------------------------ schedule
 
-    def _adopt_schedule(self, *, held: bool) -> None:
+    def _adopt_schedule(self) -> None:
         """Learns the order of requests from the first step, and anew when several steps in a row were others."""
         trace, self._scheduler.trace = self._scheduler.trace, []
         kept = self._scheduler.cache.rewind()
         self._rounds_missed = 0 if kept else self._rounds_missed + 1
         if not self._schedule_known or self._rounds_missed >= _MISSES_BEFORE_NEW_SCHEDULE:
-            if self._elsewhere and not held:
-                return  # the next step is the first one that holds what is read elsewhere
             frozen = {c.spec.index for c in self._scheduler.chunks if not c.spec.key.trainable}
             self._scheduler.cache.follow(Schedule(trace, kept=frozen))
             self._schedule_known, self._rounds_missed = True, 0
-
-    def read_elsewhere(self, parameter: torch.Tensor) -> None:
-        """A torch function is about to read `parameter`; gathers it if its module has not."""
-        slot = self._slot_of.get(parameter)  # type: ignore[call-overload]
-        if slot is None or slot[0] in self._elsewhere or any(slot in unit.slots for unit, _ in self._active):
-            return
-        self._elsewhere[slot[0]] = self._names[parameter]  # type: ignore[index]
-        self._scheduler.unshard((slot[0],), tracked=True, who=self._elsewhere_names())
-        self._holds.append((-1, (slot[0],)))
+            self._scheduler.compare_all = False
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Its first name in the model."""
         return self._names[parameter]
-
-    def _elsewhere_names(self) -> str:
-        return f"reads of parameters outside their own modules ({', '.join(sorted(self._elsewhere.values()))})"
-
-    def end_watch(self) -> None:
-        """Takes the mode off the stack, where it is on top of it; a mode that somebody else left there keeps it."""
-        here = self._watch is not None and self._watch.thread == threading.get_ident()  # a GPU's backward is elsewhere
-        if self._watch is not None and here and _get_current_function_mode() is self._watch:
-            self._watch.__exit__(None, None, None)
-            self._watch = None
 
     def abandon(self) -> None:
         """Forgets a backward that did not come to its end."""
         if self._backward:
             for _, chunks in self._holds:
                 self._scheduler.release(chunks, tracked=False)
-            self._release_step_holds(tracked=False)
             self._scheduler.abandon()
             self._reset()
 
     def updated(self) -> None:
         """The optimizer has written new values: drops what is gathered and starts a new step."""
-        self.end_watch()
         self._scheduler.invalidate()
         self._scheduler.trace.clear()
         self._scheduler.cache.rewind()
@@ -385,29 +367,8 @@ class Hooks:
         self.updates += 1
 
 
-class _Watch(TorchFunctionMode):
-    """Sees every torch function of the first step, for parameters that are read while released."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        super().__init__()
-        self._hooks = hooks
-        self.active = True
-        self.thread = threading.get_ident()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.active and _name(func) not in _METADATA:
-            for value in (*args, *(kwargs or {}).values()):
-                for item in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(item, nn.Parameter):
-                        self._hooks.read_elsewhere(item)
-        return func(*args, **(kwargs or {}))
-
-
-def _name(func: Any) -> str:
-    name: str = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", name)
-    return name
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

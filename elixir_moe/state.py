@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.chunks.chunk import Chunk
 from elixir_moe.chunks.layout import ChunkSpec
+from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.annotate import pattern_of
 from elixir_moe.parallel.pattern import Pattern
@@ -21,7 +21,7 @@ from elixir_moe.parallel.pattern import Pattern
 class Wrapped:
     """What `wrap` leaves on a model for those who come later."""
 
-    chunks: list[Chunk]
+    scheduler: Scheduler
     groups: dict[tuple[int, ...], dist.ProcessGroup]
     """gloo process groups by their ranks: those of every chunk and of every sharded axis."""
     keys: tuple[str, ...]
@@ -51,7 +51,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     if wrapped is None:
         raise ConfigError("full_state_dict needs a model that went through wrap; use model.state_dict() on a plain one")
     full: dict[nn.Parameter, torch.Tensor] = {}
-    for chunk in wrapped.chunks:
+    wrapped.scheduler.flush()
+    for chunk in wrapped.scheduler.chunks:
         source = (chunk.home.compute if chunk.home.master is None else chunk.home.master).cpu()
         whole = torch.cat(_all(source, wrapped.groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
         for slot, parameter, dtype in zip(chunk.spec.slots, chunk.parameters, chunk.original_dtypes, strict=True):

@@ -27,28 +27,47 @@ class Unit:
     slots: list[tuple[int, int]]
     """(chunk, index in the chunk) of its parameters."""
     chunks: tuple[int, ...]
+    parameters: tuple[nn.Parameter, ...] = ()
 
 
 def find_units(model: nn.Module, slot_of: dict[nn.Parameter, tuple[int, int]]) -> Iterator[Unit]:
     """The modules that unshard as one, outermost first.
 
-    Each module that owns parameters is a unit, with one exception: a list of alike modules inside another list, or with
-    all parameters sharded over experts, is taken for experts, of which each rank may run others. Its owner then is one
-    unit with all that is beneath it, so that gathers do not depend on routing.
+    Each module that owns parameters is a unit; what has no forward (`nn.ParameterList`) belongs to its owner. Two kinds
+    are one unit with all that is beneath them. A module that owns a list of alike modules inside another list, or with
+    all parameters sharded over experts: they are taken for experts, of which each rank may run others, and gathers must
+    not depend on routing. And a compiled module, which does not run the hooks of its parts.
     """
 
     def walk(module: nn.Module, name: str, in_list: bool) -> Iterator[Unit]:
-        chooses = any(_may_choose(child, in_list) for child in module.children())
-        own = list(module.parameters(recurse=chooses))
-        slots = [slot_of[p] for p in dict.fromkeys(own) if p in slot_of]
+        whole = _is_compiled(module) or any(_may_choose(child, in_list) for child in module.children())
+        own = dict.fromkeys(module.parameters() if whole else _own_parameters(module))
+        parameters = tuple(p for p in own if p in slot_of)
+        slots = [slot_of[p] for p in parameters]
         if slots:
-            yield Unit(name, module, slots, tuple(sorted({chunk for chunk, _ in slots})))
-        if not chooses:
+            yield Unit(name, module, slots, tuple(sorted({chunk for chunk, _ in slots})), parameters)
+        if not whole:
             for child_name, child in module.named_children():
                 inner = in_list or isinstance(child, (nn.ModuleList, nn.ModuleDict))
                 yield from walk(child, f"{name}.{child_name}".lstrip("."), inner)
 
     yield from walk(model, "", False)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Those of the module itself and of what it holds that cannot be called."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not _is_callable(child):
+            yield from _own_parameters(child)
+
+
+def _is_callable(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def _may_choose(module: nn.Module, in_list: bool) -> bool:

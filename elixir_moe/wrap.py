@@ -19,15 +19,17 @@ from elixir_moe.chunks.plan import Plan, footprint
 from elixir_moe.chunks.policy import CacheState
 from elixir_moe.chunks.rcache import RCache
 from elixir_moe.chunks.scheduler import Scheduler
+from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.tiers import build_homes
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.hooks import Hooks
-from elixir_moe.optim import ShardedOptimizer, moments_of
+from elixir_moe.optim import ShardedOptimizer
 from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.state import Wrapped, groups_needed, refuse_plain_state_dicts
 from elixir_moe.units import Call, expected_schedule, find_units, order_of_first_use, registered_calls, traced_calls
+from elixir_moe.updates import check_optimizer, moments_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -85,8 +87,11 @@ def wrap(
     communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
     staged = any(c.staged for c in communicators.values())
     homes = build_homes([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device)
-    rcache = RCache(layout, plan.blocks(layout), device)
+    cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
+    statistics = Statistics(cache=cache.counts)
+    rcache = RCache(layout, plan.blocks(layout), device, statistics)
     placeholder = Placeholder(device)
+    keys = tuple(model.state_dict())
     chunks = [
         Chunk(
             spec, [parameters[slot.param][1] for slot in spec.slots], home, communicators[spec.key.ranks], placeholder
@@ -101,15 +106,15 @@ def wrap(
 
     size = footprint(plan, layout, moments=moments_of(optimizer), staged=staged)
     staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
-    scheduler = Scheduler(chunks, CacheState(plan.blocks(layout), prefetch=plan.prefetch), rcache, staging, device)
+    scheduler = Scheduler(chunks, cache, rcache, staging, device, statistics)
     hooks = Hooks(model, scheduler, placeholder)
     control = dist.new_group(backend="gloo")
     groups = make_groups(groups_needed(model, layout.chunks), backend="gloo")
-    model.elixir = Wrapped(chunks=chunks, groups=groups, keys=tuple(model.state_dict()))  # type: ignore[assignment]
+    model.elixir = Wrapped(scheduler=scheduler, groups=groups, keys=keys)  # type: ignore[assignment]
     refuse_plain_state_dicts(model)
-    return model, ShardedOptimizer(
-        optimizer, scheduler, hooks, control, groups, plan=plan, layout=layout, footprint=size
-    )
+    sharded = ShardedOptimizer(optimizer, scheduler, hooks, control, groups, plan=plan, layout=layout, footprint=size)
+    model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
+    return model, sharded
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -117,8 +122,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         raise ConfigError(f"wrap needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, ShardedOptimizer) or hasattr(model, "elixir"):
         raise ConfigError("this model or optimizer is wrapped already: call wrap once")
-    if optimizer.state:
-        raise ConfigError("the optimizer has been stepped: wrap it before the first step")
+    check_optimizer(optimizer)
     names = {p: name for name, p in model.named_parameters()}
     given = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p not in names for p in given):

@@ -11,6 +11,8 @@ from elixir_moe.chunks.collectives import Communicator
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.layout import build_layout
 from elixir_moe.chunks.plan import Tier
+from elixir_moe.chunks.rcache import Block
+from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.tiers import Holds, Home, Slab, build_homes, check_host_memory
 from elixir_moe.errors import TierError
 
@@ -234,41 +236,83 @@ def test_released_parameters_look_right_and_read_as_nan(chunk: Chunk) -> None:
     assert weight.isnan().all()
 
 
-def test_gathered_parameters_are_views_and_gradients_overwrite_them(chunk: Chunk) -> None:
-    chunk.buffer = torch.arange(chunk.spec.numel, dtype=torch.float32)
+def gather(chunk: Chunk) -> Block:
+    """Fills a block with 0, 1, 2, … and gives it to the chunk."""
+    block = Block(chunk.spec.nbytes, CPU, Statistics())
+    chunk.buffer = block.claim(chunk.spec).copy_(torch.arange(chunk.spec.numel))
     chunk.attach()
+    return block
+
+
+def test_gathered_parameters_are_views_and_gradients_overwrite_them(chunk: Chunk) -> None:
+    block = gather(chunk)
     weight, bias = chunk.parameters
+    assert chunk.buffer is not None
     assert weight.data_ptr() == chunk.buffer.data_ptr()
+    assert weight.untyped_storage().nbytes() == 16 * 4, "its own storage, not the block's"
     assert bias.tolist() == [16.0, 17.0, 18.0], "the second parameter starts on the next line"
-    assert [chunk.index_at(offset) for offset in (0, 15, 16, 18)] == [0, 0, 1, 1]
-    buffer = chunk.buffer
-    chunk.write_gradient(1, torch.full((3,), 7.0))
-    chunk.write_gradient(1, torch.full((3,), 1.0))
-    assert buffer[16:19].tolist() == [8.0] * 3
-    chunk.complete_gradients()
-    assert buffer[:16].eq(0).all(), "no gradient came: zeros"
-    assert buffer[16:19].tolist() == [8.0] * 3
+    chunk.write_gradient(1, torch.full((3,), 7.0), final=True)
+    chunk.write_gradient(1, torch.full((3,), 1.0), final=True)
+    sent = block.wire(chunk.spec)
+    assert sent[16:19].tolist() == [8.0] * 3
+    chunk.complete_gradients(block)
+    assert sent[:16].eq(0).all(), "no gradient came: zeros"
+    assert sent[16:19].tolist() == [8.0] * 3
     assert weight.isnan().all()
     assert chunk.buffer is None
 
 
-def test_a_gradient_waits_while_somebody_reads_its_parameter(chunk: Chunk) -> None:
-    chunk.buffer = buffer = torch.arange(chunk.spec.numel, dtype=torch.float32)
-    chunk.attach()
-    chunk.readers[0] += 1
-    chunk.write_gradient(0, torch.full((4, 4), 2.0))
-    chunk.write_gradient(0, torch.full((4, 4), 3.0))
-    assert buffer[:16].tolist() == list(range(16)), "still the values"
-    chunk.readers[0] -= 1
-    chunk.complete_gradients()
-    assert buffer[:16].eq(5).all()
+@pytest.mark.parametrize("reader", ["saved", "view", "unfinished"])
+def test_a_gradient_waits_while_somebody_reads_its_parameter(chunk: Chunk, reader: str) -> None:
+    block = gather(chunk)
+    view = chunk.parameters[0].detach()[1:] if reader == "view" else None
+    chunk.readers[0] += reader == "saved"
+    for value in (2.0, 3.0):
+        chunk.write_gradient(0, torch.full((4, 4), value), final=reader != "unfinished")
+    sent = block.wire(chunk.spec)
+    assert sent[:16].tolist() == list(range(16)), "still the values"
+    del view
+    chunk.readers.clear()
+    chunk.complete_gradients(block)
+    assert sent[:16].eq(5).all()
+
+
+def test_a_reader_that_outlives_the_chunk_keeps_the_values(chunk: Chunk) -> None:
+    block = gather(chunk)
+    view = chunk.parameters[0].detach()
+    chunk.write_gradient(0, torch.full((4, 4), 2.0), final=True)
+    chunk.write_gradient(1, torch.full((3,), 4.0), final=True)
+    chunk.complete_gradients(block)
+    assert view.flatten().tolist() == list(range(16))
+    sent = block.wire(chunk.spec)
+    assert sent[:16].eq(2).all()
+    assert sent[16:19].eq(4).all()
 
 
 def test_gradients_are_zero_between_and_behind_parameters(chunk: Chunk) -> None:
     """What lies between parameters is sent and summed, and counts in the norm: it must be zero."""
-    chunk.buffer = buffer = torch.zeros(chunk.spec.numel)
-    chunk.attach()
+    block = gather(chunk)
+    block.wire(chunk.spec)[torch.arange(chunk.spec.numel) >= 19] = 0  # as a gather from zeroed homes leaves it
     for index, parameter in enumerate(chunk.parameters):
-        chunk.write_gradient(index, torch.ones_like(parameter))
-    chunk.complete_gradients()
-    assert buffer.sum() == 16 + 3
+        chunk.write_gradient(index, torch.ones_like(parameter), final=True)
+    chunk.complete_gradients(block)
+    assert block.wire(chunk.spec).sum() == 16 + 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_home_takes_what_was_written_and_keeps_the_rest(dtype: torch.dtype, trainable: bool) -> None:
+    key = ChunkGroupKey(ranks=(0,), dtype=dtype, trainable=trainable, divisor=1)
+    (spec,) = build_layout([ParamSpec(name="p", shape=(64,), key=key)], 64).chunks
+    (home,) = build_homes([(spec, Tier.HOST)], CPU)
+    fine = torch.full((64,), 1.001)  # not a bf16 number
+    home.compute.copy_(fine)
+    if home.master is not None:
+        home.master.copy_(fine)
+    written = home.values().clone()
+    written[3] = 5.0
+    home.store(written)
+    assert home.values()[3] == 5.0
+    if home.master is not None:
+        assert home.master[3] == 5.0
+        assert home.master[4] == fine[4], "as fine as before"

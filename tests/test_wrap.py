@@ -119,7 +119,8 @@ def test_model_keeps_class_shapes_and_names() -> None:
     plain = Net()
     for (name, p), (plain_name, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert (name, p.shape, p.dtype, p.device) == (plain_name, q.shape, q.dtype, q.device)
-        assert p.untyped_storage().nbytes() == p.element_size(), "a released parameter holds one element"
+        with torch._C.DisableTorchFunctionSubclass():
+            assert p.untyped_storage().nbytes() == p.element_size(), "a released parameter holds one element"
     rows_of_table = optimizer.plan_table()
     assert sum(row["numel"] for row in rows_of_table) == sum(p.numel() for p in plain.parameters())
     optimizer.close()
@@ -177,7 +178,7 @@ def test_ranks_that_disagree_are_told_the_first_difference(what: str, ranks: Ran
 
 def test_expected_schedule_frees_every_trainable_chunk() -> None:
     model, optimizer = em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2(chunk_numel=600))
-    slots = {p: (c.spec.index, i) for c in model.elixir.chunks for i, p in enumerate(c.parameters)}
+    slots = {p: (c.spec.index, i) for c in model.elixir.scheduler.chunks for i, p in enumerate(c.parameters)}
     schedule = expected_schedule(list(find_units(model, slots)), registered_calls(model), optimizer.layout.chunks)
     freed = [chunk for entry in schedule.entries if entry.verb == "free" for chunk in entry.chunks]
     assert sorted(freed) == [chunk.index for chunk in optimizer.layout.cached]
@@ -207,7 +208,7 @@ def test_a_sample_gives_the_order_of_first_use() -> None:
     )
     assert torch.equal(state, torch.get_rng_state()) and model.calls == 0
     names = {p: name for name, p in model.named_parameters()}
-    packed = [names[p] for chunk in model.elixir.chunks for p in chunk.parameters]
+    packed = [names[p] for chunk in model.elixir.scheduler.chunks for p in chunk.parameters]
     firsts = [packed.index(f"layers.{i}.up.weight") for i in (3, 2, 1, 0)]
     assert firsts == sorted(firsts) and packed[0] == "first.weight" and packed[-1] == "last.bias"
     mean_square(model, rows()).backward()
@@ -297,9 +298,9 @@ def test_a_failed_backward_leaves_nothing_behind() -> None:
             model.last(model.body(hidden)).sum().backward()
         optimizer.zero_grad()
         mean_square(model, rows()).backward()
-    norm = optimizer.clip_grad_norm_(1.0)
+    norm = optimizer.clip_grad_norm_(1e9)
     mean_square(model, rows()).backward()
-    assert optimizer.clip_grad_norm_(1.0) > norm, "the norm of what has come since"
+    assert optimizer.clip_grad_norm_(1e9) > norm, "the norm of what has come since"
     optimizer.step()
     optimizer.close()
 

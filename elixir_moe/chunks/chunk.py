@@ -10,21 +10,25 @@ no transfer and no collective: `scheduler` does.
     GRADIENT   the same block, values and gradients       REDUCING, SHARDED (a backward that failed)
     REDUCING   the block until the gradient has left      SHARDED
 
+A gathered parameter has a storage of its own on the block's memory. How often it is in use tells, parameter by
+parameter, whether somebody still reads it: a tensor saved for backward, a view in the hands of the user.
+
 A released parameter is one NaN expanded to its shape: shape, dtype and device stay true, no memory is held, and a read
 that should not have happened shows. Source: gradients in the place of parameters, Elixir v2, figure 3.
 """
 
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import accumulate
 from operator import mul
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from elixir_moe.chunks.collectives import Communicator, Ticket
 from elixir_moe.chunks.layout import ChunkSpec
+from elixir_moe.chunks.rcache import Block, storage_uses
 from elixir_moe.chunks.tiers import Home
 
 
@@ -94,12 +98,15 @@ class Chunk:
         self.leaving: Ticket | None = None
         """The last reduction; on a GPU it may be under way on its stream when the state is SHARDED again."""
         self.landed: set[int] = set()
-        """Indices into `parameters` whose gradient is in the buffer."""
+        """Indices into `parameters` whose gradient has taken the place of their values."""
         self.readers: Counter[int] = Counter()
-        """By index into `parameters`: saved tensors of this backward that still view it."""
+        """By index into `parameters`: saved tensors of this backward that will be rebuilt from the block."""
+        self.exposed = False
+        """User code has an untracked view (``parameter.data``), through which it may write."""
         self._delayed: dict[int, torch.Tensor] = {}
+        self._version = 0
+        self._sole_uses = storage_uses(torch.zeros(1))
         self._placeholder = placeholder
-        self._starts = [slot.start for slot in spec.slots]
         self._views_of = [
             (tuple(p.shape), _contiguous_stride(p.shape), s.start) for s, p in zip(spec.slots, parameters, strict=True)
         ]
@@ -115,47 +122,75 @@ class Chunk:
         shape, stride, start = self._views_of[index]
         return self.buffer.as_strided(shape, stride, start)  # one operator where a slice and a view are two
 
+    def addresses(self) -> Iterator[tuple[int, int]]:
+        """(index, address) of every gathered parameter: what its storage is recognised by."""
+        assert self.buffer is not None
+        base, itemsize = self.buffer.data_ptr(), self.buffer.itemsize
+        return ((i, base + slot.start * itemsize) for i, slot in enumerate(self.spec.slots) if slot.numel)
+
     def attach(self) -> None:
-        """Parameters become views of the buffer."""
-        for index, parameter in enumerate(self.parameters):
-            parameter.data = self.view(index)
+        """Parameters become views of the buffer, each with a storage of its own."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, parameter in enumerate(self.parameters):
+                parameter.data = from_dlpack(to_dlpack(self.view(index)))
+        self._version, self.exposed = self._versions(), False
+
+    def release(self) -> None:
+        """Parameters become placeholders."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters:
+                parameter.data = self._placeholder.like(parameter, self.spec.key.dtype)
 
     def detach(self) -> None:
         """Parameters become placeholders; the buffer is let go."""
-        for parameter in self.parameters:
-            parameter.data = self._placeholder.like(parameter, self.spec.key.dtype)
+        self.release()
         self.buffer = None
 
-    def index_at(self, offset: int) -> int:
-        """Which parameter element `offset` of the buffer belongs to."""
-        return bisect_right(self._starts, offset) - 1
+    @property
+    def written(self) -> bool:
+        """Whether somebody may have written into the gathered parameters."""
+        return self.exposed or self._version != self._versions()
 
-    def write_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Overwrites parameter `index` with its gradient (None: zeros), or adds to one that is there.
+    def settle(self) -> None:
+        """What was written is at home."""
+        self._version, self.exposed = self._versions(), False
 
-        A gradient whose parameter still has readers (a detached use, a retained graph) waits beside the block.
+    def write_gradient(self, index: int, gradient: torch.Tensor, *, final: bool) -> None:
+        """Puts the gradient of parameter `index` in the place of its values, or adds it to what is there.
+
+        It waits beside the block if it is not `final`, or while somebody still reads the values: a detached use, a
+        retained graph, a graph of the gradient itself.
         """
-        if index in self._delayed and gradient is not None:
+        if index in self._delayed:
             self._delayed[index] = self._delayed[index] + gradient
-        elif index not in self.landed and self.readers[index] and gradient is not None:
-            self._delayed[index] = gradient
-        elif gradient is None:
-            self.view(index).zero_()
         elif index in self.landed:
             self.view(index).add_(gradient)
+        elif not final or self.readers[index] or self._in_use(index):
+            self._delayed[index] = gradient
         else:
             self.view(index).copy_(gradient)
-        self.landed.add(index)
+            self.landed.add(index)
 
-    def complete_gradients(self) -> None:
+    def complete_gradients(self, block: Block) -> None:
         """Leaves a gradient or zeros in every parameter's place of the block; parameters let go of it."""
+        assert self.buffer is not None
+        self.release()
+        self.buffer = block.unread(self.buffer)
         for index in range(len(self.parameters)):
             if index in self._delayed:
                 self.view(index).copy_(self._delayed.pop(index))
             elif index not in self.landed:
                 self.view(index).zero_()
         self.landed.clear()
-        self.detach()
+        self.buffer = None
+
+    def _in_use(self, index: int) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return storage_uses(self.parameters[index]) > self._sole_uses
+
+    def _versions(self) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum(parameter._version for parameter in self.parameters)
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -41,10 +41,13 @@ class Scheduler:
         rcache: RCache,
         staging: torch.Tensor | None,
         device: torch.device,
+        statistics: Statistics,
     ) -> None:
         self.chunks = chunks
         self.cache = cache
-        self.statistics = Statistics(cache=cache.counts)
+        self.statistics = statistics
+        self.compare_all = True
+        """Look for writes that leave no trace (``parameter.data``) in every chunk, not only in exposed ones."""
         self.trace: list[Entry] = []
         """Requests of the training step under way, as `policy` understands them."""
         self.used: set[torch.nn.Parameter] = set()
@@ -57,7 +60,7 @@ class Scheduler:
         self._reduce = torch.cuda.Stream(device) if self._cuda else None
         if self._fetch is not None:  # homes and blocks were written on the stream of now
             self._fetch.wait_stream(torch.cuda.current_stream(device))
-        self._owner: dict[int, int] = {}
+        self._owner: dict[int, tuple[int, int]] = {}
         self._block_of: dict[int, Block] = dict(rcache.resident)
         self._order: deque[int] = deque()
         self._pending: dict[int, set[int]] = {}
@@ -100,8 +103,8 @@ class Scheduler:
         self._note(Verb.RELEASE, cached, tracked)
         self._carry_out(self.cache.release(cached, tracked=tracked))
 
-    def owner_of(self, tensor: torch.Tensor) -> int | None:
-        """The chunk whose block `tensor` is a view of, if any."""
+    def owner_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(chunk, index in the chunk) of the gathered parameter that `tensor` is a view of, if any."""
         return self._owner.get(tensor.untyped_storage().data_ptr())
 
     def _cached(self, chunks: tuple[int, ...]) -> tuple[int, ...]:
@@ -118,8 +121,7 @@ class Scheduler:
         with torch.inference_mode(False), torch.no_grad(), self._on(self._fetch):
             self._settle(chunk)
             chunk.transition(ChunkState.GATHERING)
-            self._owner.pop(block.key, None)
-            chunk.buffer = block.claim(chunk.spec, self.statistics)
+            chunk.buffer = block.claim(chunk.spec)
             start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
             chunk.buffer[start:stop].copy_(chunk.home.values(), non_blocking=True)
             self.statistics.bytes_fetched[chunk.home.tier.value] += chunk.spec.nbytes // chunk.spec.shards
@@ -128,7 +130,6 @@ class Scheduler:
                 chunk.arriving = self._marked(chunk.communicator.all_gather(block.wire(chunk.spec)))
             else:
                 chunk.arriving = self._marked(Ticket())
-        self._owner[block.key] = chunk.spec.index
         self._block_of[chunk.spec.index] = block
 
     def _await(self, chunk: Chunk) -> None:
@@ -140,10 +141,14 @@ class Scheduler:
         chunk.transition(ChunkState.GATHERED)
         with torch.inference_mode(False), torch.no_grad():
             chunk.attach()
+        for index, address in chunk.addresses():
+            self._owner[address] = chunk.spec.index, index
 
     def _reshard(self, chunk: Chunk) -> None:
-        """Drops a gathered chunk: nothing is written, the home has it all."""
+        """Drops a gathered chunk: nothing is written, the home has it all, unless user code wrote."""
         self._await(chunk)
+        self._bring_home(chunk)
+        self._disown(chunk)
         chunk.transition(ChunkState.SHARDED)
         with torch.inference_mode(False), torch.no_grad():
             chunk.detach()
@@ -151,9 +156,33 @@ class Scheduler:
 
     def _vacate(self, chunk: Chunk) -> None:
         """The chunk's block may be filled again behind everything computed so far."""
-        block = self._block_of[chunk.spec.index]
-        self._owner.pop(block.key, None)
-        block.busy = self._marked(Ticket())
+        self._block_of[chunk.spec.index].busy = self._marked(Ticket())
+
+    def _disown(self, chunk: Chunk) -> None:
+        for _, address in chunk.addresses():
+            self._owner.pop(address, None)
+
+    # --------------------------------------------------------------------------------------------------------- writes
+
+    def flush(self) -> None:
+        """Brings home what user code has written into gathered parameters."""
+        for chunk in self.chunks:
+            if chunk.state is ChunkState.GATHERED:
+                self._bring_home(chunk)
+
+    def _bring_home(self, chunk: Chunk) -> None:
+        """Every rank has the whole chunk and keeps its own shard of what was written."""
+        if not (chunk.written or self.compare_all):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
+            assert chunk.buffer is not None
+            now = chunk.buffer[start:stop]
+            if chunk.written or not torch.equal(now, chunk.home.values().to(now.device)):
+                chunk.home.store(now)
+                if self._fetch is not None:
+                    self._fetch.wait_stream(torch.cuda.current_stream(self._device))
+        chunk.settle()
 
     # -------------------------------------------------------------------------------------------------------- reduce
 
@@ -167,25 +196,37 @@ class Scheduler:
         self._order = deque(order)
         self._pending = pending
 
-    def add_gradient(self, index: int, position: int, gradient: torch.Tensor | None, *, who: str) -> None:
-        """Puts the gradient of parameter `position` of chunk `index` into its place (None: zeros)."""
+    def add_gradient(
+        self, index: int, position: int, gradient: torch.Tensor | None, *, who: str, final: bool = True
+    ) -> None:
+        """Takes the gradient of parameter `position` of chunk `index`.
+
+        Args:
+            index: the chunk.
+            position: the parameter's index in it.
+            gradient: of the parameter's shape; None if it got none, where others of the process group may have one.
+            who: what it comes from, for messages.
+            final: nothing in this backward will ask for the parameter's values, or add to the gradient, any more.
+        """
         chunk = self.chunks[index]
         self._settle(chunk)
         borrowed = chunk.state in (ChunkState.SHARDED, ChunkState.GATHERING)
         if borrowed:
             self.unshard((index,), tracked=True, who=who)
         if chunk.state is ChunkState.GATHERED:
+            self._bring_home(chunk)
             chunk.transition(ChunkState.GRADIENT)
             if not chunk.spec.resident:
                 self._note(Verb.HOLD, (index,), True)
                 self._carry_out(self.cache.hold(index))
         if borrowed:
             self.release((index,), tracked=True)
-        with torch.no_grad():
-            chunk.write_gradient(position, gradient)
         if gradient is not None:
+            with torch.no_grad():
+                chunk.write_gradient(position, gradient, final=final)
             self.used.add(chunk.parameters[position])
-        self.expect_no_more(index, position)
+        if final:
+            self.expect_no_more(index, position)
 
     def awaits(self, index: int, position: int) -> bool:
         """Whether the gradient of parameter `position` of chunk `index` is still expected."""
@@ -246,8 +287,9 @@ class Scheduler:
         self.drain()
         for chunk in self.chunks:
             if chunk.state is ChunkState.GRADIENT:
+                self._disown(chunk)
                 with torch.no_grad():
-                    chunk.complete_gradients()
+                    chunk.complete_gradients(self._block_of[chunk.spec.index])
                 self._vacate(chunk)
                 chunk.transition(ChunkState.SHARDED)
                 self.cache.drop((chunk.spec.index,))
@@ -258,9 +300,9 @@ class Scheduler:
         """Sends a chunk of gradients off: every rank gets the sum of its shard."""
         index = chunk.spec.index
         chunk.transition(ChunkState.REDUCING)
-        self._owner.pop(self._block_of[index].key, None)
+        self._disown(chunk)
         with torch.no_grad():
-            chunk.complete_gradients()
+            chunk.complete_gradients(self._block_of[index])
         with self._on(self._reduce, after_compute=True):
             ticket = self._marked(self._issue_reduction(chunk, self._block_of[index].wire(chunk.spec)))
         chunk.leaving = ticket

@@ -127,6 +127,17 @@ class Home:
             self.holds = Holds.VALUES
         return self.compute
 
+    def store(self, written: torch.Tensor) -> None:
+        """Takes this rank's shard of values that user code wrote; what it left alone keeps its master's precision."""
+        if self.master is None:
+            self.compute.copy_(written)
+        elif not self._sends_compute:
+            self.master.copy_(written)
+        else:
+            before, written = self.values(), written.to(self.compute.device)
+            self.master.copy_(torch.where(before == written, self.master, written.float()))
+            before.copy_(written)
+
     def add_gradient(self, reduced: torch.Tensor) -> None:
         """Adds the gradient summed over the process group, of any dtype and device."""
         if self.accumulator is not None:

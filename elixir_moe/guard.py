@@ -1,0 +1,170 @@
+"""Parameters between two uses: nobody reads one that is not gathered without being seen.
+
+Owns the class a parameter has while its module does not run. A wrapped parameter is of its own class inside the forward
+of its module, and `Guarded` outside. torch then hands every function that meets it to `Guarded.__torch_function__`,
+in any mode and on any thread: reads (``F.linear(h, self.wte.weight)``, a penalty on weights, ``p.norm()`` between two
+steps) gather the parameter for as long as the function runs; questions of shape or dtype do not. There is no mode on a
+stack and no operator is patched. What a gather is, and what becomes of writes, is the borrower's matter (`hooks`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from elixir_moe.errors import ConfigError
+
+_ATTRIBUTE = "elixir_guard"
+_READING_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""All others only tell what a tensor is."""
+_TELLING_METHODS = {
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "storage_offset",
+    "element_size",
+    "get_device",
+    "is_contiguous",
+    "is_complex",
+    "is_floating_point",
+    "is_signed",
+    "is_same_size",
+    "is_set_to",
+    "is_shared",
+    "is_pinned",
+    "has_names",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "retain_grad",
+    "__hash__",
+    "__len__",
+    "result_type",
+    "can_cast",
+    "_has_compatible_shallow_copy_type",
+}
+
+
+class Guard:
+    """Switches the classes of one model's parameters."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        lend: Callable[[list[nn.Parameter], bool], AbstractContextManager[None]],
+        has_gradient: Callable[[nn.Parameter], bool],
+    ) -> None:
+        """Guards `parameters` from now on.
+
+        Args:
+            parameters: of a wrapped model.
+            lend: a context in which the given parameters can be read; its second argument says that the function gives
+                away a view through which values can be written without a trace.
+            has_gradient: whether a gradient of the parameter is kept, where ``parameter.grad`` does not show it.
+        """
+        self.lend = lend
+        self.has_gradient = has_gradient
+        self._opened: Counter[nn.Parameter] = Counter()
+        self._classes: dict[nn.Parameter, tuple[type, type]] = {}
+        kinds: dict[type, type] = {}
+        for parameter in parameters:
+            kind = type(parameter)
+            kinds.setdefault(kind, type(f"Guarded{kind.__name__}", (Guarded, kind), {}))
+            self._classes[parameter] = kind, kinds[kind]
+            setattr(parameter, _ATTRIBUTE, self)
+            parameter.__class__ = kinds[kind]
+
+    def open(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Until `close`, the parameters are what they were before `wrap`; calls nest."""
+        for parameter in parameters:
+            self._opened[parameter] += 1
+            parameter.__class__ = self._classes[parameter][0]
+
+    def close(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Undoes one `open`."""
+        for parameter in parameters:
+            self._opened[parameter] -= 1
+            if not self._opened[parameter]:
+                parameter.__class__ = self._classes[parameter][1]
+
+
+class Guarded(nn.Parameter):
+    """A parameter outside its module's forward."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, is_property = _name(func)
+        if name == "data" and is_property and len(args) == 2:
+            return _assign(args[0], args[1])
+        if name not in _READING_PROPERTIES if is_property else name in _TELLING_METHODS:
+            with torch._C.DisableTorchFunctionSubclass():
+                value = func(*args, **kwargs)
+            if name == "grad" and value is None:
+                _refuse_if_kept(args[0])
+            return value
+        by_guard: dict[Guard, list[nn.Parameter]] = {}
+        for parameter in dict.fromkeys(_guarded((*args, *kwargs.values()))):
+            by_guard.setdefault(getattr(parameter, _ATTRIBUTE), []).append(parameter)
+        with ExitStack() as stack:
+            for guard, parameters in by_guard.items():
+                stack.enter_context(guard.lend(parameters, name == "data"))
+            return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"Parameter of shape {tuple(self.shape)}, {self.dtype}, sharded: em.full_state_dict(model) has its values"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise ConfigError("a wrapped model cannot be copied: copy it before wrap, or take em.full_state_dict(model)")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError("a wrapped model cannot be pickled: save em.full_state_dict(model)")
+
+
+def _assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """``parameter.data = value``: new values, but no other kind of tensor."""
+    if value is parameter:
+        return
+    wanted, found = ((t.shape, t.dtype, t.device) for t in (parameter, value))
+    if found != wanted:
+        raise ConfigError(
+            f"a wrapped parameter of {wanted} cannot become {found}: shape, dtype and device are fixed in wrap, by its "
+            f"compute_dtype and device"
+        )
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def _refuse_if_kept(parameter: nn.Parameter) -> None:
+    if getattr(parameter, _ATTRIBUTE).has_gradient(parameter):
+        raise ConfigError(
+            "gradients of a wrapped model are sharded, parameter.grad does not have them: use "
+            "optimizer.clip_grad_norm_ (not torch.nn.utils'), optimizer.scale (not GradScaler) and optimizer.zero_grad"
+        )
+
+
+def _guarded(values: Iterable[Any]) -> Iterator[nn.Parameter]:
+    for value in values:
+        if isinstance(value, Guarded):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _guarded(value)
+        elif isinstance(value, dict):
+            yield from _guarded(value.values())
+
+
+def _name(func: Any) -> tuple[str, bool]:
+    """(name, whether it is a property)."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(getattr(func, "__self__", None), "__name__", name), True
+    return name, False

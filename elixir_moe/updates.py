@@ -1,0 +1,210 @@
+"""The update of one shard by the user's optimizer, whichever it is.
+
+Owns the cut of parameters into the segments of a shard, and the two ways to update them: `torch.optim.Adam` and
+`AdamW` in one pass over a run of segments (`kernels`: the gradient is read in the dtype it travelled in and unscaled,
+the compute shard is written along with the master), any other elementwise optimizer as it is, on one tensor for each
+segment. Never decides whether or when.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_moe.chunks.chunk import Chunk
+from elixir_moe.errors import ConfigError
+from elixir_moe.kernels import adam_step
+
+_WHOLE_TENSOR = {"LBFGS", "Adafactor", "SparseAdam", "Muon"}
+"""Optimizers of torch whose update of one element looks at others."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Segment:
+    """The part of one parameter that lies in this rank's shard of a chunk."""
+
+    parameter: nn.Parameter
+    group: int
+    """Index into `param_groups`."""
+    start: int
+    """First element, counted from the start of the shard."""
+    stop: int
+    offset: int
+    """Where it starts in the parameter, flattened."""
+    steps: int = 0
+    """Updates so far; what Adam's bias correction goes by."""
+
+
+class AdamUpdate:
+    """Adam and AdamW: flat moments beside each master shard, one pass a run of segments."""
+
+    def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]], decoupled: bool) -> None:
+        self._groups = groups
+        self._decoupled = decoupled
+        self._state = {}
+        for chunk in chunks:
+            assert chunk.home.master is not None
+            self._state[chunk.spec.index] = (torch.zeros_like(chunk.home.master), torch.zeros_like(chunk.home.master))
+
+    def __call__(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
+        home, gradient = chunk.home, chunk.home.gradient()
+        assert home.master is not None
+        exp_avg, exp_avg_sq = self._state[chunk.spec.index]
+        compute = None if home.compute.dtype == torch.float32 else home.compute
+        for start, stop, group, steps in _runs(segments, used):
+            here = slice(start, stop)
+            options = self._groups[group]
+            beta1, beta2 = options["betas"]
+            adam_step(
+                home.master[here],
+                exp_avg[here],
+                exp_avg_sq[here],
+                gradient[here],
+                None if compute is None else compute[here],
+                lr=float(options["lr"]),
+                beta1=float(beta1),
+                beta2=float(beta2),
+                eps=options["eps"],
+                weight_decay=options["weight_decay"],
+                step=steps + 1,
+                grad_scale=scale,
+                decoupled=self._decoupled,
+                maximize=options["maximize"],
+            )
+
+
+class ElementwiseUpdate:
+    """Any other optimizer of torch: an instance of the user's class on views of the master shards."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        segments: list[list[Segment]],
+        chunks: Sequence[Chunk],
+        groups: list[dict[str, Any]],
+    ) -> None:
+        self._groups = groups
+        self._pieces: dict[int, nn.Parameter] = {}
+        by_group: list[list[tuple[nn.Parameter, dict[str, Any]]]] = [[] for _ in groups]
+        for chunk, parts in zip(chunks, segments, strict=True):
+            assert chunk.home.master is not None
+            for part in parts:
+                piece = nn.Parameter(chunk.home.master[part.start : part.stop])
+                self._pieces[id(part)] = piece
+                by_group[part.group].append((piece, _cut_state(inner.state[part.parameter], part)))
+        self._optimizers = {
+            index: _like(inner, pieces, group)
+            for index, (pieces, group) in enumerate(zip(by_group, groups, strict=True))
+            if pieces
+        }
+
+    def __call__(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
+        home, gradient = chunk.home, chunk.home.gradient()
+        touched = set()
+        active = [segment for segment in segments if segment.parameter in used]
+        for segment in active:
+            self._pieces[id(segment)].grad = gradient[segment.start : segment.stop].float() * scale
+            touched.add(segment.group)
+        for index in sorted(touched):
+            optimizer = self._optimizers[index]
+            optimizer.param_groups[0].update({k: v for k, v in self._groups[index].items() if k != "params"})
+            optimizer.step()
+        for segment in active:
+            self._pieces[id(segment)].grad = None
+        if home.compute.dtype != torch.float32 and home.master is not None:
+            home.compute.copy_(home.master)
+
+
+def _like(
+    inner: torch.optim.Optimizer, pieces: list[tuple[nn.Parameter, dict[str, Any]]], group: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings, whatever its constructor takes, on other parameters."""
+    twin = object.__new__(type(inner))
+    twin.__dict__.update(inner.__dict__)
+    twin.param_groups = [{**group, "params": [piece for piece, _ in pieces]}]
+    twin.state = defaultdict(dict, {piece: state for piece, state in pieces if state})
+    return twin
+
+
+def _cut_state(state: dict[str, Any], segment: Segment) -> dict[str, Any]:
+    """What the constructor put there (Adagrad's sums), for a piece of the parameter."""
+    cut = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == segment.parameter.shape and value.dim():
+            value = value.flatten()[segment.offset :][: segment.stop - segment.start]
+        cut[name] = value.clone() if isinstance(value, torch.Tensor) else value
+    return cut
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> int:
+    """fp32 values that an optimizer keeps for each element; 2 where it is not known."""
+
+    def any_group(option: str) -> bool:
+        return any(group.get(option) for group in optimizer.param_groups)
+
+    match type(optimizer).__name__:
+        case "SGD":
+            return int(any_group("momentum"))
+        case "Adagrad":
+            return 1
+        case "RMSprop":
+            return 1 + any_group("momentum") + any_group("centered")
+        case _:
+            return 2 + any_group("amsgrad")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError for an optimizer that has been stepped, or whose update is not elementwise."""
+    if any(state and state.get("step", 1) != 0 for state in optimizer.state.values()):
+        raise ConfigError("the optimizer has been stepped: wrap it before the first step")
+    whole = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _WHOLE_TENSOR]
+    if whole:
+        raise ConfigError(
+            f"{whole[0]} looks at whole tensors, but a rank holds only pieces: use an elementwise one, as AdamW"
+        )
+
+
+def update_for(
+    inner: torch.optim.Optimizer, chunks: Sequence[Chunk], segments: list[list[Segment]], groups: list[dict[str, Any]]
+) -> AdamUpdate | ElementwiseUpdate:
+    """The way to update that suits the user's optimizer."""
+    kind = type(inner)
+    if kind in (torch.optim.Adam, torch.optim.AdamW) and not any(group["amsgrad"] for group in groups):
+        decoupled = kind is torch.optim.AdamW or any(group.get("decoupled_weight_decay") for group in groups)
+        return AdamUpdate(chunks, groups, decoupled)
+    return ElementwiseUpdate(inner, segments, chunks, groups)
+
+
+def cut(chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> list[list[Segment]]:
+    """The segments of each chunk's shard on this rank, in order."""
+    group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
+    cut = []
+    for chunk in chunks:
+        low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
+        pieces = []
+        for slot, parameter in zip(chunk.spec.slots, chunk.parameters, strict=True):
+            start, stop = max(slot.start, low), min(slot.stop, high)
+            if start < stop and parameter in group_of:
+                pieces.append(
+                    Segment(
+                        parameter=parameter,
+                        group=group_of[parameter],
+                        start=start - low,
+                        stop=stop - low,
+                        offset=start - slot.start,
+                    )
+                )
+        cut.append(pieces)
+    return cut
+
+
+def _runs(segments: list[Segment], used: set[nn.Parameter]) -> Iterator[tuple[int, int, int, int]]:
+    """(start, stop, group, steps): used neighbours with the same settings as one; the zeros between them stay zeros."""
+    for alike, run in groupby(segments, key=lambda s: (s.parameter in used, s.group, s.steps)):
+        pieces = list(run)
+        if alike[0]:
+            yield pieces[0].start, pieces[-1].stop, *alike[1:]
