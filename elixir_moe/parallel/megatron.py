@@ -1,0 +1,381 @@
+"""Megatron-core models as they are: patterns from its process groups and parameter attributes.
+
+Owns the reading of Megatron: which ranks it put together, which parameter it cut where, which ones are experts. Megatron
+is imported only when `annotate` is called, so this file may be imported without it.
+
+What Megatron leaves in `parameter.grad` before its own DistributedDataParallel touches it, and the pattern that says so
+(dp counts context parallelism in; P is the number of ranks of a pipeline stage)::
+
+    cut over tp                     the slice's gradient     replicate dp,     shard {tp: dim}     divisor dp
+    sequence-parallel, q/k norms    a part on each tp rank   replicate dp, tp, partial tp          divisor dp
+    anything else outside experts   all of it on each        replicate dp, tp                      divisor dp * tp
+    experts                         of the tokens sent here  replicate edp, shard {ep: 0, tp: dim} divisor dp
+
+Why dp for experts. A stage has P = dp * tp = edp * ep * etp ranks, and each token of the P / tp batches reaches one
+replica of its expert, with the gradient of that batch's own mean loss. The sum over edp collects all of them, and the
+mean over the batches is 1 / dp of it, whatever ep and etp are.
+
+What an expert is a slice of. Ranks along ep hold other experts under the same names, so its logical parameter is theirs
+stacked along dim 0, which the pattern algebra can say. `as_one_process` gives the names one process would use.
+"""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.parallel.annotate import _ATTRIBUTE, pattern_of, replicated_everywhere
+from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern, RankMesh
+
+TRIED = "0.16."
+"""Versions of megatron-core whose attributes are read here by test, not by hope."""
+_CUT = {"ColumnParallel": {"weight": 0, "bias": 0}, "RowParallel": {"weight": 1}, "VocabParallel": {"weight": 0}}
+"""By class: the tensor dim of each parameter that is cut over tensor-parallel ranks; ``weight0`` is a weight too."""
+_EXPERTS = ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
+_UNFIT = {
+    "gradient_accumulation_fusion": "it writes gradients to main_grad, which Megatron's own data parallelism owns",
+    "calculate_per_token_loss": "gradients are averaged over ranks here: return the mean loss of each micro-batch",
+    "delay_wgrad_compute": "weight gradients would come after the backward in which they are awaited",
+}
+"""Settings that move gradients past autograd."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """The ranks of this pipeline stage, twice: as dense layers see them and as experts do."""
+
+    dense: RankMesh
+    """("dp", "tp"); ``dp`` includes context parallelism."""
+    expert: RankMesh
+    """("edp", "ep", "tp"); ``tp`` is tensor parallelism inside an expert."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owned:
+    """A parameter under one of its names, with what Megatron says of it."""
+
+    name: str
+    parameter: nn.Parameter
+    owner: nn.Module
+    expert: bool
+    cut: int | None
+    """Tensor dim that is cut over tensor-parallel ranks."""
+    partial: bool
+    """Each tensor-parallel rank has a part of the gradient."""
+
+
+def annotate(model: nn.Module) -> None:
+    """Gives every parameter of a Megatron-core model (a pipeline stage of one) the pattern Megatron built it by.
+
+    Call it between building the model and `wrap`, with Megatron's ``initialize_model_parallel`` done before both and
+    without Megatron's DistributedDataParallel, whose place `wrap` takes. A pattern a parameter already has stays, if it
+    means the same. Not collective.
+
+    Warns once if this version of megatron-core has not been tried.
+
+    Raises:
+        ConfigError: model parallelism is not initialised; a setting that moves gradients past autograd.
+        LayoutError: the model was built on other process groups than Megatron has now; a pattern given by hand, or
+            another name of a tied parameter, contradicts Megatron's attributes; a weight shared by pipeline stages.
+    """
+    import megatron.core
+
+    if not megatron.core.__version__.startswith(TRIED):
+        warnings.warn(
+            f"megatron-core {megatron.core.__version__} has not been tried (only {TRIED}x has): compare a few steps "
+            f"with your own data parallelism before you trust it",
+            stacklevel=2,
+        )
+    for parameter, pattern in _derive(model).items():
+        setattr(parameter, _ATTRIBUTE, pattern_of(parameter, pattern))
+
+
+def check(model: nn.Module) -> None:
+    """Compares the patterns of a Megatron-core model with Megatron's attributes; does nothing for other models.
+
+    Raises:
+        LayoutError: a parameter's pattern, or the lack of one, contradicts them.
+    """
+    core: ModuleType | None = sys.modules.get("megatron.core.parallel_state")
+    if core is None or not core.model_parallel_is_initialized():
+        return
+    if any(_of_megatron(type(module)) for module in model.modules()):
+        _derive(model, complete=True)
+
+
+def as_one_process(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`state`, as `full_state_dict` gave it for an annotated Megatron model, as one process would name and order it.
+
+    Experts get their number among all of the layer, and what Megatron cut in strides (gate and up of a gated MLP) is put
+    back together. Layers keep the numbers of their pipeline stage. Local.
+    """
+    whole: dict[str, Tensor] = {}
+    found = {item.name: item for item in _owned(model)}
+    for name, value in state.items():
+        item = found.get(name)
+        pattern = None if item is None else pattern_of(item.parameter)
+        if item is None or pattern is None:
+            whole[name] = value
+        elif not item.expert:
+            whole[name] = _unstride(value, item, pattern)
+        elif "weight1" in name or "weight2" in name:
+            whole[name] = _ungroup(value, item, pattern)
+        else:
+            ep = pattern.mesh.size(EXPERT_AXIS)
+            for rank, part in enumerate(value.chunk(ep)):
+                whole[_renumber(model, item, rank)] = _unstride(part, item, pattern)
+    return whole
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def _derive(model: nn.Module, *, complete: bool = False) -> dict[nn.Parameter, Pattern]:
+    """The pattern of each parameter; raises with all that does not fit together."""
+    _refuse_settings(model)
+    grid = _grid()
+    problems = list(_foreign_groups(model, grid))
+    patterns: dict[nn.Parameter, tuple[str, Pattern]] = {}
+    for item in _owned(model):
+        problems += _contradictions(item, grid)
+        pattern = _pattern(item, grid)
+        first, chosen = patterns.setdefault(item.parameter, (item.name, pattern))
+        if chosen != pattern:
+            problems.append(
+                f"parameter {item.name!r} is tied to {first!r}, which has another pattern ({chosen}, not {pattern}): "
+                f"one tensor has one pattern"
+            )
+        given = pattern_of(item.parameter, replicated_everywhere() if complete else pattern)
+        assert given is not None
+        if _meaning(given) != _meaning(pattern):
+            problems.append(
+                f"parameter {item.name!r} has the {given}, but Megatron built it by {pattern}: leave it to "
+                f"em.megatron.annotate(model)"
+            )
+    if problems:
+        raise LayoutError("Megatron model: " + "\n  ".join(problems))
+    return {parameter: pattern for parameter, (_, pattern) in patterns.items()}
+
+
+def _grid() -> Grid:
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        raise ConfigError(
+            "Megatron's model parallelism is not initialised: call parallel_state.initialize_model_parallel(...) before "
+            "the model is built"
+        )
+    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    dense = _mesh(
+        dp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        tp=parallel_state.get_tensor_model_parallel_group(),
+    )
+    expert = _mesh(
+        edp=parallel_state.get_expert_data_parallel_group(),
+        ep=parallel_state.get_expert_model_parallel_group(),
+        tp=parallel_state.get_expert_tensor_parallel_group(),
+    )
+    for mesh in (dense, expert):
+        if sorted(mesh.ranks) != sorted(dist.get_process_group_ranks(stage)):
+            raise LayoutError(
+                f"Megatron's process groups do not form a grid: {dict(zip(mesh.axes, mesh.sizes, strict=True))} gives "
+                f"ranks {mesh.ranks}, its stage has {sorted(dist.get_process_group_ranks(stage))}"
+            )
+    return Grid(dense=dense, expert=expert)
+
+
+def _mesh(**axes: dist.ProcessGroup) -> RankMesh:
+    """The mesh whose axes through this rank are these process groups: all groups of one kind are shifts of each other."""
+    rank = dist.get_rank()
+    along = {axis: dist.get_process_group_ranks(group) for axis, group in axes.items()}
+    ranks = [rank]
+    for members in along.values():
+        ranks = [start + member - rank for start in ranks for member in members]
+    return RankMesh(axes=tuple(axes), sizes=tuple(map(len, along.values())), ranks=tuple(ranks), rank=rank)
+
+
+def _owned(model: nn.Module) -> Iterator[Owned]:
+    """Every parameter under every name."""
+    experts = {id(p) for m in model.modules() if _named_so(type(m), _EXPERTS) for p in m.parameters()}
+    for path, owner in model.named_modules():
+        split_heads = path.endswith(("q_layernorm", "k_layernorm")) and not _inside_latent_attention(model, path)
+        for name, parameter in owner.named_parameters(recurse=False):
+            yield Owned(
+                name=f"{path}.{name}".lstrip("."),
+                parameter=parameter,
+                owner=owner,
+                expert=id(parameter) in experts or not getattr(parameter, "allreduce", True),
+                cut=_cut(owner, name, parameter),
+                partial=split_heads or bool(getattr(parameter, "sequence_parallel", False)),
+            )
+
+
+def _inside_latent_attention(model: nn.Module, path: str) -> bool:
+    """Multi-latent attention norms what all heads share; elsewhere each rank norms the queries of its own heads."""
+    parent = model.get_submodule(path.rpartition(".")[0])
+    return path.endswith("kv_layernorm") or _named_so(type(parent), ("MultiLatentAttention",))
+
+
+def _pattern(item: Owned, grid: Grid) -> Pattern:
+    mesh = grid.expert if item.expert else grid.dense
+    cut = {} if item.cut is None else {"tp": item.cut}
+    if item.expert:
+        return Pattern(
+            mesh,
+            replicate=("edp",) if cut else ("edp", "tp"),
+            shard={EXPERT_AXIS: 0, **cut},
+            divisor=grid.dense.size("dp"),
+        )
+    if cut:
+        return Pattern(mesh, replicate=("dp",), shard=cut)
+    return Pattern(mesh, replicate=("dp", "tp"), partial=("tp",) if item.partial else ())
+
+
+def _cut(owner: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
+    """By class where it is known: without initialisation Megatron sets no attributes, Transformer Engine always does."""
+    if _named_so(type(owner), ("GroupedMLP",)):
+        return {"weight1": 1, "weight2": 0}.get(name)
+    for kind, dims in _CUT.items():
+        if any(kind in cls.__name__ for cls in _megatron_classes(type(owner))):
+            return dims.get(name.rstrip("0123456789"))
+    if _named_so(type(owner), ("TELinear",)):
+        return {"column": 0, "row": 1}.get(owner.parallel_mode or "") if name.startswith("weight") else None
+    return _attribute(parameter)
+
+
+def _attribute(parameter: nn.Parameter) -> int | None:
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+
+
+def _megatron_classes(kind: type) -> list[type]:
+    return [cls for cls in kind.__mro__ if _of_megatron(cls)]
+
+
+def _of_megatron(kind: type) -> bool:
+    return kind.__module__.startswith("megatron.core.")
+
+
+def _named_so(kind: type, names: tuple[str, ...]) -> bool:
+    return any(cls.__name__ in names for cls in _megatron_classes(kind))
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def _refuse_settings(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "ddp_config"):
+            raise ConfigError(
+                f"module {name or type(module).__name__!r} is in Megatron's own data parallelism: pass the bare model, "
+                f"em.wrap takes its place"
+            )
+        config = getattr(module, "config", None)
+        for setting, why in _UNFIT.items():
+            if getattr(config, setting, False) and config is not None and _of_megatron(type(config)):
+                raise ConfigError(f"{type(config).__name__}.{setting} is on, but {why}: set {setting}=False")
+
+
+def _foreign_groups(model: nn.Module, grid: Grid) -> Iterator[str]:
+    """Modules that were built on other process groups than Megatron has now."""
+    experts = {id(m) for e in model.modules() if _named_so(type(e), _EXPERTS) for m in e.modules()}
+    for name, module in model.named_modules():
+        if not _of_megatron(type(module)) or not any(True for _ in module.parameters()):
+            continue
+        for attribute, axis in (("tp_group", "tp"), ("ep_group", EXPERT_AXIS)):
+            if not hasattr(module, attribute):
+                continue
+            mesh = grid.expert if id(module) in experts or axis == EXPERT_AXIS else grid.dense
+            built, now = _ranks(getattr(module, attribute)), mesh.ranks_along((axis,))
+            if built != now:
+                yield (
+                    f"module {name or type(module).__name__!r} was built with {attribute} {built or 'none'}, Megatron's "
+                    f"is {list(now)} now: call initialize_model_parallel(...) once, before the model is built"
+                )
+
+
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The ranks of a process group; none if there is none or it has been destroyed."""
+    alive = group is not None and group in dist.distributed_c10d._world.pg_group_ranks
+    return tuple(dist.get_process_group_ranks(group)) if alive else ()
+
+
+def _contradictions(item: Owned, grid: Grid) -> Iterator[str]:
+    stated = _attribute(item.parameter)
+    if stated is not None and item.cut is not None and stated != item.cut:
+        yield (
+            f"parameter {item.name!r} says partition_dim={stated}, but {type(item.owner).__name__} cuts it on dim "
+            f"{item.cut}"
+        )
+    if item.cut is not None and item.cut >= item.parameter.dim():
+        yield f"parameter {item.name!r} {tuple(item.parameter.shape)} has no dim {item.cut} to be cut on"
+    if item.expert and item.cut is None and grid.expert.size("tp") > 1:
+        yield (
+            f"parameter {item.name!r} of an expert is not cut over the {grid.expert.size('tp')} tensor-parallel ranks "
+            f"inside experts: each of them would add it once"
+        )
+    if getattr(item.parameter, "shared_embedding", False) or getattr(item.parameter, "pipeline_parallel", False):
+        yield (
+            f"parameter {item.name!r} is shared by several pipeline stages, which shard their parameters each for "
+            f"itself: build the model with share_embeddings_and_output_weights=False, or without pipeline stages"
+        )
+
+
+def _meaning(pattern: Pattern) -> tuple[Any, ...]:
+    """What a pattern says whatever its axes are called."""
+    mesh = pattern.mesh
+    cuts = [(mesh.ranks_along((axis,)), dim) for axis, dim in pattern.shard if mesh.size(axis) > 1]
+    return pattern.replicate_ranks, pattern.gradient_divisor, tuple(cuts)
+
+
+# ------------------------------------------------------------------------------------------------- back to one process
+
+
+def _renumber(model: nn.Module, item: Owned, rank: int) -> str:
+    """The name one process gives to what rank `rank` of ep holds under this name."""
+    parts = item.name.split(".")
+    if "local_experts" in parts:  # SequentialMLP: a list of modules
+        at = parts.index("local_experts") + 1
+        local = len(list(model.get_submodule(".".join(parts[:at])).children()))
+        parts[at] = str(rank * local + int(parts[at]))
+        return ".".join(parts)
+    stem = item.name.rstrip("0123456789")  # TEGroupedMLP: weight0, weight1, ... of one module
+    if stem == item.name:
+        return item.name
+    local = int(item.owner.num_gemms)  # type: ignore[arg-type]
+    return f"{stem}{rank * local + int(item.name[len(stem) :])}"
+
+
+def _unstride(value: Tensor, item: Owned, pattern: Pattern) -> Tensor:
+    """Puts together what each tensor-parallel rank holds several pieces of."""
+    stride = getattr(item.parameter, "partition_stride", 1)
+    if item.cut is None or stride == 1:
+        return value
+    pieces = [part.chunk(stride, item.cut) for part in value.chunk(pattern.mesh.size("tp"), item.cut)]
+    return torch.cat([piece for several in zip(*pieces, strict=True) for piece in several], item.cut)
+
+
+def _ungroup(value: Tensor, item: Owned, pattern: Pattern) -> Tensor:
+    """GroupedMLP: one matrix in whose memory the experts lie one behind the other."""
+    owner: Any = item.owner
+    ep, tp, local = pattern.mesh.size(EXPERT_AXIS), pattern.mesh.size("tp"), owner.num_local_experts
+    hidden = owner.config.hidden_size
+    assert item.cut is not None
+    of_ranks = []
+    for mine in value.chunk(ep):
+        parts = [part.contiguous().view(local, -1) for part in mine.chunk(tp, item.cut)]
+        if item.cut == 0:
+            of_ranks.append(torch.cat([part.view(local, -1, hidden) for part in parts], 1).reshape(-1, hidden))
+        else:
+            gates = 2 if owner.config.gated_linear_unit else 1
+            pieces = [part.view(local, hidden, -1).chunk(gates, 2) for part in parts]
+            joined = torch.cat([piece for several in zip(*pieces, strict=True) for piece in several], 2)
+            of_ranks.append(joined.reshape(-1))
+    whole = torch.cat(of_ranks)
+    return whole if item.cut == 0 else whole.view(hidden, -1)
