@@ -92,7 +92,6 @@ class Hooks:
         self._depth = 0
         self._training = False
         self._saving: saved_tensors_hooks | None = None
-        self._last_entered: dict[Unit, int] = {}
         self._left: dict[Unit, int] = {}
         self._reset()
         self._install(model)
@@ -114,15 +113,20 @@ class Hooks:
                 parameter.register_post_accumulate_grad_hook(self._landed)
 
     def _reset(self) -> None:
-        """Forgets the forward and backward under way."""
+        """Forgets the forwards and backwards of a step."""
         self._clock = 0
         self._entered: dict[Unit, int] = {}
-        self._reached: set[tuple[Unit, int]] = set()
+        self._last_entered: dict[Unit, int] = {}
         self._entries: list[int] = []
+        self._unrecomputed: Counter[Unit] = Counter()
+        self._round_is_open = False
+        self._reset_backward()
+
+    def _reset_backward(self) -> None:
+        self._backward = False
+        self._reached: set[tuple[Unit, int]] = set()
         self._engaged: set[Unit] = set()
         self._holds: list[tuple[int, tuple[int, ...]]] = []
-        self._unrecomputed: Counter[Unit] = Counter()
-        self._backward = False
 
     # ------------------------------------------------------------------------------------------------------- forward
 
@@ -266,11 +270,12 @@ class Hooks:
         if self._backward:
             return
         self._backward = True
+        self._round_is_open = torch._C._autograd._get_current_graph_task_keep_graph()
         self._entered = self._entered or dict(self._last_entered)
         self._last_entered = dict(self._entered)
         first_use: dict[int, int] = {}
         pending: dict[int, set[int]] = {}
-        for unit, position in self._entered.items():
+        for unit, position in self._entered.items() if self._accumulates() else ():
             for chunk, index in unit.slots:
                 if self._scheduler.chunks[chunk].spec.key.trainable:
                     first_use[chunk] = min(first_use.get(chunk, position), position)
@@ -278,6 +283,23 @@ class Hooks:
         order = sorted(first_use, key=lambda chunk: (first_use[chunk], chunk), reverse=True)
         self._scheduler.begin_backward(order, pending)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _accumulates(self) -> bool:
+        """Whether this backward brings gradients of parameters: that of `torch.autograd.grad` does not."""
+        slots = (slot for unit in reversed(self._entered) for slot in unit.slots)
+        parameters = (self._scheduler.chunks[chunk].parameters[index] for chunk, index in slots)
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    view = parameter.view_as(parameter).grad_fn
+                    assert view is not None
+                    node = view.next_functions[0][0]
+                    try:
+                        if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
+                            return True
+                    except RuntimeError:  # what torch says of a parameter that autograd.grad was asked about
+                        return False
+        return False
 
     def _reach(self, unit: Unit, entered: int, left: int) -> None:
         """Backward has come to a call of `unit` that forward entered and left at these numbers."""
@@ -329,8 +351,11 @@ class Hooks:
     def _end_backward(self) -> None:
         self._pass(-2)
         self._scheduler.finish_backward()
-        self._adopt_schedule()
-        self._reset()
+        if self._round_is_open:  # the graph is kept: another backward through it may come
+            self._entered = dict(self._last_entered)
+        else:
+            self._adopt_schedule()
+        self._reset_backward()
 
     # ------------------------------------------------------------------------------------------------------ schedule
 
@@ -360,10 +385,11 @@ class Hooks:
     def updated(self) -> None:
         """The optimizer has written new values: drops what is gathered and starts a new step."""
         self._scheduler.invalidate()
+        if self._round_is_open:
+            self._adopt_schedule()
         self._scheduler.trace.clear()
         self._scheduler.cache.rewind()
         self._reset()
-        self._last_entered = {}
         self.updates += 1
 
 

@@ -24,7 +24,7 @@ from elixir_moe.parallel import megatron
 from tests.parity import ROWS, STEPS, make_optimizer, tokens
 
 VOCAB, SEQ, HIDDEN, HEADS, FFN, EXPERT_FFN = 32, 8, 16, 4, 32, 24
-CHUNK = 1024
+CHUNK = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,9 @@ def build(case: Case, config: Any = None) -> nn.Module:
         position_embedding_type="learned_absolute",
     )
     for module in model.modules():
-        if getattr(module, "is_expert", False):  # else an expert's bias is added in place to a view, which torch refuses
+        if getattr(
+            module, "is_expert", False
+        ):  # else an expert's bias is added in place to a view, which torch refuses
             module.explicit_expert_comm = True
     return model
 
@@ -352,6 +354,7 @@ def wrapped(
         result["loss"] = (losses / dist.get_world_size()).tolist()
         result["state"] = megatron.as_one_process(model, em.full_state_dict(model))
         result["statistics"] = optimizer.statistics().as_dict()
+        result["least_blocks"] = optimizer.schedule.least_blocks()
         result["chunks"] = len(optimizer.layout.cached)
         optimizer.close()
         return result

@@ -251,8 +251,8 @@ def test_gathered_parameters_are_views_and_gradients_overwrite_them(chunk: Chunk
     assert weight.data_ptr() == chunk.buffer.data_ptr()
     assert weight.untyped_storage().nbytes() == 16 * 4, "its own storage, not the block's"
     assert bias.tolist() == [16.0, 17.0, 18.0], "the second parameter starts on the next line"
-    chunk.write_gradient(1, torch.full((3,), 7.0), final=True)
-    chunk.write_gradient(1, torch.full((3,), 1.0), final=True)
+    chunk.write_gradient(1, torch.full((3,), 7.0))
+    chunk.write_gradient(1, torch.full((3,), 1.0))
     sent = block.wire(chunk.spec)
     assert sent[16:19].tolist() == [8.0] * 3
     chunk.complete_gradients(block)
@@ -268,7 +268,8 @@ def test_a_gradient_waits_while_somebody_reads_its_parameter(chunk: Chunk, reade
     view = chunk.parameters[0].detach()[1:] if reader == "view" else None
     chunk.readers[0] += reader == "saved"
     for value in (2.0, 3.0):
-        chunk.write_gradient(0, torch.full((4, 4), value), final=reader != "unfinished")
+        put = chunk.delay_gradient if reader == "unfinished" else chunk.write_gradient
+        put(0, torch.full((4, 4), value))
     sent = block.wire(chunk.spec)
     assert sent[:16].tolist() == list(range(16)), "still the values"
     del view
@@ -280,8 +281,8 @@ def test_a_gradient_waits_while_somebody_reads_its_parameter(chunk: Chunk, reade
 def test_a_reader_that_outlives_the_chunk_keeps_the_values(chunk: Chunk) -> None:
     block = gather(chunk)
     view = chunk.parameters[0].detach()
-    chunk.write_gradient(0, torch.full((4, 4), 2.0), final=True)
-    chunk.write_gradient(1, torch.full((3,), 4.0), final=True)
+    chunk.write_gradient(0, torch.full((4, 4), 2.0))
+    chunk.write_gradient(1, torch.full((3,), 4.0))
     chunk.complete_gradients(block)
     assert view.flatten().tolist() == list(range(16))
     sent = block.wire(chunk.spec)
@@ -294,7 +295,7 @@ def test_gradients_are_zero_between_and_behind_parameters(chunk: Chunk) -> None:
     block = gather(chunk)
     block.wire(chunk.spec)[torch.arange(chunk.spec.numel) >= 19] = 0  # as a gather from zeroed homes leaves it
     for index, parameter in enumerate(chunk.parameters):
-        chunk.write_gradient(index, torch.ones_like(parameter), final=True)
+        chunk.write_gradient(index, torch.ones_like(parameter))
     chunk.complete_gradients(block)
     assert block.wire(chunk.spec).sum() == 16 + 3
 

@@ -103,7 +103,8 @@ class Chunk:
         """By index into `parameters`: saved tensors of this backward that will be rebuilt from the block."""
         self.exposed = False
         """User code has an untracked view (``parameter.data``), through which it may write."""
-        self._delayed: dict[int, torch.Tensor] = {}
+        self.delayed: dict[int, torch.Tensor] = {}
+        """By index into `parameters`: gradients that wait beside the block."""
         self._version = 0
         self._sole_uses = storage_uses(torch.zeros(1))
         self._placeholder = placeholder
@@ -155,21 +156,23 @@ class Chunk:
         """What was written is at home."""
         self._version, self.exposed = self._versions(), False
 
-    def write_gradient(self, index: int, gradient: torch.Tensor, *, final: bool) -> None:
+    def write_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Puts the gradient of parameter `index` in the place of its values, or adds it to what is there.
 
-        It waits beside the block if it is not `final`, or while somebody still reads the values: a detached use, a
-        retained graph, a graph of the gradient itself.
+        It waits beside the block while somebody still reads the values: a detached use, a retained graph, a graph of
+        the gradient itself.
         """
-        if index in self._delayed:
-            self._delayed[index] = self._delayed[index] + gradient
+        if index in self.delayed or (index not in self.landed and (self.readers[index] or self._in_use(index))):
+            self.delay_gradient(index, gradient)
         elif index in self.landed:
             self.view(index).add_(gradient)
-        elif not final or self.readers[index] or self._in_use(index):
-            self._delayed[index] = gradient
         else:
             self.view(index).copy_(gradient)
             self.landed.add(index)
+
+    def delay_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        """Keeps the gradient of parameter `index` beside the block, which need not be there."""
+        self.delayed[index] = self.delayed[index] + gradient if index in self.delayed else gradient
 
     def complete_gradients(self, block: Block) -> None:
         """Leaves a gradient or zeros in every parameter's place of the block; parameters let go of it."""
@@ -177,8 +180,8 @@ class Chunk:
         self.release()
         self.buffer = block.unread(self.buffer)
         for index in range(len(self.parameters)):
-            if index in self._delayed:
-                self.view(index).copy_(self._delayed.pop(index))
+            if index in self.delayed:
+                self.view(index).copy_(self.delayed.pop(index))
             elif index not in self.landed:
                 self.view(index).zero_()
         self.landed.clear()

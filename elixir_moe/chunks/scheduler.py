@@ -209,6 +209,11 @@ class Scheduler:
             final: nothing in this backward will ask for the parameter's values, or add to the gradient, any more.
         """
         chunk = self.chunks[index]
+        if gradient is not None:
+            self.used.add(chunk.parameters[position])
+            if not final:
+                chunk.delay_gradient(position, gradient)
+                return
         self._settle(chunk)
         borrowed = chunk.state in (ChunkState.SHARDED, ChunkState.GATHERING)
         if borrowed:
@@ -223,10 +228,8 @@ class Scheduler:
             self.release((index,), tracked=True)
         if gradient is not None:
             with torch.no_grad():
-                chunk.write_gradient(position, gradient, final=final)
-            self.used.add(chunk.parameters[position])
-        if final:
-            self.expect_no_more(index, position)
+                chunk.write_gradient(position, gradient)
+        self.expect_no_more(index, position)
 
     def awaits(self, index: int, position: int) -> bool:
         """Whether the gradient of parameter `position` of chunk `index` is still expected."""
@@ -247,6 +250,8 @@ class Scheduler:
             waiting.clear()
         self.expect_no_more(-1, -1)
         for chunk in reversed(self.chunks):
+            if chunk.delayed and chunk.state is not ChunkState.GRADIENT:
+                self.add_gradient(chunk.spec.index, min(chunk.delayed), None, who="the end of backward")
             if chunk.state is ChunkState.GRADIENT:
                 self._reduce_chunk(chunk)
         self._pending = {}
@@ -286,6 +291,7 @@ class Scheduler:
         """Forgets the gradients of a backward that failed; those that have landed at home stay."""
         self.drain()
         for chunk in self.chunks:
+            chunk.delayed.clear()
             if chunk.state is ChunkState.GRADIENT:
                 self._disown(chunk)
                 with torch.no_grad():
