@@ -59,8 +59,7 @@ class Packed:
         self._readers[index] += 1
 
     def __del__(self) -> None:
-        if hasattr(self, "_readers"):  # torch.compile may trace the making of one, and drop it half made
-            self._readers[self.index] -= 1
+        self._readers[self.index] -= 1
 
     def view(self) -> torch.Tensor:
         """The tensor, as a view of the parameter where it is gathered now."""
@@ -106,8 +105,11 @@ class Hooks:
                 continue
             if any(True for _ in module.parameters()):
                 unit = units.get(id(module))
-                module.register_forward_pre_hook(partial(self._enter, unit))
-                module.register_forward_hook(partial(self._leave, unit), always_call=True)
+                enter, leave = partial(self._enter, unit), partial(self._leave, unit)
+                if module._compiled_call_impl is not None:  # the compiled call runs the hooks too
+                    enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
+                module.register_forward_pre_hook(enter)
+                module.register_forward_hook(leave, always_call=True)
         for parameter in self._slot_of:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._landed)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.chunk import Chunk
+from elixir_moe.chunks.collectives import naming_failures
 from elixir_moe.chunks.layout import Layout
 from elixir_moe.chunks.plan import Footprint, Plan
 from elixir_moe.chunks.policy import Schedule
@@ -183,7 +184,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Destroys the process groups `wrap` made; model and optimizer are of no use afterwards. Collective."""
+        if self._scheduler.closed:
+            return
         self._scheduler.drain()
+        self._scheduler.closed = True
         dist.barrier(group=self._control)  # a group destroyed while a peer still joins it fails there
         for group in self._groups.values():
             dist.destroy_process_group(group)
@@ -211,6 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """One small all-reduce: the sum of squares, and who got a gradient. Done once between two updates."""
         if self._facts is not None and not self._scheduler.in_flight:
             return self._facts
+        self._scheduler.check_open()
         self._check_backwards()
         self._scheduler.flush()
         self._scheduler.drain()
@@ -223,7 +228,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             [squares, *(float(p in self._scheduler.used) for p in self._parameters)], dtype=torch.float64
         )
         if dist.get_world_size(self._control) > 1:
-            dist.all_reduce(votes, group=self._control)
+            with naming_failures("the all-reduce of the gradient norm over all ranks"):
+                dist.all_reduce(votes, group=self._control)
         squares, *used = votes.tolist()
         self._facts = Facts(norm=squares**0.5, used={p for p, n in zip(self._parameters, used, strict=True) if n})
         return self._facts

@@ -51,6 +51,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     if wrapped is None:
         raise ConfigError("full_state_dict needs a model that went through wrap; use model.state_dict() on a plain one")
     full: dict[nn.Parameter, torch.Tensor] = {}
+    wrapped.scheduler.check_open()
     wrapped.scheduler.flush()
     for chunk in wrapped.scheduler.chunks:
         source = (chunk.home.compute if chunk.home.master is None else chunk.home.master).cpu()

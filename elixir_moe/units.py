@@ -67,6 +67,7 @@ def _is_callable(module: nn.Module) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
+    """By ``torch.compile(module)`` or ``module.compile()``."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 

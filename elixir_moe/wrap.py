@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.chunk import Chunk, Placeholder
-from elixir_moe.chunks.collectives import build_communicators, make_groups
+from elixir_moe.chunks.collectives import build_communicators, make_groups, world_timeout
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.layout import Layout, build_layout
 from elixir_moe.chunks.plan import Plan, footprint
@@ -32,6 +32,7 @@ from elixir_moe.units import Call, expected_schedule, find_units, order_of_first
 from elixir_moe.updates import check_optimizer, moments_of
 
 M = TypeVar("M", bound=nn.Module)
+_TRAINED_IN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def wrap(
@@ -69,14 +70,10 @@ def wrap(
         ConfigError: the optimizer is not elementwise, has been stepped, or does not belong to the model.
         TierError: host memory is too small.
     """
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"plan={plan!r}: expected an em.Plan, such as em.Plan.zero2()")
+    _check_arguments(model, optimizer, plan, sample, step, compute_dtype)
+    device = _device(device)
     if not dist.is_initialized():
         init_mesh()
-    _check_optimizer(model, optimizer)
-    device = _device(device)
-    if (step is None) != (sample is None):
-        raise ConfigError("sample and step go together: step(model, sample) is run to learn the order of first use")
     calls = registered_calls(model) if step is None else traced_calls(model, step, sample)
     parameters = _parameters(model, order_of_first_use(model, calls))
     specs = [_spec(name, p, tied, compute_dtype) for name, p, tied in parameters]
@@ -108,7 +105,7 @@ def wrap(
     staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
     scheduler = Scheduler(chunks, cache, rcache, staging, device, statistics)
     hooks = Hooks(model, scheduler, placeholder)
-    control = dist.new_group(backend="gloo")
+    control = dist.new_group(backend="gloo", timeout=world_timeout())
     groups = make_groups(groups_needed(model, layout.chunks), backend="gloo")
     model.elixir = Wrapped(scheduler=scheduler, groups=groups, keys=keys)  # type: ignore[assignment]
     refuse_plain_state_dicts(model)
@@ -117,23 +114,41 @@ def wrap(
     return model, sharded
 
 
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_arguments(
+    model: Any, optimizer: Any, plan: Any, sample: Any, step: Any, compute_dtype: torch.dtype | None
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"wrap needs a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"wrap needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, ShardedOptimizer) or hasattr(model, "elixir"):
-        raise ConfigError("this model or optimizer is wrapped already: call wrap once")
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan={plan!r}: expected an em.Plan, such as em.Plan.zero2()")
+    if (step is None) != (sample is None):
+        raise ConfigError("sample and step go together: step(model, sample) is run to learn the order of first use")
+    if step is not None and not callable(step):
+        raise ConfigError(f"step={step!r}: expected a function of model and batch")
+    if compute_dtype not in (None, *_TRAINED_IN):
+        raise ConfigError(f"compute_dtype={compute_dtype!r}: expected one of {_TRAINED_IN}, or None")
+    if isinstance(optimizer, ShardedOptimizer) or any(hasattr(module, "elixir") for module in model.modules()):
+        raise ConfigError("this model, a part of it or the optimizer is wrapped already: call wrap once, on the whole")
     check_optimizer(optimizer)
     names = {p: name for name, p in model.named_parameters()}
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p not in names for p in given):
+    given = {p for group in optimizer.param_groups for p in group["params"]}
+    if not given <= names.keys():
         raise ConfigError("the optimizer has parameters that are not the model's: build it from model.parameters()")
-    missing = [name for p, name in names.items() if p.requires_grad and p not in set(given)]
+    missing = [name for p, name in names.items() if p.requires_grad and p not in given]
     if missing:
         raise ConfigError(f"trainable parameters are in no param_group of the optimizer: {missing}; add or freeze them")
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    available = {"cpu": 1, "cuda": torch.cuda.device_count()}
+    try:
+        chosen = torch.device(device or ("cuda" if available["cuda"] else "cpu"))
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r}: {error}") from error
+    if (chosen.index or 0) >= available.get(chosen.type, 0):
+        raise ConfigError(f"device={device!r}: this machine has {available['cuda']} GPUs, and the CPU")
     if chosen.type != "cuda":
         return chosen
     if chosen.index is not None:
@@ -155,7 +170,7 @@ def _parameters(model: nn.Module, order: list[nn.Parameter]) -> list[tuple[str, 
 def _spec(name: str, parameter: nn.Parameter, tied: bool, compute_dtype: torch.dtype | None) -> ParamSpec:
     pattern = pattern_of(parameter) or replicated_everywhere()
     dtype = pattern.dtype or (compute_dtype if parameter.is_floating_point() else None) or parameter.dtype
-    if parameter.requires_grad and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if parameter.requires_grad and dtype not in _TRAINED_IN:
         raise LayoutError(
             f"parameter {name!r} would be trained in {dtype}, but master shards are float32: convert it, or pass "
             f"compute_dtype"

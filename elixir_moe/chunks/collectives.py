@@ -8,19 +8,26 @@ peer, in place, and a reduce-scatter is an all-to-all into a staging buffer and 
 in fp32 whatever travels, in rank order.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from elixir_moe.errors import ElixirError
+
 
 class Ticket:
     """The end of an operation in flight. `wait` orders the current stream (on CPU, the host) after it."""
 
-    def __init__(self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None, *, what: str = "a collective"
+    ) -> None:
         self._works = list(works)
         self._finish = finish
+        self._what = what
         self._event: torch.cuda.Event | None = None
 
     def mark(self, stream: "torch.cuda.Stream") -> None:
@@ -31,8 +38,10 @@ class Ticket:
     def wait(self) -> None:
         """Orders the caller after the operation; a second wait costs nothing."""
         works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        if works:
+            with naming_failures(self._what):
+                for work in works:
+                    work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -56,6 +65,7 @@ class Communicator:
         self.rank = dist.get_rank()
         self.size = len(ranks)
         self.index = ranks.index(self.rank) if self.size > 1 else 0
+        self._reduction = f"the reduction of a chunk of gradients over ranks {ranks}"
         self._tag = 0
         self._groups = list(groups)
         self._gather_group: dist.ProcessGroup | None = None
@@ -80,7 +90,7 @@ class Communicator:
             to, source = (self.index + step) % self.size, (self.index - step) % self.size
             works.append(dist.irecv(slices[source], self.ranks[source], group=self._gather_group, tag=self._tag))
             works.append(dist.isend(slices[self.index], self.ranks[to], group=self._gather_group, tag=self._tag))
-        return Ticket(works)
+        return Ticket(works, what=f"the all-gather of a chunk over ranks {self.ranks}")
 
     def reduce_scatter(
         self, buffer: torch.Tensor, staging: torch.Tensor | None, land: Callable[[torch.Tensor], None]
@@ -106,14 +116,14 @@ class Communicator:
         arriving, leaving = received.view(torch.uint8), slices.view(torch.uint8)
         if self.size > 2:
             work = dist.all_to_all_single(arriving, leaving, group=self._reduce_group, async_op=True)
-            return Ticket([work], lambda: land(torch.sum(received, 0)))
+            return Ticket([work], lambda: land(torch.sum(received, 0)), what=self._reduction)
         # Of two ranks each needs one slice of the other; its own is read where it lies, and the sum needs no memory.
         own, theirs, peer = slices[self.index], received[1 - self.index], self.ranks[1 - self.index]
         works = [
             dist.irecv(arriving[1 - self.index], peer, group=self._reduce_group),
             dist.isend(leaving[1 - self.index], peer, group=self._reduce_group),
         ]
-        return Ticket(works, lambda: land(theirs.add_(own)))
+        return Ticket(works, lambda: land(theirs.add_(own)), what=self._reduction)
 
     def all_reduce(self, buffer: torch.Tensor, land: Callable[[torch.Tensor], None]) -> Ticket:
         """Sums `buffer` over the ranks in place and gives it to `land`."""
@@ -125,7 +135,7 @@ class Communicator:
             land(buffer)
             return Ticket()
         work = dist.all_reduce(buffer, group=self._reduce_group, async_op=True)
-        return Ticket([work], lambda: land(buffer))
+        return Ticket([work], lambda: land(buffer), what=self._reduction)
 
     def close(self) -> None:
         """Destroys the process groups."""
@@ -137,6 +147,18 @@ class Communicator:
         """Gives every rank the first rank's `buffer`; blocks."""
         if self.size > 1:
             dist.broadcast(buffer.view(torch.uint8), self.ranks[0], group=self._gather_group)
+
+
+@contextmanager
+def naming_failures(what: str) -> Iterator[None]:
+    """Turns the failure of a collective into an ElixirError that says which one it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ElixirError(
+            f"{what} failed on rank {dist.get_rank()}: {error}. Another rank has stopped, or runs other modules: every "
+            f"rank must call the same modules, and read the same parameters, in the same order"
+        ) from error
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -153,6 +175,13 @@ def build_communicators(wanted: Iterable[tuple[int, ...]], device: torch.device)
     return {ranks: several.get(ranks) or Communicator(ranks) for ranks in wanted}
 
 
+def world_timeout() -> timedelta:
+    """After how long collectives of the default process group give up: those of the library do so too."""
+    options = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
+    timeout: timedelta = options._timeout
+    return timeout
+
+
 def make_groups(
     wanted: Iterable[tuple[int, ...]], backend: str | None = None
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -164,5 +193,5 @@ def make_groups(
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sorted(mine))
     union = sorted({tuple(ranks) for theirs in everyone for ranks in theirs})
-    made = {ranks: dist.new_group(list(ranks), backend=backend) for ranks in union}
+    made = {ranks: dist.new_group(list(ranks), backend=backend, timeout=world_timeout()) for ranks in union}
     return {ranks: group for ranks, group in made.items() if ranks in mine}

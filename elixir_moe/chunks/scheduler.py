@@ -24,7 +24,7 @@ from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.policy import CacheState, Entry, Load, Verb
 from elixir_moe.chunks.rcache import Block, RCache
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.errors import PlanError
+from elixir_moe.errors import ConfigError, PlanError
 
 _NO_STREAM = nullcontext()
 _LONGEST_TRACE = 1 << 20
@@ -46,6 +46,8 @@ class Scheduler:
         self.chunks = chunks
         self.cache = cache
         self.statistics = statistics
+        self.closed = False
+        """The process groups are gone."""
         self.compare_all = True
         """Look for writes that leave no trace (``parameter.data``) in every chunk, not only in exposed ones."""
         self.trace: list[Entry] = []
@@ -116,8 +118,14 @@ class Scheduler:
                 self._reshard(self.chunks[load.evicted])
             self._gather(self.chunks[load.chunk], self._rcache.blocks[load.block])
 
+    def check_open(self) -> None:
+        """Raises ConfigError after ``optimizer.close()``."""
+        if self.closed:
+            raise ConfigError("optimizer.close() was called: the model cannot run any more; wrap a new one")
+
     def _gather(self, chunk: Chunk, block: Block) -> None:
         """Starts filling `block`: our shard from its home, then the others' shards."""
+        self.check_open()
         with torch.inference_mode(False), torch.no_grad(), self._on(self._fetch):
             self._settle(chunk)
             chunk.transition(ChunkState.GATHERING)

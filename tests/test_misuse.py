@@ -1,0 +1,171 @@
+"""What goes wrong with plain torch habits is said, by a typed error that tells what to do instead."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import elixir_moe as em
+from elixir_moe.chunks.collectives import Ticket
+from tests.test_habits import D, Net, adamw, mean_square
+
+PLANS = {"zero2": em.Plan.zero2(chunk_numel=600), "offload": em.Plan.offload(rcache_blocks=4, chunk_numel=600)}
+Pair = tuple[nn.Module, em.ShardedOptimizer]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> None:
+    em.init_mesh(device_type="cpu")
+
+
+@pytest.fixture(params=PLANS)
+def pair(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=PLANS[request.param])
+    yield model, optimizer
+    optimizer.close()
+
+
+def rows() -> Tensor:
+    return torch.randn(8, D, generator=torch.Generator().manual_seed(0))
+
+
+BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"model": 3}, r"nn\.Module, got int"),
+    "optimizer": ({"optimizer": "adam"}, r"Optimizer, got str"),
+    "plan": ({"plan": "zero2"}, r"em\.Plan"),
+    "step": ({"step": 3, "sample": 1}, "step=3"),
+    "dtype name": ({"compute_dtype": "bf16"}, "compute_dtype='bf16'"),
+    "dtype": ({"compute_dtype": torch.int8}, r"compute_dtype=torch\.int8"),
+    "device name": ({"device": "gpu"}, "device='gpu'"),
+    "no such device": ({"device": "cuda:99"}, "cuda:99"),
+    "meta device": ({"device": "meta"}, "meta"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_arguments_of_wrap(case: str) -> None:
+    changes, message = BAD_ARGUMENTS[case]
+    model = Net()
+    arguments: dict[str, Any] = {"model": model, "optimizer": adamw(model), "plan": em.Plan.zero2()} | changes
+    with pytest.raises(em.ConfigError, match=message):
+        em.wrap(arguments.pop("model"), arguments.pop("optimizer"), **arguments)
+
+
+def backward(pair: Pair) -> None:
+    mean_square(pair[0], rows()).backward()
+
+
+def test_gradients_are_not_where_plain_torch_keeps_them(pair: Pair) -> None:
+    model, optimizer = pair
+    assert all(p.grad is None for p in model.parameters()), "none has come yet"
+    backward(pair)
+    with pytest.raises(em.ConfigError, match=r"optimizer\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(em.ConfigError, match=r"optimizer\.scale"):
+        torch.amp.GradScaler("cpu").unscale_(optimizer)
+    optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+    backward(pair)
+    model.last.bias.grad = torch.ones(D)
+    with pytest.raises(em.ConfigError, match=r"set by hand.*last\.bias"):
+        optimizer.step()
+
+
+def test_the_models_own_zero_grad_forgets_gradients(pair: Pair) -> None:
+    model, optimizer = pair
+    backward(pair)
+    norm = optimizer.clip_grad_norm_(1e9)
+    model.zero_grad()
+    assert optimizer.clip_grad_norm_(1e9) == 0.0
+    backward(pair)
+    assert optimizer.clip_grad_norm_(1e9) == norm
+
+
+def test_a_gradient_behind_the_clipping(pair: Pair) -> None:
+    backward(pair)
+    pair[1].clip_grad_norm_(1e-3)
+    backward(pair)
+    with pytest.raises(em.ConfigError, match="after clip_grad_norm_"):
+        pair[1].step()
+
+
+def test_fp16_without_a_scaled_loss() -> None:
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2(), compute_dtype=torch.float16)
+    model(rows().half()).float().pow(2).mean().backward()
+    with pytest.raises(em.ConfigError, match=r"optimizer\.scale\(loss\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.scale(model(rows().half()).float().pow(2).mean()).backward()
+    optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("clip", ["one", None])
+def test_a_norm_that_is_no_number(pair: Pair, clip: Any) -> None:
+    with pytest.raises(em.ConfigError, match="max_norm"):
+        pair[1].clip_grad_norm_(clip)
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "deepcopy": (copy.deepcopy, "copy it before wrap"),
+    "pickle": (pickle.dumps, "cannot be pickled"),
+    "dtype": (lambda model: model.double(), "fixed in wrap"),
+    "shape": (lambda model: setattr(model.last.bias, "data", torch.zeros(3)), "fixed in wrap"),
+    "state dict": (lambda model: model.state_dict(), "full_state_dict"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_wrapped_model_stays_what_it_is(pair: Pair, change: str) -> None:
+    act, message = CHANGES[change]
+    before = em.full_state_dict(pair[0])
+    with pytest.raises(em.ConfigError, match=message):
+        act(pair[0])
+    after = em.full_state_dict(pair[0])
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_moving_a_model_to_where_it_is_changes_nothing(pair: Pair) -> None:
+    before = em.full_state_dict(pair[0])
+    pair[0].to("cpu", torch.float32)
+    after = em.full_state_dict(pair[0])
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_parameter_says_what_it_is_without_a_gather(pair: Pair) -> None:
+    before = pair[1].statistics()
+    p = pair[0].first.weight
+    assert "(16, 16)" in repr(p) and "sharded" in repr(p)
+    assert isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf and p.shape == (D, D) and len(p) == D
+    assert (pair[1].statistics() - before).cache.misses == 0
+
+
+def test_a_part_of_a_model_wrapped_before() -> None:
+    part, optimizer = em.wrap(part := Net(), adamw(part), plan=em.Plan.zero2())
+    whole = nn.Sequential(part, nn.Linear(D, D))
+    with pytest.raises(em.ConfigError, match="on the whole"):
+        em.wrap(whole, torch.optim.AdamW(whole[1].parameters()), plan=em.Plan.zero2())
+    optimizer.close()
+
+
+def test_closing_is_final_and_can_be_said_twice() -> None:
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2())
+    optimizer.close()
+    optimizer.close()
+    for use in (lambda: model(rows()), optimizer.step, lambda: em.full_state_dict(model)):
+        with pytest.raises(em.ConfigError, match="wrap a new one"):
+            use()
+
+
+def test_a_collective_that_fails_is_named() -> None:
+    class Broken:
+        def wait(self) -> None:
+            raise RuntimeError("Timed out waiting 60000ms for recv operation to complete")
+
+    with pytest.raises(em.ElixirError, match=r"the gather of chunk 3 failed on rank 0: Timed out.*same order"):
+        Ticket([Broken()], what="the gather of chunk 3").wait()
