@@ -107,7 +107,7 @@ class Guarded(nn.Parameter):
         if name not in _READING_PROPERTIES if is_property else name in _TELLING_METHODS:
             with torch._C.DisableTorchFunctionSubclass():
                 value = func(*args, **kwargs)
-            if name == "grad" and value is None:
+            if name == "grad" and is_property and (args[1] if len(args) == 2 else value) is None:
                 _refuse_if_kept(args[0])
             return value
         by_guard: dict[Guard, list[nn.Parameter]] = {}

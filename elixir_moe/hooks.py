@@ -140,16 +140,16 @@ class Hooks:
         if unit is None:
             return
         tracked = self._training or recomputing
+        if tracked and not recomputing:
+            self._clock += 1
+            self._entered.setdefault(unit, self._clock)
+        self._entries.append(self._clock)
+        self._guard.open(unit.parameters)  # what may fail comes behind what `_leave` undoes
         if recomputing:
             self._begin_backward()
             self._recompute(unit)
             self._holds.append((self._entered.get(unit, 0), unit.chunks))
-        elif tracked:
-            self._clock += 1
-            self._entered.setdefault(unit, self._clock)
-        self._entries.append(self._clock)
         self._scheduler.unshard(unit.chunks, tracked=tracked, who=f"module {unit.name!r}")
-        self._guard.open(unit.parameters)
 
     def _recompute(self, unit: Unit) -> None:
         """Activation checkpointing runs `unit` again in backward."""

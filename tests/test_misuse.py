@@ -67,7 +67,9 @@ def test_gradients_are_not_where_plain_torch_keeps_them(pair: Pair) -> None:
     with pytest.raises(em.ConfigError, match=r"optimizer\.clip_grad_norm_"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(em.ConfigError, match=r"optimizer\.scale"):
-        torch.amp.GradScaler("cpu").unscale_(optimizer)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(mean_square(model, rows())).backward()
+        scaler.unscale_(optimizer)
     optimizer.step()
     assert all(p.grad is None for p in model.parameters())
     backward(pair)

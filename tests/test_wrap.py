@@ -9,6 +9,7 @@ from torch import nn
 
 import elixir_moe as em
 from elixir_moe.chunks.policy import simulate
+from elixir_moe.guard import Guarded
 from elixir_moe.units import expected_schedule, find_units, registered_calls
 from tests.ranks import RankError, RankPool
 from tests.test_habits import D, ExpertLists, Frozen, Net, Tied, Unused, adamw, mean_square
@@ -54,6 +55,7 @@ def test_a_checkpointed_region_too_large_names_the_module() -> None:
     model, optimizer = em.wrap(model := NonReentrant(), adamw(model), plan=small_plan(model, 3))
     with pytest.raises(em.PlanError, match=r"module 'layers\.\d.*rcache_blocks"):
         mean_square(model, rows()).backward()
+    assert all(isinstance(p, Guarded) for p in model.parameters()), "a failed forward leaves none open"
     optimizer.zero_grad()
     optimizer.close()
 
