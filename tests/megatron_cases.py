@@ -68,6 +68,17 @@ def _grouped_product(rows: Tensor, weights: Tensor, counts: Tensor, trans_b: boo
     return torch.cat([part @ (w.t() if trans_b else w) for part, w in zip(parts, weights, strict=True)])
 
 
+class _TorchWithoutCuda:
+    """The torch that Megatron's schedules see: they make one tensor on a literal "cuda"."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *sizes: Any, device: str, **options: Any) -> Tensor:
+        assert device == "cuda"
+        return torch.zeros(*sizes, **options)
+
+
 def _to_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     """On a CPU too, splits must become numbers."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
@@ -81,6 +92,7 @@ def shims() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "compile", lambda fn=None, **_: fn if fn else lambda f: f))
         import megatron.core.tensor_parallel.random as random
         import megatron.core.transformer.moe.moe_utils as moe_utils
+        from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer.moe import grouped_gemm_util, token_dispatcher
 
         random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # CUDA's generators are not there
@@ -90,6 +102,7 @@ def shims() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", _Stream))
         stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()))
+        stack.enter_context(mock.patch.object(schedules, "torch", _TorchWithoutCuda()))
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host))
         dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
@@ -111,15 +124,13 @@ def model_parallel(case: Case) -> Iterator[None]:
         expert_tensor_parallel_size=case.etp,
         create_gloo_process_groups=False,
     )
-    try:
-        yield
-    finally:
-        groups = [g for g in parallel_state._global_process_group_list or [] if g is not None]
-        parallel_state.destroy_model_parallel()
-        gc.collect()  # hooks and model point at each other, and a process group costs threads until it is freed
-        dist.barrier()
-        for group in groups:
-            dist.destroy_process_group(group)
+    yield
+    groups = [g for g in parallel_state._global_process_group_list or [] if g is not None]
+    parallel_state.destroy_model_parallel()
+    gc.collect()  # hooks and model point at each other, and a process group costs threads until it is freed
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 class Norm(nn.LayerNorm):
@@ -180,6 +191,7 @@ def config_of(case: Case) -> Any:
         use_cpu_initialization=True,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
+        batch_p2p_sync=False,
         init_method=lambda w: nn.init.normal_(w, std=0.2),
         output_layer_init_method=lambda w: nn.init.normal_(w, std=0.2),
     )
@@ -302,21 +314,48 @@ def aux_scale(scale: float) -> Iterator[None]:
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0))
 
 
+def _accumulate(model: nn.Module, batches: list[Tensor], parts: int) -> float:
+    scale = 1 / len(batches) / parts
+    total = 0.0
+    for part in [part for batch in batches for part in batch.chunk(parts)]:
+        with aux_scale(scale):
+            loss = lm_loss(model, part) * scale
+            loss.backward()
+        total += loss.item()
+    return total
+
+
+def _pipeline(model: nn.Module, batches: list[Tensor]) -> float:
+    """Megatron's 1F1B schedule; the loss is known to the last stage only."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def step(source: Iterator[Tensor], model: nn.Module) -> Any:
+        batch = next(source)
+        positions = torch.arange(SEQ).expand(len(batch), SEQ)
+        out = model(batch[:, :-1], positions, None, labels=batch[:, 1:])
+        return out, lambda loss: (loss.mean(), {"loss": loss.mean().item()})
+
+    losses = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=SEQ,
+        micro_batch_size=len(batches[0]),
+    )
+    return sum(item["loss"] for item in losses) / len(batches)
+
+
 def train(
     model: nn.Module, optimizer: Any, accumulation: int, clip: float | None, rank: int, world: int, parts: int = 1
 ) -> dict[str, Any]:
     """The same loop for the plain and the wrapped model; `parts` cuts each micro-batch, as data parallelism would."""
+    whole = model.pre_process and model.post_process
     rows = ROWS // world
     losses, norms = [], []
     for step in range(STEPS):
-        total = 0.0
-        for micro in range(accumulation):
-            batch = tokens(step, micro, SEQ, VOCAB)[rank * rows : (rank + 1) * rows]
-            for part in batch.chunk(parts):
-                with aux_scale(1 / accumulation / parts):
-                    loss = lm_loss(model, part) / accumulation / parts
-                    loss.backward()
-                total += loss.item()
+        batches = [tokens(step, micro, SEQ, VOCAB)[rank * rows : (rank + 1) * rows] for micro in range(accumulation)]
+        total = _accumulate(model, batches, parts) if whole else _pipeline(model, batches)
         if clip is not None:
             plain = not isinstance(optimizer, em.ShardedOptimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip) if plain else optimizer.clip_grad_norm_(clip)
@@ -351,8 +390,13 @@ def wrapped(
         result = train(model, optimizer, accumulation, clip, rank, world)
         losses = torch.tensor(result["loss"], dtype=torch.float64)
         dist.all_reduce(losses)
-        result["loss"] = (losses / dist.get_world_size()).tolist()
+        result["loss"] = (losses * case.pp / dist.get_world_size()).tolist()
         result["state"] = megatron.as_one_process(model, em.full_state_dict(model))
+        first = place()["pp"][0] * case.layers // case.pp
+        result["state"] = {
+            re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + first}", name): value
+            for name, value in result["state"].items()
+        }
         result["statistics"] = optimizer.statistics().as_dict()
         result["least_blocks"] = optimizer.schedule.least_blocks()
         result["chunks"] = len(optimizer.layout.cached)
