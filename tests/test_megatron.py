@@ -59,6 +59,8 @@ CASES: dict[int, list[Case]] = {
         Case(ep=2, etp=2, **NO_BIAS),
     ],
 }
+LEAST_ON_FOUR = [2, 5, 3, 3, 3]
+"""Blocks; on fewer ranks the least rCache is asked of a first run with a plenty."""
 LOOPS: list[tuple[int, float | None]] = [(1, 0.5), (2, None)]
 """(accumulation, clipping)."""
 
@@ -98,7 +100,7 @@ def test_every_layout_and_plan(
         least: int = found[0]["least_blocks"]
         return least
 
-    least = run("zero2", em.Plan.zero2(chunk_numel=chunk))
+    least = run("zero2", em.Plan.zero2(chunk_numel=chunk)) if world < 4 else LEAST_ON_FOUR[index]
     if index % 2:
         run("zero3", em.Plan.zero3(rcache_blocks=least, chunk_numel=chunk))
     else:
@@ -214,4 +216,117 @@ def test_layers_equal_their_dense_equivalents(fn: Callable[[str], Any], argument
     for result in ranks(2).run(fn, argument):
         assert len(result) >= 2
         for what, (found, wanted) in result.items():
-            torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5, msg=lambda text, what=what: f"{what}: {text}")
+            torch.testing.assert_close(
+                found, wanted, rtol=2e-5, atol=2e-5, msg=lambda text, what=what: f"{what}: {text}"
+            )
+
+
+# ----------------------------------------------------------------------------------------------------- refused inputs
+
+
+def _message(kind: type[ElixirError], fn: Callable[..., Any], *args: Any) -> str:
+    with pytest.raises(kind) as caught:
+        fn(*args)
+    return str(caught.value)
+
+
+def _column(case: Case) -> nn.Module:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    return ColumnParallelLinear(HIDDEN, HIDDEN, config=config_of(case), init_method=nn.init.normal_)
+
+
+def bad_inputs() -> dict[str, str]:
+    """{what was done: the message}, on two ranks."""
+    from megatron.core import parallel_state
+
+    case, said = Case(tp=2), {}
+    with shims():
+        said["not initialised"] = _message(ConfigError, megatron.annotate, nn.Linear(2, 2))
+        early = _column(case)
+        with model_parallel(case.one()):
+            stale = _column(case.one())
+        with model_parallel(case):
+            said["built before"] = _message(LayoutError, megatron.annotate, early)
+            said["built on other groups"] = _message(LayoutError, megatron.annotate, stale)
+
+            layer = _column(case)
+            said["no pattern"] = _message(LayoutError, megatron.check, layer)
+            em.annotate(layer, {"*": megatron.Pattern(megatron._grid().dense, replicate=("dp", "tp"))})
+            said["pattern by hand"] = _message(LayoutError, megatron.annotate, layer)
+            assert said["pattern by hand"] == _message(LayoutError, megatron.check, layer)
+            right = megatron.Pattern(megatron._grid().dense, replicate="dp", shard={"tp": 0}, dtype=torch.bfloat16)
+            em.annotate(layer, {"*": right})
+            megatron.annotate(layer)
+            megatron.check(layer)
+            assert layer.weight.elixir_pattern is right
+
+            tied = nn.Module()
+            tied.cut, tied.whole = _column(case), nn.Linear(HIDDEN, HIDDEN)
+            tied.whole.bias = None
+            tied.whole.weight = nn.Parameter(tied.cut.weight.detach().clone())
+            tied.cut.weight = tied.whole.weight  # no attributes: a Linear would hold all of it, a column layer a slice
+            said["tied"] = _message(LayoutError, megatron.annotate, tied)
+
+            layer = _column(case)
+            layer.weight.partition_dim = 1
+            said["attribute"] = _message(LayoutError, megatron.annotate, layer)
+            layer = _column(case)
+            layer.weight.shared_embedding = True
+            said["shared by stages"] = _message(LayoutError, megatron.annotate, layer)
+            layer = _column(case)
+            layer.config.gradient_accumulation_fusion = True
+            said["fusion"] = _message(ConfigError, megatron.annotate, layer)
+            wrapper = nn.Sequential(_column(case))
+            wrapper.ddp_config = SimpleNamespace()
+            said["Megatron's DDP"] = _message(ConfigError, megatron.annotate, wrapper)
+
+            with mock.patch("megatron.core.__version__", "0.99.0"), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                megatron.annotate(build(case))
+            said["version"] = "\n".join(str(w.message) for w in caught if "0.99.0" in str(w.message))
+            megatron.check(nn.Linear(2, 2))  # not Megatron's: none of its business
+        assert not parallel_state.model_parallel_is_initialized()
+        megatron.check(nn.Linear(2, 2))
+    return said
+
+
+def test_what_cannot_be_right_is_refused_by_name(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(bad_inputs)):
+        expected = {
+            "not initialised": "initialize_model_parallel(...) before the model is built",
+            "built before": "was built with tp_group none, Megatron's is [0, 1] now",
+            "built on other groups": "was built with tp_group none, Megatron's is [0, 1] now",
+            "no pattern": "'weight' has the Pattern(mesh(dp=2), replicate=('dp',)), but Megatron built it by",
+            "pattern by hand": "leave it to em.megatron.annotate(model)",
+            "tied": "'whole.weight' is tied to 'cut.weight', which has another pattern",
+            "attribute": "'weight' says partition_dim=1, but ColumnParallelLinear cuts it on dim 0",
+            "shared by stages": "share_embeddings_and_output_weights=False",
+            "fusion": "TransformerConfig.gradient_accumulation_fusion is on",
+            "Megatron's DDP": "em.wrap takes its place",
+            "version": "megatron-core 0.99.0 has not been tried",
+        }
+        assert set(said) == set(expected), rank
+        for what, text in expected.items():
+            assert text in said[what], (rank, what, said[what])
+        assert said["version"].count("\n") == 0, "one warning"
+
+
+# ------------------------------------------------------------------------------------------------------------ pipeline
+
+
+@pytest.mark.xfail(reason="wrap compares the models of all ranks, and stages are not alike", strict=True)
+@pytest.mark.parametrize("blocks", [None, 3])
+def test_pipeline_stages_wrap_each_for_itself(
+    blocks: int | None, ranks: Ranks, oracle: Callable[..., dict[str, Any]]
+) -> None:
+    """Megatron's 1F1B schedule with three micro-batches: a forward runs while another one awaits its backward."""
+    case, loop = Case(pp=2), (3, 0.5)
+    plan = (
+        em.Plan.zero2(chunk_numel=CHUNK) if blocks is None else em.Plan.zero3(rcache_blocks=blocks, chunk_numel=CHUNK)
+    )
+    wanted = oracle(case, *loop, 1)
+    found = ranks(2).run(wrapped, case, plan, *loop, wanted["start"])
+    state = {name: value for result in found for name, value in result["state"].items()}
+    for rank, result in enumerate(found):
+        compare({**result, "state": state}, wanted, f"stage {rank}, {plan}")
