@@ -25,7 +25,7 @@ STOREYS: list[set[str]] = [
     {"chunks.chunk"},
     {"chunks.scheduler"},
     {"units", "state", "guard", "updates"},
-    {"hooks"},
+    {"hooks", "huggingface"},
     {"optim", "checkpoint"},
     {"wrap"},
     {"__init__"},
