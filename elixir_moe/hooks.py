@@ -36,6 +36,7 @@ from elixir_moe.chunks.policy import Schedule
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import PlanError
 from elixir_moe.guard import Guard
+from elixir_moe.parallel.dtensor import local_of, placed_like, spec_of, wrap_local
 from elixir_moe.units import Unit, find_units
 
 _MISSES_BEFORE_NEW_SCHEDULE = 3
@@ -47,11 +48,12 @@ class Packed:
     While it lives its parameter has a reader (`Chunk.readers` counts them), whose gradient must not overwrite it yet.
     """
 
-    __slots__ = ("_readers", "chunk", "dtype", "index", "offset", "size", "stride", "update")
+    __slots__ = ("_readers", "chunk", "dtype", "index", "offset", "size", "spec", "stride", "update")
 
     def __init__(self, chunk: Chunk, index: int, tensor: torch.Tensor, update: int) -> None:
         self.chunk = chunk
         self.index = index
+        self.spec, tensor = spec_of(tensor), local_of(tensor)
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = int(tensor.storage_offset())
         self.update = update
@@ -64,9 +66,8 @@ class Packed:
     def view(self) -> torch.Tensor:
         """The tensor, as a view of the parameter where it is gathered now."""
         with torch._C.DisableTorchFunctionSubclass():
-            return (
-                self.chunk.parameters[self.index].data.view(self.dtype).as_strided(self.size, self.stride, self.offset)
-            )
+            whole = self.chunk.locals[self.index].data.view(self.dtype)
+        return wrap_local(whole.as_strided(self.size, self.stride, self.offset), self.spec)
 
 
 class Hooks:
@@ -238,9 +239,12 @@ class Hooks:
                 tensor.register_hook(lambda _grad: hook())
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
-        owner = self._scheduler.owner_of(tensor)
+        local = local_of(tensor)
+        if type(local) not in (torch.Tensor, nn.Parameter):  # it may have no storage of its own
+            return tensor
+        owner = self._scheduler.owner_of(local)
         if owner is None:
-            if tensor.untyped_storage().data_ptr() in self._placeholder.keys:
+            if local.untyped_storage().data_ptr() in self._placeholder.keys:
                 raise PlanError(
                     f"an autograd function saves a parameter of shape {tuple(tensor.shape)} that it has not read and "
                     f"that is not gathered: read it in forward, or call its module"
@@ -320,7 +324,9 @@ class Hooks:
         chunk, index = self._slot_of[parameter]
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
-        if gradient is not None and gradient.is_sparse:
+        assert gradient is not None
+        gradient = placed_like(gradient, parameter)
+        if gradient.is_sparse:
             gradient = gradient.to_dense()
         final = not any(self._unrecomputed[unit] for unit in self._owners[chunk, index])
         who = f"the gradient of {self._names[parameter]!r}"

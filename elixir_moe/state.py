@@ -56,8 +56,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     for chunk in wrapped.scheduler.chunks:
         source = (chunk.home.compute if chunk.home.master is None else chunk.home.master).cpu()
         whole = torch.cat(_all(source, wrapped.groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
-        for slot, parameter, dtype in zip(chunk.spec.slots, chunk.parameters, chunk.original_dtypes, strict=True):
-            local = whole[slot.start : slot.stop].view(parameter.shape).to(dtype, copy=True)
+        owned = zip(chunk.spec.slots, chunk.parameters, chunk.locals, chunk.original_dtypes, strict=True)
+        for slot, parameter, shaped, dtype in owned:
+            local = whole[slot.start : slot.stop].view(shaped.shape).to(dtype, copy=True)
             full[parameter] = _join(local, pattern_of(parameter), wrapped.groups)
     state = {name: full[p] for name, p in model.named_parameters(remove_duplicate=False)}
     state |= {name: buffer.cpu().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}

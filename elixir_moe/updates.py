@@ -18,6 +18,7 @@ from torch import nn
 from elixir_moe.chunks.chunk import Chunk
 from elixir_moe.errors import ConfigError
 from elixir_moe.kernels import adam_step
+from elixir_moe.parallel.dtensor import local_of
 
 _WHOLE_TENSOR = {"LBFGS", "Adafactor", "SparseAdam", "Muon"}
 """Optimizers of torch whose update of one element looks at others."""
@@ -133,8 +134,10 @@ def _like(
 def _cut_state(state: dict[str, Any], segment: Segment) -> dict[str, Any]:
     """What the constructor put there (Adagrad's sums), for a piece of the parameter."""
     cut = {}
+    shape = local_of(segment.parameter).shape
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == segment.parameter.shape and value.dim():
+        value = local_of(value) if isinstance(value, torch.Tensor) else value
+        if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
             value = value.flatten()[segment.offset :][: segment.stop - segment.start]
         cut[name] = value.clone() if isinstance(value, torch.Tensor) else value
     return cut

@@ -12,19 +12,20 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.chunk import Chunk, Placeholder
-from elixir_moe.chunks.collectives import build_communicators, make_groups, world_timeout
+from elixir_moe.chunks.collectives import Communicator, build_communicators, make_groups, world_timeout
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
-from elixir_moe.chunks.layout import Layout, build_layout
+from elixir_moe.chunks.layout import ChunkSpec, Layout, build_layout
 from elixir_moe.chunks.plan import Plan, footprint
 from elixir_moe.chunks.policy import CacheState
 from elixir_moe.chunks.rcache import RCache
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.chunks.tiers import build_homes
+from elixir_moe.chunks.tiers import Home, build_homes
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.hooks import Hooks
 from elixir_moe.optim import ShardedOptimizer
-from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
+from elixir_moe.parallel.annotate import annotate_dtensors, pattern_of, replicated_everywhere
+from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.state import Wrapped, groups_needed, refuse_plain_state_dicts
@@ -75,6 +76,7 @@ def wrap(
     if not dist.is_initialized():
         init_mesh()
     calls = registered_calls(model) if step is None else traced_calls(model, step, sample)
+    annotate_dtensors(model)
     parameters = _parameters(model, order_of_first_use(model, calls))
     specs = [_spec(name, p, tied, compute_dtype) for name, p, tied in parameters]
     layout = build_layout(specs, plan.chunk_numel, scatter=plan.scatter)
@@ -89,14 +91,11 @@ def wrap(
     rcache = RCache(layout, plan.blocks(layout), device, statistics)
     placeholder = Placeholder(device)
     keys = tuple(model.state_dict())
-    chunks = [
-        Chunk(
-            spec, [parameters[slot.param][1] for slot in spec.slots], home, communicators[spec.key.ranks], placeholder
-        )
-        for spec, home in zip(layout.chunks, homes, strict=True)
-    ]
-    for chunk in chunks:
-        _move_in(chunk, device)
+    chunks = []
+    for spec, home in zip(layout.chunks, homes, strict=True):
+        members = [parameters[slot.param][1] for slot in spec.slots]
+        _move_in(spec, members, home, communicators[spec.key.ranks], device)
+        chunks.append(Chunk(spec, members, home, communicators[spec.key.ranks], placeholder))
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -181,7 +180,7 @@ def _spec(name: str, parameter: nn.Parameter, tied: bool, compute_dtype: torch.d
         trainable=parameter.requires_grad,
         divisor=pattern.gradient_divisor,
     )
-    return ParamSpec(name=name, shape=tuple(parameter.shape), key=key, resident=tied)
+    return ParamSpec(name=name, shape=tuple(local_of(parameter).shape), key=key, resident=tied)
 
 
 def _agree(plan: Plan, specs: list[ParamSpec], parameters: list[tuple[str, nn.Parameter, bool]]) -> None:
@@ -238,17 +237,17 @@ def _check_blocks(
 
 
 @torch.no_grad()
-def _move_in(chunk: Chunk, device: torch.device) -> None:
-    """Fills the chunk's home from the parameters of the first rank of its group, and releases the parameters."""
-    spec = chunk.spec
+def _move_in(
+    spec: ChunkSpec, members: list[nn.Parameter], home: Home, communicator: Communicator, device: torch.device
+) -> None:
+    """Fills a chunk's home from the parameters of the first rank of its group."""
     dtype = torch.float32 if spec.key.trainable else spec.key.dtype
     whole = torch.zeros(spec.numel, dtype=dtype, device=device)
-    for slot, parameter in zip(spec.slots, chunk.parameters, strict=True):
-        whole[slot.start : slot.stop].view(parameter.shape).copy_(parameter)
-    chunk.communicator.broadcast(whole)
-    start, stop = spec.shard_bounds(chunk.communicator.rank)
-    home = chunk.home
+    for slot, parameter in zip(spec.slots, members, strict=True):
+        local = local_of(parameter)
+        whole[slot.start : slot.stop].view(local.shape).copy_(local)
+    communicator.broadcast(whole)
+    start, stop = spec.shard_bounds(communicator.rank)
     home.compute.copy_(whole[start:stop])
     if home.master is not None:
         home.master.copy_(whole[start:stop])
-    chunk.detach()

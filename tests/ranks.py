@@ -5,6 +5,7 @@ arguments and the list of results, one a rank, comes back. A pool in which a ran
 process group can no longer be trusted.
 """
 
+import gc
 import os
 import tempfile
 import traceback
@@ -30,6 +31,9 @@ class RankError(AssertionError):
 def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
     import datetime
 
+    import torch._dynamo  # torch's optimizers import it at their first use
+
+    gc.freeze()  # tests collect what they leave, not what was imported
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
     dist.init_process_group(

@@ -30,6 +30,7 @@ from elixir_moe.chunks.collectives import Communicator, Ticket
 from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.chunks.rcache import Block, storage_uses
 from elixir_moe.chunks.tiers import Home
+from elixir_moe.parallel.dtensor import local_of, recast
 
 
 class ChunkState(Enum):
@@ -90,6 +91,10 @@ class Chunk:
         self.communicator = communicator
         self.original_dtypes = [parameter.dtype for parameter in parameters]
         """What the parameters were before `wrap`: what a full state dict gives them back as."""
+        for parameter in parameters:
+            recast(parameter, spec.key.dtype)
+        self.locals = [local_of(parameter) for parameter in parameters]
+        """The parameters themselves, or what those that are DTensors hold on this rank."""
         self.state = ChunkState.SHARDED
         self.buffer: torch.Tensor | None = None
         """(numel,) in the compute dtype while the chunk is in a block."""
@@ -109,7 +114,7 @@ class Chunk:
         self._sole_uses = storage_uses(torch.zeros(1))
         self._placeholder = placeholder
         self._views_of = [
-            (tuple(p.shape), _contiguous_stride(p.shape), s.start) for s, p in zip(spec.slots, parameters, strict=True)
+            (tuple(t.shape), _contiguous_stride(t.shape), s.start) for s, t in zip(spec.slots, self.locals, strict=True)
         ]
 
     def transition(self, to: ChunkState) -> None:
@@ -132,15 +137,15 @@ class Chunk:
     def attach(self) -> None:
         """Parameters become views of the buffer, each with a storage of its own."""
         with torch._C.DisableTorchFunctionSubclass():
-            for index, parameter in enumerate(self.parameters):
-                parameter.data = from_dlpack(to_dlpack(self.view(index)))
+            for index, local in enumerate(self.locals):
+                local.data = from_dlpack(to_dlpack(self.view(index)))
         self._version, self.exposed = self._versions(), False
 
     def release(self) -> None:
         """Parameters become placeholders."""
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self.parameters:
-                parameter.data = self._placeholder.like(parameter, self.spec.key.dtype)
+            for local in self.locals:
+                local.data = self._placeholder.like(local, self.spec.key.dtype)
 
     def detach(self) -> None:
         """Parameters become placeholders; the buffer is let go."""
@@ -189,7 +194,7 @@ class Chunk:
 
     def _in_use(self, index: int) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
-            return storage_uses(self.parameters[index]) > self._sole_uses
+            return storage_uses(self.locals[index]) > self._sole_uses
 
     def _versions(self) -> int:
         with torch._C.DisableTorchFunctionSubclass():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.errors import LayoutError
+from elixir_moe.parallel.dtensor import is_dtensor, pattern_of_dtensor
 from elixir_moe.parallel.pattern import Pattern, RankMesh
 
 _ATTRIBUTE = "elixir_pattern"
@@ -74,6 +75,17 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
         raise LayoutError("annotate: " + "\n  ".join(problems))
     for parameter, (_, pattern) in chosen.items():
         setattr(parameter, _ATTRIBUTE, pattern)
+
+
+def annotate_dtensors(model: nn.Module) -> None:
+    """Gives DTensor parameters that have no pattern yet the one their placements amount to.
+
+    Raises:
+        LayoutError: a placement that no pattern says.
+    """
+    for name, parameter in model.named_parameters():
+        if is_dtensor(parameter) and pattern_of(parameter) is None:
+            setattr(parameter, _ATTRIBUTE, pattern_of_dtensor(name, parameter))
 
 
 def pattern_of(parameter: torch.Tensor, default: Pattern | None = None) -> Pattern | None:
