@@ -1,7 +1,7 @@
 """Megatron-core models as they are: patterns from its process groups and parameter attributes.
 
-Owns the reading of Megatron: which ranks it put together, which parameter it cut where, which ones are experts. Megatron
-is imported only when `annotate` is called, so this file may be imported without it.
+Owns the reading of Megatron: which ranks it put together, which parameter it cut where, which ones are experts.
+Megatron is imported only when `annotate` is called, so this file may be imported without it.
 
 What Megatron leaves in `parameter.grad` before its own DistributedDataParallel touches it, and the pattern that says so
 (dp counts context parallelism in; P is the number of ranks of a pipeline stage)::
@@ -113,8 +113,8 @@ def check(model: nn.Module) -> None:
 def as_one_process(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """`state`, as `full_state_dict` gave it for an annotated Megatron model, as one process would name and order it.
 
-    Experts get their number among all of the layer, and what Megatron cut in strides (gate and up of a gated MLP) is put
-    back together. Layers keep the numbers of their pipeline stage. Local.
+    Experts get their number among all of the layer, and what Megatron cut in strides (gate and up of a gated MLP) is
+    put back together. Layers keep the numbers of their pipeline stage. Local.
     """
     whole: dict[str, Tensor] = {}
     found = {item.name: item for item in _owned(model)}
@@ -169,8 +169,8 @@ def _grid() -> Grid:
 
     if not parallel_state.model_parallel_is_initialized():
         raise ConfigError(
-            "Megatron's model parallelism is not initialised: call parallel_state.initialize_model_parallel(...) before "
-            "the model is built"
+            "Megatron's model parallelism is not initialised: call parallel_state.initialize_model_parallel(...) "
+            "before the model is built"
         )
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     dense = _mesh(
@@ -192,7 +192,7 @@ def _grid() -> Grid:
 
 
 def _mesh(**axes: dist.ProcessGroup) -> RankMesh:
-    """The mesh whose axes through this rank are these process groups: all groups of one kind are shifts of each other."""
+    """The mesh whose axes through this rank are these process groups: those of one kind are all shifts of one."""
     rank = dist.get_rank()
     along = {axis: dist.get_process_group_ranks(group) for axis, group in axes.items()}
     ranks = [rank]
@@ -239,14 +239,15 @@ def _pattern(item: Owned, grid: Grid) -> Pattern:
 
 
 def _cut(owner: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
-    """By class where it is known: without initialisation Megatron sets no attributes, Transformer Engine always does."""
+    """By class where it is known: uninitialised weights have no attributes, Transformer Engine's always have."""
     if _named_so(type(owner), ("GroupedMLP",)):
         return {"weight1": 1, "weight2": 0}.get(name)
     for kind, dims in _CUT.items():
         if any(kind in cls.__name__ for cls in _megatron_classes(type(owner))):
             return dims.get(name.rstrip("0123456789"))
     if _named_so(type(owner), ("TELinear",)):
-        return {"column": 0, "row": 1}.get(owner.parallel_mode or "") if name.startswith("weight") else None
+        dims = {"column": {"weight": 0, "bias": 0}, "row": {"weight": 1}}.get(str(owner.parallel_mode), {})
+        return dims.get(name)
     return _attribute(parameter)
 
 
@@ -295,8 +296,8 @@ def _foreign_groups(model: nn.Module, grid: Grid) -> Iterator[str]:
             built, now = _ranks(getattr(module, attribute)), mesh.ranks_along((axis,))
             if built != now:
                 yield (
-                    f"module {name or type(module).__name__!r} was built with {attribute} {built or 'none'}, Megatron's "
-                    f"is {list(now)} now: call initialize_model_parallel(...) once, before the model is built"
+                    f"module {name or type(module).__name__!r} was built with {attribute} {list(built) or 'none'}, "
+                    f"Megatron's is {list(now)} now: call initialize_model_parallel(...) before the model is built"
                 )
 
 
