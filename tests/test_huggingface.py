@@ -4,8 +4,12 @@ Every family trains five steps under `zero3` and offloaded, with the fewest bloc
 and parameters equal those of one process on the whole batch. Tolerances as in `tests.parity`.
 """
 
+import contextlib
 import gc
+import io
+import runpy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,3 +160,20 @@ def test_generate(name: str, ranks: Ranks) -> None:
         assert found[0] == free[rank]
         assert found[1] == wanted[rank]
         assert found[2] == pytest.approx(loss, abs=1e-4)
+
+
+def run_example(path: Path) -> str:
+    """What the example prints on this rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(path))
+    gc.collect()
+    return printed.getvalue()
+
+
+def test_the_example_runs(ranks: Ranks) -> None:
+    path = Path(__file__).parents[1] / "examples" / "hf_finetune.py"
+    first, second = ranks(2).run(run_example, path)
+    assert "step 9: loss" in second
+    assert "saved and read again: 477888 parameters" in first
+    losses = [float(line.split()[-1]) for line in first.splitlines() if "loss" in line]
+    assert losses[-1] < losses[0] - 1
