@@ -9,16 +9,17 @@ forgotten.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.chunks.chunk import Chunk
-from elixir_moe.chunks.collectives import naming_failures
+from elixir_moe.chunks.chunk import Chunk, ChunkState
+from elixir_moe.chunks.collectives import naming_failures, world_timeout
 from elixir_moe.chunks.layout import Layout
 from elixir_moe.chunks.plan import Footprint, Plan
 from elixir_moe.chunks.policy import Schedule
@@ -58,6 +59,13 @@ class Facts:
     """Parameters that got a gradient on any rank."""
 
 
+class Pending(Protocol):
+    """Work that goes on beside training, such as an asynchronous save."""
+
+    def wait(self) -> Any:
+        """Returns when it is done; raises what it failed of. Collective."""
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """What `wrap` returns in the place of the user's optimizer; shares its `param_groups`."""
 
@@ -93,6 +101,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._facts: Facts | None = None
         self._scaled = False
         self._clip = 1.0
+        self._place_of = {
+            segment.parameter: (chunk, segment)
+            for chunk, segments in zip(self._chunks, self._segments, strict=True)
+            for segment in segments
+        }
+        self._background: dist.ProcessGroup | None = None
+        self.pending: Pending | None = None
+        """What `close` waits for."""
+        self.kind = f"{type(inner).__name__}, {type(self._update).__name__}"
+        """Tells optimizers apart whose states have other names."""
 
     # -------------------------------------------------------------------------------------------------- user's verbs
 
@@ -186,6 +204,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Destroys the process groups `wrap` made; model and optimizer are of no use afterwards. Collective."""
         if self._scheduler.closed:
             return
+        if self.pending is not None:
+            self.pending.wait()
         self._scheduler.drain()
         self._scheduler.closed = True
         dist.barrier(group=self._control)  # a group destroyed while a peer still joins it fails there
@@ -193,7 +213,56 @@ class ShardedOptimizer(torch.optim.Optimizer):
             dist.destroy_process_group(group)
         for communicator in {id(c.communicator): c.communicator for c in self._scheduler.chunks}.values():
             communicator.close()
+        if self._background is not None:
+            dist.destroy_process_group(self._background)
         dist.destroy_process_group(self._control)
+
+    # ------------------------------------------------------------------------------------- for those who keep its state
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """The gloo process group of all ranks on which they agree."""
+        return self._control
+
+    def background(self) -> dist.ProcessGroup:
+        """Another such group, for a thread beside training; made when first asked for. Collective."""
+        if self._background is None:
+            self._background = dist.new_group(backend="gloo", timeout=world_timeout())
+        return self._background
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for `step`, on this rank."""
+        return self._scheduler.in_flight or any(chunk.home.has_gradient for chunk in self._chunks)
+
+    def segment_of(self, parameter: nn.Parameter) -> Segment | None:
+        """The part of a trainable parameter that lies in this rank's shards; None if none does."""
+        return self._place_of[parameter][1] if parameter in self._place_of else None
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What is kept for `segment_of(parameter)`, live: by name a flat tensor of its elements or a value for all."""
+        return self._update.state(*self._place_of[parameter])
+
+    def replace_state(
+        self, parameter: nn.Parameter, dtypes: dict[str, torch.dtype], values: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Makes room for another state of an optimizer of the same `kind`; returns its flat tensors, to be filled."""
+        return self._update.replace_state(*self._place_of[parameter], dtypes, values)
+
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """While it is open, shards at home may be written: no gradient is kept and nothing is gathered."""
+        self.zero_grad()
+        self._hooks.updated()
+        scheduler = self._scheduler
+        frozen = [c for c in scheduler.chunks if c.state in (ChunkState.GATHERING, ChunkState.GATHERED)]
+        for chunk in frozen:  # what is trainable has been dropped by now
+            scheduler._reshard(chunk)
+        scheduler.cache.drop(chunk.spec.index for chunk in frozen)
+        yield
+        for chunk in scheduler.chunks:
+            chunk.home.updated()
+        scheduler.invalidate()
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: a rank holds only its shards, and their cut is the plan's."""

@@ -77,6 +77,20 @@ class AdamUpdate:
                 maximize=options["maximize"],
             )
 
+    def state(self, chunk: Chunk, segment: Segment) -> dict[str, Any]:
+        """What is kept for a segment, live: by name a flat tensor of its elements, or a value for all of it."""
+        here = slice(segment.start, segment.stop)
+        exp_avg, exp_avg_sq = self._state[chunk.spec.index]
+        return {"exp_avg": exp_avg[here], "exp_avg_sq": exp_avg_sq[here]}
+
+    def replace_state(
+        self, chunk: Chunk, segment: Segment, dtypes: dict[str, torch.dtype], values: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Makes room for another state of the same names; returns the flat tensors, to be filled."""
+        state = self.state(chunk, segment)
+        assert state.keys() == dtypes.keys() and not values, "a state that another class of update has left"
+        return state
+
 
 class ElementwiseUpdate:
     """Any other optimizer of torch: an instance of the user's class on views of the master shards."""
@@ -118,6 +132,19 @@ class ElementwiseUpdate:
             self._pieces[id(segment)].grad = None
         if home.compute.dtype != torch.float32 and home.master is not None:
             home.compute.copy_(home.master)
+
+    def state(self, chunk: Chunk, segment: Segment) -> dict[str, Any]:
+        """As `AdamUpdate.state`; the names are those of the user's optimizer, none before its first step."""
+        return dict(self._optimizers[segment.group].state.get(self._pieces[id(segment)], {}))
+
+    def replace_state(
+        self, chunk: Chunk, segment: Segment, dtypes: dict[str, torch.dtype], values: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """As `AdamUpdate.replace_state`, of any names."""
+        piece = self._pieces[id(segment)]
+        tensors = {name: torch.empty_like(piece, dtype=dtype) for name, dtype in dtypes.items()}
+        self._optimizers[segment.group].state[piece] = {**tensors, **values}
+        return tensors
 
 
 def _like(
