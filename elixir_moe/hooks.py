@@ -85,6 +85,7 @@ class Hooks:
                 self._owners.setdefault(slot, []).append(unit)
         self._borrowers: dict[tuple[int, int], Unit] = {}
         self._guard = Guard(self._slot_of, lend=self._lend, has_gradient=lambda parameter: parameter in scheduler.used)
+        self._landings: list[tuple[int, nn.Parameter]] = []
         self._schedule_known = False
         self._rounds_missed = 0
         self.updates = 0
@@ -113,7 +114,15 @@ class Hooks:
                 module.register_forward_hook(leave, always_call=True)
         for parameter in self._slot_of:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._landed)
+                handle = parameter.register_post_accumulate_grad_hook(self._landed)
+                self._landings.append((handle.id, parameter))
+
+    def _land_last(self) -> None:
+        """What others do to a gradient when it has come, they do before it is taken away."""
+        for key, parameter in self._landings:
+            hooks = parameter._post_accumulate_grad_hooks
+            if hooks is not None and len(hooks) > 1:
+                hooks[key] = hooks.pop(key)
 
     def _reset(self) -> None:
         """Forgets the forwards and backwards of a step."""
@@ -276,6 +285,7 @@ class Hooks:
         if self._backward:
             return
         self._backward = True
+        self._land_last()
         self._round_is_open = torch._C._autograd._get_current_graph_task_keep_graph()
         self._entered = self._entered or dict(self._last_entered)
         self._last_entered = dict(self._entered)

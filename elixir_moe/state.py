@@ -14,6 +14,7 @@ from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.annotate import pattern_of
+from elixir_moe.parallel.dtensor import spec_of, whole_of
 from elixir_moe.parallel.pattern import Pattern
 
 
@@ -59,7 +60,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         owned = zip(chunk.spec.slots, chunk.parameters, chunk.locals, chunk.original_dtypes, strict=True)
         for slot, parameter, shaped, dtype in owned:
             local = whole[slot.start : slot.stop].view(shaped.shape).to(dtype, copy=True)
-            full[parameter] = _join(local, pattern_of(parameter), wrapped.groups)
+            spec = spec_of(parameter)
+            joined = _join(local, pattern_of(parameter), wrapped.groups) if spec is None else whole_of(local, spec)
+            full[parameter] = joined
     state = {name: full[p] for name, p in model.named_parameters(remove_duplicate=False)}
     state |= {name: buffer.cpu().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
     return {name: state[name] for name in wrapped.keys if name in state}

@@ -33,6 +33,8 @@ from elixir_moe.units import Call, expected_schedule, find_units, order_of_first
 from elixir_moe.updates import check_optimizer, moments_of
 
 M = TypeVar("M", bound=nn.Module)
+_OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
+"""Classes of torch that reduce or shard what they wrap."""
 _TRAINED_IN = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -130,6 +132,9 @@ def _check_arguments(
         raise ConfigError(f"compute_dtype={compute_dtype!r}: expected one of {_TRAINED_IN}, or None")
     if isinstance(optimizer, ShardedOptimizer) or any(hasattr(module, "elixir") for module in model.modules()):
         raise ConfigError("this model, a part of it or the optimizer is wrapped already: call wrap once, on the whole")
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if others := sorted(kinds & _OTHER_WRAPPERS):
+        raise ConfigError(f"{others[0]} holds this model's parameters already: wrap the plain model instead")
     check_optimizer(optimizer)
     names = {p: name for name, p in model.named_parameters()}
     given = {p for group in optimizer.param_groups for p in group["params"]}

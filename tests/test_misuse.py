@@ -155,6 +155,23 @@ def test_a_part_of_a_model_wrapped_before() -> None:
     optimizer.close()
 
 
+def test_a_model_that_something_else_has_wrapped() -> None:
+    model = torch.nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(em.ConfigError, match="DistributedDataParallel holds"):
+        em.wrap(model, torch.optim.SGD(model.parameters()), plan=em.Plan.zero2())
+
+
+def test_a_hook_that_changes_gradients_is_heard(pair: Pair) -> None:
+    """Registered behind wrap, and before the gradient is taken away."""
+    backward(pair)
+    norm = pair[1].clip_grad_norm_(1e9)
+    pair[1].zero_grad()
+    for parameter in pair[0].parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+    backward(pair)
+    assert pair[1].clip_grad_norm_(1e9) == 2 * norm
+
+
 def test_closing_is_final_and_can_be_said_twice() -> None:
     model, optimizer = em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2())
     optimizer.close()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.errors import LayoutError
-from elixir_moe.parallel.dtensor import is_dtensor, pattern_of_dtensor
+from elixir_moe.parallel.dtensor import is_dtensor, pattern_of_dtensor, tensor_parallel_degree
 from elixir_moe.parallel.pattern import Pattern, RankMesh
 
 _ATTRIBUTE = "elixir_pattern"
@@ -83,9 +83,10 @@ def annotate_dtensors(model: nn.Module) -> None:
     Raises:
         LayoutError: a placement that no pattern says.
     """
+    tp = tensor_parallel_degree(model.parameters())
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter) and pattern_of(parameter) is None:
-            setattr(parameter, _ATTRIBUTE, pattern_of_dtensor(name, parameter))
+            setattr(parameter, _ATTRIBUTE, pattern_of_dtensor(name, parameter, tp))
 
 
 def pattern_of(parameter: torch.Tensor, default: Pattern | None = None) -> Pattern | None:

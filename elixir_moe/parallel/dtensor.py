@@ -4,13 +4,16 @@ Owns the way between a DTensor and what the rest of the package works with: the 
 a gradient placed as its parameter is. A plain tensor passes through unchanged, and without one DTensor is not imported.
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.errors import LayoutError
-from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -58,28 +61,60 @@ def placed_like(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor
     return local_of(gradient.redistribute(parameter.device_mesh, parameter.placements))
 
 
-def pattern_of_dtensor(name: str, parameter: "DTensor") -> Pattern:
+def whole_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
+    """The full tensor, on the CPU, of which each rank of the DTensor's mesh has its `local` part. Collective."""
+    mesh, meta = spec.mesh, spec.tensor_meta
+    from torch.distributed.tensor import DTensor
+
+    part = DTensor.from_local(
+        local.to(mesh.device_type), mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
+    )
+    return part.full_tensor().cpu()
+
+
+def tensor_parallel_degree(tensors: Iterable[torch.Tensor]) -> int:
+    """How many ranks share a batch, by the meshes of the DTensors among `tensors`."""
+    roots = (tensor.device_mesh._get_root_mesh() for tensor in tensors if is_dtensor(tensor))
+    return max((root["tp"].size() for root in roots if "tp" in (root.mesh_dim_names or ())), default=1)
+
+
+def pattern_of_dtensor(name: str, parameter: "DTensor", tp: int) -> Pattern:
     """The pattern its placements amount to, on the whole mesh its own is a part of.
 
+    Args:
+        name: of the parameter, for messages.
+        parameter: a DTensor.
+        tp: tensor-parallel degree of the model. Expert-parallel ranks that share a batch in the model's other layers
+            split it between them in these, so their gradients are those of fewer batches than there are ranks.
+
     Raises:
-        LayoutError: a placement other than Shard and Replicate, or a dim that its axis does not cut evenly.
+        LayoutError: a mesh without names or without some ranks of the world, a placement that neither shards nor
+            replicates, or a dim that its axis does not cut evenly.
     """
     mesh = parameter.device_mesh
-    root = mesh._get_root_mesh()
-    axes = mesh.mesh_dim_names
+    root, axes = mesh._get_root_mesh(), mesh.mesh_dim_names
     if axes is None or root.mesh_dim_names is None:
         raise LayoutError(f"parameter {name!r} is on a mesh without axis names: pass mesh_dim_names when you build it")
+    if root.mesh.numel() != dist.get_world_size():
+        raise LayoutError(
+            f"parameter {name!r} is on a mesh of {root.mesh.numel()} of the world's {dist.get_world_size()} ranks: cut "
+            f"it along an axis of a mesh of all of them, such as em.init_mesh(tp=...)['tp'], or annotate it"
+        )
     shard = {}
     for axis, placement in zip(axes, parameter.placements, strict=True):
-        if placement.is_shard():
-            dim: int = placement.dim  # type: ignore[attr-defined]
-            if parameter.shape[dim] % mesh[axis].size():
-                raise LayoutError(
-                    f"parameter {name!r} of shape {tuple(parameter.shape)}: dim {dim} is not cut evenly by the "
-                    f"{mesh[axis].size()} ranks of axis {axis!r}; choose a size that is"
-                )
-            shard[axis] = dim
-        elif not placement.is_replicate():
-            raise LayoutError(f"parameter {name!r} has placement {placement}: only Shard and Replicate can be wrapped")
+        if placement.is_replicate():
+            continue
+        if placement.is_partial():
+            raise LayoutError(f"parameter {name!r} has placement {placement}: a parameter is sharded or replicated")
+        dim = placement.dim % parameter.dim()  # type: ignore[attr-defined]
+        if parameter.shape[dim] % mesh[axis].size():
+            raise LayoutError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)}: dim {dim} is not cut evenly by the "
+                f"{mesh[axis].size()} ranks of axis {axis!r}; choose a size that is"
+            )
+        shard[axis] = dim
     replicate = tuple(axis for axis in root.mesh_dim_names if axis not in shard)
-    return Pattern(root, replicate=replicate, shard=shard)
+    pattern = Pattern(root, replicate=replicate, shard=shard)
+    if EXPERT_AXIS in shard and "tp" not in root.mesh_dim_names:
+        pattern = replace(pattern, divisor=pattern.gradient_divisor // tp)
+    return pattern
