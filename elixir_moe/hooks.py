@@ -114,7 +114,7 @@ class Hooks:
                 module.register_forward_hook(leave, always_call=True)
         for parameter in self._slot_of:
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(self._landed)
+                handle = parameter.register_post_accumulate_grad_hook(partial(self._landed, parameter))
                 self._landings.append((handle.id, parameter))
 
     def _land_last(self) -> None:
@@ -328,7 +328,7 @@ class Hooks:
         self._scheduler.unshard(unit.chunks, tracked=True, who=f"backward of module {unit.name!r}")
         self._holds.append((entered, unit.chunks))
 
-    def _landed(self, parameter: nn.Parameter) -> None:
+    def _landed(self, parameter: nn.Parameter, _: Any) -> None:
         """A gradient is complete: autograd has summed it over all uses of the parameter."""
         self._begin_backward()
         chunk, index = self._slot_of[parameter]
