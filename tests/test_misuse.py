@@ -166,8 +166,13 @@ def test_a_hook_that_changes_gradients_is_heard(pair: Pair) -> None:
     backward(pair)
     norm = pair[1].clip_grad_norm_(1e9)
     pair[1].zero_grad()
+
+    def double(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
     for parameter in pair[0].parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+        parameter.register_post_accumulate_grad_hook(double)
     backward(pair)
     assert pair[1].clip_grad_norm_(1e9) == 2 * norm
 

@@ -116,6 +116,7 @@ class Chunk:
         self._views_of = [
             (tuple(t.shape), _contiguous_stride(t.shape), s.start) for s, t in zip(spec.slots, self.locals, strict=True)
         ]
+        self.release()
 
     def transition(self, to: ChunkState) -> None:
         """Changes the state; asserts that the table allows it."""
