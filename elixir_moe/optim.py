@@ -28,7 +28,7 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.hooks import Hooks
 from elixir_moe.kernels import sum_of_squares
-from elixir_moe.updates import Segment, cut, moments_of, update_for
+from elixir_moe.updates import AdamUpdate, Segment, cut, moments_of, update_for
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,6 +111,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What `close` waits for."""
         self.kind = f"{type(inner).__name__}, {type(self._update).__name__}"
         """Tells optimizers apart whose states have other names."""
+        self.keeps_always_the_same = isinstance(self._update, AdamUpdate)
+        """Its state has the same names before the first step as ever after."""
 
     # -------------------------------------------------------------------------------------------------- user's verbs
 

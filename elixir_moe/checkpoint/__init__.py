@@ -1,0 +1,10 @@
+"""Checkpoints: the whole state of a training by logical parameter, readable under any other layout.
+
+boxes      which part of a parameter a run of elements is; pure
+values     plain Python values as JSON and back; no pickle
+manifest   what a checkpoint says of itself, and what is believed of it
+storage    files, hashes, and how a directory comes to be whole or absent
+save       from shards to files, now or beside the training
+load       from files to shards of another layout
+command    `elixir-moe ckpt`
+"""

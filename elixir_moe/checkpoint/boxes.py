@@ -1,0 +1,146 @@
+"""Which elements of a logical parameter a rank holds, and where two holdings meet.
+
+Owns `Span`: a run of consecutive elements of one rank's slice. A slice is a box of the logical parameter (what the
+pattern says); a shard cuts it without regard to its dims, so a run is no box, but a few boxes one behind the other.
+Pure arithmetic.
+
+Elements 7 .. 31 of a slice of shape (4, 10)::
+
+    . . . . . . . 7 8 9    one row's end
+    x x x x x x x x x x    whole rows
+    x x x x x x x x x x
+    30 31 . . . . . . .    one row's start
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Elements `start` .. `stop` of a box, in row-major order of the box."""
+
+    offset: tuple[int, ...]
+    """Where the box starts in the logical parameter, one index per dim."""
+    shape: tuple[int, ...]
+    """Shape of the box."""
+    start: int
+    """First element."""
+    stop: int
+    """One past the last element."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the run."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A box that lies in a run: elements ``start ..`` of the run, seen in `shape`, cut to `window`."""
+
+    start: int
+    shape: tuple[int, ...]
+    window: tuple[slice, ...]
+
+    @property
+    def stop(self) -> int:
+        """One past the last element of `shape`, counted from the start of the run."""
+        return self.start + math.prod(self.shape)
+
+    def of(self, run: "torch.Tensor") -> "torch.Tensor":
+        """The box, as a view of the (numel,) run."""
+        return run[self.start : self.stop].view(self.shape)[self.window]
+
+
+def meet(a: Span, b: Span) -> Iterator[tuple[Part, Part]]:
+    """The elements that both runs hold, as pairs of equal boxes: where each lies in `a` and in `b`."""
+    if (a.offset, a.shape) == (b.offset, b.shape):
+        low, high = max(a.start, b.start), min(a.stop, b.stop)
+        if low < high:
+            yield _line(low - a.start, high - low), _line(low - b.start, high - low)
+        return
+    theirs = list(_rectangles(b))
+    for start, offset, shape in _rectangles(a):
+        for other_start, other_offset, other_shape in theirs:
+            lows = [max(i, j) for i, j in zip(offset, other_offset, strict=True)]
+            ends = zip(offset, shape, other_offset, other_shape, strict=True)
+            highs = [min(i + n, j + m) for i, n, j, m in ends]
+            if all(low < high for low, high in zip(lows, highs, strict=True)):
+                yield (
+                    Part(start=start, shape=shape, window=_window(offset, lows, highs)),
+                    Part(start=other_start, shape=other_shape, window=_window(other_offset, lows, highs)),
+                )
+
+
+def flaw(shape: Sequence[int], spans: Iterable[Span]) -> str | None:
+    """What keeps `spans` from holding each element of a parameter of `shape` exactly once; None if nothing does.
+
+    Slices are the equal cells of a grid, as patterns cut them.
+    """
+    runs: dict[tuple[int, ...], list[Span]] = {}
+    cells = set()
+    for span in spans:
+        runs.setdefault(span.offset, []).append(span)
+        cells.add(span.shape)
+    if not math.prod(shape):
+        return "elements of an empty parameter" if runs else None
+    if len(cells) != 1:
+        return f"slices of {len(cells)} shapes, expected one"
+    (cell,) = cells
+    if len(cell) != len(shape) or any(n < 1 or whole % n for n, whole in zip(cell, shape, strict=True)):
+        return f"slices of shape {cell}, which do not tile it"
+    wanted = math.prod(shape) // math.prod(cell)
+    for offset, parts in runs.items():
+        fits = len(offset) == len(shape) and all(
+            i % n == 0 and 0 <= i < whole for i, n, whole in zip(offset, cell, shape, strict=True)
+        )
+        if not fits:
+            return f"a slice at {offset}, which is no place of a slice of shape {cell}"
+        at = 0
+        for part in sorted(parts, key=lambda part: part.start):
+            if part.start != at or part.stop <= at:
+                return f"elements {min(at, part.start)} .. {max(at, part.start)} of the slice at {offset} not once"
+            at = part.stop
+        if at != math.prod(cell):
+            return f"elements {at} .. {math.prod(cell)} of the slice at {offset} not once"
+    return None if len(runs) == wanted else f"{len(runs)} slices of {wanted}"
+
+
+def _rectangles(span: Span) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(first element in the run, offset in the parameter, shape) of boxes that make up the run, in its order."""
+    for start, offset, shape in _split(span.shape, span.start, span.stop):
+        yield start - span.start, tuple(i + j for i, j in zip(offset, span.offset, strict=True)), shape
+
+
+def _split(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    if start >= stop:
+        return
+    if not shape:
+        yield start, (), ()
+        return
+    inner = math.prod(shape[1:])
+    while start < stop:
+        row = start // inner
+        rows = (stop - start) // inner if start % inner == 0 else 0
+        if rows:
+            yield start, (row, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
+            start += rows * inner
+            continue
+        end = min(stop, (row + 1) * inner)
+        for first, offset, box in _split(shape[1:], start - row * inner, end - row * inner):
+            yield first + row * inner, (row, *offset), (1, *box)
+        start = end
+
+
+def _line(start: int, numel: int) -> Part:
+    return Part(start=start, shape=(numel,), window=(slice(0, numel),))
+
+
+def _window(offset: Sequence[int], lows: Sequence[int], highs: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(low - i, high - i) for i, low, high in zip(offset, lows, highs, strict=True))

@@ -1,0 +1,110 @@
+"""`elixir-moe ckpt`: what can be asked of checkpoints, and made of them, without a model and on one process.
+
+Owns the arguments of the verb and what is printed.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elixir_moe.checkpoint.manifest import Manifest
+from elixir_moe.checkpoint.storage import checkpoints, partials, read_manifest, verify
+from elixir_moe.checkpoint.whole import Whole, export_huggingface, export_torch, reshard
+from elixir_moe.errors import CheckpointError, ConfigError
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_parser(verbs: "argparse._SubParsersAction[Any]") -> Sequence[argparse.ArgumentParser]:
+    """Adds the verb; returns the parsers that take the options all verbs have."""
+    parser = verbs.add_parser("ckpt", help="list, verify, export or reshard checkpoints", allow_abbrev=False)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=type(parser))
+    ls = actions.add_parser("ls", help="the checkpoints in a directory, the latest last", allow_abbrev=False)
+    ls.add_argument("directory", type=Path)
+    check = actions.add_parser("verify", help="hash every file of a checkpoint", allow_abbrev=False)
+    check.add_argument("checkpoint", type=Path)
+    export = actions.add_parser("export", help="write full weights for other programs", allow_abbrev=False)
+    export.add_argument("checkpoint", type=Path)
+    export.add_argument("out", type=Path, help="a new folder (hf) or file (torch)")
+    export.add_argument(
+        "--format", choices=("hf", "torch"), default="hf", help="Hugging Face's safetensors, or one torch state dict"
+    )
+    export.add_argument("--dtype", choices=tuple(_DTYPES), help="of floating parameters; by default each one's own")
+    export.add_argument("--shard-gb", type=float, default=5.0, help="largest file of a folder, in GB (default 5)")
+    again = actions.add_parser("reshard", help="write a checkpoint anew in other files", allow_abbrev=False)
+    again.add_argument("checkpoint", type=Path)
+    again.add_argument("out", type=Path, help="the new checkpoint")
+    again.add_argument("--files", type=int, default=1, metavar="N", help="number of files (default 1)")
+    return ls, check, export, again
+
+
+def run(known: argparse.Namespace) -> int:
+    """Carries the action out. Raises ConfigError for wrong arguments, CheckpointError for checkpoints of no use."""
+    if known.action == "ls":
+        return _ls(known.directory, known.json)
+    manifest = read_manifest(known.checkpoint)
+    verify(known.checkpoint, manifest)
+    whole = Whole(known.checkpoint, manifest)
+    written: list[Path] = []
+    if known.action == "export":
+        dtype = _DTYPES.get(known.dtype)
+        if known.format == "torch":
+            written = export_torch(whole, known.out, dtype=dtype)
+        elif known.shard_gb > 0:
+            written = export_huggingface(whole, known.out, dtype=dtype, shard_bytes=int(known.shard_gb * 1e9))
+        else:
+            raise ConfigError(f"--shard-gb {known.shard_gb}: expected a number above 0")
+    if known.action == "reshard":
+        if known.files < 1:
+            raise ConfigError(f"--files {known.files}: expected at least 1")
+        written = [known.out / name for name in reshard(whole, known.out, known.files).files]
+    if known.json:
+        print(json.dumps({**_facts(known.checkpoint, manifest), "verified": True, "written": list(map(str, written))}))
+    else:
+        print(f"{known.checkpoint}: {len(manifest.files)} files, {manifest.nbytes:,} bytes, every hash is right")
+        for path in written:
+            print(f"wrote {path}")
+    return 0
+
+
+def _ls(directory: Path, as_json: bool) -> int:
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is no directory: name one that holds checkpoints")
+    rows = [_facts(path, found) for path, found in checkpoints(directory)]
+    unfinished = [str(path) for path in partials(directory)]
+    if as_json:
+        print(json.dumps({"checkpoints": rows, "partial": unfinished}))
+        return 0
+    for row in rows:
+        if "damaged" in row:
+            print(f"{row['path']}  damaged: {row['damaged']}")
+        else:
+            print(
+                f"{row['path']}  {row['saved']}  ranks: {row['ranks']}  parameters: {row['parameters']:,}  "
+                f"files: {row['files']}  bytes: {row['bytes']:,}"
+            )
+    for path in unfinished:
+        print(f"{path}  partial: a save under way, or of a process that died; the next save or latest() collects it")
+    if not rows and not unfinished:
+        print(f"{directory} holds no checkpoint")
+    return 0
+
+
+def _facts(path: Path, found: Manifest | CheckpointError) -> dict[str, Any]:
+    if isinstance(found, CheckpointError):
+        return {"path": str(path), "damaged": str(found)}
+    saved = datetime.fromtimestamp(found.saved_ns / 1e9, UTC).isoformat(timespec="seconds")
+    return {
+        "path": str(path),
+        "saved": saved,
+        "ranks": found.world,
+        "optimizer": found.optimizer,
+        "parameters": found.numel,
+        "files": len(found.files),
+        "bytes": found.nbytes,
+    }

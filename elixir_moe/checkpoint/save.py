@@ -1,0 +1,331 @@
+"""From shards to files: every rank writes the elements it holds, under the names and places of the logical parameters.
+
+Owns what of a training is saved, who writes it, and the order in which a save happens, now or beside the training.
+
+Why not `torch.distributed.checkpoint`. Its planner knows boxes, and a shard of a chunk is a run of elements, so each
+tensor would be cut into several for it; its metadata is a pickle and its files have no hash, so reader, writer and
+metadata would be ours in any case. What would be left of it is the intersection of boxes, which is `boxes`.
+
+Why a thread. A save beside the training is writing and hashing, which Python's lock does not hold up. A process of its
+own would need the shards in shared memory, and could be left over. The thread has a process group of its own, so that
+its agreements stand in no order with those of the training.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir_moe.checkpoint.held import Held, buffers_of, held_by, loss_scale_of, share_of, wrapped_of
+from elixir_moe.checkpoint.manifest import WEIGHT, Buffer, Entry, FileRecord, Manifest, Piece, digest_of, dump, parse
+from elixir_moe.checkpoint.ranks import random_states, together
+from elixir_moe.checkpoint.storage import MANIFEST, Draft, Item, partial_of, retain, write_tensors
+from elixir_moe.checkpoint.values import NAMES, encode
+from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.parallel.pattern import is_whole
+from elixir_moe.state import Wrapped
+
+UPDATES = "updates"
+"""Name, among a piece's scalars, of the number of updates it has had."""
+
+
+class Saving:
+    """A save under way. All methods are collective."""
+
+    def __init__(self, path: Path, optimizer: ShardedOptimizer, future: "Future[None] | None") -> None:
+        self.path = path
+        """The directory."""
+        self._optimizer = optimizer
+        self._future = future
+
+    def poll(self) -> bool:
+        """Whether the checkpoint is there, on all ranks alike.
+
+        Raises:
+            CheckpointError: the save failed; once, on all ranks. Training can go on, and so can the next save.
+        """
+        if self._future is None:
+            return True
+        done = together(self._optimizer.control, "asked whether a save has ended", self._future.done)
+        if not all(done):
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> Path:
+        """Returns the path when the checkpoint is there. Raises CheckpointError as `poll` does."""
+        future, self._future = self._future, None
+        if future is not None:
+            self._optimizer.pending = None
+            together(self._optimizer.control, "saved a checkpoint", future.result)
+        return self.path
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ShardedOptimizer,
+    *,
+    extra: Any = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+) -> Saving:
+    """Saves model, optimizer and random generators as the checkpoint `path`, whole or not at all. Collective.
+
+    Call it between `optimizer.step` and the next backward. The directory must be on storage that all ranks share; an
+    existing one is never touched.
+
+    Args:
+        path: the directory to be made.
+        model: a wrapped model.
+        optimizer: what `wrap` returned with it.
+        extra: whatever else `load` is to return, the same on all ranks: None, numbers, texts, bytes, lists, tuples,
+            dicts, small tensors and arrays; of an LR scheduler its ``state_dict()``.
+        keep: afterwards remove all but the `keep` latest checkpoints in the directory around `path`.
+        asynchronous: return when the shards have been copied to host memory, and write beside the training.
+
+    Returns:
+        A `Saving`, which has ended unless `asynchronous`. A save that is still under way ends before the next begins.
+
+    Raises:
+        CheckpointError: on all ranks: the directory exists, the disk is full, ranks disagree on path or `extra`,
+            `extra` holds something else, gradients wait for a step; or an asynchronous save before this one failed and
+            nobody has polled it.
+        ConfigError: model or optimizer are not wrapped.
+    """
+    wrapped = wrapped_of(model, optimizer)
+    if keep is not None and not is_whole(keep, least=1):
+        raise ConfigError(f"keep={keep!r}: expected a whole number of at least 1, or None to keep all")
+    if optimizer.pending is not None:
+        optimizer.pending.wait()
+    target = Path(os.path.abspath(path))
+    control = optimizer.control
+    facts = together(control, "looked at what to save", lambda: _facts(target, model, optimizer, extra, wrapped))
+    _compare(facts)
+    contents = _Contents(model, optimizer, wrapped, facts)
+    drafts: list[Draft] = []
+    together(control, "began a checkpoint", lambda: _begin(target, drafts))
+
+    def write(process_group: dist.ProcessGroup) -> None:
+        try:
+            _write(process_group, target, contents, drafts, facts[0].fixed, keep)
+        except BaseException:
+            for draft in drafts:
+                draft.abandon()
+            raise
+
+    if not asynchronous:
+        write(control)
+        return Saving(target, optimizer, None)
+    background = optimizer.background()
+    contents.copy()
+    executor = ThreadPoolExecutor(1, thread_name_prefix="elixir-save")
+    saving = Saving(target, optimizer, executor.submit(write, background))
+    executor.shutdown(wait=False)
+    optimizer.pending = saving
+    return saving
+
+
+# ---------------------------------------------------------------------------------------------------- what all agree on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Facts:
+    """What one rank tells the others before a save."""
+
+    target: str
+    extra_digest: str
+    buffer_digests: dict[str, str]
+    rng: Any
+    fixed: dict[str, Any]
+    """Fields of the manifest that are the same on all ranks; of rank 0 only."""
+
+
+def _facts(target: Path, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, wrapped: Wrapped) -> _Facts:
+    if optimizer.has_gradients:
+        raise ConfigError("gradients wait for a step: save after optimizer.step(), or call optimizer.zero_grad() first")
+    wrapped.scheduler.flush()
+    wrapped.scheduler.drain()
+    encoded = encode(extra, "extra")
+    fixed = {}
+    if dist.get_rank() == 0:
+        names = {p: name for name, p in model.named_parameters()}
+        fixed = {
+            "optimizer": optimizer.kind,
+            "param_groups": tuple(
+                {
+                    "params": tuple(names[p] for p in group["params"]),
+                    "options": {k: encode(v, f"param_group[{k!r}]") for k, v in group.items() if k != "params"},
+                }
+                for group in optimizer.param_groups
+            ),
+            "loss_scale": encode(loss_scale_of(optimizer), "the loss scale"),
+            "keys": wrapped.keys,
+            "extra": encoded,
+        }
+    return _Facts(
+        target=str(target),
+        extra_digest=digest_of(repr(encoded).encode()),
+        buffer_digests={name: digest_of(_bytes(buffer)) for name, buffer in buffers_of(model, wrapped).items()},
+        rng=random_states(),
+        fixed=fixed,
+    )
+
+
+def _compare(facts: list[_Facts]) -> None:
+    for rank, found in enumerate(facts):
+        if found.target != facts[0].target:
+            raise CheckpointError(
+                f"ranks name different directories: {facts[0].target} (rank 0), {found.target} (rank {rank})"
+            )
+        if found.extra_digest != facts[0].extra_digest:
+            raise CheckpointError(
+                f"extra of rank {rank} is not that of rank 0: what differs between ranks belongs into a list of all "
+                f"(torch.distributed.all_gather_object)"
+            )
+
+
+# ----------------------------------------------------------------------------------------------------- this rank's part
+
+
+class _Contents:
+    """What this rank writes: the tensors, and their places in the logical parameters."""
+
+    def __init__(self, model: nn.Module, optimizer: ShardedOptimizer, wrapped: Wrapped, facts: list[_Facts]) -> None:
+        self.file = f"rank-{dist.get_rank():05d}.safetensors"
+        self.items: list[Item] = []
+        self.entries: dict[str, Entry] = {}
+        self.rng = tuple(found.rng for found in facts)
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        for held in held_by(model, wrapped):
+            pieces = self._pieces(held, optimizer)
+            self.entries[held.name] = Entry(
+                names=tuple(names[held.parameter]),
+                shape=held.global_shape,
+                dtype=_name_of(held.chunk.original_dtypes[held.index], held.name),
+                trainable=held.chunk.spec.key.trainable,
+                pieces=tuple(pieces),
+            )
+        self.buffers: dict[str, Buffer] = {}
+        for name, buffer in buffers_of(model, wrapped).items():
+            self._add_buffer(name, buffer, [found.buffer_digests[name] for found in facts])
+
+    def copy(self) -> None:
+        """Takes the values of now."""
+        copies = [item.tensor().detach().to("cpu", copy=True) for item in self.items]
+        self.items = [replace(item, tensor=_giver(copy)) for item, copy in zip(self.items, copies, strict=True)]
+
+    def _pieces(self, held: Held, optimizer: ShardedOptimizer) -> Iterator[Piece]:
+        """One, or none if this rank has nothing of it to write."""
+        written = held.cut(*share_of(held.chunk))
+        if not written.span.numel:
+            return
+        tensors, scalars = {WEIGHT: written.values}, {}
+        segment = optimizer.segment_of(held.parameter)
+        if segment is not None:
+            scalars[UPDATES] = segment.steps
+            inside = slice(written.here.start - segment.start, written.here.stop - segment.start)
+            for name, value in optimizer.state_of(held.parameter).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    tensors[name] = value[inside]
+                else:
+                    scalars[name] = encode(value, f"{name!r}, kept by the optimizer for {held.name!r},")
+        dtypes = {name: _name_of(tensor.dtype, held.name) for name, tensor in tensors.items()}
+        piece = Piece(file=self.file, span=written.span, state=dtypes, scalars=scalars)
+        for name, tensor in tensors.items():
+            key = piece.key(held.name, name)
+            self.items.append(Item(key=key, dtype=dtypes[name], shape=(written.span.numel,), tensor=_giver(tensor)))
+        yield piece
+
+    def _add_buffer(self, name: str, buffer: torch.Tensor, digests: list[str]) -> None:
+        """The first of the ranks that have the same values writes them."""
+        writers = [digests.index(digest) for digest in digests]
+        dtype, shape = _name_of(buffer.dtype, name), tuple(buffer.shape)
+        files = tuple(f"rank-{rank:05d}.safetensors" for rank in writers)
+        self.buffers[name] = Buffer(shape=shape, dtype=dtype, file_of_rank=files)
+        if dist.get_rank() in writers:
+            self.items.append(Item(key=Buffer.key(name), dtype=dtype, shape=shape, tensor=_giver(buffer)))
+
+
+def _giver(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: tensor
+
+
+def _name_of(dtype: torch.dtype, name: str) -> str:
+    if dtype not in NAMES:
+        raise CheckpointError(f"{name!r} is of {dtype}, which files of safetensors do not hold")
+    return NAMES[dtype]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def _begin(target: Path, drafts: list[Draft]) -> None:
+    if dist.get_rank() == 0:
+        drafts.append(Draft(target))
+
+
+def _write(
+    process_group: dist.ProcessGroup,
+    target: Path,
+    contents: _Contents,
+    drafts: list[Draft],
+    fixed: Mapping[str, Any],
+    keep: int | None,
+) -> None:
+    """Writes this rank's file; rank 0 writes the manifest when all files are there. Collective."""
+
+    def write_file() -> tuple[str, FileRecord] | None:
+        directory = partial_of(target)
+        if not directory.is_dir():
+            raise CheckpointError(
+                f"{directory}, made by rank 0, is not there: a checkpoint must be on storage that all ranks share"
+            )
+        return (contents.file, write_tensors(directory / contents.file, contents.items)) if contents.items else None
+
+    records = together(process_group, "wrote their files", write_file)
+    everything: list[Any] | None = [None] * dist.get_world_size(process_group) if drafts else None
+    dist.gather_object((contents.entries, contents.buffers), everything, dst=0, group=process_group)
+
+    def commit() -> None:
+        for draft in drafts:
+            assert everything is not None
+            files = dict(record for record in records if record is not None)
+            manifest = dump(_merge(everything, files, contents.rng, fixed))
+            parse(manifest, str(target / MANIFEST))  # what is written can be read
+            draft.commit(manifest)
+            if keep is not None:
+                retain(target.parent, keep)
+
+    together(process_group, "committed a checkpoint", commit)
+
+
+def _merge(
+    everything: list[tuple[dict[str, Entry], dict[str, Buffer]]],
+    files: Mapping[str, FileRecord],
+    rng: tuple[Any, ...],
+    fixed: Mapping[str, Any],
+) -> Manifest:
+    first, buffers = everything[0]
+    entries = {}
+    for name, entry in first.items():
+        pieces = [piece for theirs, _ in everything for piece in theirs[name].pieces]
+        pieces.sort(key=lambda piece: (piece.span.offset, piece.span.start))
+        entries[name] = replace(entry, pieces=tuple(pieces))
+    return Manifest(
+        saved_ns=time.time_ns(), world=len(rng), parameters=entries, buffers=buffers, files=files, rng=rng, **fixed
+    )

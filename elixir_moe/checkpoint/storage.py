@@ -1,0 +1,337 @@
+"""Files, their hashes, and how a directory comes to be whole or absent.
+
+Owns everything about a checkpoint that a file system sees. A checkpoint is a directory::
+
+    step-100/   manifest.json            written last
+                rank-00000.safetensors   flat tensors, one for each run of elements that rank held
+                ...
+
+It is written as ``.step-100.partial`` beside its place, every file and directory is synced to the disk, and then one
+rename makes it appear. The manifest is locked (flock) from the first moment of the writing: what is called partial and
+is not locked belongs to nobody alive, and is collected. Removing goes the same way back: one rename makes it partial.
+"""
+
+import errno
+import fcntl
+import json
+import math
+import os
+import stat
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elixir_moe.checkpoint.manifest import FileRecord, Manifest, parse
+from elixir_moe.checkpoint.values import DTYPES
+from elixir_moe.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+_PARTIAL = ".partial"
+_BLOCK_BYTES = 1 << 22
+_BLOCKS_BEHIND = 16
+"""How far hashing may lag behind writing: what bounds the memory of tensors that were brought to the host for it."""
+_READERS = 4
+"""Files hashed at a time by one rank."""
+
+
+# ------------------------------------------------------------------------------------------------------------- tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """A tensor that is to be written."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    tensor: Callable[[], torch.Tensor]
+    """Gives it when its turn has come."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> FileRecord:
+    """Writes a new safetensors file and syncs it, hashing beside the writing (the library's own writer does not hash).
+
+    Args:
+        path: of the file.
+        items: its tensors.
+        metadata: texts for the header.
+
+    Raises:
+        OSError: the disk is full, the file exists, and the like.
+    """
+    ordered = sorted(items, key=lambda item: -DTYPES[item.dtype].itemsize)  # so each tensor is aligned to its dtype
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for item in ordered:
+        header[item.key] = {
+            "dtype": item.dtype,
+            "shape": list(item.shape),
+            "data_offsets": [at, at := at + item.nbytes],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest, nbytes = blake2b(digest_size=32), 0
+    behind: deque[Future[None]] = deque()
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        for block in _blocks(text, ordered):
+            behind.append(hasher.submit(digest.update, block))
+            nbytes += len(block)
+            while block:
+                block = block[file.write(block) :]
+            if len(behind) > _BLOCKS_BEHIND:
+                behind.popleft().result()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
+    return FileRecord(nbytes=nbytes, digest=digest.hexdigest())
+
+
+def _blocks(header: bytes, items: Iterable[Item]) -> Iterator[memoryview]:
+    yield memoryview(len(header).to_bytes(8, "little") + header)
+    for item in items:
+        flat = item.tensor().detach().cpu().contiguous().reshape(-1)
+        data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        assert data.nbytes == item.nbytes, f"{item.key} has {data.nbytes} bytes, not {item.nbytes}"
+        for start in range(0, data.nbytes, _BLOCK_BYTES):
+            yield data[start : start + _BLOCK_BYTES]
+
+
+class Files:
+    """The files of one checkpoint, opened when they are first read, and read only where they are asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open: dict[str, Any] = {}
+
+    def check(self, file: str, key: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError unless `file` has such a tensor."""
+        path = self._directory / file
+        try:
+            found = self._handle(file).get_slice(key)
+        except Exception as error:  # the type is safetensors' own, which is not to be imported here
+            raise CheckpointError(f"{path}: tensor {key!r} cannot be read: {error}") from error
+        if (found.get_dtype(), tuple(found.get_shape())) != (dtype, shape):
+            raise CheckpointError(
+                f"{path}: tensor {key!r} is {found.get_dtype()} of shape {tuple(found.get_shape())}, but the manifest "
+                f"says {dtype} of shape {shape}"
+            )
+
+    def read(self, file: str, key: str) -> torch.Tensor:
+        """The tensor, mapped from the file: only what is used of it is read."""
+        tensor: torch.Tensor = self._handle(file).get_tensor(key)
+        return tensor
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            from safetensors import safe_open
+
+            os.close(_open(self._directory / file))  # no link
+            self._open[file] = safe_open(self._directory / file, framework="pt")
+        return self._open[file]
+
+
+# ----------------------------------------------------------------------------------------------------------- directory
+
+
+class Draft:
+    """A checkpoint that is being written, on the one rank that commits it."""
+
+    def __init__(self, target: Path) -> None:
+        """Makes the partial directory, after those of the dead are collected.
+
+        Raises:
+            CheckpointError: the target exists, or another process is writing it.
+            OSError: the directory cannot be made.
+        """
+        self.target, self.path = target, partial_of(target)
+        self.committed = False
+        if os.path.lexists(target):
+            raise CheckpointError(f"{target} exists: save under another name, or remove it first")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        collect(target.parent)
+        try:
+            self.path.mkdir()
+        except FileExistsError:
+            raise CheckpointError(f"{self.path} exists: another process is saving {target}") from None
+        self._manifest = os.open(self.path / MANIFEST, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+        fcntl.flock(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def commit(self, manifest: bytes) -> None:
+        """Writes the manifest and makes the checkpoint appear. All other files must be there and synced."""
+        while manifest:
+            manifest = manifest[os.write(self._manifest, manifest) :]
+        os.fsync(self._manifest)
+        sync_directory(self.path)
+        if os.path.lexists(self.target):
+            raise CheckpointError(f"{self.target} has come into being meanwhile: save under another name")
+        os.rename(self.path, self.target)
+        self.committed = True
+        os.close(self._manifest)
+        sync_directory(self.target.parent)
+
+    def abandon(self) -> None:
+        """Removes what was written, unless it was committed."""
+        if not self.committed:
+            _remove(self.path)
+            os.close(self._manifest)
+
+
+def partial_of(target: Path) -> Path:
+    """Where a checkpoint is while it is not whole."""
+    return target.parent / f".{target.name}{_PARTIAL}"
+
+
+def collect(directory: Path) -> list[Path]:
+    """Removes partial checkpoints that nobody writes any more; returns them."""
+    return [path for path in partials(directory) if _remove_if_dead(path)]
+
+
+def retain(directory: Path, keep: int) -> list[Path]:
+    """Removes all checkpoints in `directory` but the `keep` latest; returns them. Damaged manifests stay."""
+    whole = [path for path, manifest in checkpoints(directory) if isinstance(manifest, Manifest)]
+    for path in whole[:-keep]:
+        os.rename(path, partial_of(path))
+        sync_directory(directory)
+        _remove(partial_of(path))
+    return whole[:-keep]
+
+
+def latest(directory: str | Path, *, fall_back: bool = False) -> Path | None:
+    """The checkpoint in `directory` that was saved last; None if there is none. Not collective.
+
+    Partial ones, left by a process that was killed while it saved, are ignored, and removed.
+
+    Args:
+        directory: where checkpoints lie side by side.
+        fall_back: hash all files, and pass over damaged checkpoints, each with a warning. By default `em.load` finds
+            damaged files, and a damaged manifest is an error here.
+
+    Raises:
+        CheckpointError: a manifest is damaged, and `fall_back` is off.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        return None
+    collect(directory)
+    found = checkpoints(directory)
+    for _, manifest in found if not fall_back else ():
+        if isinstance(manifest, CheckpointError):
+            raise manifest
+    for path, manifest in reversed(found):
+        try:
+            if isinstance(manifest, CheckpointError):
+                raise manifest
+            if fall_back:
+                verify(path, manifest)
+            return path
+        except CheckpointError as error:
+            warnings.warn(f"{path} is passed over: {error}", stacklevel=2)
+    return None
+
+
+def checkpoints(directory: Path) -> list[tuple[Path, Manifest | CheckpointError]]:
+    """All checkpoints in `directory` with their manifests, the latest last; damaged manifests first, as errors."""
+    found: list[tuple[Path, Manifest | CheckpointError]] = []
+    for path in sorted(path for path in directory.iterdir() if not path.is_symlink() and (path / MANIFEST).exists()):
+        if not path.name.endswith(_PARTIAL):
+            try:
+                found.append((path, read_manifest(path)))
+            except CheckpointError as error:
+                found.append((path, error))
+    return sorted(found, key=lambda item: item[1].saved_ns if isinstance(item[1], Manifest) else -1)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path`. Raises CheckpointError if there is none, or it is damaged."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint")
+    with open(_open(path / MANIFEST), "rb") as file:
+        return parse(file.read(), str(path / MANIFEST))
+
+
+def verify(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -> None:
+    """Hashes `files` (by default all) of the checkpoint. Raises CheckpointError, naming the first that is damaged."""
+    names = list(manifest.files if files is None else files)
+    with ThreadPoolExecutor(_READERS) as pool:
+        for _ in pool.map(lambda name: _verify_file(path / name, manifest.files[name]), names):
+            pass
+
+
+def _verify_file(path: Path, record: FileRecord) -> None:
+    with open(_open(path), "rb", buffering=0) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes != record.nbytes:
+            raise CheckpointError(f"{path} is damaged: {nbytes} bytes of {record.nbytes}; use another checkpoint")
+        digest, buffer = blake2b(digest_size=32), memoryview(bytearray(_BLOCK_BYTES))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    if digest.hexdigest() != record.digest:
+        raise CheckpointError(f"{path} is damaged: its hash is not the manifest's; use another checkpoint")
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the entries of a directory last."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    """A descriptor of a regular file, for reading. Raises CheckpointError for links and all that is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        reason = "is a link" if error.errno == errno.ELOOP else f"cannot be read: {error.strerror}"
+        raise CheckpointError(f"{path} {reason}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is no regular file")
+    return descriptor
+
+
+def partials(directory: Path) -> list[Path]:
+    """Checkpoints in `directory` that are not whole: being written, or left by the dead."""
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.name.startswith(".") and path.name.endswith(_PARTIAL) and path.is_dir() and not path.is_symlink()
+    )
+
+
+def _remove_if_dead(partial: Path) -> bool:
+    try:
+        descriptor = os.open(partial / MANIFEST, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        # No manifest is there between the first two and the last two system calls of a writer: the directory is empty.
+        return not any(partial.iterdir()) and _remove(partial)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        mine = os.path.samestat(os.fstat(descriptor), os.stat(partial / MANIFEST))
+        return mine and _remove(partial)
+    except (BlockingIOError, FileNotFoundError):  # its writer lives; another process has collected it just now
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _remove(partial: Path) -> bool:
+    """Deletes a partial checkpoint, its manifest, by which it is known, last."""
+    for path in partial.iterdir():
+        if path.name != MANIFEST:
+            path.unlink()
+    (partial / MANIFEST).unlink(missing_ok=True)
+    partial.rmdir()
+    return True
