@@ -309,9 +309,9 @@ def aux_scale(scale: float) -> Iterator[None]:
     """The weight of auxiliary losses in backward, which Megatron keeps in a class."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]))
     yield
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([1.0]))
 
 
 def _accumulate(model: nn.Module, batches: list[Tensor], parts: int) -> float:
