@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from elixir_moe.checkpoint import command as ckpt
 from elixir_moe.errors import ConfigError, ElixirError, LayoutError
 from elixir_moe.kernels import cpu_features
 from elixir_moe.train import config as configs
@@ -59,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     parser = _parser()
     known, rest = parser.parse_known_args(arguments)
-    if known.verb == "env":
+    if known.verb in ("env", "ckpt"):
         if rest:
             parser.error(f"unknown arguments {' '.join(rest)}")
-        return _env(known)
+        return _env(known) if known.verb == "env" else ckpt.run(known)
     return _train(known, _overrides(rest), arguments)
 
 
@@ -80,7 +81,7 @@ def _parser() -> _Parser:
     train_parser.add_argument("--config", metavar="FILE", help="settings, as YAML")
     train_parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     env_parser = verbs.add_parser("env", help="show versions and devices", allow_abbrev=False)
-    for verb in (train_parser, env_parser):
+    for verb in (train_parser, env_parser, *ckpt.add_parser(verbs)):
         verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
         verb.add_argument(
             "--traceback", action="store_true", help="show where an error comes from (or ELIXIR_TRACEBACK=1)"
