@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.parallel.annotate import pattern_of
+from elixir_moe.parallel.dtensor import is_dtensor, spec_of, whole_of
 from elixir_moe.state import Wrapped, _all, _join
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -128,7 +129,9 @@ class Pretrained:
         for tensor, names in self._names.items():
             source = self._source(tensor)
             made = not isinstance(tensor, nn.Parameter) and _of_transformers(self._model)
-            if tensor.is_meta and source is None and not made:
+            if tensor.is_meta and is_dtensor(tensor):
+                problems.append(f"{names[0]!r} is a DTensor on meta: read the weights before it is parallelised")
+            elif tensor.is_meta and source is None and not made:
                 problems.append(f"{names[0]!r} is on meta and not in the folder: make it on the CPU")
             elif tensor.is_meta and source is not None and source.converter is None:
                 key = source.keys[0][0]
@@ -246,14 +249,18 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
 def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Tensor]]:
     """(first name, full tensor) of every parameter and kept buffer, a chunk at a time; on every rank."""
+    wrapped.scheduler.check_open()
     wrapped.scheduler.flush()
     names = {p: name for name, p in model.named_parameters()}
     for chunk in wrapped.scheduler.chunks:
         source = (chunk.home.compute if chunk.home.master is None else chunk.home.master).cpu()
         whole = torch.cat(_all(source, wrapped.groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
-        for slot, parameter, dtype in zip(chunk.spec.slots, chunk.parameters, chunk.original_dtypes, strict=True):
-            local = whole[slot.start : slot.stop].view(parameter.shape).to(dtype)
-            yield names[parameter], _join(local, pattern_of(parameter), wrapped.groups)
+        owned = zip(chunk.spec.slots, chunk.parameters, chunk.locals, chunk.original_dtypes, strict=True)
+        for slot, parameter, shaped, dtype in owned:
+            local = whole[slot.start : slot.stop].view(shaped.shape).to(dtype)
+            spec = spec_of(parameter)
+            joined = _join(local, pattern_of(parameter), wrapped.groups) if spec is None else whole_of(local, spec)
+            yield names[parameter], joined
     for name, buffer in model.named_buffers():
         if name in wrapped.keys:
             yield name, buffer.cpu()
@@ -400,7 +407,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _global_shape(tensor: Tensor) -> tuple[int, ...]:
     """Of the logical tensor this rank has a part of."""
-    pattern = pattern_of(tensor)
+    pattern = None if is_dtensor(tensor) else pattern_of(tensor)  # a DTensor's shape is the logical one
     return tuple(tensor.shape) if pattern is None else pattern.global_shape(tensor.shape)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers as hf
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import elixir_moe as em
 from elixir_moe.errors import CheckpointError
@@ -92,6 +93,25 @@ def test_slices_of_all_ranks_are_joined(tmp_path: Path, ranks: Ranks) -> None:
     assert found.keys() <= wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in found)
     assert set(wanted) - set(found) <= {"head.weight"}, "only tied names are left out"
+
+
+def dtensors_saved(folder: Path) -> dict[str, Tensor]:
+    """A linear layer cut over two ranks."""
+    torch.manual_seed(3)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = parallelize_module(nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6)), mesh, {"0": ColwiseParallel()})
+    model, optimizer = wrap(model)
+    save_pretrained(model, folder)
+    state = em.full_state_dict(model)
+    optimizer.close()
+    return state
+
+
+def test_dtensors_are_written_whole(tmp_path: Path, ranks: Ranks) -> None:
+    wanted = ranks(2).run(dtensors_saved, tmp_path)[0]
+    found = in_folder(tmp_path)
+    assert found["0.weight"].shape == (6, 8)
+    assert set(found) == set(wanted) and all(torch.equal(found[name], wanted[name]) for name in found)
 
 
 def save_to(folder: Path) -> str:
