@@ -4,6 +4,7 @@ Owns the order of construction and the agreement of all ranks on it; each step i
 """
 
 import hashlib
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -12,7 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.chunk import Chunk, Placeholder
-from elixir_moe.chunks.collectives import Communicator, build_communicators, make_groups, world_timeout
+from elixir_moe.chunks.collectives import (
+    Communicator,
+    backend_of,
+    build_communicators,
+    make_groups,
+    world_timeout,
+)
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.layout import ChunkSpec, Layout, build_layout
 from elixir_moe.chunks.plan import Plan, footprint
@@ -20,7 +27,7 @@ from elixir_moe.chunks.policy import CacheState
 from elixir_moe.chunks.rcache import RCache
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.chunks.tiers import Home, build_homes
+from elixir_moe.chunks.tiers import Home, build_homes, check_fits, host_bytes_left
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.hooks import Hooks
 from elixir_moe.optim import ShardedOptimizer
@@ -85,8 +92,11 @@ def wrap(
     _agree(plan, specs, parameters)
     _check_blocks(model, calls, plan, layout, parameters)
 
+    staged = backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
+    size = footprint(plan, layout, moments=moments_of(optimizer), staged=staged)
+    _check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
+
     communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
-    staged = any(c.staged for c in communicators.values())
     homes = build_homes([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
     statistics = Statistics(cache=cache.counts)
@@ -102,7 +112,6 @@ def wrap(
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
-    size = footprint(plan, layout, moments=moments_of(optimizer), staged=staged)
     staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
     scheduler = Scheduler(chunks, cache, rcache, staging, device, statistics)
     hooks = Hooks(model, scheduler, placeholder)
@@ -239,6 +248,15 @@ def _check_blocks(
             f"forward and backward of this model hold {least} chunks at once, the rCache has {blocks} blocks of "
             f"{layout.chunk_numel} elements: set rcache_blocks to at least {least}, or another chunk_numel"
         )
+
+
+def _check_host_memory(nbytes: int) -> None:
+    """Raises TierError on all ranks if those of one host need more than it has left."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), nbytes, host_bytes_left()))
+    for host in dict.fromkeys(host for host, *_ in everyone):
+        needs = [(theirs, left) for name, theirs, left in everyone if name == host]
+        check_fits(sum(theirs for theirs, _ in needs), min(left for _, left in needs), f"{len(needs)} ranks on {host}")
 
 
 @torch.no_grad()

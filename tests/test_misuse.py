@@ -2,8 +2,10 @@
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import elixir_moe as em
 from elixir_moe.chunks.collectives import Ticket
 from tests.test_habits import D, Net, adamw, mean_square
 
+wrapping = sys.modules["elixir_moe.wrap"]  # the name in the package is the function
 PLANS = {"zero2": em.Plan.zero2(chunk_numel=600), "offload": em.Plan.offload(rcache_blocks=4, chunk_numel=600)}
 Pair = tuple[nn.Module, em.ShardedOptimizer]
 
@@ -153,6 +156,17 @@ def test_a_part_of_a_model_wrapped_before() -> None:
     with pytest.raises(em.ConfigError, match="on the whole"):
         em.wrap(whole, torch.optim.AdamW(whole[1].parameters()), plan=em.Plan.zero2())
     optimizer.close()
+
+
+def test_a_host_too_small_for_the_plan_is_refused_before_anything_is_allocated() -> None:
+    model = Net()
+    with (
+        mock.patch.object(wrapping, "host_bytes_left", return_value=1000),
+        mock.patch.object(wrapping, "build_homes", side_effect=AssertionError("allocated")),
+        pytest.raises(em.TierError, match=r"GiB for 1 ranks on .* short"),
+    ):
+        em.wrap(model, adamw(model), plan=em.Plan.offload(rcache_blocks=None))
+    assert not any(p.isnan().any() for p in model.parameters()), "a refused model is untouched"
 
 
 def test_a_model_that_something_else_has_wrapped() -> None:

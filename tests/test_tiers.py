@@ -1,11 +1,12 @@
 """The long-lived state of a chunk: what its home holds when, and that too much is refused before it is allocated."""
 
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from elixir_moe.chunks import tiers
 from elixir_moe.chunks.chunk import Chunk, ChunkState, Placeholder
 from elixir_moe.chunks.collectives import Communicator
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
@@ -13,7 +14,7 @@ from elixir_moe.chunks.layout import build_layout
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.rcache import Block
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.chunks.tiers import Holds, Home, Slab, build_homes, check_host_memory
+from elixir_moe.chunks.tiers import Holds, Home, Slab, build_homes, check_fits, host_bytes_left
 from elixir_moe.errors import TierError
 
 CPU = torch.device("cpu")
@@ -172,14 +173,41 @@ def test_a_slab_is_not_handed_out_twice() -> None:
         slab.take(4)
 
 
-def test_more_than_the_machine_has_is_refused_before_it_is_allocated() -> None:
-    needs = r"needs .* GiB at once, .* GiB are left .* GiB short.*more chunks"
-    allocated = mock.patch.object(tiers.torch, "zeros", side_effect=AssertionError("allocated"))
-    with allocated, pytest.raises(TierError, match=needs):
-        Slab(1 << 50, torch.float32, Tier.HOST, CPU)
-    with pytest.raises(TierError):
-        check_host_memory(1 << 60)
-    check_host_memory(0)
+def test_more_than_a_host_has_is_refused() -> None:
+    with pytest.raises(TierError, match=r"needs 3.00 GiB for 2 ranks on h, 1.00 GiB are left \(2.00 GiB short\)"):
+        check_fits(3 << 30, 1 << 30, "2 ranks on h")
+    check_fits(1 << 30, 1 << 30, "2 ranks on h")
+
+
+MEMINFO = "MemTotal:       16000 kB\nMemAvailable:    8000 kB\nHugePages_Total:       0\n"
+CGROUP_2 = {"memory.max": "5000000\n", "memory.current": "4000000\n", "memory.stat": "anon 1\ninactive_file 500000\n"}
+CGROUP_1 = {
+    "memory/memory.limit_in_bytes": "3000000\n",
+    "memory/memory.usage_in_bytes": "2000000\n",
+    "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 7\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, sys.maxsize),
+        ({"meminfo": MEMINFO}, 8000 * 1024),
+        ({"meminfo": MEMINFO} | CGROUP_2, 1_500_000),
+        ({"meminfo": MEMINFO} | CGROUP_2 | {"memory.max": "max\n"}, 8000 * 1024),
+        ({"meminfo": MEMINFO} | CGROUP_1, 1_000_007),
+    ],
+)
+def test_what_a_host_has_left(files: dict[str, str], left: int, tmp_path: Path) -> None:
+    for name, text in files.items():
+        path = tmp_path / ("proc" if name == "meminfo" else "sys/fs/cgroup") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert host_bytes_left(tmp_path) == left
+
+
+def test_this_host_has_something_left() -> None:
+    assert 0 < host_bytes_left() < sys.maxsize
 
 
 def test_a_device_that_refuses_is_a_tier_error() -> None:

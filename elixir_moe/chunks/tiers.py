@@ -6,6 +6,7 @@ v2, 4.1.
 """
 
 import contextlib
+import sys
 import warnings
 import weakref
 from enum import Enum
@@ -18,6 +19,13 @@ from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import TierError
 
 
+_CGROUPS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of both versions: (folder, limit, usage, droppable part of it)."""
+
+
 class Slab:
     """One allocation of exactly `numel` elements, handed out piece by piece.
 
@@ -28,8 +36,6 @@ class Slab:
     def __init__(self, numel: int, dtype: torch.dtype, tier: Tier, device: torch.device) -> None:
         self._taken = 0
         nbytes = numel * dtype.itemsize
-        if tier is Tier.HOST:
-            check_host_memory(nbytes)
         try:
             self._memory = torch.zeros(numel, dtype=dtype, device=device if tier is Tier.DEVICE else "cpu")
         except (MemoryError, RuntimeError) as error:
@@ -57,26 +63,34 @@ def _page_lock(memory: torch.Tensor) -> None:
         )
 
 
-def check_host_memory(nbytes: int) -> None:
-    """Raises TierError if `nbytes` more would pass the memory the system or the cgroup has left."""
-    left = _host_bytes_left()
-    if left is not None and nbytes > left:
+def check_fits(nbytes: int, left: int, where: str) -> None:
+    """Raises TierError if `nbytes` is more than what is `left`."""
+    if nbytes > left:
         raise TierError(
-            f"host memory: the plan needs {nbytes / 2**30:.2f} GiB at once, {left / 2**30:.2f} GiB are left "
-            f"({(nbytes - left) / 2**30:.2f} GiB short): put more chunks on the device or use more ranks"
+            f"host memory: the plan needs {nbytes / 2**30:.2f} GiB for {where}, {left / 2**30:.2f} GiB are left "
+            f"({(nbytes - left) / 2**30:.2f} GiB short): put more chunks on the device, use more ranks or hosts"
         )
 
 
-def _host_bytes_left() -> int | None:
-    left = []
-    meminfo = Path("/proc/meminfo")
+def host_bytes_left(root: Path = Path("/")) -> int:
+    """Memory this process can still have: what Linux has available, or less where its cgroup (1 or 2) allows less.
+
+    Cached files count as free, as the system drops them before it refuses memory. Without limits (another system) it is
+    `sys.maxsize`.
+    """
+    left = [sys.maxsize]
+    meminfo = root / "proc/meminfo"
     if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        left.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    limit, current = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and current.exists() and limit.read_text().strip() != "max":
-        left.append(int(limit.read_text()) - int(current.read_text()))
-    return min(left, default=None)
+        left.append(_table(meminfo)["MemAvailable:"] * 1024)
+    for folder, limit, usage, cached in _CGROUPS:
+        here = root / "sys/fs/cgroup" / folder
+        if (here / limit).exists() and (allowed := (here / limit).read_text().strip()) != "max":
+            left.append(int(allowed) - int((here / usage).read_text()) + _table(here / "memory.stat")[cached])
+    return min(left)
+
+
+def _table(path: Path) -> dict[str, int]:
+    return {name: int(value) for name, value, *_ in map(str.split, path.read_text().splitlines())}
 
 
 class Holds(Enum):
