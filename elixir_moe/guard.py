@@ -20,7 +20,21 @@ from elixir_moe.errors import ConfigError
 _ATTRIBUTE = "elixir_guard"
 _READING_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """All others only tell what a tensor is."""
+_VIEWING = {"data", "detach"}
+_ADDRESSING = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "_typed_storage", "storage"}
 _TELLING_METHODS = {
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_tensor",
     "size",
     "dim",
     "ndimension",
@@ -58,18 +72,24 @@ class Guard:
         self,
         parameters: Iterable[nn.Parameter],
         *,
-        lend: Callable[[list[nn.Parameter], bool], AbstractContextManager[None]],
+        lend: Callable[[list[nn.Parameter]], AbstractContextManager[None]],
+        gave: Callable[[nn.Parameter, torch.Tensor | None], None],
+        assign: Callable[[nn.Parameter, torch.Tensor], None],
         has_gradient: Callable[[nn.Parameter], bool],
     ) -> None:
         """Guards `parameters` from now on.
 
         Args:
             parameters: of a wrapped model.
-            lend: a context in which the given parameters can be read; its second argument says that the function gives
-                away a view through which values can be written without a trace.
+            lend: a context in which the given parameters can be read and written.
+            gave: told inside it when user code gets a view of a parameter with a version counter of its own, or (None)
+                an address through which it can write without a trace.
+            assign: gives a parameter new values, which views of the old ones do not get.
             has_gradient: whether a gradient of the parameter is kept, where ``parameter.grad`` does not show it.
         """
         self.lend = lend
+        self.gave = gave
+        self.assign = assign
         self.has_gradient = has_gradient
         self._opened: Counter[nn.Parameter] = Counter()
         self._classes: dict[nn.Parameter, tuple[type, type]] = {}
@@ -103,7 +123,9 @@ class Guarded(nn.Parameter):
         kwargs = kwargs or {}
         name, is_property = _name(func)
         if name == "data" and is_property and len(args) == 2:
-            return _assign(args[0], args[1])
+            return getattr(args[0], _ATTRIBUTE).assign(args[0], args[1])
+        if name == "set_":
+            raise ConfigError("set_() on a wrapped parameter: copy_() new values into it instead")
         if name not in _READING_PROPERTIES if is_property else name in _TELLING_METHODS:
             with torch._C.DisableTorchFunctionSubclass():
                 value = func(*args, **kwargs)
@@ -115,7 +137,13 @@ class Guarded(nn.Parameter):
             by_guard.setdefault(getattr(parameter, _ATTRIBUTE), []).append(parameter)
         with ExitStack() as stack:
             for guard, parameters in by_guard.items():
-                stack.enter_context(guard.lend(parameters, name == "data"))
+                stack.enter_context(guard.lend(parameters))
+            if name in _VIEWING and len(args) == 1:
+                view = args[0].data  # `detach` shares the parameter's version counter, which would tell less
+                getattr(args[0], _ATTRIBUTE).gave(args[0], view)
+                return view
+            if name in _ADDRESSING:
+                getattr(args[0], _ATTRIBUTE).gave(args[0], None)
             return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -128,20 +156,6 @@ class Guarded(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError("a wrapped model cannot be pickled: save em.full_state_dict(model)")
-
-
-def _assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """``parameter.data = value``: new values, but no other kind of tensor."""
-    if value is parameter:
-        return
-    wanted, found = ((t.shape, t.dtype, t.device) for t in (parameter, value))
-    if found != wanted:
-        raise ConfigError(
-            f"a wrapped parameter of {wanted} cannot become {found}: shape, dtype and device are fixed in wrap, by its "
-            f"compute_dtype and device"
-        )
-    with torch.no_grad():
-        parameter.copy_(value)
 
 
 def _refuse_if_kept(parameter: nn.Parameter) -> None:

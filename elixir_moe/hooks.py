@@ -29,45 +29,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from elixir_moe.chunks.chunk import Chunk, ChunkState, Placeholder
+from elixir_moe.calls import Call, Calls
+from elixir_moe.chunks.chunk import ChunkState, Placeholder
 from elixir_moe.chunks.policy import Schedule
 from elixir_moe.chunks.scheduler import Scheduler
-from elixir_moe.errors import PlanError
+from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.guard import Guard
-from elixir_moe.parallel.dtensor import local_of, placed_like, spec_of, wrap_local
+from elixir_moe.parallel.dtensor import is_dtensor, placed_like
+from elixir_moe.saved import SavedTensors
 from elixir_moe.units import Unit, find_units
 
 _MISSES_BEFORE_NEW_SCHEDULE = 3
-
-
-class Packed:
-    """A saved tensor that was a view of a gathered parameter: what it takes to rebuild it.
-
-    While it lives its parameter has a reader (`Chunk.readers` counts them), whose gradient must not overwrite it yet.
-    """
-
-    __slots__ = ("_readers", "chunk", "dtype", "index", "offset", "size", "spec", "stride", "update")
-
-    def __init__(self, chunk: Chunk, index: int, tensor: torch.Tensor, update: int) -> None:
-        self.chunk = chunk
-        self.index = index
-        self.spec, tensor = spec_of(tensor), local_of(tensor)
-        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        self.offset = int(tensor.storage_offset())
-        self.update = update
-        self._readers = chunk.readers
-        self._readers[index] += 1
-
-    def __del__(self) -> None:
-        self._readers[self.index] -= 1
-
-    def view(self) -> torch.Tensor:
-        """The tensor, as a view of the parameter where it is gathered now."""
-        with torch._C.DisableTorchFunctionSubclass():
-            whole = self.chunk.locals[self.index].data.view(self.dtype)
-        return wrap_local(whole.as_strided(self.size, self.stride, self.offset), self.spec)
 
 
 class Hooks:
@@ -75,7 +48,7 @@ class Hooks:
 
     def __init__(self, model: nn.Module, scheduler: Scheduler, placeholder: Placeholder) -> None:
         self._scheduler = scheduler
-        self._placeholder = placeholder
+        self._saved = SavedTensors(scheduler, placeholder, self._unpacking)
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
         self._names = {p: name for name, p in model.named_parameters()}
         self._units = list(find_units(model, self._slot_of))
@@ -84,18 +57,22 @@ class Hooks:
             for slot in unit.slots:
                 self._owners.setdefault(slot, []).append(unit)
         self._borrowers: dict[tuple[int, int], Unit] = {}
-        self._guard = Guard(self._slot_of, lend=self._lend, has_gradient=lambda parameter: parameter in scheduler.used)
         self._landings: list[tuple[int, nn.Parameter]] = []
         self._schedule_known = False
         self._rounds_missed = 0
-        self.updates = 0
-        """Number of updates so far."""
-        self._depth = 0
-        self._training = False
-        self._saving: saved_tensors_hooks | None = None
+        self._calls = Calls(self._undo)
         self._left: dict[Unit, int] = {}
+        self.torn = False
+        """A backward has failed, and with it a part of the gradients is gone."""
         self._reset()
         self._install(model)
+        self._guard = Guard(
+            self._slot_of,
+            lend=self._lend,
+            gave=self._gave,
+            assign=self._assign,
+            has_gradient=lambda parameter: parameter in scheduler.used,
+        )
 
     # ------------------------------------------------------------------------------------------------------- install
 
@@ -129,7 +106,6 @@ class Hooks:
         self._clock = 0
         self._entered: dict[Unit, int] = {}
         self._last_entered: dict[Unit, int] = {}
-        self._entries: list[int] = []
         self._unrecomputed: Counter[Unit] = Counter()
         self._round_is_open = False
         self._reset_backward()
@@ -144,22 +120,42 @@ class Hooks:
 
     def _enter(self, unit: Unit | None, module: nn.Module, args: Any) -> None:
         recomputing = _in_backward()
-        if self._depth == 0 and not recomputing:
-            self._begin_forward()
-        self._depth += 1
+        if not recomputing:
+            self._calls.begin(module)
+            self.notice_torn()
+        outermost = not self._calls and not recomputing
+        training = torch.is_grad_enabled() or self._calls.training
+        tracked = training or recomputing
+        self._clock += unit is not None and tracked and not recomputing
+        call = Call(module, unit, self._clock, training)
+        self._calls.push(call)  # what may fail comes behind it: `_leave` undoes only what was done
+        if outermost:
+            call.saving = self._saved.hooks()
+            call.saving.__enter__()
         if unit is None:
             return
-        tracked = self._training or recomputing
-        if tracked and not recomputing:
-            self._clock += 1
-            self._entered.setdefault(unit, self._clock)
-        self._entries.append(self._clock)
-        self._guard.open(unit.parameters)  # what may fail comes behind what `_leave` undoes
         if recomputing:
             self._begin_backward()
             self._recompute(unit)
             self._holds.append((self._entered.get(unit, 0), unit.chunks))
+        elif tracked:
+            self._entered.setdefault(unit, self._clock)
         self._scheduler.unshard(unit.chunks, tracked=tracked, who=f"module {unit.name!r}")
+        self._guard.open(unit.parameters)
+        call.held = True
+
+    def _undo(self, call: Call) -> None:
+        if call.held and call.unit is not None:
+            self._guard.close(call.unit.parameters)
+            self._scheduler.release(call.unit.chunks, tracked=call.training)
+        if call.saving is not None:
+            call.saving.__exit__(None, None, None)
+
+    def notice_torn(self) -> None:
+        """Gives up a backward that is over without having come to its end."""
+        if self._backward and not _in_backward():
+            self._abandon_backward()
+            self.torn = True
 
     def _recompute(self, unit: Unit) -> None:
         """Activation checkpointing runs `unit` again in backward."""
@@ -177,40 +173,39 @@ class Hooks:
             )
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth -= 1
+        call = self._calls.pop(module)
+        if call is None:
+            return
         recomputing = _in_backward()
-        tracked = self._training or recomputing
-        if unit is not None:
+        if unit is not None and call.held:
+            self._take_back(unit)
             self._guard.close(unit.parameters)
-            entered = self._entries.pop()
             if recomputing:
                 entered, left = self._entered.get(unit, 0), self._left.get(unit, 0)
             else:
-                self._scheduler.release(unit.chunks, tracked=tracked)
-                self._clock += tracked
-                left = self._left[unit] = self._clock
-                self._unrecomputed[unit] += tracked and not torch.is_grad_enabled()
-            if tracked:
+                self._clock += call.training
+                entered, left = call.entered, self._clock
+                self._left[unit] = left
+                self._unrecomputed[unit] += call.training and not torch.is_grad_enabled()
+                self._scheduler.release(unit.chunks, tracked=call.training)
+            if call.training or recomputing:
                 self._hook_outputs(output, partial(self._reach, unit, entered, left))
-        if self._depth == 0 and not recomputing:
-            self._end_forward(output)
+        if call.saving is not None:
+            call.saving.__exit__(None, None, None)
+            if call.training:
+                self._hook_outputs(output, self._begin_backward)
 
-    def _begin_forward(self) -> None:
-        self._training = torch.is_grad_enabled()
-        if self._training:
-            self._saving = saved_tensors_hooks(self._pack, self._unpack)
-            self._saving.__enter__()
-
-    def _end_forward(self, output: Any) -> None:
-        if self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
-        if self._training:
-            self._hook_outputs(output, self._begin_backward)
+    def _take_back(self, unit: Unit) -> None:
+        """Keeps new values that forward has assigned (``self.weight.data = …``), in the parameter's own place."""
+        for (index, position), parameter in zip(unit.slots, unit.parameters, strict=True):
+            foreign = self._scheduler.chunks[index].own(position)
+            if foreign is not None:
+                self._put(parameter, foreign)
 
     @contextmanager
-    def _lend(self, parameters: list[nn.Parameter], exposes: bool) -> Iterator[None]:
-        """Gathers parameters for a function that reads them while their modules do not run."""
+    def _lend(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Gathers parameters for a function that reads or writes them while their modules do not run."""
+        self.notice_torn()
         slots = [self._slot_of[p] for p in parameters]
         chunks = tuple(sorted({chunk for chunk, _ in slots}))
         names = ", ".join(self._names[p] for p in parameters[:4])
@@ -218,20 +213,48 @@ class Hooks:
         for chunk, index in slots:
             if backward and index in self._scheduler.chunks[chunk].landed:
                 raise PlanError(f"backward reads {names} when its gradient is complete: read it through its module")
-            if training and self._depth and not backward:
+            if training and not backward:
                 self._clock += 1
                 self._entered.setdefault(self._borrower(chunk, index), self._clock)
         tracked = training or backward
         self._scheduler.unshard(chunks, tracked=tracked, who=f"a read of {names}")
-        for chunk in chunks:
-            self._scheduler.chunks[chunk].exposed |= exposes
         self._guard.open(parameters)
         try:
-            with saved_tensors_hooks(self._pack, self._unpack) if training and not self._depth else nullcontext():
+            with self._saved.hooks() if training and not self._calls else nullcontext():
                 yield
         finally:
             self._guard.close(parameters)
+            for index in chunks:
+                if self._scheduler.chunks[index].state is ChunkState.GRADIENT:
+                    self._scheduler.bring_home(self._scheduler.chunks[index])
             self._scheduler.release(chunks, tracked=tracked)
+
+    def _gave(self, parameter: nn.Parameter, view: torch.Tensor | None) -> None:
+        index, position = self._slot_of[parameter]
+        chunk = self._scheduler.chunks[index]
+        if view is None or is_dtensor(view):
+            chunk.compare = True
+        else:
+            chunk.lend(position, view)
+
+    def _assign(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        if value is not parameter:
+            with self._lend([parameter]):
+                self._put(parameter, value)
+
+    def _put(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """``parameter.data = value``: views of the old values keep them."""
+        wanted, found = ((tuple(t.shape), t.dtype, t.device) for t in (parameter, value))
+        if found != wanted:
+            raise ConfigError(
+                f"parameter {self._names[parameter]!r} of {wanted} cannot become {found}: shape, dtype and device are "
+                f"fixed in wrap, by its compute_dtype and device"
+            )
+        index, position = self._slot_of[parameter]
+        if self._scheduler.chunks[index].in_use(position):
+            self._scheduler.reseat(index, position)
+        with torch.no_grad():
+            parameter.copy_(value)
 
     def _borrower(self, chunk: int, index: int) -> Unit:
         """Stands for all reads of one parameter outside its own module."""
@@ -247,37 +270,9 @@ class Hooks:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda _grad: hook())
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
-        local = local_of(tensor)
-        if type(local) not in (torch.Tensor, nn.Parameter):  # it may have no storage of its own
-            return tensor
-        owner = self._scheduler.owner_of(local)
-        if owner is None:
-            if local.untyped_storage().data_ptr() in self._placeholder.keys:
-                raise PlanError(
-                    f"an autograd function saves a parameter of shape {tuple(tensor.shape)} that it has not read and "
-                    f"that is not gathered: read it in forward, or call its module"
-                )
-            return tensor
-        chunk, index = owner
-        return Packed(self._scheduler.chunks[chunk], index, tensor, self.updates)
-
-    def _unpack(self, packed: torch.Tensor | Packed) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        if packed.update != self.updates:
-            raise PlanError(
-                "backward through a forward that ran before the last optimizer.step(): its weights are gone"
-            )
+    def _unpacking(self) -> None:
         if _in_backward():
             self._begin_backward()
-        if packed.chunk.state in (ChunkState.GATHERED, ChunkState.GRADIENT):
-            return packed.view()
-        chunks = (packed.chunk.spec.index,)
-        self._scheduler.unshard(chunks, tracked=True, who="backward")
-        view = packed.view()
-        self._scheduler.release(chunks, tracked=True)
-        return view
 
     # ------------------------------------------------------------------------------------------------------ backward
 
@@ -393,22 +388,28 @@ class Hooks:
         return self._names[parameter]
 
     def abandon(self) -> None:
-        """Forgets a backward that did not come to its end."""
+        """Forgets what did not come to its end: forwards that were interrupted, a backward that failed."""
+        self._calls.unwind()
+        self.torn = False
         if self._backward:
-            for _, chunks in self._holds:
-                self._scheduler.release(chunks, tracked=False)
-            self._scheduler.abandon()
-            self._reset()
+            self._abandon_backward()
+
+    def _abandon_backward(self) -> None:
+        for _, chunks in self._holds:
+            self._scheduler.release(chunks, tracked=False)
+        self._scheduler.abandon()
+        self._reset()
 
     def updated(self) -> None:
         """The optimizer has written new values: drops what is gathered and starts a new step."""
+        self._calls.unwind()
         self._scheduler.invalidate()
         if self._round_is_open:
             self._adopt_schedule()
         self._scheduler.trace.clear()
         self._scheduler.cache.rewind()
         self._reset()
-        self.updates += 1
+        self._saved.updates += 1
 
 
 def _in_backward() -> bool:

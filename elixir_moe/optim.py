@@ -98,6 +98,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         half = any(chunk.spec.key.dtype is torch.float16 for chunk in self._chunks)
         self.loss_scale = LossScale() if half else None
         self._moments = moments_of(inner)
+        self._grouping = [[id(p) for p in group["params"]] for group in self.param_groups]
+        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
         self._facts: Facts | None = None
         self._scaled = False
         self._clip = 1.0
@@ -156,9 +159,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         overflow = not math.isfinite(facts.norm)
         if overflow and self.loss_scale is None:
             raise ElixirError(self._blame(facts.norm))
+        self._scheduler.flush()
         if not overflow:
             for chunk, segments in zip(self._chunks, self._segments, strict=True):
                 self._update_chunk(chunk, segments, facts.used)
+            self._update.finish()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
         self._forget_gradients()
@@ -166,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients."""
+        """Forgets the gradients; parameters that then get none are left alone, whatever `set_to_none`."""
         self._scheduler.drain()
         self._hooks.abandon()
         self._forget_gradients()
@@ -288,7 +293,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return self._facts
         self._scheduler.check_open()
         self._check_backwards()
-        self._scheduler.flush()
         self._scheduler.drain()
         squares = 0.0
         for chunk in self._chunks:
@@ -307,13 +311,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _check_backwards(self) -> None:
         """Raises ConfigError if gradients are not what `step` would take them for."""
+        self._hooks.notice_torn()
+        if self._hooks.torn:
+            raise ConfigError(
+                "a backward failed, and a part of its gradients is gone: call zero_grad() and run it again"
+            )
         if self._clip != 1.0:
             raise ConfigError("backward ran after clip_grad_norm_: clip when all gradients of the step have come")
         if self.loss_scale is not None and self._scheduler.used and not self._scaled:
             raise ConfigError("fp16 gradients need a scaled loss: call optimizer.scale(loss).backward()")
 
     def _check_parameters(self) -> None:
-        """Raises ConfigError for parameters that are trainable but have no master, or have gradients of their own."""
+        """Raises ConfigError for parameters that are not as `wrap` found them, or have gradients of their own."""
         with torch._C.DisableTorchFunctionSubclass():
             thawed = [self._hooks.name_of(p) for p in self._frozen if p.requires_grad]
             own = [self._hooks.name_of(p) for p in self._parameters if p.grad is not None]
@@ -321,6 +330,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"parameters were frozen when wrapped and are trainable now: {thawed}; unfreeze before wrap"
             )
+        if [[id(p) for p in group["params"]] for group in self.param_groups] != self._grouping:
+            raise ConfigError("the parameters of param_groups were changed: fix them before wrap; options may change")
         if own:
             raise ConfigError(f"parameter.grad was set by hand: {own[:8]}; only what backward brings is used")
 

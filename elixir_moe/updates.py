@@ -6,7 +6,7 @@ the compute shard is written along with the master), any other elementwise optim
 segment. Never decides whether or when.
 """
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -91,6 +91,9 @@ class AdamUpdate:
         assert state.keys() == dtypes.keys() and not values, "a state that another class of update has left"
         return state
 
+    def finish(self) -> None:
+        """Every chunk has had its update."""
+
 
 class ElementwiseUpdate:
     """Any other optimizer of torch: an instance of the user's class on views of the master shards."""
@@ -103,39 +106,44 @@ class ElementwiseUpdate:
         groups: list[dict[str, Any]],
     ) -> None:
         self._groups = groups
+        self._changes: dict[int, dict[str, Any]] = {}
         self._pieces: dict[int, nn.Parameter] = {}
-        by_group: list[list[tuple[nn.Parameter, dict[str, Any]]]] = [[] for _ in groups]
+        self._optimizers: dict[tuple[int, int], torch.optim.Optimizer] = {}
         for chunk, parts in zip(chunks, segments, strict=True):
             assert chunk.home.master is not None
-            for part in parts:
-                piece = nn.Parameter(chunk.home.master[part.start : part.stop])
-                self._pieces[id(part)] = piece
-                by_group[part.group].append((piece, _cut_state(inner.state[part.parameter], part)))
-        self._optimizers = {
-            index: _like(inner, pieces, group)
-            for index, (pieces, group) in enumerate(zip(by_group, groups, strict=True))
-            if pieces
-        }
+            for index, members in groupby(sorted(parts, key=lambda part: part.group), key=lambda part: part.group):
+                pieces = []
+                for part in members:
+                    piece = self._pieces[id(part)] = nn.Parameter(chunk.home.master[part.start : part.stop])
+                    pieces.append((piece, _cut_state(inner.state.get(part.parameter, {}), part)))
+                self._optimizers[chunk.spec.index, index] = _like(inner, pieces, groups[index])
 
     def __call__(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
         home, gradient = chunk.home, chunk.home.gradient()
-        touched = set()
         active = [segment for segment in segments if segment.parameter in used]
         for segment in active:
             self._pieces[id(segment)].grad = gradient[segment.start : segment.stop].float() * scale
-            touched.add(segment.group)
-        for index in sorted(touched):
-            optimizer = self._optimizers[index]
-            optimizer.param_groups[0].update({k: v for k, v in self._groups[index].items() if k != "params"})
+        for index in sorted({segment.group for segment in active}):
+            optimizer = self._optimizers[chunk.spec.index, index]
+            options = {name: value for name, value in self._groups[index].items() if name != "params"}
+            optimizer.param_groups[0].update(options)
             optimizer.step()
+            changed = {n: v for n, v in optimizer.param_groups[0].items() if n != "params" and v is not options.get(n)}
+            self._changes.setdefault(index, {}).update(changed)
         for segment in active:
             self._pieces[id(segment)].grad = None
         if home.compute.dtype != torch.float32 and home.master is not None:
             home.compute.copy_(home.master)
 
+    def finish(self) -> None:
+        """Every chunk has had its update: gives the user's groups what the optimizer has changed in them (counters)."""
+        for index, changed in self._changes.items():
+            self._groups[index].update(changed)
+        self._changes.clear()
+
     def state(self, chunk: Chunk, segment: Segment) -> dict[str, Any]:
         """As `AdamUpdate.state`; the names are those of the user's optimizer, none before its first step."""
-        return dict(self._optimizers[segment.group].state.get(self._pieces[id(segment)], {}))
+        return dict(self._optimizers[chunk.spec.index, segment.group].state.get(self._pieces[id(segment)], {}))
 
     def replace_state(
         self, chunk: Chunk, segment: Segment, dtypes: dict[str, torch.dtype], values: dict[str, Any]
@@ -143,7 +151,7 @@ class ElementwiseUpdate:
         """As `AdamUpdate.replace_state`, of any names."""
         piece = self._pieces[id(segment)]
         tensors = {name: torch.empty_like(piece, dtype=dtype) for name, dtype in dtypes.items()}
-        self._optimizers[segment.group].state[piece] = {**tensors, **values}
+        self._optimizers[chunk.spec.index, segment.group].state[piece] = {**tensors, **values}
         return tensors
 
 
@@ -155,6 +163,7 @@ def _like(
     twin.__dict__.update(inner.__dict__)
     twin.param_groups = [{**group, "params": [piece for piece, _ in pieces]}]
     twin.state = defaultdict(dict, {piece: state for piece, state in pieces if state})
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return twin
 
 

@@ -107,7 +107,8 @@ def wrap(
     for spec, home in zip(layout.chunks, homes, strict=True):
         members = [parameters[slot.param][1] for slot in spec.slots]
         _move_in(spec, members, home, communicators[spec.key.ranks], device)
-        chunks.append(Chunk(spec, members, home, communicators[spec.key.ranks], placeholder))
+        names = [parameters[slot.param][0] for slot in spec.slots]
+        chunks.append(Chunk(spec, members, names, home, communicators[spec.key.ranks], placeholder))
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

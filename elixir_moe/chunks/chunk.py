@@ -19,6 +19,7 @@ that should not have happened shows. Source: gradients in the place of parameter
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 from operator import mul
@@ -30,6 +31,7 @@ from elixir_moe.chunks.collectives import Communicator, Ticket
 from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.chunks.rcache import Block, storage_uses
 from elixir_moe.chunks.tiers import Home
+from elixir_moe.errors import ElixirError
 from elixir_moe.parallel.dtensor import local_of, recast
 
 
@@ -73,6 +75,19 @@ class Placeholder:
         return nan.expand(parameter.shape)
 
 
+@dataclass(slots=True, eq=False)
+class Lent:
+    """A view of a whole parameter in the hands of user code, which may write through it long after."""
+
+    index: int
+    tensor: torch.Tensor
+    """Shares the view's storage and version counter."""
+    version: int
+    """Of the last content that is at home."""
+    outdated: bool = False
+    """An update has given the parameter values that the view does not show."""
+
+
 class Chunk:
     """A chunk with its parameters, its home and, while it is in a block, its buffer."""
 
@@ -80,6 +95,7 @@ class Chunk:
         self,
         spec: ChunkSpec,
         parameters: list[torch.nn.Parameter],
+        names: list[str],
         home: Home,
         communicator: Communicator,
         placeholder: Placeholder,
@@ -87,6 +103,7 @@ class Chunk:
         self.spec = spec
         self.parameters = parameters
         """In the order of `spec.slots`."""
+        self.names = names
         self.home = home
         self.communicator = communicator
         self.original_dtypes = [parameter.dtype for parameter in parameters]
@@ -106,17 +123,21 @@ class Chunk:
         """Indices into `parameters` whose gradient has taken the place of their values."""
         self.readers: Counter[int] = Counter()
         """By index into `parameters`: saved tensors of this backward that will be rebuilt from the block."""
-        self.exposed = False
-        """User code has an untracked view (``parameter.data``), through which it may write."""
+        self.lent: list[Lent] = []
+        """Views that user code may still hold, of this block or of one the chunk was in before."""
+        self.compare = False
+        """Somebody writes without a trace: what is in the block is compared with what is at home."""
         self.delayed: dict[int, torch.Tensor] = {}
         """By index into `parameters`: gradients that wait beside the block."""
-        self._version = 0
+        self._versions: list[int] = []
         self._sole_uses = storage_uses(torch.zeros(1))
         self._placeholder = placeholder
+        self._offsets = [slot.start * spec.key.dtype.itemsize for slot in spec.slots]
         self._views_of = [
             (tuple(t.shape), _contiguous_stride(t.shape), s.start) for s, t in zip(spec.slots, self.locals, strict=True)
         ]
         self.release()
+        self.settle()
 
     def transition(self, to: ChunkState) -> None:
         """Changes the state; asserts that the table allows it."""
@@ -132,15 +153,24 @@ class Chunk:
     def addresses(self) -> Iterator[tuple[int, int]]:
         """(index, address) of every gathered parameter: what its storage is recognised by."""
         assert self.buffer is not None
-        base, itemsize = self.buffer.data_ptr(), self.buffer.itemsize
-        return ((i, base + slot.start * itemsize) for i, slot in enumerate(self.spec.slots) if slot.numel)
+        base = self.buffer.data_ptr()
+        return ((i, base + offset) for i, offset in enumerate(self._offsets) if self.spec.slots[i].numel)
 
     def attach(self) -> None:
         """Parameters become views of the buffer, each with a storage of its own."""
+        present = self._present_versions()
+        if self._versions != present:
+            index = next(i for i, (then, now) in enumerate(zip(self._versions, present, strict=True)) if then != now)
+            raise ElixirError(
+                f"parameter {self.names[index]!r} was written through a view of it that is older than its place in "
+                f"memory: write to the parameter itself, or take .data or .detach() for it"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             for index, local in enumerate(self.locals):
-                local.data = from_dlpack(to_dlpack(self.view(index)))
-        self._version, self.exposed = self._versions(), False
+                local.data = self._place(index)
+
+    def _place(self, index: int) -> torch.Tensor:
+        return from_dlpack(to_dlpack(self.view(index)))
 
     def release(self) -> None:
         """Parameters become placeholders."""
@@ -153,14 +183,52 @@ class Chunk:
         self.release()
         self.buffer = None
 
-    @property
-    def written(self) -> bool:
-        """Whether somebody may have written into the gathered parameters."""
-        return self.exposed or self._version != self._versions()
+    def lend(self, index: int, view: torch.Tensor) -> None:
+        """Notes that user code got `view`, all of parameter `index` with a version counter of its own."""
+        self.lent.append(Lent(index, view.detach(), view._version))
+
+    def written(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index, content) of parameters that user code has written since `settle`, oldest place first."""
+        for lent in self.lent:
+            if lent.tensor._version != lent.version:
+                if lent.outdated:
+                    raise ElixirError(
+                        f"a view of parameter {self.names[lent.index]!r} taken before the last optimizer.step() was "
+                        f"written: it shows old weights; take it anew after each step"
+                    )
+                yield lent.index, lent.tensor
+        if self.buffer is not None:
+            for index, (before, now) in enumerate(zip(self._versions, self._present_versions(), strict=True)):
+                if before != now and index not in self.landed:
+                    yield index, self.locals[index]
 
     def settle(self) -> None:
-        """What was written is at home."""
-        self._version, self.exposed = self._versions(), False
+        """What was written is at home; views that nobody holds any more are forgotten."""
+        self._versions = self._present_versions()
+        if self.lent:
+            places = Counter(_storage(lent.tensor) for lent in self.lent)
+            with torch._C.DisableTorchFunctionSubclass():
+                places.update(_storage(local) for local in self.locals if self.buffer is not None)
+            ours = [self._sole_uses + places[_storage(lent.tensor)] for lent in self.lent]
+            self.lent = [lent for lent, n in zip(self.lent, ours, strict=True) if storage_uses(lent.tensor) >= n]
+            for lent in self.lent:
+                lent.version = lent.tensor._version
+
+    def reseat(self, buffer: torch.Tensor, index: int) -> None:
+        """Moves to `buffer`, a copy; views of parameter `index` stay what they are and have no part in it any more."""
+        self.buffer = buffer
+        self.lent = [lent for lent in self.lent if lent.index != index]
+        self.attach()
+
+    def own(self, index: int) -> torch.Tensor | None:
+        """What user code has put in the place of parameter `index` (``parameter.data = …``), which is taken back."""
+        assert self.buffer is not None
+        local = self.locals[index]
+        with torch._C.DisableTorchFunctionSubclass():
+            if not local.numel() or local.data_ptr() == self.buffer.data_ptr() + self._offsets[index]:
+                return None
+            foreign, local.data = local.data, self._place(index)
+        return foreign
 
     def write_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Puts the gradient of parameter `index` in the place of its values, or adds it to what is there.
@@ -168,7 +236,7 @@ class Chunk:
         It waits beside the block while somebody still reads the values: a detached use, a retained graph, a graph of
         the gradient itself.
         """
-        if index in self.delayed or (index not in self.landed and (self.readers[index] or self._in_use(index))):
+        if index in self.delayed or (index not in self.landed and (self.readers[index] or self.in_use(index))):
             self.delay_gradient(index, gradient)
         elif index in self.landed:
             self.view(index).add_(gradient)
@@ -193,13 +261,24 @@ class Chunk:
         self.landed.clear()
         self.buffer = None
 
-    def _in_use(self, index: int) -> bool:
+    def in_use(self, index: int) -> bool:
+        """Whether anybody but the parameter itself uses its storage."""
         with torch._C.DisableTorchFunctionSubclass():
-            return storage_uses(self.locals[index]) > self._sole_uses
+            ours = sum(_storage(lent.tensor) == _storage(self.locals[index]) for lent in self.lent)
+            return storage_uses(self.locals[index]) > self._sole_uses + ours
 
-    def _versions(self) -> int:
+    def version(self, index: int) -> int:
+        """How often parameter `index` has been written in place."""
         with torch._C.DisableTorchFunctionSubclass():
-            return sum(parameter._version for parameter in self.parameters)
+            return self.parameters[index]._version
+
+    def _present_versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [parameter._version for parameter in self.parameters]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

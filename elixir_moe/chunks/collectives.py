@@ -66,7 +66,6 @@ class Communicator:
         self.size = len(ranks)
         self.index = ranks.index(self.rank) if self.size > 1 else 0
         self._reduction = f"the reduction of a chunk of gradients over ranks {ranks}"
-        self._tag = 0
         self._groups = list(groups)
         self._gather_group: dist.ProcessGroup | None = None
         self._reduce_group: dist.ProcessGroup | None = None
@@ -74,8 +73,11 @@ class Communicator:
             self._gather_group, self._reduce_group = groups
         self.staged = device is not None and bool(groups) and backend_of(groups[0], device) == "gloo"
 
-    def all_gather(self, buffer: torch.Tensor) -> Ticket:
-        """In place: slice `index` of `buffer`'s `size` equal slices is ours, the others arrive."""
+    def all_gather(self, buffer: torch.Tensor, tag: int) -> Ticket:
+        """In place: slice `index` of `buffer`'s `size` equal slices is ours, the others arrive.
+
+        `tag` is the same on all ranks for the same content: where messages have tags, none takes another's place.
+        """
         if self.size == 1:
             return Ticket()
         slices = buffer.view(self.size, -1)
@@ -83,13 +85,12 @@ class Communicator:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             gather(buffer, slices[self.index], group=self._gather_group)  # in stream order; the host goes on
             return Ticket()
-        self._tag += 1
         slices = slices.view(torch.uint8)
         works = []
         for step in range(1, self.size):  # every rank starts with another peer
             to, source = (self.index + step) % self.size, (self.index - step) % self.size
-            works.append(dist.irecv(slices[source], self.ranks[source], group=self._gather_group, tag=self._tag))
-            works.append(dist.isend(slices[self.index], self.ranks[to], group=self._gather_group, tag=self._tag))
+            works.append(dist.irecv(slices[source], self.ranks[source], group=self._gather_group, tag=tag))
+            works.append(dist.isend(slices[self.index], self.ranks[to], group=self._gather_group, tag=tag))
         return Ticket(works, what=f"the all-gather of a chunk over ranks {self.ranks}")
 
     def reduce_scatter(

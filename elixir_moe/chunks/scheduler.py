@@ -126,6 +126,8 @@ class Scheduler:
     def _gather(self, chunk: Chunk, block: Block) -> None:
         """Starts filling `block`: our shard from its home, then the others' shards."""
         self.check_open()
+        if chunk.lent:
+            self.bring_home(chunk)
         with torch.inference_mode(False), torch.no_grad(), self._on(self._fetch):
             self._settle(chunk)
             chunk.transition(ChunkState.GATHERING)
@@ -135,7 +137,7 @@ class Scheduler:
             self.statistics.bytes_fetched[chunk.home.tier.value] += chunk.spec.nbytes // chunk.spec.shards
             if chunk.spec.shards > 1:
                 self._count(chunk, "all_gather", 1)
-                chunk.arriving = self._marked(chunk.communicator.all_gather(block.wire(chunk.spec)))
+                chunk.arriving = self._marked(chunk.communicator.all_gather(block.wire(chunk.spec), chunk.spec.index))
             else:
                 chunk.arriving = self._marked(Ticket())
         self._block_of[chunk.spec.index] = block
@@ -149,13 +151,13 @@ class Scheduler:
         chunk.transition(ChunkState.GATHERED)
         with torch.inference_mode(False), torch.no_grad():
             chunk.attach()
-        for index, address in chunk.addresses():
-            self._owner[address] = chunk.spec.index, index
+        self._own(chunk)
 
-    def _reshard(self, chunk: Chunk) -> None:
+    def _reshard(self, chunk: Chunk, *, outdated: bool = False) -> None:
         """Drops a gathered chunk: nothing is written, the home has it all, unless user code wrote."""
         self._await(chunk)
-        self._bring_home(chunk)
+        if not outdated:
+            self.bring_home(chunk)
         self._disown(chunk)
         chunk.transition(ChunkState.SHARDED)
         with torch.inference_mode(False), torch.no_grad():
@@ -166,6 +168,10 @@ class Scheduler:
         """The chunk's block may be filled again behind everything computed so far."""
         self._block_of[chunk.spec.index].busy = self._marked(Ticket())
 
+    def _own(self, chunk: Chunk) -> None:
+        for index, address in chunk.addresses():
+            self._owner[address] = chunk.spec.index, index
+
     def _disown(self, chunk: Chunk) -> None:
         for _, address in chunk.addresses():
             self._owner.pop(address, None)
@@ -173,24 +179,49 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------------- writes
 
     def flush(self) -> None:
-        """Brings home what user code has written into gathered parameters."""
+        """Brings home what user code has written into parameters, wherever it got hold of them."""
         for chunk in self.chunks:
-            if chunk.state is ChunkState.GATHERED:
-                self._bring_home(chunk)
+            if chunk.lent or chunk.state is ChunkState.GATHERED:
+                self.bring_home(chunk)
 
-    def _bring_home(self, chunk: Chunk) -> None:
-        """Every rank has the whole chunk and keeps its own shard of what was written."""
-        if not (chunk.written or self.compare_all):
-            return
+    def bring_home(self, chunk: Chunk) -> None:
+        """Every rank has whole parameters and keeps its own part of what was written to them.
+
+        Raises:
+            ElixirError: what was written does not show the present weights.
+        """
+        here = chunk.state is ChunkState.GATHERED
         with torch.inference_mode(False), torch.no_grad():
-            start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
-            assert chunk.buffer is not None
-            now = chunk.buffer[start:stop]
-            if chunk.written or not torch.equal(now, chunk.home.values().to(now.device)):
-                chunk.home.store(now)
-                if self._fetch is not None:
-                    self._fetch.wait_stream(torch.cuda.current_stream(self._device))
+            written = list(chunk.written())
+            for index, content in written:
+                self._store(chunk, index, content)
+            if here and (chunk.compare or self.compare_all):
+                start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
+                assert chunk.buffer is not None
+                now = chunk.buffer[start:stop]
+                if not torch.equal(now, chunk.home.values().to(now.device)):
+                    chunk.home.store(0, now)
+                    chunk.compare = True
+        if written and self._fetch is not None:
+            self._fetch.wait_stream(torch.cuda.current_stream(self._device))
         chunk.settle()
+
+    def _store(self, chunk: Chunk, index: int, content: torch.Tensor) -> None:
+        low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
+        slot = chunk.spec.slots[index]
+        start, stop = max(slot.start, low), min(slot.stop, high)
+        if start < stop:
+            chunk.home.store(start - low, content.reshape(-1)[start - slot.start : stop - slot.start])
+
+    def reseat(self, index: int, position: int) -> None:
+        """Gives a gathered chunk new memory: parameter `position` is to be rebound, and others hold its old values."""
+        chunk, block = self.chunks[index], self._block_of[index]
+        assert chunk.buffer is not None
+        self.bring_home(chunk)
+        self._disown(chunk)
+        with torch.inference_mode(False), torch.no_grad():
+            chunk.reseat(block.unread(chunk.buffer), position)
+        self._own(chunk)
 
     # -------------------------------------------------------------------------------------------------------- reduce
 
@@ -227,7 +258,7 @@ class Scheduler:
         if borrowed:
             self.unshard((index,), tracked=True, who=who)
         if chunk.state is ChunkState.GATHERED:
-            self._bring_home(chunk)
+            self.bring_home(chunk)
             chunk.transition(ChunkState.GRADIENT)
             if not chunk.spec.resident:
                 self._note(Verb.HOLD, (index,), True)
@@ -235,6 +266,8 @@ class Scheduler:
         if borrowed:
             self.release((index,), tracked=True)
         if gradient is not None:
+            if chunk.lent:
+                self.bring_home(chunk)
             with torch.no_grad():
                 chunk.write_gradient(position, gradient)
         self.expect_no_more(index, position)
@@ -290,8 +323,12 @@ class Scheduler:
             c for c in self.chunks if c.spec.key.trainable and c.state in (ChunkState.GATHERED, ChunkState.GATHERING)
         ]
         for chunk in stale:
-            self._reshard(chunk)
+            self._reshard(chunk, outdated=True)
         self.cache.drop(chunk.spec.index for chunk in stale)
+        for chunk in self.chunks:
+            chunk.settle()
+            for lent in chunk.lent:
+                lent.outdated = True
         if self._fetch is not None:
             self._fetch.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -313,6 +350,8 @@ class Scheduler:
     def _reduce_chunk(self, chunk: Chunk) -> None:
         """Sends a chunk of gradients off: every rank gets the sum of its shard."""
         index = chunk.spec.index
+        if chunk.lent:
+            self.bring_home(chunk)
         chunk.transition(ChunkState.REDUCING)
         self._disown(chunk)
         with torch.no_grad():

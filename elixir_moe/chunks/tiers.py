@@ -18,7 +18,6 @@ from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import TierError
 
-
 _CGROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -141,15 +140,19 @@ class Home:
             self.holds = Holds.VALUES
         return self.compute
 
-    def store(self, written: torch.Tensor) -> None:
-        """Takes this rank's shard of values that user code wrote; what it left alone keeps its master's precision."""
+    def store(self, start: int, written: torch.Tensor) -> None:
+        """Takes values that user code wrote, for the elements from `start` of the shard.
+
+        What it left alone keeps its master's precision.
+        """
+        here = slice(start, start + written.numel())
         if self.master is None:
-            self.compute.copy_(written)
+            self.compute[here].copy_(written)
         elif not self._sends_compute:
-            self.master.copy_(written)
+            self.master[here].copy_(written)
         else:
-            before, written = self.values(), written.to(self.compute.device)
-            self.master.copy_(torch.where(before == written, self.master, written.float()))
+            before, written = self.values()[here], written.to(self.compute.device)
+            self.master[here].copy_(torch.where(before == written, self.master[here], written.float()))
             before.copy_(written)
 
     def add_gradient(self, reduced: torch.Tensor) -> None:

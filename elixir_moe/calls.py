@@ -1,0 +1,88 @@
+"""Which modules of a wrapped model run now: a stack, kept right through errors and interrupts.
+
+torch tells of the end of a module even if it failed before its pre-forward hook, and does not tell of it if it was
+interrupted. Owns what follows from that: only what was begun is undone, and what was lost is undone when it is noticed.
+"""
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from elixir_moe.errors import ConfigError
+from elixir_moe.units import Unit
+
+
+@dataclass(slots=True)
+class Call:
+    """A module that runs."""
+
+    module: nn.Module
+    unit: Unit | None
+    entered: int
+    """Its position in forward."""
+    training: bool
+    """It, or one around it, runs with gradients."""
+    held: bool = False
+    """Its chunks were unsharded, and are to be released."""
+    saving: saved_tensors_hooks | None = None
+    """To be taken off when it ends."""
+
+
+class Calls:
+    """The stack of one wrapped model."""
+
+    def __init__(self, undo: Callable[[Call], None]) -> None:
+        """`undo` gives back what a call has taken, whether it came to its end or not."""
+        self._undo = undo
+        self._stack: list[Call] = []
+        self._thread = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._stack)
+
+    @property
+    def training(self) -> bool:
+        """Whether the innermost call, or one around it, runs with gradients."""
+        return bool(self._stack) and self._stack[-1].training
+
+    def begin(self, module: nn.Module) -> None:
+        """To be called before `module` is pushed.
+
+        Raises:
+            ConfigError: another thread is in the model.
+        """
+        if any(call.module is module for call in self._stack) and not self._recurses(module):
+            self.unwind()
+        if not self._stack:
+            self._thread = threading.get_ident()
+        elif self._thread != threading.get_ident():
+            raise ConfigError("two threads run a wrapped model at once: let one wait for the other")
+
+    def push(self, call: Call) -> None:
+        """Enters a module."""
+        self._stack.append(call)
+
+    def pop(self, module: nn.Module) -> Call | None:
+        """Leaves `module`, and all that was lost inside it; None if it failed before it was entered."""
+        if not any(call.module is module for call in self._stack):
+            return None
+        while self._stack[-1].module is not module:
+            self._undo(self._stack.pop())
+        return self._stack.pop()
+
+    def unwind(self) -> None:
+        """Leaves all modules."""
+        while self._stack:
+            self._undo(self._stack.pop())
+
+    def _recurses(self, module: nn.Module) -> bool:
+        """Whether Python still runs all calls of `module` that are on the stack, and not only the new one."""
+        running, frame = 0, sys._getframe()
+        while frame is not None:
+            running += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
+            frame = frame.f_back  # type: ignore[assignment]
+        return running > sum(call.module is module for call in self._stack)
