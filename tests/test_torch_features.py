@@ -204,6 +204,12 @@ def unchanged(model: nn.Module) -> nn.Module:
     return model
 
 
+def compile_blocks(model: Any) -> nn.Module:
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    return model
+
+
 def replace_by_compiled(model: Any) -> nn.Module:
     for i, layer in enumerate(model.layers):
         model.layers[i] = torch.compile(layer, backend="aot_eager")
@@ -263,6 +269,7 @@ CASES = {
     "recurrent": Case(Recurrent),
     "parametrized": Case(Parametrized),
     "old-weight-norm": Case(OldWeightNorm),
+    "compiled-before": Case(before=compile_blocks, plans=("small",)),
     "compiled-wrappers": Case(before=replace_by_compiled, plans=("small",)),
     "module-hooks-before": Case(before=hook_modules),
     "module-hooks-after": Case(after=hook_modules),
