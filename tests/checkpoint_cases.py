@@ -5,7 +5,12 @@ the same weights, so a checkpoint of one can be loaded by any other.
 """
 
 import gc
-from collections.abc import Callable
+import math
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import elixir_moe as em
+from elixir_moe.checkpoint import save as save_module
 from elixir_moe.checkpoint.load import load
 from elixir_moe.checkpoint.save import save
 from elixir_moe.checkpoint.storage import read_manifest, verify
@@ -107,7 +113,7 @@ def everything(path: Path) -> dict[str, Tensor]:
     for name, entry in manifest.parameters.items():
         for kept in entry.pieces[0].state if entry.pieces else ():
             found[f"{name} {kept}"] = whole.parameter(name, kept)
-        updates = {piece.scalars.get("updates") for piece in entry.pieces}
+        updates = {piece.scalars.get("updates") for piece in entry.pieces} or {0}
         assert len(updates) == 1
         found[f"{name} updates"] = torch.tensor(updates.pop() or 0)
     return found
@@ -156,9 +162,174 @@ def unbroken_and_resumed(directory: Path, first: dict[str, Any], second: dict[st
 
 
 def failing(act: Callable[[], Any]) -> str:
-    """The text of the CheckpointError that `act` raises, as `ranks` would raise it."""
+    """The text of the CheckpointError that `act` raises."""
     try:
         act()
     except em.CheckpointError as error:
         return str(error)
     raise AssertionError("no CheckpointError")
+
+
+@contextmanager
+def full_disk(rank: int) -> Iterator[None]:
+    """On that rank no file can grow beyond 10,000 bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000 if dist.get_rank() == rank else soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def beside_training(directory: Path) -> dict[str, Any]:
+    """A save beside the training, one that fails, and one after that."""
+    run = Run(2, "zero3")
+    run.train(1)
+    run.save(directory / "at-once")
+    saving = run.save(directory / "beside", asynchronous=True)
+    run.train(2)
+    assert saving.wait() == directory / "beside" and saving.poll()
+    with full_disk(1):
+        failed = run.save(directory / "failed", asynchronous=True)
+        text = failing(lambda: [None for _ in iter(failed.poll, True)])
+        synchronous = failing(lambda: run.save(directory / "failed"))
+    dist.barrier()  # rank 0 clears up
+    left = sorted(path.name for path in directory.iterdir())
+    assert failed.poll(), "an error is told once"
+    run.train(1)
+    at_once, beside = everything(directory / "at-once"), everything(directory / "beside")
+    assert_same(at_once, beside, "a save beside the training holds the moment it began")
+    dist.barrier()
+    run.save(directory / "next", asynchronous=True, keep=1)
+    run.close()  # waits for it
+    return {"error": text, "synchronous": synchronous, "left": left}
+
+
+def dying(directory: Path) -> None:
+    """Rank 1 is killed when it would write its file."""
+    run = Run(1, "zero2")
+    run.save(directory / "good")
+    if dist.get_rank() == 1:
+        save_module.write_tensors = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    run.save(directory / "bad")
+
+
+def refused(directory: Path) -> dict[str, str]:
+    """All that load and save refuse; afterwards the model is what it was, and trains."""
+    run = Run(2, "zero3")
+    run.train(1)
+    path, rank, model, optimizer = directory / "good", dist.get_rank(), run.model, run.optimizer
+    run.save(path)
+    before = em.full_state_dict(model)
+    generator = torch.get_rng_state()
+    found = {
+        "exists": failing(lambda: run.save(path)),
+        "paths": failing(lambda: save(directory / f"rank-{rank}", model, optimizer)),
+        "extra": failing(lambda: save(directory / "x", model, optimizer, extra=rank)),
+        "one rank's extra": failing(lambda: save(directory / "x", model, optimizer, extra=object if rank else 0)),
+        "missing": failing(lambda: load(directory / "none", model, optimizer)),
+    }
+    lm_loss(model, tokens(7, 0, 8, 29)[:2]).backward()
+    found["gradients"] = failing(lambda: run.save(directory / "x"))
+    optimizer.zero_grad()
+    file = path / "rank-00001.safetensors"
+    data = file.read_bytes()
+    dist.barrier()
+    if rank == 0:
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    dist.barrier()
+    found["damaged"] = failing(lambda: load(path, model, optimizer))
+    if rank == 0:
+        file.write_bytes(data)
+    dist.barrier()
+    after = em.full_state_dict(model)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert torch.equal(generator, torch.get_rng_state())
+    run.load(path)
+    run.train(1)
+    run.close()
+    return found
+
+
+class Norms(nn.Module):
+    """Has buffers that differ between ranks, and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def buffers(directory: Path, saves: bool) -> tuple[Tensor, Tensor]:
+    """The running mean that was saved or loaded here, and what was drawn next."""
+    torch.manual_seed(dist.get_rank())
+    model, optimizer = em.wrap(model := Norms(), torch.optim.SGD(model.parameters(), 0.1), plan=em.Plan.zero2())
+    if saves:
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+        save(directory / "norms", model, optimizer)
+    else:
+        load(directory / "norms", model, optimizer)
+    optimizer.close()
+    return model.norm.running_mean, torch.rand(4)
+
+
+SHAPES = {
+    "column": (8, 6),
+    "row": (6, 8),
+    "twice": (8, 3),
+    "both": (4, 4, 2),
+    "whole": (5,),
+    "one": (),
+    "none": (0, 2),
+}
+CUTS = {
+    "column": {"tp": 0},
+    "row": {"tp": 1},
+    "twice": {"ep": 0, "tp": 0},
+    "both": {"ep": 0, "tp": 1},
+    "whole": {},
+    "one": {},
+    "none": {},
+}
+
+
+class Sliced(nn.Module):
+    """Linear maps cut along either dim, a dim cut twice, a scalar, an empty parameter; values are elements' numbers."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            cut = CUTS[name]
+            pattern = em.Pattern(mesh, replicate=[a for a in ("edp", "ep", "tp") if a not in cut], shard=cut)
+            local = tuple(n // pattern.shards_of(dim) for dim, n in enumerate(shape))
+            whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+            offset = pattern.local_offset(local)
+            window = tuple(slice(o, o + n) for o, n in zip(offset, local, strict=True))
+            self.register_parameter(name, nn.Parameter(whole[window].clone()))
+            self.register_buffer(
+                f"{name}_factor", torch.sin(whole[window]) / pattern.gradient_divisor, persistent=False
+            )
+            self.rules = {**getattr(self, "rules", {}), name: pattern}
+
+    def forward(self) -> Tensor:
+        return sum((getattr(self, name) * getattr(self, f"{name}_factor")).sum() for name in SHAPES)
+
+
+def sliced(source: Path | None, target: Path, ep: int, tp: int, plan: str) -> None:
+    """Trains, or loads, and saves."""
+    model = Sliced(em.expert_mesh(mesh_of_world(), ep, etp=tp))
+    em.annotate(model, model.rules)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), 0.1)
+    model, optimizer = em.wrap(model, optimizer, plan=PLANS[plan])
+    if source is not None:
+        load(source, model, optimizer)
+    else:
+        for _ in range(2):
+            model().backward()
+            optimizer.step()
+    save(target, model, optimizer)
+    optimizer.close()

@@ -5,9 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.checkpoint_cases import assert_same, everything, load_and_save, train_and_save, unbroken_and_resumed
-from tests.ranks import RankPool
+from elixir_moe.checkpoint.storage import latest, read_manifest
+from tests.checkpoint_cases import (
+    SHAPES,
+    assert_same,
+    beside_training,
+    buffers,
+    dying,
+    everything,
+    load_and_save,
+    refused,
+    sliced,
+    train_and_save,
+    unbroken_and_resumed,
+)
+from tests.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
 LAYOUTS = [(2, 2, "ddp"), (3, 1, "zero3"), (1, 1, "offload"), (2, 1, "zero2"), (4, 2, "zero3"), (4, 1, "offload")]
@@ -56,3 +70,73 @@ def test_a_resumed_run_is_the_unbroken_one(
     for found in ranks(world).run(unbroken_and_resumed, tmp_path, first, second or first):
         assert found["resumed"] == found["unbroken"]
     assert_same(everything(tmp_path / "resumed"), everything(tmp_path / "unbroken"), "the last step")
+
+
+def test_slices_along_any_dim_are_one_parameter(ranks: Ranks, tmp_path: Path) -> None:
+    """Fault 11: tp 1 <-> 2, inside experts too, a dim that two axes cut, and parameters of no dim and no element."""
+    ranks(4).run(sliced, None, tmp_path / "0", 2, 2, "zero3")
+    first = everything(tmp_path / "0")
+    assert all(first[f"{name} updates"] == 2 for name, shape in SHAPES.items() if 0 not in shape)
+    assert first["both exp_avg"].shape == (4, 4, 2) and first["one weight"].shape == ()
+    for i, (world, ep, tp, plan) in enumerate(
+        [(2, 1, 2, "ddp"), (4, 4, 1, "zero2"), (1, 1, 1, "zero3"), (2, 2, 1, "zero3")]
+    ):
+        ranks(world).run(sliced, tmp_path / str(i), tmp_path / str(i + 1), ep, tp, plan)
+        assert_same(everything(tmp_path / str(i + 1)), first, f"{world} ranks, ep {ep}, tp {tp}, {plan}")
+
+
+def test_replicated_weights_are_written_once_and_by_all(trained: tuple[Path, dict[str, Any]]) -> None:
+    for path in (trained[0], trained[0].parent / "2-2-ddp"):
+        if path.exists():
+            manifest = read_manifest(path)
+            sizes = [record.nbytes for record in manifest.files.values()]
+            kept = sum(entry.numel * (12 if entry.trainable else 4) for entry in manifest.parameters.values())
+            assert kept < sum(sizes) < kept + 40_000, "and the headers"
+            assert max(sizes) < 1.3 * min(sizes)
+
+
+def test_a_save_beside_the_training_holds_the_moment_it_began(ranks: Ranks, tmp_path: Path) -> None:
+    """Faults 3 and 7: a writer that fails is an error of all ranks at the next poll, and the next save works."""
+    for found in ranks(2).run(beside_training, tmp_path):
+        for error in (found["error"], found["synchronous"]):
+            assert "[rank 1]" in error and "File too large" in error
+        assert found["left"] == ["at-once", "beside"]
+    assert [path.name for path in tmp_path.iterdir()] == ["next"]
+    assert latest(tmp_path) == tmp_path / "next"
+
+
+def test_what_is_refused_is_refused_on_all_ranks_and_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    """Faults 7, 8 and 30."""
+    said = {
+        "exists": "good exists: save under another name",
+        "paths": "ranks name different directories: ",
+        "extra": "extra of rank 1 is not that of rank 0",
+        "one rank's extra": "[rank 1] extra is a type",
+        "missing": "none: no such checkpoint",
+        "gradients": "gradients wait for a step",
+        "damaged": "good/rank-00001.safetensors is damaged",
+    }
+    results = ranks(2).run(refused, tmp_path)
+    assert results[0] == results[1]
+    for what, text in said.items():
+        assert text in results[0][what], what
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+
+
+def test_each_rank_gets_its_own_buffers_and_random_numbers_back(ranks: Ranks, tmp_path: Path) -> None:
+    saved, loaded = ranks(2).run(buffers, tmp_path, True), ranks(2).run(buffers, tmp_path, False)
+    for (mean, drawn), (mean_again, drawn_again) in zip(saved, loaded, strict=True):
+        assert torch.equal(mean, mean_again) and torch.equal(drawn, drawn_again)
+    assert not torch.equal(saved[0][0], saved[1][0]) and not torch.equal(saved[0][1], saved[1][1])
+    (mean, drawn), *others = ranks(4).run(buffers, tmp_path, False)
+    assert torch.equal(mean, saved[0][0]) and torch.equal(others[1][0], mean), "a new rank has the first one's buffers"
+    assert torch.equal(drawn, saved[0][1]) and not torch.equal(others[1][1], others[2][1]), "and numbers of its own"
+
+
+def test_a_rank_that_dies_in_a_save_is_an_error_and_leaves_the_last_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    """Faults 1 and 2."""
+    with pytest.raises(RankError) as error:
+        ranks(3).run(dying, tmp_path)
+    assert error.value.types == {0: "ElixirError", 1: "Died", 2: "ElixirError"}
+    assert latest(tmp_path, fall_back=True) == tmp_path / "good"
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]

@@ -146,7 +146,7 @@ def test_hostile_values_are_refused(hostile: Any) -> None:
         decode({"a": [hostile]}, "extra")
 
 
-# --------------------------------------------------------------------------------------------- a small checkpoint, by hand
+# ------------------------------------------------------------------------------------------ a small checkpoint, by hand
 
 
 def write_small(target: Path, saved_ns: int, fill: float = 0.0, keep: int | None = None) -> None:
