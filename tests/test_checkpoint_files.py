@@ -22,7 +22,17 @@ import elixir_moe as em
 from elixir_moe.checkpoint import storage
 from elixir_moe.checkpoint.boxes import Span, flaw, meet
 from elixir_moe.checkpoint.manifest import Entry, FileRecord, Manifest, Piece, digest_of, dump, parse
-from elixir_moe.checkpoint.storage import Draft, Item, latest, partial_of, read_manifest, retain, verify, write_tensors
+from elixir_moe.checkpoint.storage import (
+    Draft,
+    Item,
+    latest,
+    moment_after_all,
+    partial_of,
+    read_manifest,
+    retain,
+    verify,
+    write_tensors,
+)
 from elixir_moe.checkpoint.values import decode, encode
 from elixir_moe.checkpoint.whole import Whole
 from elixir_moe.cli import main
@@ -396,6 +406,15 @@ def test_only_the_last_are_kept_and_what_is_no_checkpoint_stays(tmp_path: Path) 
     for step in range(4):
         write_small(tmp_path / f"step-{step}", step, keep=2)
     assert names_in(tmp_path) == ["notes", "step-2", "step-3"]
+
+
+def test_what_is_saved_now_is_later_than_all_there_is(tmp_path: Path) -> None:
+    """A clock that goes back must not make an old checkpoint the latest, or let a new one be removed."""
+    assert moment_after_all(tmp_path) > 10**18
+    write_small(tmp_path / "a", 4 * 10**18)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "manifest.json").write_bytes(b"\x00")
+    assert moment_after_all(tmp_path) == 4 * 10**18 + 1
 
 
 def lines_of_storage(act: Callable[[], None], die_at: int | None = None) -> int:

@@ -12,7 +12,6 @@ its agreements stand in no order with those of the training.
 """
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,13 +25,14 @@ from torch import nn
 from elixir_moe.checkpoint.held import Held, buffers_of, held_by, loss_scale_of, share_of, wrapped_of
 from elixir_moe.checkpoint.manifest import WEIGHT, Buffer, Entry, FileRecord, Manifest, Piece, digest_of, dump, parse
 from elixir_moe.checkpoint.ranks import random_states, together
-from elixir_moe.checkpoint.storage import MANIFEST, Draft, Item, partial_of, retain, write_tensors
+from elixir_moe.checkpoint.storage import MANIFEST, Draft, Item, moment_after_all, partial_of, retain, write_tensors
 from elixir_moe.checkpoint.values import NAMES, encode
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.optim import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.state import Wrapped
 
+_COPIERS = 4
 UPDATES = "updates"
 """Name, among a piece's scalars, of the number of updates it has had."""
 
@@ -222,7 +222,8 @@ class _Contents:
 
     def copy(self) -> None:
         """Takes the values of now."""
-        copies = [item.tensor().detach().to("cpu", copy=True) for item in self.items]
+        with ThreadPoolExecutor(_COPIERS) as pool:  # what takes the time is the system's giving out of memory
+            copies = list(pool.map(lambda item: item.tensor().detach().to("cpu", copy=True), self.items))
         self.items = [replace(item, tensor=_giver(copy)) for item, copy in zip(self.items, copies, strict=True)]
 
     def _pieces(self, held: Held, optimizer: ShardedOptimizer) -> Iterator[Piece]:
@@ -305,7 +306,7 @@ def _write(
         for draft in drafts:
             assert everything is not None
             files = dict(record for record in records if record is not None)
-            manifest = dump(_merge(everything, files, contents.rng, fixed))
+            manifest = dump(_merge(moment_after_all(target.parent), everything, files, contents.rng, fixed))
             parse(manifest, str(target / MANIFEST))  # what is written can be read
             draft.commit(manifest)
             if keep is not None:
@@ -315,6 +316,7 @@ def _write(
 
 
 def _merge(
+    saved_ns: int,
     everything: list[tuple[dict[str, Entry], dict[str, Buffer]]],
     files: Mapping[str, FileRecord],
     rng: tuple[Any, ...],
@@ -327,5 +329,5 @@ def _merge(
         pieces.sort(key=lambda piece: (piece.span.offset, piece.span.start))
         entries[name] = replace(entry, pieces=tuple(pieces))
     return Manifest(
-        saved_ns=time.time_ns(), world=len(rng), parameters=entries, buffers=buffers, files=files, rng=rng, **fixed
+        saved_ns=saved_ns, world=len(rng), parameters=entries, buffers=buffers, files=files, rng=rng, **fixed
     )

@@ -16,7 +16,9 @@ import fcntl
 import json
 import math
 import os
+import re
 import stat
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,6 +41,8 @@ _BLOCKS_BEHIND = 16
 """How far hashing may lag behind writing: what bounds the memory of tensors that were brought to the host for it."""
 _READERS = 4
 """Files hashed at a time by one rank."""
+_HEAD_BYTES = 512
+"""In so many bytes a manifest says when it was saved."""
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
@@ -203,8 +207,20 @@ def retain(directory: Path, keep: int) -> list[Path]:
     for path in whole[:-keep]:
         os.rename(path, partial_of(path))
         sync_directory(directory)
-        _remove(partial_of(path))
+        _remove_if_dead(partial_of(path))
     return whole[:-keep]
+
+
+def moment_after_all(directory: Path) -> int:
+    """Nanoseconds since 1970, but later than every checkpoint in `directory`, whatever clocks say."""
+    moments = [time.time_ns()]
+    for path in directory.glob(f"[!.]*/{MANIFEST}"):
+        if path.is_symlink():
+            continue
+        with open(_open(path), "rb") as file:
+            found = re.search(rb'"saved_ns":(\d{1,19}),', file.read(_HEAD_BYTES))
+        moments += [int(found[1]) + 1] if found else []
+    return max(moments)
 
 
 def latest(directory: str | Path, *, fall_back: bool = False) -> Path | None:
@@ -312,19 +328,17 @@ def partials(directory: Path) -> list[Path]:
 
 
 def _remove_if_dead(partial: Path) -> bool:
+    """Deletes a partial checkpoint unless its writer lives, or another process deletes it at this moment."""
     try:
-        descriptor = os.open(partial / MANIFEST, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        # No manifest is there between the first two and the last two system calls of a writer: the directory is empty.
-        return not any(partial.iterdir()) and _remove(partial)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mine = os.path.samestat(os.fstat(descriptor), os.stat(partial / MANIFEST))
-        return mine and _remove(partial)
-    except (BlockingIOError, FileNotFoundError):  # its writer lives; another process has collected it just now
+        if not (partial / MANIFEST).exists():
+            # None is there between the first two and the last two system calls of a writer: the directory is empty.
+            return not any(partial.iterdir()) and _remove(partial)
+        with open(partial / MANIFEST, "r+b") as manifest:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(manifest.fileno()), os.stat(partial / MANIFEST))
+            return mine and _remove(partial)
+    except (BlockingIOError, FileNotFoundError):
         return False
-    finally:
-        os.close(descriptor)
 
 
 def _remove(partial: Path) -> bool:
