@@ -85,6 +85,16 @@ def test_slices_along_any_dim_are_one_parameter(ranks: Ranks, tmp_path: Path) ->
         assert_same(everything(tmp_path / str(i + 1)), first, f"{world} ranks, ep {ep}, tp {tp}, {plan}")
 
 
+def test_experts_with_different_numbers_of_updates_keep_their_degree(ranks: Ranks, tmp_path: Path) -> None:
+    """Fault 11: what one optimizer state cannot serve is refused before loading."""
+    ranks(2).run(sliced, None, tmp_path / "0", 2, 1, "zero3", uneven=True)
+    ranks(2).run(sliced, tmp_path / "0", tmp_path / "1", 2, 1, "ddp", uneven=True)
+    before, after = (read_manifest(tmp_path / name).parameters["twice"].pieces for name in "01")
+    assert [p.scalars for p in before] == [p.scalars for p in after] == [{"updates": 2}, {"updates": 3}]
+    for text in ranks(2).run(sliced, tmp_path / "0", tmp_path / "2", 1, 1, "ddp", uneven=True):
+        assert "'twice' have had different numbers of updates" in text and "degree of expert parallelism" in text
+
+
 def test_replicated_weights_are_written_once_and_by_all(trained: tuple[Path, dict[str, Any]]) -> None:
     for path in (trained[0], trained[0].parent / "2-2-ddp"):
         if path.exists():
