@@ -84,9 +84,8 @@ class Hooks:
                 continue
             if any(True for _ in module.parameters()):
                 unit = units.get(id(module))
-                enter, leave = partial(self._enter, unit), partial(self._leave, unit)
-                if module._compiled_call_impl is not None:  # the compiled call runs the hooks too
-                    enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
+                enter = torch.compiler.disable(partial(self._enter, unit))
+                leave = torch.compiler.disable(partial(self._leave, unit))
                 module.register_forward_pre_hook(enter)
                 module.register_forward_hook(leave, always_call=True)
         for parameter in self._slot_of:
@@ -213,7 +212,7 @@ class Hooks:
         for chunk, index in slots:
             if backward and index in self._scheduler.chunks[chunk].landed:
                 raise PlanError(f"backward reads {names} when its gradient is complete: read it through its module")
-            if training and not backward:
+            if training and self._calls and not backward:
                 self._clock += 1
                 self._entered.setdefault(self._borrower(chunk, index), self._clock)
         tracked = training or backward
@@ -250,11 +249,7 @@ class Hooks:
                 f"parameter {self._names[parameter]!r} of {wanted} cannot become {found}: shape, dtype and device are "
                 f"fixed in wrap, by its compute_dtype and device"
             )
-        index, position = self._slot_of[parameter]
-        if self._scheduler.chunks[index].in_use(position):
-            self._scheduler.reseat(index, position)
-        with torch.no_grad():
-            parameter.copy_(value)
+        self._scheduler.put(*self._slot_of[parameter], value)
 
     def _borrower(self, chunk: int, index: int) -> Unit:
         """Stands for all reads of one parameter outside its own module."""

@@ -72,7 +72,7 @@ class SavedTensors:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         local = local_of(tensor)
-        if type(local) in (torch.Tensor, nn.Parameter):  # others may have no storage of their own
+        if type(local) is torch.Tensor or isinstance(local, nn.Parameter):  # others may have no storage of their own
             owner = self._scheduler.owner_of(local)
             if owner is not None:
                 chunk, index = owner

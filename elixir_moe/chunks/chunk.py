@@ -200,7 +200,7 @@ class Chunk:
         if self.buffer is not None:
             for index, (before, now) in enumerate(zip(self._versions, self._present_versions(), strict=True)):
                 if before != now and index not in self.landed:
-                    yield index, self.locals[index]
+                    yield index, self.view(index)
 
     def settle(self) -> None:
         """What was written is at home; views that nobody holds any more are forgotten."""

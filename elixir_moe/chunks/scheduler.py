@@ -25,6 +25,7 @@ from elixir_moe.chunks.policy import CacheState, Entry, Load, Verb
 from elixir_moe.chunks.rcache import Block, RCache
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import ConfigError, PlanError
+from elixir_moe.parallel.dtensor import local_of
 
 _NO_STREAM = nullcontext()
 _LONGEST_TRACE = 1 << 20
@@ -213,15 +214,20 @@ class Scheduler:
         if start < stop:
             chunk.home.store(start - low, content.reshape(-1)[start - slot.start : stop - slot.start])
 
-    def reseat(self, index: int, position: int) -> None:
-        """Gives a gathered chunk new memory: parameter `position` is to be rebound, and others hold its old values."""
+    def put(self, index: int, position: int, value: torch.Tensor) -> None:
+        """Gives parameter `position` of the gathered chunk `index` new values; views of the old ones keep them."""
         chunk, block = self.chunks[index], self._block_of[index]
         assert chunk.buffer is not None
-        self.bring_home(chunk)
-        self._disown(chunk)
         with torch.inference_mode(False), torch.no_grad():
-            chunk.reseat(block.unread(chunk.buffer), position)
-        self._own(chunk)
+            if chunk.in_use(position):
+                self.bring_home(chunk)
+                self._disown(chunk)
+                chunk.reseat(block.unread(chunk.buffer), position)
+                self._own(chunk)
+            chunk.view(position).copy_(local_of(value))
+            self._store(chunk, position, chunk.view(position))
+            if self._fetch is not None:
+                self._fetch.wait_stream(torch.cuda.current_stream(self._device))
 
     # -------------------------------------------------------------------------------------------------------- reduce
 
