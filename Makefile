@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test lint format train bench clean
+.PHONY: setup test lint format train bench paper-table clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,9 @@ train: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.run --out build/bench.json
+
+paper-table: setup
+	$(BIN)/python -m benchmarks.paper_table
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

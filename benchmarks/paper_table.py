@@ -1,0 +1,101 @@
+"""The measured steps of Elixir v2, Table 8, beside what the planner predicts for them: ``make paper-table``.
+
+Prints each row, its error and the mean. ``--fit`` finds the four constants of the hardware file anew: the same for all
+rows, by the sum of the mean and a tenth of the largest error, over plans made with the constants of before.
+"""
+
+import argparse
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from elixir_moe.models.presets import named_model
+from elixir_moe.search import cost
+from elixir_moe.search.hardware import Fitted, Hardware
+from elixir_moe.search.solve import Choice, Task, solve
+from elixir_moe.search.trace import trace
+
+TABLE = Path(__file__).with_name("elixir_v2_table8_a100_80g.csv")
+MACHINE = "a100-80g-pcie-x4"
+SEQ = 1024
+"""Tokens of a sequence: GPT-2's."""
+
+
+def rows() -> list[tuple[str, int, int, float]]:
+    """(model, GPUs, batch of a GPU, measured TFLOPS of a GPU)."""
+    with TABLE.open() as file:
+        return [
+            (r["model"], int(r["gpus"]), int(r["batch_per_gpu"]), float(r["elixir_tflops_per_gpu"]))
+            for r in csv.DictReader(file)
+        ]
+
+
+def planned(model: str, gpus: int, batch: int, hardware: Hardware) -> tuple[Task, Choice]:
+    """The plan for one row."""
+    given = named_model(model, batch=batch, seq=SEQ)
+    profile = trace(given.model, given.step, given.sample, world=gpus, compute_dtype=torch.bfloat16, tokens=batch * SEQ)
+    task = Task(
+        profile=profile,
+        hardware=hardware,
+        gpus=gpus,
+        capacity_bytes=hardware.gpu_bytes,
+        host_bytes=hardware.host_bytes_per_rank(gpus),
+    )
+    return task, solve(task)
+
+
+def predicted(task: Task, choice: Choice, fitted: Fitted) -> float:
+    """TFLOPS of a GPU if the machine's constants were `fitted`."""
+    hardware = replace(task.hardware, fitted=fitted)
+    step = cost.seconds(task.profile, choice.moved, hardware, task.gpus).step
+    return cost.tflops_per_gpu(task.profile, step)
+
+
+def fit(loss: Callable[[Fitted], float], start: Fitted) -> Fitted:
+    """Coordinate descent with shrinking steps: four constants need no more."""
+    best, step = start, 0.2
+    while step > 0.001:
+        tried = [
+            replace(best, **{name: value * factor})
+            for name, value in asdict(best).items()
+            for factor in (1 - step, 1 + step)
+        ]
+        winner = min(tried, key=loss)
+        best, step = (winner, step) if loss(winner) < loss(best) else (best, step / 2)
+    return best
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--fit", action="store_true", help="find the four constants anew")
+    known = parser.parse_args(arguments)
+    hardware = Hardware.named(MACHINE)
+    table = rows()
+    found = [planned(model, gpus, batch, hardware) for model, gpus, batch, _ in table]
+    measured = [tflops for *_, tflops in table]
+
+    def errors(fitted: Fitted) -> list[float]:
+        return [predicted(t, c, fitted) / m - 1 for (t, c), m in zip(found, measured, strict=True)]
+
+    def loss(fitted: Fitted) -> float:
+        sizes = [abs(e) for e in errors(fitted)]
+        return sum(sizes) / len(sizes) + 0.1 * max(sizes)
+
+    fitted = fit(loss, hardware.fitted) if known.fit else hardware.fitted
+    print(f"{'model':10} {'GPUs':>4} {'batch':>5} {'measured':>9} {'predicted':>9} {'error':>7}  plan")
+    off = errors(fitted)
+    for (model, gpus, batch, tflops), (_, choice), error in zip(table, found, off, strict=True):
+        blocks, chunks = choice.plan.blocks(choice.layout), len(choice.layout.chunks)
+        plan = f"{blocks} blocks, {choice.device_chunks} of {chunks} chunks on the device"
+        print(f"{model:10} {gpus:4} {batch:5} {tflops:9.1f} {tflops * (1 + error):9.1f} {error:+7.1%}  {plan}")
+    print(
+        f"mean error {sum(map(abs, off)) / len(off):.1%}, largest {max(map(abs, off)):.1%}, {len(off)} rows; {fitted}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Models by name, and Hugging Face models by their config file, on no device: what a plan is made for.
+
+Owns the names and the construction without data. Trains nothing. Sources of the shapes: GPT-2 of Elixir v2, Table 6;
+OPT, Table 1 of its paper (vocabulary 50272, 2048 + 2 positions). PR-MoE follows DeepSpeed-MoE's recipe, a 1.3 B base of
+24 layers, experts in every other one, twice as many in the last two, with as many experts as give the sizes of v1.
+OPT's ReLU is GPT-2's GELU here; parameters, products and memory are the same.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from elixir_moe.errors import ConfigError
+from elixir_moe.models.config import GPTConfig, gpt_config
+from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from elixir_moe.parallel.annotate import annotate
+
+GPT2 = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b")
+OPT = {
+    "opt-2.7b": (32, 2560, 32),
+    "opt-6.7b": (32, 4096, 32),
+    "opt-13b": (40, 5120, 40),
+    "opt-30b": (48, 7168, 56),
+    "opt-66b": (64, 9216, 72),
+    "opt-175b": (96, 12288, 96),
+}
+"""(layers, width, heads)."""
+PR_MOE = {"pr-moe-16b": (32, 64), "pr-moe-25b": (48, 112), "pr-moe-29b": (56, 128)}
+"""Experts of a mixture layer, and of each of the last two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A model without data, ready to be traced."""
+
+    name: str
+    model: nn.Module
+    step: Callable[[nn.Module, Any], Tensor]
+    """The forward of a training step; returns the loss."""
+    sample: Any
+    """A batch on the meta device."""
+    moe: bool
+
+
+def names() -> list[str]:
+    """All models that have a name."""
+    return [*GPT2, *OPT, *PR_MOE]
+
+
+def is_mixture(name: str) -> bool:
+    """Whether the model has experts, which are spread over ranks."""
+    return name in PR_MOE
+
+
+def named_model(name: str, *, batch: int, seq: int, mesh: DeviceMesh | None = None) -> Planned:
+    """The model called `name` with activation checkpointing of every layer.
+
+    Args:
+        name: one of `names`.
+        batch: sequences of one rank.
+        seq: tokens of a sequence.
+        mesh: where experts are spread; needed by mixtures alone.
+
+    Raises:
+        ConfigError: no model has that name; the nearest are suggested. Or `seq` is longer than it allows.
+    """
+    ranks = 1 if mesh is None else mesh.size()
+    if name in GPT2:
+        config = gpt_config(name, checkpoint="non_reentrant")
+    elif name in OPT:
+        layers, width, heads = OPT[name]
+        config = _gpt(vocab_size=50272, seq_len=2050, n_layers=layers, d_model=width, n_heads=heads)
+    elif name in PR_MOE:
+        few, many = PR_MOE[name]
+        experts = tuple((few if i < 20 else many) if i % 2 else 0 for i in range(24))
+        config = _gpt(
+            vocab_size=50257,
+            seq_len=2048,
+            n_layers=24,
+            d_model=2048,
+            n_heads=16,
+            experts=experts,
+            ep=tuple(gcd(e, ranks) if e else 1 for e in experts),
+            residual=True,
+            capacity_factor=1.25,
+        )
+    else:
+        near = get_close_matches(name, names(), n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+        raise ConfigError(f"no model is called {name!r}{hint} There are: {', '.join(names())}")
+    if seq > config.seq_len:
+        raise ConfigError(f"seq={seq}: {name} has {config.seq_len} positions, choose at most that many")
+    return of_config(name, config, batch=batch, seq=seq, mesh=mesh)
+
+
+def of_config(name: str, config: GPTConfig, *, batch: int, seq: int, mesh: DeviceMesh | None = None) -> Planned:
+    """A GPT of any configuration, as `named_model`."""
+    with torch.device("meta"), _Undrawn():
+        model = GPT(config, mesh)
+        sample = torch.empty(batch, seq + 1, dtype=torch.int64)
+    if mesh is not None:
+        annotate(model, gpt_patterns(model))
+    return Planned(name=name, model=model, step=lm_loss, sample=sample, moe=any(config.experts))
+
+
+def huggingface_model(path: str, *, batch: int, seq: int) -> Planned:
+    """The causal language model that a Hugging Face ``config.json`` describes, with activation checkpointing.
+
+    Raises:
+        ConfigError: transformers is not installed, or the file is not the config of such a model.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError("--config needs transformers: pip install transformers") from error
+    if not Path(path).exists():
+        raise ConfigError(f"cannot read {path!r}: no such file; expected a Hugging Face config.json or its directory")
+    try:
+        config = AutoConfig.from_pretrained(path)
+        config.use_cache = False
+        with torch.device("meta"), _Undrawn():
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path!r} is not the config of a causal language model: {error}") from error
+    model.train()
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    sample = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    return Planned(name=str(path), model=model, step=_causal_loss, sample=sample, moe=False)
+
+
+def _causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def _gpt(**shape: Any) -> GPTConfig:
+    return GPTConfig(checkpoint="non_reentrant", **shape)
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves out `torch.nn.init`: initial values of tensors without data cost time and are nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)

@@ -1,0 +1,137 @@
+"""What a plan costs on a machine: bytes in every tier, and the seconds of a step.
+
+Owns the formulas. Pure: the bytes are `plan.footprint`'s, the gathers those of the runtime's own cache policy.
+Derivations stand in docs/planning.md. Sources: Elixir v2, 4.1, 5.1 and A.1; the six bytes a parameter are ours.
+
+A step of one rank::
+
+    |-- device: (products / peak + other traffic / bandwidth) / efficiency + overhead * gathered parameters -|
+    |-- host link up: every gather of a host chunk -------|                                                |-- updates |
+    |-- host link down: every gradient of a host chunk ---|                                                |-- exposed |
+
+Transfers to and from the host run beside compute, and are seen where they take longer. Updates come behind backward.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elixir_moe.chunks.layout import Layout
+from elixir_moe.chunks.plan import Footprint, Plan, Tier
+from elixir_moe.search.hardware import Hardware
+from elixir_moe.search.profile import Profile
+
+F_ALLOC = 0.95
+"""Part of device memory that can be used (v2, A.1)."""
+F_FRAG = 1.25
+"""Activations with the fragments they leave (v2, A.1)."""
+_GIGA = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seconds:
+    """A step's time on one rank, by what takes it."""
+
+    compute: float
+    """Products, other operators, overheads and the exchange of tokens."""
+    fetch: float
+    """Host to device."""
+    offload: float
+    """Device to host."""
+    collectives: float
+    """Gathers and reductions between devices, hidden or not."""
+    exposed: float
+    """The part of them that compute does not hide."""
+    device_update: float
+    host_update: float
+
+    @property
+    def step(self) -> float:
+        """The whole step."""
+        return max(self.compute, self.fetch, self.offload) + self.exposed + self.device_update + self.host_update
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What moves, and is updated, in a step on one rank."""
+
+    fetched_bytes: int
+    """Shards of host chunks copied to the device."""
+    offloaded_bytes: int
+    """Gradient shards copied to the host."""
+    device_numel: int
+    """Elements updated on the device."""
+    host_numel: int
+    """Elements updated in host memory."""
+    collective_bytes: tuple[tuple[int, int], ...]
+    """(ranks, bytes of gathered chunks) over which they are gathered and reduced."""
+    gathered_numel: int
+    """Elements of all chunks."""
+
+
+def allowed_bytes(profile: Profile, capacity_bytes: int) -> int:
+    """U_allowed (v2, A.1): what is left of a device for the library."""
+    return int(F_ALLOC * (capacity_bytes - profile.buffer_bytes - F_FRAG * activations(profile, 1.0)))
+
+
+def activations(profile: Profile, imbalance: float) -> int:
+    """Peak of activations if the busiest rank gets `imbalance` times its even share of routed rows."""
+    return profile.activation_bytes + int((imbalance - 1) * max((e.row_bytes for e in profile.exchanges), default=0))
+
+
+def traffic(plan: Plan, layout: Layout, loads: Iterable[int]) -> Traffic:
+    """What one step moves.
+
+    Args:
+        plan: the plan.
+        layout: its chunks.
+        loads: the cached chunks gathered in a step, each as often as it is.
+    """
+    gathers = [*loads, *(chunk.index for chunk in layout.chunks if chunk.resident)]
+    home = [plan.home(layout, chunk) for chunk in layout.chunks]
+    collective: dict[int, int] = {}
+    for index in gathers:
+        chunk = layout.chunks[index]
+        collective[chunk.shards] = collective.get(chunk.shards, 0) + chunk.nbytes
+    trained = [chunk for chunk in layout.chunks if chunk.key.trainable]
+    for chunk in trained:
+        ranks, times = (chunk.shards, 1) if chunk.shards > 1 else (len(chunk.key.ranks), 2)  # an all-reduce moves twice
+        collective[ranks] = collective.get(ranks, 0) + times * chunk.nbytes
+    host = {chunk.index for chunk in layout.chunks if home[chunk.index] is Tier.HOST}
+    return Traffic(
+        fetched_bytes=sum(layout.chunks[i].nbytes // layout.chunks[i].shards for i in gathers if i in host),
+        offloaded_bytes=sum(chunk.nbytes // chunk.shards for chunk in trained if chunk.index in host),
+        device_numel=sum(chunk.shard_numel for chunk in trained if chunk.index not in host),
+        host_numel=sum(chunk.shard_numel for chunk in trained if chunk.index in host),
+        collective_bytes=tuple(sorted(collective.items())),
+        gathered_numel=sum(slot.numel for chunk in layout.chunks for slot in chunk.slots),
+    )
+
+
+def seconds(profile: Profile, moved: Traffic, hardware: Hardware, gpus: int, imbalance: float = 1.0) -> Seconds:
+    """How long the step takes on `gpus` GPUs."""
+    links, fitted = hardware.links(gpus), hardware.fitted
+    flops = profile.flops + (imbalance - 1) * sum(e.expert_flops for e in profile.exchanges)
+    exchange = sum(hardware.collective_seconds(e.times * e.nbytes, e.ep) for e in profile.exchanges) * imbalance
+    collectives = sum(hardware.collective_seconds(nbytes, ranks) for ranks, nbytes in moved.collective_bytes)
+    return Seconds(
+        compute=flops / (fitted.device_efficiency * hardware.peak_tflops * 1e12)
+        + profile.traffic_bytes / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA)
+        + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
+        + exchange,
+        fetch=moved.fetched_bytes * gpus / (links.b_c2g * _GIGA),
+        offload=moved.offloaded_bytes * gpus / (links.b_g2c * _GIGA),
+        collectives=collectives,
+        exposed=fitted.exposed_collectives * collectives,
+        device_update=moved.device_numel * gpus / (links.v_g * _GIGA),
+        host_update=fitted.host_update_slowdown * moved.host_numel * gpus / (links.v_c * _GIGA),
+    )
+
+
+def tflops_per_gpu(profile: Profile, step_seconds: float) -> float:
+    """The paper's 8·M·D of one GPU, 1e12 a second (v2, 6.1)."""
+    return 8 * profile.parameters * profile.tokens / step_seconds / 1e12
+
+
+def device_peak(profile: Profile, size: Footprint, imbalance: float) -> int:
+    """Peak of a device: what the library holds, buffers and activations."""
+    return size.device_bytes + profile.buffer_bytes + activations(profile, imbalance)

@@ -1,0 +1,150 @@
+"""Layers that are alike: which of them a trace may leave out, and how its tape is made whole again.
+
+Owns the comparison of layers, the shortened lists of layers, and the repetition of a period of the tape.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from elixir_moe.parallel.annotate import pattern_of
+from elixir_moe.search.tape import Kind, Mark
+
+_LONGEST_PERIOD = 4
+_FEWEST_PERIODS = 4
+"""Three periods are traced; a run must have more to be worth cutting."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """A run of alike layers in a list: its first two periods and its last one are traced."""
+
+    layers: nn.ModuleList
+    name: str
+    """The list's name in the model."""
+    start: int
+    """Its first layer."""
+    period: int
+    """Layers after which it repeats."""
+    periods: int
+    """How often it repeats in all."""
+
+    @property
+    def boundaries(self) -> list[tuple[nn.Module, nn.Module]]:
+        """(first, last) layer of each traced period."""
+        starts = [self.start + k * self.period for k in (0, 1, self.periods - 1)]
+        return [(self.layers[s], self.layers[s + self.period - 1]) for s in starts]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The list without the periods between the second and the last."""
+        everything = dict(self.layers._modules)
+        gone = range(self.start + 2 * self.period, self.start + (self.periods - 1) * self.period)
+        kept = [layer for i, layer in enumerate(everything.values()) if i not in gone]
+        self.layers._modules = {str(i): layer for i, layer in enumerate(kept)}
+        try:
+            yield
+        finally:
+            self.layers._modules = everything
+
+    def renamed(self, marks: Sequence[Mark], k: int) -> list[Mark]:
+        """The marks of the second period as those of period `k`."""
+        names = {
+            f"{self.name}.{self.start + self.period + j}": f"{self.name}.{self.start + k * self.period + j}"
+            for j in range(self.period)
+        }
+
+        def rename(name: str) -> str:
+            for old, new in names.items():
+                if name == old or name.startswith(old + "."):
+                    return new + name[len(old) :]
+            return name
+
+        return [replace(mark, name=rename(mark.name)) if mark.name else mark for mark in marks]
+
+
+def cuts_of(model: nn.Module) -> list[Cut]:
+    """The longest run of alike layers of each list of layers; lists inside such a run are left alone."""
+    found: list[Cut] = []
+
+    def walk(module: nn.Module, name: str) -> None:
+        for child_name, child in module.named_children():
+            inner = f"{name}.{child_name}".lstrip(".")
+            run = _longest_run(_signatures(list(child))) if isinstance(child, nn.ModuleList) else None
+            if run is not None and isinstance(child, nn.ModuleList):
+                start, period, periods = run
+                found.append(Cut(layers=child, name=inner, start=start, period=period, periods=periods))
+            else:
+                walk(child, inner)
+
+    walk(model, "")
+    return found
+
+
+def made_whole(marks: Sequence[Mark], cuts: Sequence[Cut]) -> list[Mark] | None:
+    """The tape as if every layer had been traced; None if a period has no beginning or end in it."""
+    insertions: list[tuple[int, list[Mark]]] = []
+    for number, cut in enumerate(cuts):
+        where: dict[tuple[str, int], int] = {}
+        for position, mark in enumerate(marks):
+            if mark.kind is Kind.BOUNDARY and mark.nbytes // 3 == number:
+                if (mark.name, mark.nbytes % 3) in where:
+                    return None  # a layer that runs twice
+                where[mark.name, mark.nbytes % 3] = position
+        if len(where) < 6:
+            return None
+        extra = range(2, cut.periods - 1)
+        forward = marks[where["forward", 1] : where["forward", 2]]
+        backward = marks[where["backward", 1] : where["backward", 0]]
+        insertions.append((where["forward", 2], [m for k in extra for m in cut.renamed(forward, k)]))
+        insertions.append((where["backward", 1], [m for k in reversed(extra) for m in cut.renamed(backward, k)]))
+    whole = list(marks)
+    for position, more in sorted(insertions, key=lambda item: -item[0]):
+        whole[position:position] = more
+    return whole
+
+
+def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int] | None:
+    """(start, period, periods) of the run that saves most layers."""
+    best: tuple[int, tuple[int, int, int]] | None = None
+    for period in range(1, _LONGEST_PERIOD + 1):
+        start = 0
+        while start + period < len(signatures):
+            stop = start + period
+            while stop < len(signatures) and signatures[stop] == signatures[stop - period]:
+                stop += 1
+            periods = (stop - start) // period
+            saved = (periods - 3) * period
+            if periods >= _FEWEST_PERIODS and (best is None or saved > best[0]):
+                best = saved, (start, period, periods)
+            start = max(start + 1, stop - period)
+    return None if best is None else best[1]
+
+
+def _signatures(layers: Sequence[nn.Module]) -> list[Any]:
+    """Everything about each layer that its run may depend on, but for settings that only count the layers."""
+    settings = [
+        {(name, key): value for name, m in layer.named_modules() for key, value in vars(m).items() if _is_plain(value)}
+        for layer in layers
+    ]
+    counting = {
+        key
+        for key, value in (settings[0] if settings else {}).items()
+        if type(value) is int and all(s.get(key) == value + i for i, s in enumerate(settings))
+    }
+    return [
+        (
+            {key: value for key, value in mine.items() if key not in counting},
+            [(name, type(module)) for name, module in layer.named_modules()],
+            [(name, p.shape, p.dtype, p.requires_grad, pattern_of(p)) for name, p in layer.named_parameters()],
+            [(name, b.shape, b.dtype) for name, b in layer.named_buffers()],
+        )
+        for layer, mine in zip(layers, settings, strict=True)
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str))

@@ -1,0 +1,197 @@
+"""The tape of a traced step: memory taken and given back, arithmetic, and who was running.
+
+Owns `Mark`, and `Recorder`, which listens to operators, modules and gradients while a step runs on fake tensors.
+"""
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from elixir_moe.parallel.moe import MoE
+from elixir_moe.units import Unit
+
+aten = torch.ops.aten
+_PICKS_ROWS = (aten.embedding, aten.index_select, aten.gather, aten.index)
+"""Operators that read as much as they write, however large what they read from is."""
+
+
+class Kind(Enum):
+    """What a mark tells."""
+
+    MEMORY = auto()
+    """Bytes taken, or given back if negative."""
+    OPERATOR = auto()
+    ENTER = auto()
+    """A unit's module begins in forward."""
+    LEAVE = auto()
+    AGAIN = auto()
+    """A unit's module begins in backward: its region is recomputed."""
+    GRADIENT = auto()
+    """A parameter's gradient is complete."""
+    MIX = auto()
+    """A mixture layer begins; `nbytes` is its number of tokens."""
+    MIX_AGAIN = auto()
+    BOUNDARY = auto()
+    """A repeated layer's period begins (`repeat`); `nbytes` says which of its four boundaries it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One thing that happened."""
+
+    kind: Kind
+    name: str = ""
+    """The module's name in the model."""
+    nbytes: int = 0
+    flops: int = 0
+    traffic: int = 0
+
+
+def peak_of(tape: Iterable[Mark]) -> int:
+    """Most bytes alive at once."""
+    return max(accumulate((mark.nbytes for mark in tape if mark.kind is Kind.MEMORY), initial=0))
+
+
+class Recorder(TorchDispatchMode):
+    """Writes the tape of what runs inside it. Parameters and buffers of the model do not count as memory."""
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], boundaries: Sequence[tuple[nn.Module, nn.Module]]
+    ) -> None:
+        super().__init__()
+        self.marks: list[Mark] = []
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._listening = True
+        self._handles: list[Any] = []
+        self._model, self._units, self._boundaries = model, units, boundaries
+        self._mixtures = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
+
+    def __enter__(self) -> Self:
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            self._known.add(tensor.untyped_storage())
+        for unit in self._units:
+            name = unit.name
+            self._listen(unit.module, name, Kind.ENTER, Kind.AGAIN)
+            self._handles.append(unit.module.register_forward_hook(self._leaves(name)))
+        for name, module in self._mixtures:
+            self._listen(module, name, Kind.MIX, Kind.MIX_AGAIN)
+        for number, (first, last) in enumerate(self._boundaries):
+            self._mark_boundary(first, last, number)
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._landed))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._listening = False
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        made = [t for t in _tensors(out) if self._take(t)]
+        packet = func._overloadpacket
+        if packet in flop_registry or packet in _CPU_ATTENTION:
+            self.marks.append(Mark(Kind.OPERATOR, flops=_flops(packet, args, kwargs, out)))
+        elif made or func._schema.is_mutable:
+            written = sum(_nbytes(t) for t in _tensors(out))
+            read = (
+                written if packet in _PICKS_ROWS else sum(_nbytes(t) for t in _tensors((args, tuple(kwargs.values()))))
+            )
+            if "empty" not in packet.__name__:
+                self.marks.append(Mark(Kind.OPERATOR, traffic=read + written))
+        return out
+
+    def _take(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory is new."""
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return False
+        self._known.add(storage)
+        nbytes = storage.nbytes()
+        self.marks.append(Mark(Kind.MEMORY, nbytes=nbytes))
+        weakref.finalize(storage, self._give_back, nbytes).atexit = False
+        return True
+
+    def _give_back(self, nbytes: int) -> None:
+        if self._listening:
+            self.marks.append(Mark(Kind.MEMORY, nbytes=-nbytes))
+
+    def _listen(self, module: nn.Module, name: str, forward: Kind, backward: Kind) -> None:
+        def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
+            rows = args[0].numel() // args[0].shape[-1] if forward is Kind.MIX else 0
+            self.marks.append(Mark(backward if _in_backward() else forward, name, nbytes=rows))
+
+        self._handles.append(module.register_forward_pre_hook(enter))
+
+    def _leaves(self, name: str) -> Any:
+        def leave(*_: object) -> None:
+            if not _in_backward():
+                self.marks.append(Mark(Kind.LEAVE, name))
+
+        return leave
+
+    def _mark_boundary(self, first: nn.Module, last: nn.Module, number: int) -> None:
+        """Forward enters `first`; backward comes to the output of `last`."""
+
+        def enter(*_: object) -> None:
+            if not _in_backward():
+                self.marks.append(Mark(Kind.BOUNDARY, "forward", nbytes=number))
+
+        def leave(_: nn.Module, args: object, output: object) -> None:
+            whose = [t for t in _tensors(output) if t.requires_grad] if not _in_backward() else []
+            if whose:
+                whose[0].register_hook(lambda _: self.marks.append(Mark(Kind.BOUNDARY, "backward", nbytes=number)))
+
+        self._handles += [first.register_forward_pre_hook(enter), last.register_forward_hook(leave)]
+
+    def _landed(self, parameter: Tensor) -> None:
+        """The runtime moves a gradient into its block at once."""
+        parameter.grad = None
+        self.marks.append(Mark(Kind.GRADIENT))
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
+    if packet not in _CPU_ATTENTION:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    backward = packet is aten._scaled_dot_product_flash_attention_for_cpu_backward
+    query, key = args[1:3] if backward else args[:2]
+    causal = kwargs.get("is_causal", (args[7] if len(args) > 7 else False) if backward else len(args) > 4 and args[4])
+    forward = 4 * math.prod(query.shape) * key.shape[-2]
+    return int(forward * (2.5 if backward else 1) * (0.5 if causal else 1))  # five products where forward has two
+
+
+_CPU_ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

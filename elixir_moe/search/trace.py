@@ -1,0 +1,252 @@
+"""One training step on tensors without data: what is used when, and what it costs.
+
+Owns the run of a model's forward and backward under torch's fake tensors and the tape of what happened in it. The model
+is given back as it was. Nothing is computed and nothing is sent, so a model of any size is traced in seconds.
+Sources: Elixir v2, 3.1 (pre-runtime profiler) and A.3 (the detector of checkpointed regions).
+
+Identical layers are traced once. A run of layers that agree in every module, shape and setting is cut to its first two
+periods and the last; the second one's part of the tape is then repeated for all that were cut. In forward it reaches
+from its entry to the next period's, in backward from the gradient of its output to the gradient of its input, so what
+one period allocates and another frees is counted just as often as in the whole run.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
+from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.parallel.annotate import pattern_of
+from elixir_moe.parallel.moe import MoE
+from elixir_moe.parallel.pattern import Pattern, RankMesh
+from elixir_moe.search.profile import Exchange, Profile, Use
+from elixir_moe.search.repeat import Cut, cuts_of, made_whole
+from elixir_moe.search.tape import Kind, Mark, Recorder, peak_of
+from elixir_moe.units import Unit, find_units
+
+Step = Callable[[nn.Module, Any], Tensor]
+
+
+def trace(
+    model: nn.Module,
+    step: Step,
+    sample: Any,
+    *,
+    world: int = 1,
+    rank: int = 0,
+    compute_dtype: torch.dtype | None = None,
+    tokens: int | None = None,
+    whole: bool = False,
+) -> Profile:
+    """Profiles one forward and backward of ``step(model, sample)``, which returns the loss.
+
+    Args:
+        model: any module, on any device, "meta" included. Parameters with a pattern have this rank's slices.
+        step: the forward of a training step.
+        sample: a batch: tensors in lists, tuples and dicts. Only shapes and dtypes are read.
+        world: ranks over which parameters without a pattern are replicated.
+        rank: the rank whose view this is.
+        compute_dtype: as in `wrap`.
+        tokens: what D counts on this rank; by default the elements of the first tensor of whole numbers of `sample`.
+        whole: trace every layer, identical or not.
+
+    Raises:
+        ConfigError: the step returns no scalar loss, or cannot run without data (it reads values of tensors).
+    """
+    specs = param_specs(model, world, rank, compute_dtype)
+    index_of = {p: i for i, (p, _) in enumerate(specs)}
+    units = list(find_units(model, {p: (0, i) for p, i in index_of.items()}))
+    slots = [tuple(dict.fromkeys(index_of[p] for p in unit.parameters)) for unit in units]
+    cuts = [] if whole else cuts_of(model)
+    try:
+        marks = _run(model, step, sample, specs, units, cuts)
+        tape = made_whole(marks, cuts)
+    except ConfigError:
+        if not cuts:
+            raise
+        tape = None  # the model counts its layers, perhaps
+    if tape is None:
+        return trace(
+            model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype, tokens=tokens, whole=True
+        )
+    uses = list(_uses(tape, {unit.name: i for i, unit in enumerate(units)}, slots))
+    order = list(dict.fromkeys(p for use in sorted(uses, key=lambda use: use.entered) for p in use.params))
+    order += [p for unit in slots for p in unit if p not in set(order)]
+    moved = {old: new for new, old in enumerate(dict.fromkeys(order))}
+    return Profile(
+        params=tuple(specs[i][1] for i in moved),
+        uses=tuple(replace(use, params=tuple(moved[p] for p in use.params)) for use in uses),
+        parameters=sum(_logical_numel(p) for p, _ in specs),
+        tokens=_tokens(sample) if tokens is None else tokens,
+        flops=sum(mark.flops for mark in tape),
+        traffic_bytes=sum(mark.traffic for mark in tape),
+        activation_bytes=peak_of(tape),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        exchanges=tuple(_exchanges(model, tape, compute_dtype)),
+    )
+
+
+def param_specs(
+    model: nn.Module, world: int, rank: int, compute_dtype: torch.dtype | None
+) -> list[tuple[nn.Parameter, ParamSpec]]:
+    """What `wrap` would make of each parameter, in order of registration."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    everywhere = Pattern(RankMesh.world(world, rank), replicate=("dp",))
+    found = []
+    for p, (name, *others) in names.items():
+        pattern = pattern_of(p, everywhere) or everywhere
+        key = ChunkGroupKey(
+            ranks=pattern.replicate_ranks,
+            dtype=pattern.dtype or (compute_dtype if p.is_floating_point() else None) or p.dtype,
+            trainable=p.requires_grad,
+            divisor=pattern.gradient_divisor,
+        )
+        found.append((p, ParamSpec(name=name, shape=tuple(p.shape), key=key, resident=bool(others))))
+    return found
+
+
+def _run(
+    model: nn.Module,
+    step: Step,
+    sample: Any,
+    specs: Sequence[tuple[nn.Parameter, ParamSpec]],
+    units: Sequence[Unit],
+    cuts: Sequence[Cut],
+) -> list[Mark]:
+    boundaries = [pair for cut in cuts for pair in cut.boundaries]
+    with ExitStack() as stack:
+        recorder = Recorder(model, units, boundaries)
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for cut in cuts:
+            stack.enter_context(cut.applied())
+        stack.enter_context(_without_data(model, {p: spec.key.dtype for p, spec in specs}))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        batch = _fake(sample)
+        stack.enter_context(recorder)
+        try:
+            loss = step(model, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise ConfigError(f"step returned a {type(loss).__name__}: expected the loss, a tensor of one element")
+            loss.backward()  # type: ignore[no-untyped-call]
+        except ElixirError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"the step cannot run on tensors without data: {type(error).__name__}: {error}"
+            ) from error
+    return recorder.marks
+
+
+@contextmanager
+def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> Iterator[None]:
+    """Parameters, buffers and tensor attributes are tensors without data for a while; all that changes is undone."""
+    before = [
+        (module, dict(module._parameters), dict(module._buffers), dict(vars(module))) for module in model.modules()
+    ]
+    fakes: dict[Tensor, Tensor] = {}
+
+    def fake(tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        if tensor not in fakes:
+            empty = torch.empty(tensor.shape, dtype=dtypes.get(tensor, tensor.dtype), device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return fakes[tensor]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module, parameters, buffers, attributes in before:
+            module._parameters.update({name: fake(p) for name, p in parameters.items()})
+            module._buffers.update({name: fake(b) for name, b in buffers.items()})
+            vars(module).update({name: fake(t) for name, t in attributes.items() if isinstance(t, Tensor)})
+    try:
+        yield
+    finally:
+        for module, parameters, buffers, attributes in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update({name: value for name, value in attributes.items() if not name.startswith("_")})
+
+
+def _fake(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu", requires_grad=value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: _fake(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_fake(item) for item in value)
+    return value
+
+
+def _uses(tape: Sequence[Mark], numbers: Mapping[str, int], slots: Sequence[tuple[int, ...]]) -> Iterator[Use]:
+    """The runs of units in forward, with the region each is recomputed in."""
+    regions: dict[str, int] = {}
+    count, fresh = 0, True
+    for mark in tape:
+        if mark.kind is Kind.GRADIENT:
+            fresh = True
+        elif mark.kind is Kind.AGAIN:
+            count, fresh = count + fresh, False
+            regions.setdefault(mark.name, count - 1)
+    running: list[int] = []
+    clock = itertools.count()
+    for mark in tape:
+        if mark.kind is Kind.ENTER:
+            running.append(next(clock))
+        elif mark.kind is Kind.LEAVE:
+            unit = numbers[mark.name]
+            yield Use(
+                entered=running.pop(),
+                left=next(clock),
+                unit=unit,
+                params=slots[unit],
+                region=regions.get(mark.name),
+            )
+
+
+def _exchanges(model: nn.Module, tape: Sequence[Mark], dtype: torch.dtype | None) -> Iterator[Exchange]:
+    """What the mixture layers send and multiply, if every expert gets its even share of the choices."""
+    modules = dict(model.named_modules())
+    calls: dict[str, list[Mark]] = {}
+    for mark in tape:
+        if mark.kind in (Kind.MIX, Kind.MIX_AGAIN):
+            calls.setdefault(mark.name, []).append(mark)
+    for name, marks in calls.items():
+        layer = modules[name]
+        assert isinstance(layer, MoE)
+        _, width, inner = layer.experts.w_in.shape
+        rows = max(mark.nbytes for mark in marks) * layer.router.top_k
+        itemsize = (dtype or layer.experts.w_in.dtype).itemsize
+        again = sum(mark.kind is Kind.MIX_AGAIN for mark in marks)
+        forward = len(marks) - again
+        yield Exchange(
+            ep=layer.place.ep,
+            nbytes=rows * width * itemsize,
+            times=4 * forward + 2 * again,
+            expert_flops=4 * rows * width * inner * (3 * forward + again),
+            row_bytes=rows * (2 * width + 2 * inner) * itemsize,
+        )
+
+
+def _logical_numel(parameter: Tensor) -> int:
+    pattern = pattern_of(parameter)
+    return math.prod(pattern.global_shape(parameter.shape)) if pattern is not None else parameter.numel()
+
+
+def _tokens(sample: Any) -> int:
+    """Elements of the first tensor of whole numbers; 0 if there is none."""
+    if isinstance(sample, Tensor):
+        return sample.numel() if not sample.is_floating_point() else 0
+    items = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, (list, tuple)) else ()
+    return next((n for n in map(_tokens, items) if n), 0)
