@@ -6,7 +6,9 @@ The public names; everything else is internal and may move.
 from elixir_moe.chunks.plan import Footprint, Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import CheckpointError, ConfigError, ElixirError, LayoutError, PlanError, TierError
+from elixir_moe.huggingface import save_pretrained
 from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.parallel import megatron
 from elixir_moe.parallel.annotate import annotate
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.pattern import Pattern
@@ -30,5 +32,7 @@ __all__ = [
     "expert_mesh",
     "full_state_dict",
     "init_mesh",
+    "megatron",
+    "save_pretrained",
     "wrap",
 ]

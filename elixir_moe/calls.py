@@ -2,12 +2,14 @@
 
 torch tells of the end of a module even if it failed before its pre-forward hook, and does not tell of it if it was
 interrupted. Owns what follows from that: only what was begun is undone, and what was lost is undone when it is noticed.
+Also what is remembered of a forward until its backward.
 """
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -30,6 +32,20 @@ class Call:
     """Its chunks were unsharded, and are to be released."""
     saving: saved_tensors_hooks | None = None
     """To be taken off when it ends."""
+
+
+@dataclass(slots=True, eq=False)
+class Forward:
+    """One forward of the model that awaits its backward. Several may: pipeline schedules run ahead."""
+
+    start: int
+    """No number of it is smaller."""
+    entered: dict[Unit, int] = field(default_factory=dict)
+    """The number at which it first entered each unit."""
+    left: dict[Unit, int] = field(default_factory=dict)
+    """The number at which it last left each unit."""
+    unrecomputed: Counter[Unit] = field(default_factory=Counter)
+    """Calls in checkpoints that backward has yet to run again."""
 
 
 class Calls:

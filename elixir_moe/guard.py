@@ -152,10 +152,17 @@ class Guarded(nn.Parameter):
         )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise ConfigError("a wrapped model cannot be copied: copy it before wrap, or take em.full_state_dict(model)")
+        refuse_copy()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ConfigError("a wrapped model cannot be pickled: save em.full_state_dict(model)")
+        refuse_copy()
+
+
+def refuse_copy() -> NoReturn:
+    """What a wrapped model says to `copy` and `pickle`."""
+    raise ConfigError(
+        "a wrapped model can neither be copied nor pickled: copy it before wrap, save em.full_state_dict(model)"
+    )
 
 
 def _refuse_if_kept(parameter: nn.Parameter) -> None:

@@ -20,22 +20,21 @@ Elsewhere. Parameters are guarded while their module does not run. A function th
            other, and has a position, so that its gradient is waited for.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from elixir_moe.calls import Call, Calls
+from elixir_moe.calls import Call, Calls, Forward
 from elixir_moe.chunks.chunk import ChunkState, Placeholder
 from elixir_moe.chunks.policy import Schedule
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import ConfigError, PlanError
-from elixir_moe.guard import Guard
+from elixir_moe.guard import Guard, refuse_copy
 from elixir_moe.parallel.dtensor import is_dtensor, placed_like
 from elixir_moe.saved import SavedTensors
 from elixir_moe.units import Unit, find_units
@@ -61,7 +60,6 @@ class Hooks:
         self._schedule_known = False
         self._rounds_missed = 0
         self._calls = Calls(self._undo)
-        self._left: dict[Unit, int] = {}
         self.torn = False
         """A backward has failed, and with it a part of the gradients is gone."""
         self._reset()
@@ -84,10 +82,8 @@ class Hooks:
                 continue
             if any(True for _ in module.parameters()):
                 unit = units.get(id(module))
-                enter = torch.compiler.disable(partial(self._enter, unit))
-                leave = torch.compiler.disable(partial(self._leave, unit))
-                module.register_forward_pre_hook(enter)
-                module.register_forward_hook(leave, always_call=True)
+                module.register_forward_pre_hook(_Hook(partial(self._enter, unit)))
+                module.register_forward_hook(_Hook(partial(self._leave, unit)), always_call=True)
         for parameter in self._slot_of:
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(partial(self._landed, parameter))
@@ -103,9 +99,10 @@ class Hooks:
     def _reset(self) -> None:
         """Forgets the forwards and backwards of a step."""
         self._clock = 0
+        self._forwards: list[Forward] = []
+        self._forward: Forward | None = None
+        self._backwards_of = Forward(0)
         self._entered: dict[Unit, int] = {}
-        self._last_entered: dict[Unit, int] = {}
-        self._unrecomputed: Counter[Unit] = Counter()
         self._round_is_open = False
         self._reset_backward()
 
@@ -129,6 +126,7 @@ class Hooks:
         call = Call(module, unit, self._clock, training)
         self._calls.push(call)  # what may fail comes behind it: `_leave` undoes only what was done
         if outermost:
+            self._forward = None
             call.saving = self._saved.hooks()
             call.saving.__enter__()
         if unit is None:
@@ -136,9 +134,9 @@ class Hooks:
         if recomputing:
             self._begin_backward()
             self._recompute(unit)
-            self._holds.append((self._entered.get(unit, 0), unit.chunks))
+            self._holds.append((self._backwards_of.entered.get(unit, 0), unit.chunks))
         elif tracked:
-            self._entered.setdefault(unit, self._clock)
+            self._this_forward().entered.setdefault(unit, self._clock)
         self._scheduler.unshard(unit.chunks, tracked=tracked, who=f"module {unit.name!r}")
         self._guard.open(unit.parameters)
         call.held = True
@@ -158,8 +156,8 @@ class Hooks:
 
     def _recompute(self, unit: Unit) -> None:
         """Activation checkpointing runs `unit` again in backward."""
-        if self._unrecomputed[unit] and torch.is_grad_enabled():
-            self._unrecomputed[unit] -= 1
+        if self._backwards_of.unrecomputed[unit] and torch.is_grad_enabled():
+            self._backwards_of.unrecomputed[unit] -= 1
         overwritten = [
             self._names[p]
             for (chunk, index), p in zip(unit.slots, unit.parameters, strict=True)
@@ -180,19 +178,26 @@ class Hooks:
             self._take_back(unit)
             self._guard.close(unit.parameters)
             if recomputing:
-                entered, left = self._entered.get(unit, 0), self._left.get(unit, 0)
+                entered, left = self._backwards_of.entered.get(unit, 0), self._backwards_of.left.get(unit, 0)
             else:
                 self._clock += call.training
                 entered, left = call.entered, self._clock
-                self._left[unit] = left
-                self._unrecomputed[unit] += call.training and not torch.is_grad_enabled()
+                if call.training:
+                    self._this_forward().left[unit] = left
+                    self._this_forward().unrecomputed[unit] += not torch.is_grad_enabled()
                 self._scheduler.release(unit.chunks, tracked=call.training)
             if call.training or recomputing:
                 self._hook_outputs(output, partial(self._reach, unit, entered, left))
         if call.saving is not None:
             call.saving.__exit__(None, None, None)
             if call.training:
-                self._hook_outputs(output, self._begin_backward)
+                self._hook_outputs(output, partial(self._begin_backward, self._clock))
+
+    def _this_forward(self) -> Forward:
+        if self._forward is None:
+            self._forward = Forward(self._clock - 1)
+            self._forwards.append(self._forward)
+        return self._forward
 
     def _take_back(self, unit: Unit) -> None:
         """Keeps new values that forward has assigned (``self.weight.data = …``), in the parameter's own place."""
@@ -214,7 +219,7 @@ class Hooks:
                 raise PlanError(f"backward reads {names} when its gradient is complete: read it through its module")
             if training and self._calls and not backward:
                 self._clock += 1
-                self._entered.setdefault(self._borrower(chunk, index), self._clock)
+                self._this_forward().entered.setdefault(self._borrower(chunk, index), self._clock)
         tracked = training or backward
         self._scheduler.unshard(chunks, tracked=tracked, who=f"a read of {names}")
         self._guard.open(parameters)
@@ -271,14 +276,23 @@ class Hooks:
 
     # ------------------------------------------------------------------------------------------------------ backward
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, left: int | None = None) -> None:
+        """Backward has come to what forward left at number `left`: what was entered behind it awaits another one."""
         if self._backward:
             return
         self._backward = True
         self._land_last()
+        mine = [forward for forward in self._forwards if left is None or forward.start < left]
+        if mine:
+            self._backwards_of = Forward(mine[0].start)
+            for forward in mine:
+                self._backwards_of.entered = forward.entered | self._backwards_of.entered
+                self._backwards_of.left |= forward.left
+                self._backwards_of.unrecomputed += forward.unrecomputed
+        self._entered = dict(self._backwards_of.entered)
         self._round_is_open = torch._C._autograd._get_current_graph_task_keep_graph()
-        self._entered = self._entered or dict(self._last_entered)
-        self._last_entered = dict(self._entered)
+        if not self._round_is_open:
+            self._forwards = [forward for forward in self._forwards if forward not in mine]
         first_use: dict[int, int] = {}
         pending: dict[int, set[int]] = {}
         for unit, position in self._entered.items() if self._accumulates() else ():
@@ -309,7 +323,7 @@ class Hooks:
 
     def _reach(self, unit: Unit, entered: int, left: int) -> None:
         """Backward has come to a call of `unit` that forward entered and left at these numbers."""
-        self._begin_backward()
+        self._begin_backward(left)
         if (unit, left) in self._reached:
             return
         self._reached.add((unit, left))
@@ -328,7 +342,7 @@ class Hooks:
         gradient = placed_like(gradient, parameter)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        final = not any(self._unrecomputed[unit] for unit in self._owners[chunk, index])
+        final = not any(self._backwards_of.unrecomputed[unit] for unit in self._owners[chunk, index])
         who = f"the gradient of {self._names[parameter]!r}"
         self._scheduler.add_gradient(chunk, index, gradient, who=who, final=final)
 
@@ -359,9 +373,8 @@ class Hooks:
     def _end_backward(self) -> None:
         self._pass(-2)
         self._scheduler.finish_backward()
-        if self._round_is_open:  # the graph is kept: another backward through it may come
-            self._entered = dict(self._last_entered)
-        else:
+        self._round_is_open |= bool(self._forwards)  # the graph is kept, or that of another forward awaits its turn
+        if not self._round_is_open:
             self._adopt_schedule()
         self._reset_backward()
 
@@ -405,6 +418,19 @@ class Hooks:
         self._scheduler.cache.rewind()
         self._reset()
         self._saved.updates += 1
+
+
+class _Hook:
+    """A hook that torch.compile does not look into, and that tells who would copy or pickle it that it cannot be."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = torch.compiler.disable(run)
+
+    def __call__(self, *args: Any) -> None:
+        self._run(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy()
 
 
 def _in_backward() -> bool:

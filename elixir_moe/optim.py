@@ -77,6 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         control: dist.ProcessGroup,
         groups: dict[tuple[int, ...], dist.ProcessGroup],
         *,
+        peers: tuple[int, ...],
         plan: Plan,
         layout: Layout,
         footprint: Footprint,
@@ -89,6 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scheduler = scheduler
         self._hooks = hooks
         self._control = control
+        self._peers = peers
         self._groups = groups
         self._chunks = [chunk for chunk in scheduler.chunks if chunk.spec.key.trainable]
         self._frozen = [p for chunk in scheduler.chunks if not chunk.spec.key.trainable for p in chunk.parameters]
@@ -302,9 +304,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         votes = torch.tensor(
             [squares, *(float(p in self._scheduler.used) for p in self._parameters)], dtype=torch.float64
         )
-        if dist.get_world_size(self._control) > 1:
-            with naming_failures("the all-reduce of the gradient norm over all ranks"):
-                dist.all_reduce(votes, group=self._control)
+        with naming_failures("the all-reduce of the gradient norm over all ranks"):
+            if len(self._peers) > 1:
+                dist.all_reduce(votes, group=self._groups[self._peers])
+            if len(self._peers) < dist.get_world_size(self._control):  # other pipeline stages have other parameters
+                total = votes[:1] / len(self._peers)
+                dist.all_reduce(total, group=self._control)
+                votes[:1] = total
         squares, *used = votes.tolist()
         self._facts = Facts(norm=squares**0.5, used={p for p, n in zip(self._parameters, used, strict=True) if n})
         return self._facts

@@ -4,6 +4,7 @@ Owns the order of construction and the agreement of all ranks on it; each step i
 """
 
 import hashlib
+import os
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -30,11 +31,12 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.tiers import Home, build_homes, check_fits, host_bytes_left
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.hooks import Hooks
+from elixir_moe.huggingface import Pretrained, leave_meta
 from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.parallel import megatron
 from elixir_moe.parallel.annotate import annotate_dtensors, pattern_of, replicated_everywhere
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.mesh import init_mesh
-from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.state import Wrapped, groups_needed, refuse_plain_state_dicts
 from elixir_moe.units import Call, expected_schedule, find_units, order_of_first_use, registered_calls, traced_calls
 from elixir_moe.updates import check_optimizer, moments_of
@@ -54,6 +56,7 @@ def wrap(
     step: Callable[[nn.Module, Any], Any] | None = None,
     compute_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> tuple[M, ShardedOptimizer]:
     """Shards `model` and `optimizer` by `plan`, in place: the model keeps its class and its training loop.
 
@@ -61,7 +64,7 @@ def wrap(
     replicate process group. Parameters without a pattern are replicated over the world.
 
     Args:
-        model: any module, on any device but "meta".
+        model: any module, on any device; what is on "meta" comes from `weights`.
         optimizer: an elementwise `torch.optim` optimizer on its parameters, not yet stepped.
         plan: where chunks are at home and how many are gathered at once.
         sample: with `step`, a batch: ``step(model, sample)`` runs once, without gradients, to learn the order in which
@@ -70,6 +73,9 @@ def wrap(
         compute_dtype: what forward and backward run in; fp32 masters keep the weights as they are now. By default each
             parameter's own dtype. `Pattern.dtype` overrides it.
         device: where forward runs; by default this rank's GPU, or the CPU.
+        weights: a folder of safetensors, as `save_pretrained` and Hugging Face write them, that every rank can read.
+            Parameters and buffers of a model made under ``torch.device("meta")`` are read from it straight into their
+            shards; no rank ever holds more than a chunk of full weights.
 
     Returns:
         The model and a `ShardedOptimizer` with the same `param_groups`.
@@ -79,18 +85,25 @@ def wrap(
         LayoutError: patterns do not fit the ranks, or ranks disagree.
         ConfigError: the optimizer is not elementwise, has been stepped, or does not belong to the model.
         TierError: host memory is too small.
+        CheckpointError: `weights` lacks something the model has on meta, or has it in another shape.
     """
     _check_arguments(model, optimizer, plan, sample, step, compute_dtype)
     device = _device(device)
     if not dist.is_initialized():
         init_mesh()
+    _check_data(model, weights, step)
     calls = registered_calls(model) if step is None else traced_calls(model, step, sample)
     annotate_dtensors(model)
+    megatron.check(model)
     parameters = _parameters(model, order_of_first_use(model, calls))
     specs = [_spec(name, p, tied, compute_dtype) for name, p, tied in parameters]
     layout = build_layout(specs, plan.chunk_numel, scatter=plan.scatter)
-    _agree(plan, specs, parameters)
+    peers = _agree(plan, specs, parameters)
     _check_blocks(model, calls, plan, layout, parameters)
+    pretrained = None
+    if weights is not None:
+        pretrained = Pretrained(model, weights)
+        pretrained.fill_buffers()
 
     staged = backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
     size = footprint(plan, layout, moments=moments_of(optimizer), staged=staged)
@@ -106,7 +119,7 @@ def wrap(
     chunks = []
     for spec, home in zip(layout.chunks, homes, strict=True):
         members = [parameters[slot.param][1] for slot in spec.slots]
-        _move_in(spec, members, home, communicators[spec.key.ranks], device)
+        _move_in(spec, members, home, communicators[spec.key.ranks], device, pretrained)
         names = [parameters[slot.param][0] for slot in spec.slots]
         chunks.append(Chunk(spec, members, names, home, communicators[spec.key.ranks], placeholder))
     for module in model.modules():
@@ -117,10 +130,12 @@ def wrap(
     scheduler = Scheduler(chunks, cache, rcache, staging, device, statistics)
     hooks = Hooks(model, scheduler, placeholder)
     control = dist.new_group(backend="gloo", timeout=world_timeout())
-    groups = make_groups(groups_needed(model, layout.chunks), backend="gloo")
+    groups = make_groups([peers, *groups_needed(model, layout.chunks)], backend="gloo")
     model.elixir = Wrapped(scheduler=scheduler, groups=groups, keys=keys)  # type: ignore[assignment]
     refuse_plain_state_dicts(model)
-    sharded = ShardedOptimizer(optimizer, scheduler, hooks, control, groups, plan=plan, layout=layout, footprint=size)
+    sharded = ShardedOptimizer(
+        optimizer, scheduler, hooks, control, groups, peers=peers, plan=plan, layout=layout, footprint=size
+    )
     model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
     return model, sharded
 
@@ -155,6 +170,17 @@ def _check_arguments(
         raise ConfigError(f"trainable parameters are in no param_group of the optimizer: {missing}; add or freeze them")
 
 
+def _check_data(model: nn.Module, weights: Any, step: Any) -> None:
+    on_meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if on_meta and weights is None:
+        raise LayoutError(
+            f"{on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device: pass weights=, a folder of "
+            f"safetensors, or materialise the model before wrap"
+        )
+    if on_meta and step is not None:
+        raise ConfigError("step cannot run a model on the meta device: leave step and sample out")
+
+
 def _device(device: torch.device | str | None) -> torch.device:
     available = {"cpu": 1, "cuda": torch.cuda.device_count()}
     try:
@@ -175,9 +201,6 @@ def _parameters(model: nn.Module, order: list[nn.Parameter]) -> list[tuple[str, 
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    for parameter, (name, *_) in names.items():
-        if parameter.device.type == "meta":
-            raise LayoutError(f"parameter {name!r} is on the meta device: materialise the model before wrap")
     return [(names[parameter][0], parameter, len(names[parameter]) > 1) for parameter in order]
 
 
@@ -198,26 +221,34 @@ def _spec(name: str, parameter: nn.Parameter, tied: bool, compute_dtype: torch.d
     return ParamSpec(name=name, shape=tuple(local_of(parameter).shape), key=key, resident=tied)
 
 
-def _agree(plan: Plan, specs: list[ParamSpec], parameters: list[tuple[str, nn.Parameter, bool]]) -> None:
-    """Compares what all ranks are about to do; raises LayoutError with the first difference."""
+def _agree(plan: Plan, specs: list[ParamSpec], parameters: list[tuple[str, nn.Parameter, bool]]) -> tuple[int, ...]:
+    """Compares what the ranks that wrap this model are about to do; raises LayoutError with the first difference.
+
+    Returns these ranks: all in the meshes of its patterns. Another pipeline stage has ranks and a model of its own.
+    """
     lines = [f"plan {plan.to_json()}"]
+    ranks: set[int] = set()
     for spec, (_, parameter, _) in zip(specs, parameters, strict=True):
-        pattern = pattern_of(parameter)
-        where = pattern.describe() if isinstance(pattern, Pattern) else "replicated over the world"
-        lines.append(f"parameter {spec.name} {spec.shape} {spec.key.dtype} trainable={spec.key.trainable} {where}")
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
-    if len(set(digests)) == 1:
-        return
+        pattern = pattern_of(parameter) or replicated_everywhere()
+        ranks.update(pattern.mesh.ranks)
+        lines.append(
+            f"parameter {spec.name} {spec.shape} {spec.key.dtype} trainable={spec.key.trainable} {pattern.describe()}"
+        )
+    peers = tuple(sorted(ranks)) or tuple(range(dist.get_world_size()))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, lines)
-    for rank, theirs in enumerate(everyone):
-        for mine, other in _differences(everyone[0], theirs):
-            raise LayoutError(
-                f"ranks disagree about the plan or the model. Rank 0: {mine}. Rank {rank}: {other}. "
-                f"Build the same model, patterns and plan on every rank"
-            )
+    dist.all_gather_object(everyone, (peers, hashlib.sha256("\n".join(lines).encode()).hexdigest()))
+    if all(everyone[rank] == everyone[theirs[0]] for theirs, _ in everyone for rank in theirs):
+        return peers
+    models: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(models, lines)
+    for theirs, _ in everyone:
+        for rank in theirs:
+            for one, other in _differences(models[theirs[0]], models[rank]):
+                raise LayoutError(
+                    f"ranks disagree about the plan or the model. Rank {theirs[0]}: {one}. Rank {rank}: {other}. "
+                    f"Build the same model, patterns and plan on every rank of the patterns' meshes"
+                )
+    raise LayoutError(f"ranks disagree about who wraps this model: {[theirs for theirs, _ in everyone]}")
 
 
 def _differences(a: list[str], b: list[str]) -> Iterator[tuple[str, str]]:
@@ -262,14 +293,25 @@ def _check_host_memory(nbytes: int) -> None:
 
 @torch.no_grad()
 def _move_in(
-    spec: ChunkSpec, members: list[nn.Parameter], home: Home, communicator: Communicator, device: torch.device
+    spec: ChunkSpec,
+    members: list[nn.Parameter],
+    home: Home,
+    communicator: Communicator,
+    device: torch.device,
+    pretrained: Pretrained | None,
 ) -> None:
-    """Fills a chunk's home from the parameters of the first rank of its group."""
+    """Fills a chunk's home from the parameters of the first rank of its group, or from a folder."""
     dtype = torch.float32 if spec.key.trainable else spec.key.dtype
     whole = torch.zeros(spec.numel, dtype=dtype, device=device)
     for slot, parameter in zip(spec.slots, members, strict=True):
         local = local_of(parameter)
-        whole[slot.start : slot.stop].view(local.shape).copy_(local)
+        place = whole[slot.start : slot.stop].view(local.shape)
+        if not local.is_meta:
+            place.copy_(local)
+            continue
+        leave_meta(parameter)
+        if pretrained is not None and communicator.index == 0:
+            place.copy_(pretrained.read(parameter))
     communicator.broadcast(whole)
     start, stop = spec.shard_bounds(communicator.rank)
     home.compute.copy_(whole[start:stop])

@@ -15,7 +15,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 import elixir_moe as em
-from elixir_moe.parallel import megatron
 from elixir_moe.train.data import VOCABULARY, batch_at, python_help_text, rows_of
 
 STEPS, ROWS, SEQ = 10, 8, 64
@@ -38,7 +37,7 @@ def train(config: TransformerConfig, spec: Any) -> None:
     spec.submodules.self_attention.submodules.core_attention = Attention
     torch.manual_seed(0)
     model = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=SEQ)
-    megatron.annotate(model)  # Megatron knows what each parameter is
+    em.megatron.annotate(model)  # Megatron knows what each parameter is
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = em.wrap(model, optimizer, plan=em.Plan.offload(rcache_blocks=8))
 

@@ -348,7 +348,6 @@ def test_the_examples_run_and_learn(name: str, ranks: Ranks) -> None:
 # ------------------------------------------------------------------------------------------------------------ pipeline
 
 
-@pytest.mark.xfail(reason="wrap compares the models of all ranks, and stages are not alike", strict=True)
 @pytest.mark.parametrize("blocks", [None, 3])
 def test_pipeline_stages_wrap_each_for_itself(
     blocks: int | None, ranks: Ranks, oracle: Callable[..., dict[str, Any]]

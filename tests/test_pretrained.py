@@ -5,7 +5,9 @@ Reading and writing change no bit, so everything but training is compared bitwis
 
 import gc
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from elixir_moe.huggingface import INDEX, save_pretrained
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns
 from tests.hf_cases import FAMILIES
-from tests.parity import make_optimizer, mesh_of_world
+from tests.parity import TOLERANCE, make_optimizer, mesh_of_world
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -125,3 +127,105 @@ def save_to(folder: Path) -> str:
 def test_all_ranks_learn_that_one_cannot_write(tmp_path: Path, ranks: Ranks) -> None:
     (tmp_path / "file").touch()
     assert all("rank 0" in message for message in ranks(2).run(save_to, tmp_path / "file"))
+
+
+def read_into_meta(name: str, folder: Path) -> dict[str, Any]:
+    with torch.device("meta"):
+        model = FAMILIES[name].build()
+    model, optimizer = wrap(model, weights=folder)
+    state = em.full_state_dict(model)
+    train(name, model, optimizer, dist.get_rank(), dist.get_world_size())
+    result = {"read": state, "trained": em.full_state_dict(model)}
+    optimizer.close()
+    gc.collect()
+    return result
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_on_meta_takes_its_weights_from_a_folder(name: str, tmp_path: Path, ranks: Ranks) -> None:
+    """Buffers that no folder has (positions, rotary frequencies) are what they would have been: training agrees."""
+    plain: Any = FAMILIES[name].build()
+    plain.save_pretrained(tmp_path, max_shard_size=FILE_BYTES)
+    wanted = {key: value.clone() for key, value in plain.state_dict().items()}
+    optimizer = make_optimizer(plain)
+    train(name, plain, optimizer, 0, 1)
+    for found in ranks(2).run(read_into_meta, name, tmp_path):
+        assert set(found["read"]) == set(wanted)
+        assert [key for key in wanted if not torch.equal(found["read"][key], wanted[key])] == []
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(found["trained"][key], value, rtol=0, atol=TOLERANCE, msg=f"{name} {key}")
+
+
+def experts_read(folder: Path, ep: int) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = GPT(replace(EXPERTS, ep=(1, ep)), mesh_of_world())
+    em.annotate(model, gpt_patterns(model))
+    model, optimizer = wrap(model, weights=folder)
+    state = em.full_state_dict(model)
+    optimizer.close()
+    return state
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_every_rank_reads_its_own_slices(ep: int, tmp_path: Path, ranks: Ranks) -> None:
+    wanted = ranks(2).run(experts_saved, tmp_path)[0]
+    for found in ranks(2).run(experts_read, tmp_path, ep):
+        assert set(found) == set(wanted)
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def base_read(folder: Path) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = FAMILIES["gpt2"].build()
+    model, optimizer = wrap(model, weights=folder)
+    state = em.full_state_dict(model)
+    optimizer.close()
+    return state
+
+
+def test_names_of_a_base_model_are_understood(tmp_path: Path, ranks: Ranks) -> None:
+    """As on the hub, where GPT-2 is without the head that is tied to its embedding."""
+    model: Any = FAMILIES["gpt2"].build()
+    model.transformer.save_pretrained(tmp_path)
+    for found in ranks(2).run(base_read, tmp_path):
+        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
+def refused(folder: Path | None, change: Callable[[nn.Module], None]) -> tuple[str, str]:
+    with torch.device("meta"):
+        model = FAMILIES["llama"].build()
+        change(model)
+    with pytest.raises(em.ElixirError) as error:
+        wrap(model, weights=folder)
+    return type(error.value).__name__, str(error.value)
+
+
+def unchanged(model: Any) -> None:
+    pass
+
+
+def wider(model: Any) -> None:
+    model.lm_head = nn.Linear(32, 100, bias=False)
+
+
+def deeper(model: Any) -> None:
+    model.extra = nn.Linear(3, 3)
+    model.register_buffer("kept", torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"), [(wider, "lm_head.weight.*96, 32.*100, 32"), (deeper, "extra.weight.*not in the folder")]
+)
+def test_what_the_folder_has_not_is_named(change: Any, says: str, tmp_path: Path, ranks: Ranks) -> None:
+    model: Any = FAMILIES["llama"].build()
+    model.save_pretrained(tmp_path)
+    for kind, text in ranks(2).run(refused, tmp_path, change):
+        assert kind == "CheckpointError"
+        assert re.search(says, text), text
+
+
+def test_no_folder_and_no_weights_are_said(tmp_path: Path, ranks: Ranks) -> None:
+    for kind, text in ranks(2).run(refused, tmp_path / "nowhere", unchanged):
+        assert (kind, "no readable" in text) == ("CheckpointError", True)
+    for kind, text in ranks(2).run(refused, None, unchanged):
+        assert (kind, "pass weights=" in text) == ("LayoutError", True)

@@ -74,7 +74,12 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
     if problems:
         raise LayoutError("annotate: " + "\n  ".join(problems))
     for parameter, (_, pattern) in chosen.items():
-        setattr(parameter, _ATTRIBUTE, pattern)
+        attach(parameter, pattern)
+
+
+def attach(parameter: torch.Tensor, pattern: Pattern) -> None:
+    """Makes `pattern` that of `parameter`."""
+    setattr(parameter, _ATTRIBUTE, pattern)
 
 
 def annotate_dtensors(model: nn.Module) -> None:
@@ -86,7 +91,7 @@ def annotate_dtensors(model: nn.Module) -> None:
     tp = tensor_parallel_degree(model.parameters())
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter) and pattern_of(parameter) is None:
-            setattr(parameter, _ATTRIBUTE, pattern_of_dtensor(name, parameter, tp))
+            attach(parameter, pattern_of_dtensor(name, parameter, tp))
 
 
 def pattern_of(parameter: torch.Tensor, default: Pattern | None = None) -> Pattern | None:

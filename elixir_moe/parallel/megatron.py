@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elixir_moe.errors import ConfigError, LayoutError
-from elixir_moe.parallel.annotate import _ATTRIBUTE, pattern_of, replicated_everywhere
+from elixir_moe.parallel.annotate import attach, pattern_of, replicated_everywhere
 from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern, RankMesh
 
 TRIED = "0.16."
@@ -94,7 +94,7 @@ def annotate(model: nn.Module) -> None:
             stacklevel=2,
         )
     for parameter, pattern in _derive(model).items():
-        setattr(parameter, _ATTRIBUTE, pattern_of(parameter, pattern))
+        attach(parameter, pattern_of(parameter, pattern) or pattern)
 
 
 def check(model: nn.Module) -> None:
