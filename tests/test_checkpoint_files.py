@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -217,6 +217,22 @@ def test_a_small_checkpoint_is_a_directory_of_safetensors(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "a" / "manifest.json").read_bytes())["version"] == 1, "plain JSON"
 
 
+@pytest.mark.parametrize("segment", [1, 7, 4096])
+def test_the_hash_is_that_of_the_segments_of_the_file(
+    segment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_SEGMENT_BYTES", segment)
+    values = torch.arange(100.0)
+    items = [Item(key=str(n), dtype="F32", shape=(n,), tensor=lambda n=n: values[:n]) for n in (0, 3, 100)]
+    record = write_tensors(tmp_path / "x.safetensors", items)
+    data = (tmp_path / "x.safetensors").read_bytes()
+    pieces = [data[i : i + segment] for i in range(0, len(data), segment)]
+    assert record == storage.hash_file(tmp_path / "x.safetensors")
+    assert record == FileRecord(
+        nbytes=len(data), digest=digest_of(b"".join(bytes.fromhex(digest_of(piece)) for piece in pieces))
+    )
+
+
 def test_an_existing_target_is_never_touched(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "notes").write_text("mine")
@@ -329,7 +345,7 @@ def test_a_pickle_is_refused_and_does_not_run(tmp_path: Path, monkeypatch: pytes
     path.write_bytes(data)
     with pytest.raises(em.CheckpointError, match=r"rank-00000\.safetensors is damaged: "):
         verify(tmp_path / "a", read_manifest(tmp_path / "a"))
-    record = {"nbytes": len(data), "digest": digest_of(data)}
+    record = asdict(storage.hash_file(path))
     spoilt(tmp_path / "a", lambda f: f["files"].update({path.name: record}))
     manifest = read_manifest(tmp_path / "a")
     verify(tmp_path / "a", manifest)

@@ -84,7 +84,7 @@ class FileRecord:
 
     nbytes: int
     digest: str
-    """blake2b of 256 bits, in hexadecimal."""
+    """blake2b of 256 bits, in hexadecimal: of those of its segments, see `storage`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

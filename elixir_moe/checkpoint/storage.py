@@ -30,17 +30,17 @@ from typing import Any
 
 import torch
 
-from elixir_moe.checkpoint.manifest import FileRecord, Manifest, parse
+from elixir_moe.checkpoint.manifest import FileRecord, Manifest, digest_of, parse
 from elixir_moe.checkpoint.values import DTYPES
 from elixir_moe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
-_BLOCK_BYTES = 1 << 22
-_BLOCKS_BEHIND = 16
+_SEGMENT_BYTES = 1 << 24
+"""A file's hash is that of the hashes of its segments, so that several threads can share a file."""
+_HASHERS = 4
+_SEGMENTS_BEHIND = 16
 """How far hashing may lag behind writing: what bounds the memory of tensors that were brought to the host for it."""
-_READERS = 4
-"""Files hashed at a time by one rank."""
 _HEAD_BYTES = 512
 """In so many bytes a manifest says when it was saved."""
 
@@ -86,29 +86,69 @@ def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str]
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest, nbytes = blake2b(digest_size=32), 0
-    behind: deque[Future[None]] = deque()
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
-        for block in _blocks(text, ordered):
-            behind.append(hasher.submit(digest.update, block))
-            nbytes += len(block)
-            while block:
-                block = block[file.write(block) :]
-            if len(behind) > _BLOCKS_BEHIND:
-                behind.popleft().result()
+    digests: list[bytes] = []
+    behind: deque[Future[bytes]] = deque()
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(_HASHERS) as hashers:
+        for segment in _segments(_contents(text, ordered)):
+            behind.append(hashers.submit(_digest, segment))
+            for part in segment:
+                while part:
+                    part = part[file.write(part) :]
+            if len(behind) > _SEGMENTS_BEHIND:
+                digests.append(behind.popleft().result())
         os.fsync(file.fileno())
+        digests += [future.result() for future in behind]
     sync_directory(path.parent)
-    return FileRecord(nbytes=nbytes, digest=digest.hexdigest())
+    return FileRecord(nbytes=8 + len(text) + at, digest=digest_of(b"".join(digests)))
 
 
-def _blocks(header: bytes, items: Iterable[Item]) -> Iterator[memoryview]:
+def hash_file(path: Path) -> FileRecord:
+    """Size and hash of a file as it is. Raises CheckpointError if it is missing, a link or no file."""
+    with open(_open(path), "rb") as file, ThreadPoolExecutor(_HASHERS) as hashers:
+        nbytes = os.fstat(file.fileno()).st_size
+        starts = range(0, nbytes, _SEGMENT_BYTES)
+        digests = hashers.map(lambda start: _digest([_read(file.fileno(), start)]), starts)
+        return FileRecord(nbytes=nbytes, digest=digest_of(b"".join(digests)))
+
+
+def _contents(header: bytes, items: Iterable[Item]) -> Iterator[memoryview]:
     yield memoryview(len(header).to_bytes(8, "little") + header)
     for item in items:
         flat = item.tensor().detach().cpu().contiguous().reshape(-1)
         data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
         assert data.nbytes == item.nbytes, f"{item.key} has {data.nbytes} bytes, not {item.nbytes}"
-        for start in range(0, data.nbytes, _BLOCK_BYTES):
-            yield data[start : start + _BLOCK_BYTES]
+        yield data
+
+
+def _segments(contents: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes, in pieces of `_SEGMENT_BYTES` and a last one, each of several parts."""
+    segment, room = list[memoryview](), _SEGMENT_BYTES
+    for data in contents:
+        while data:
+            part, data = data[:room], data[room:]
+            segment.append(part)
+            room -= len(part)
+            if not room:
+                yield segment
+                segment, room = [], _SEGMENT_BYTES
+    if segment:
+        yield segment
+
+
+def _digest(parts: Iterable[memoryview]) -> bytes:
+    digest = blake2b(digest_size=32)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _read(descriptor: int, start: int) -> memoryview:
+    """The segment from `start` on, as far as there is one."""
+    segment = memoryview(bytearray(_SEGMENT_BYTES))
+    filled = 0
+    while count := os.preadv(descriptor, [segment[filled:]], start + filled):
+        filled += count
+    return segment[:filled]
 
 
 class Files:
@@ -278,22 +318,13 @@ def read_manifest(path: Path) -> Manifest:
 
 def verify(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -> None:
     """Hashes `files` (by default all) of the checkpoint. Raises CheckpointError, naming the first that is damaged."""
-    names = list(manifest.files if files is None else files)
-    with ThreadPoolExecutor(_READERS) as pool:
-        for _ in pool.map(lambda name: _verify_file(path / name, manifest.files[name]), names):
-            pass
-
-
-def _verify_file(path: Path, record: FileRecord) -> None:
-    with open(_open(path), "rb", buffering=0) as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        if nbytes != record.nbytes:
-            raise CheckpointError(f"{path} is damaged: {nbytes} bytes of {record.nbytes}; use another checkpoint")
-        digest, buffer = blake2b(digest_size=32), memoryview(bytearray(_BLOCK_BYTES))
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    if digest.hexdigest() != record.digest:
-        raise CheckpointError(f"{path} is damaged: its hash is not the manifest's; use another checkpoint")
+    for name in manifest.files if files is None else files:
+        record, found = manifest.files[name], hash_file(path / name)
+        if found.nbytes != record.nbytes:
+            wrong = f"{found.nbytes} bytes of {record.nbytes}"
+            raise CheckpointError(f"{path / name} is damaged: {wrong}; use another checkpoint")
+        if found.digest != record.digest:
+            raise CheckpointError(f"{path / name} is damaged: its hash is not the manifest's; use another checkpoint")
 
 
 def sync_directory(path: Path) -> None:
