@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test lint format train bench paper-table clean
+.PHONY: setup test test-all lint format train bench paper-table clean
 
 setup: $(STAMP)
 
@@ -19,6 +19,9 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: setup
+	$(BIN)/python -m pytest -m '' $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -10,11 +10,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from elixir_moe.errors import ConfigError
+from elixir_moe.guard import refuse_copy
 from elixir_moe.units import Unit
 
 
@@ -102,3 +105,16 @@ class Calls:
             running += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
             frame = frame.f_back  # type: ignore[assignment]
         return running > sum(call.module is module for call in self._stack)
+
+
+class Hook:
+    """A hook that torch.compile does not look into, and that tells who would copy or pickle it that it cannot be."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = torch.compiler.disable(run)
+
+    def __call__(self, *args: Any) -> None:
+        self._run(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy()

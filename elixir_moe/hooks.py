@@ -24,17 +24,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
-from elixir_moe.calls import Call, Calls, Forward
+from elixir_moe.calls import Call, Calls, Forward, Hook
 from elixir_moe.chunks.chunk import ChunkState, Placeholder
 from elixir_moe.chunks.policy import Schedule
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import ConfigError, PlanError
-from elixir_moe.guard import Guard, refuse_copy
+from elixir_moe.guard import Guard
 from elixir_moe.parallel.dtensor import is_dtensor, placed_like
 from elixir_moe.saved import SavedTensors
 from elixir_moe.units import Unit, find_units
@@ -82,8 +82,8 @@ class Hooks:
                 continue
             if any(True for _ in module.parameters()):
                 unit = units.get(id(module))
-                module.register_forward_pre_hook(_Hook(partial(self._enter, unit)))
-                module.register_forward_hook(_Hook(partial(self._leave, unit)), always_call=True)
+                module.register_forward_pre_hook(Hook(partial(self._enter, unit)))
+                module.register_forward_hook(Hook(partial(self._leave, unit)), always_call=True)
         for parameter in self._slot_of:
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(partial(self._landed, parameter))
@@ -418,19 +418,6 @@ class Hooks:
         self._scheduler.cache.rewind()
         self._reset()
         self._saved.updates += 1
-
-
-class _Hook:
-    """A hook that torch.compile does not look into, and that tells who would copy or pickle it that it cannot be."""
-
-    def __init__(self, run: Callable[..., None]) -> None:
-        self._run = torch.compiler.disable(run)
-
-    def __call__(self, *args: Any) -> None:
-        self._run(*args)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse_copy()
 
 
 def _in_backward() -> bool:

@@ -87,7 +87,11 @@ def oracle(ranks: Ranks) -> Callable[..., dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("world", "case", "index"),
-    [pytest.param(world, case, i, id=f"{world}-{i}") for world, cases in CASES.items() for i, case in enumerate(cases)],
+    [
+        pytest.param(world, case, i, id=f"{world}-{i}", marks=[pytest.mark.slow] if i >= 4 else [])
+        for world, cases in CASES.items()
+        for i, case in enumerate(cases)
+    ],
 )
 def test_every_layout_and_plan(
     world: int, case: Case, index: int, ranks: Ranks, oracle: Callable[..., dict[str, Any]]

@@ -24,6 +24,7 @@ from elixir_moe.errors import CheckpointError
 from elixir_moe.huggingface import INDEX, save_pretrained
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns
+from tests.cases import with_further
 from tests.hf_cases import FAMILIES
 from tests.parity import TOLERANCE, make_optimizer, mesh_of_world
 from tests.ranks import RankPool
@@ -59,7 +60,7 @@ def trained_and_saved(name: str, folder: Path) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", with_further(FAMILIES, ("gpt2", "mixtral")))
 def test_from_pretrained_reads_what_was_saved(name: str, tmp_path: Path, ranks: Ranks) -> None:
     """In the format `transformers` itself writes, over files that were there before."""
     model: Any = FAMILIES[name].build()
@@ -141,7 +142,7 @@ def read_into_meta(name: str, folder: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", with_further(FAMILIES, ("gpt2", "mixtral")))
 def test_a_model_on_meta_takes_its_weights_from_a_folder(name: str, tmp_path: Path, ranks: Ranks) -> None:
     """Buffers that no folder has (positions, rotary frequencies) are what they would have been: training agrees."""
     plain: Any = FAMILIES[name].build()
