@@ -3,6 +3,9 @@
 The public names; everything else is internal and may move.
 """
 
+from elixir_moe.checkpoint.load import load
+from elixir_moe.checkpoint.save import Saving, save
+from elixir_moe.checkpoint.storage import latest
 from elixir_moe.chunks.plan import Footprint, Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import CheckpointError, ConfigError, ElixirError, LayoutError, PlanError, TierError
@@ -24,6 +27,7 @@ __all__ = [
     "Pattern",
     "Plan",
     "PlanError",
+    "Saving",
     "ShardedOptimizer",
     "Statistics",
     "Tier",
@@ -32,7 +36,10 @@ __all__ = [
     "expert_mesh",
     "full_state_dict",
     "init_mesh",
+    "latest",
+    "load",
     "megatron",
+    "save",
     "save_pretrained",
     "wrap",
 ]
