@@ -65,7 +65,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             full[parameter] = joined
     state = {name: full[p] for name, p in model.named_parameters(remove_duplicate=False)}
     state |= {name: buffer.cpu().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
-    return {name: state[name] for name in wrapped.keys if name in state}
+    if missing := [name for name in wrapped.keys if name not in state]:
+        raise ConfigError(f"the model had {missing} in wrap and has not now: rename and remove parameters before wrap")
+    return {name: state[name] for name in wrapped.keys}
 
 
 def refuse_plain_state_dicts(model: nn.Module) -> None:

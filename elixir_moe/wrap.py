@@ -30,6 +30,7 @@ from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.tiers import Home, build_homes, check_fits, host_bytes_left
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
+from elixir_moe.guard import Guarded
 from elixir_moe.hooks import Hooks
 from elixir_moe.huggingface import Pretrained, leave_meta
 from elixir_moe.optim import ShardedOptimizer
@@ -155,11 +156,14 @@ def _check_arguments(
         raise ConfigError(f"step={step!r}: expected a function of model and batch")
     if compute_dtype not in (None, *_TRAINED_IN):
         raise ConfigError(f"compute_dtype={compute_dtype!r}: expected one of {_TRAINED_IN}, or None")
-    if isinstance(optimizer, ShardedOptimizer) or any(hasattr(module, "elixir") for module in model.modules()):
+    guarded = any(isinstance(parameter, Guarded) for parameter in model.parameters())
+    if guarded or isinstance(optimizer, ShardedOptimizer) or any(hasattr(m, "elixir") for m in model.modules()):
         raise ConfigError("this model, a part of it or the optimizer is wrapped already: call wrap once, on the whole")
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if others := sorted(kinds & _OTHER_WRAPPERS):
         raise ConfigError(f"{others[0]} holds this model's parameters already: wrap the plain model instead")
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in model.parameters()):
+        raise ConfigError("the model has lazy modules: run a forward before wrap, so that their shapes are known")
     check_optimizer(optimizer)
     names = {p: name for name, p in model.named_parameters()}
     given = {p for group in optimizer.param_groups for p in group["params"]}

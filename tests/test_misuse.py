@@ -1,8 +1,10 @@
 """What goes wrong with plain torch habits is said, by a typed error that tells what to do instead."""
 
 import copy
+import gc
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -191,6 +193,100 @@ def test_a_hook_that_changes_gradients_is_heard(pair: Pair) -> None:
     assert pair[1].clip_grad_norm_(1e9) == 2 * norm
 
 
+def test_two_models_that_share_a_part() -> None:
+    part = nn.Linear(D, D)
+    first, second = nn.Sequential(part, nn.Linear(D, D)), nn.Sequential(part, nn.Linear(D, D))
+    first, optimizer = em.wrap(first, adamw(first), plan=em.Plan.zero2())
+    with pytest.raises(em.ConfigError, match="wrapped already"):
+        em.wrap(second, adamw(second), plan=em.Plan.zero2())
+    optimizer.close()
+
+
+def test_lazy_modules() -> None:
+    model = nn.LazyLinear(3)
+    with pytest.raises(em.ConfigError, match="run a forward before wrap"):
+        em.wrap(model, torch.optim.SGD(model.parameters()), plan=em.Plan.zero2())
+
+
+def test_parameters_that_were_renamed_or_regrouped(pair: Pair) -> None:
+    pair[0].final = pair[0].last
+    del pair[0].last
+    with pytest.raises(em.ConfigError, match=r"last\.weight.*before wrap"):
+        em.full_state_dict(pair[0])
+    pair[1].param_groups[0]["params"].pop()
+    with pytest.raises(em.ConfigError, match="param_groups were changed"):
+        pair[1].step()
+
+
+def test_a_failed_backward_and_no_zero_grad(pair: Pair) -> None:
+    def fail(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    hidden = pair[0].first(rows())
+    handle = hidden.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        pair[0].last(pair[0].body(hidden)).sum().backward()
+    handle.remove()
+    assert not pair[0](rows()).isnan().any()
+    with pytest.raises(em.ConfigError, match=r"zero_grad\(\) and run it again"):
+        pair[1].step()
+    pair[1].zero_grad()
+    backward(pair)
+    pair[1].step()
+
+
+def test_an_interrupted_forward_leaves_nothing_on_any_stack(pair: Pair) -> None:
+    class Interrupt(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    last, pair[0].last = pair[0].last, Interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        pair[0](rows())
+    pair[0].last = last
+    pair[1].zero_grad()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    backward(pair)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    pair[1].step()
+
+
+def test_a_write_between_clipping_and_step_is_kept(pair: Pair) -> None:
+    backward(pair)
+    pair[1].clip_grad_norm_(1e9)
+    with torch.no_grad():
+        pair[0].last.bias.fill_(3.0)
+    for group in pair[1].param_groups:
+        group["lr"] = 0.0
+    pair[1].step()
+    assert em.full_state_dict(pair[0])["last.bias"].tolist() == [3.0] * D
+
+
+def test_views_taken_before_a_step_do_not_write_old_weights(pair: Pair) -> None:
+    view = pair[0].last.bias.data
+    view.mul_(2)
+    backward(pair)
+    pair[1].step()
+    view.mul_(2)
+    with pytest.raises(em.ElixirError, match=r"last\.bias.*take it anew"):
+        pair[0](rows())
+
+
+def test_graphs_that_are_thrown_away_are_freed() -> None:
+    """An output that is saved for backward (tanh's) must not keep its own graph alive."""
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh())
+    model, optimizer = em.wrap(model, adamw(model), plan=em.Plan.zero2())
+    out = model(rows())
+    assert out.grad_fn is not None
+    mark = Broken()
+    out.grad_fn.register_hook(lambda *_, mark=mark: None)
+    alive = weakref.ref(mark)
+    del out, mark
+    gc.collect()
+    assert alive() is None
+    optimizer.close()
+
+
 def test_closing_is_final_and_can_be_said_twice() -> None:
     model, optimizer = em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2())
     optimizer.close()
@@ -200,10 +296,11 @@ def test_closing_is_final_and_can_be_said_twice() -> None:
             use()
 
 
-def test_a_collective_that_fails_is_named() -> None:
-    class Broken:
-        def wait(self) -> None:
-            raise RuntimeError("Timed out waiting 60000ms for recv operation to complete")
+class Broken:
+    def wait(self) -> None:
+        raise RuntimeError("Timed out waiting 60000ms for recv operation to complete")
 
+
+def test_a_collective_that_fails_is_named() -> None:
     with pytest.raises(em.ElixirError, match=r"the gather of chunk 3 failed on rank 0: Timed out.*same order"):
         Ticket([Broken()], what="the gather of chunk 3").wait()
