@@ -21,6 +21,7 @@ import torch.distributed as dist
 from elixir_moe.checkpoint import command as ckpt
 from elixir_moe.errors import ConfigError, ElixirError, LayoutError
 from elixir_moe.kernels import cpu_features
+from elixir_moe.planning import add_estimate, add_plan, run_estimate, run_plan
 from elixir_moe.train import config as configs
 from elixir_moe.train import launch, settings
 from elixir_moe.train.config import TrainConfig
@@ -60,10 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     parser = _parser()
     known, rest = parser.parse_known_args(arguments)
-    if known.verb in ("env", "ckpt"):
+    verbs = {"env": _env, "ckpt": ckpt.run, "plan": run_plan, "estimate": run_estimate}
+    if known.verb in verbs:
         if rest:
             parser.error(f"unknown arguments {' '.join(rest)}")
-        return _env(known) if known.verb == "env" else ckpt.run(known)
+        return verbs[known.verb](known)
     return _train(known, _overrides(rest), arguments)
 
 
@@ -81,7 +83,11 @@ def _parser() -> _Parser:
     train_parser.add_argument("--config", metavar="FILE", help="settings, as YAML")
     train_parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     env_parser = verbs.add_parser("env", help="show versions and devices", allow_abbrev=False)
-    for verb in (train_parser, env_parser, *ckpt.add_parser(verbs)):
+    plan_parser = verbs.add_parser("plan", help="find the best plan for a model on a machine", allow_abbrev=False)
+    add_plan(plan_parser)
+    estimate_parser = verbs.add_parser("estimate", help="memory of plain strategies", allow_abbrev=False)
+    add_estimate(estimate_parser)
+    for verb in (train_parser, env_parser, plan_parser, estimate_parser, *ckpt.add_parser(verbs)):
         verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
         verb.add_argument(
             "--traceback", action="store_true", help="show where an error comes from (or ELIXIR_TRACEBACK=1)"

@@ -128,8 +128,9 @@ def _run(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for cut in cuts:
             stack.enter_context(cut.applied())
-        stack.enter_context(_without_data(model, {p: spec.key.dtype for p, spec in specs}))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        stack.enter_context(_without_data(model, {p: spec.key.dtype for p, spec in specs}, mode))
+        stack.enter_context(mode)
         batch = _fake(sample)
         stack.enter_context(recorder)
         try:
@@ -147,7 +148,7 @@ def _run(
 
 
 @contextmanager
-def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> Iterator[None]:
+def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: FakeTensorMode) -> Iterator[None]:
     """Parameters, buffers and tensor attributes are tensors without data for a while; all that changes is undone."""
     before = [
         (module, dict(module._parameters), dict(module._buffers), dict(vars(module))) for module in model.modules()
@@ -163,7 +164,7 @@ def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> Ite
             fakes[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         return fakes[tensor]
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with mode:
         for module, parameters, buffers, attributes in before:
             module._parameters.update({name: fake(p) for name, p in parameters.items()})
             module._buffers.update({name: fake(b) for name, b in buffers.items()})

@@ -1,0 +1,42 @@
+"""Why a plan is what it is, in words and numbers a person can check.
+
+Owns the text. Computes nothing but what each choice saves: the step without it, priced like the plan itself.
+"""
+
+from dataclasses import replace
+
+from elixir_moe.errors import PlanError
+from elixir_moe.search import cost
+from elixir_moe.search.solve import Choice, Task, price
+
+_GIB = 2**30
+
+
+def explain(task: Task, choice: Choice) -> str:
+    """The plan, its memory and its time on one rank, and what each choice saves."""
+    plan, layout, size, seconds = choice.plan, choice.layout, choice.size, choice.seconds
+    blocks, chunks = plan.blocks(layout), len(layout.chunks)
+    activations = cost.activations(task.profile, task.imbalance)
+    lines = [
+        f"chunks    {chunks} of {layout.chunk_numel} elements, {layout.waste_fraction:.1%} of their space unused",
+        f"rCache    {blocks} blocks: {len(choice.loads)} gathers a step, {len(layout.cached)} if all were kept",
+        f"tiers     {choice.device_chunks} chunks on the device, {chunks - choice.device_chunks} in host memory",
+        f"device    {size.device_bytes / _GIB:.2f} GiB of the library (U_allowed {task.allowed_bytes / _GIB:.2f}), "
+        f"{activations / _GIB:.2f} activations, {task.profile.buffer_bytes / _GIB:.2f} buffers; "
+        f"{task.capacity_bytes / _GIB:.2f} there are",
+        f"host      {size.host_bytes / _GIB:.2f} GiB a rank of {task.host_bytes / _GIB:.2f}",
+        f"step      {seconds.step:.3f} s, {cost.tflops_per_gpu(task.profile, seconds.step):.1f} TFLOPS a GPU: compute "
+        f"{seconds.compute:.3f}, fetch {seconds.fetch:.3f}, offload {seconds.offload:.3f}, exposed collectives "
+        f"{seconds.exposed:.3f}, updates {seconds.device_update:.3f} on device, {seconds.host_update:.3f} on host",
+    ]
+    others = {"one block fewer": replace(plan, rcache_blocks=max(1, blocks - 1))}
+    if plan.offloaded and plan.device_chunks:
+        others["one chunk fewer on the device"] = replace(plan, device_chunks=plan.device_chunks - 1)
+    for change, other in others.items():
+        try:
+            slower = price(task, other).seconds.step - seconds.step
+        except PlanError:
+            lines.append(f"saves     {change} cannot carry the step")
+        else:
+            lines.append(f"saves     {slower * 1e3:.2f} ms against {change}")
+    return "\n".join(lines)

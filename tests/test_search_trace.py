@@ -1,0 +1,157 @@
+"""Steps traced on tensors without data: against the same on real ones, and against what the runtime asks for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import elixir_moe as em
+from elixir_moe.chunks.layout import build_layout
+from elixir_moe.chunks.plan import Plan
+from elixir_moe.errors import ConfigError
+from elixir_moe.models.config import GPTConfig
+from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from elixir_moe.search.repeat import cuts_of
+from elixir_moe.search.tape import Recorder, peak_of
+from elixir_moe.search.trace import trace
+from tests.parity import mesh_of_world
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+MIXED = {"experts": (0, 4, 0, 4), "residual": True, "top_k": 2}
+
+
+def gpt(**shape: Any) -> GPT:
+    return GPT(GPTConfig(**{"vocab_size": 512, "seq_len": 32, "n_layers": 4, "d_model": 64, "n_heads": 4, **shape}))
+
+
+def batch(rows: int = 2) -> Tensor:
+    return torch.randint(0, 512, (rows, 33))
+
+
+def mlp_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Dropout()
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Tensor], Any]] = {
+    "dense": (gpt, lm_loss, batch()),
+    "dense, checkpointed": (lambda: gpt(checkpoint="non_reentrant"), lm_loss, batch()),
+    "mixture": (lambda: gpt(**MIXED), lm_loss, batch()),
+    "mlp": (lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), mlp_loss, torch.randn(16, 8)),
+    "convolutions": (convolutions, mlp_loss, torch.randn(4, 3, 12, 12)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_activation_peak_is_what_a_real_step_holds(name: str) -> None:
+    """On real tensors every allocation and every release is heard; routing is what differs from an even share."""
+    make, step, sample = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    expected = trace(model, step, sample).activation_bytes
+    with Recorder(model, [], []) as recorder:
+        step(model, sample).backward()
+    assert expected == pytest.approx(peak_of(recorder.marks), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["dense", "dense, checkpointed", "mlp"])
+def test_operations_are_those_torch_counts(name: str) -> None:
+    make, step, sample = MODELS[name]
+    model = make()
+    with FlopCounterMode(display=False) as counter:
+        step(model, sample).backward()
+    attention = 0
+    if name != "mlp":  # torch counts none for the CPU's attention kernel: 2 causal products, 5 in backward
+        forwards = 2 if "checkpointed" in name else 1
+        attention = int(4 * 2 * 32 * 32 * 64 / 2 * (forwards + 2.5)) * 4
+    assert trace(model, step, sample).flops == counter.get_total_flops() + attention
+
+
+@pytest.mark.parametrize("shape", [{"n_layers": 6}, {"n_layers": 8, "experts": (0, 4) * 4}], ids=str)
+@pytest.mark.parametrize("checkpoint", ["none", "non_reentrant", "reentrant"])
+def test_layers_traced_once_count_as_often_as_they_run(shape: dict[str, Any], checkpoint: Any) -> None:
+    model = gpt(**shape, n_heads=4, checkpoint=checkpoint)
+    assert cuts_of(model)
+    assert trace(model, lm_loss, batch()) == trace(model, lm_loss, batch(), whole=True)
+
+
+def test_only_layers_that_agree_in_everything_are_cut() -> None:
+    model = gpt(n_layers=6)
+    model.blocks[5].dropout.p = 0.5
+    (cut,) = cuts_of(model)
+    assert (cut.start, cut.period, cut.periods) == (0, 1, 5)
+    model.blocks[2].attention.n_heads = 2
+    assert not cuts_of(model)
+
+
+def test_the_model_is_given_back_as_it_was() -> None:
+    model = gpt(n_layers=6, checkpoint="non_reentrant", experts=(0, 4) * 3)
+    before = {name: p for name, p in model.named_parameters()}
+    values = {name: p.clone() for name, p in before.items()}
+    counts = [m.tokens_per_expert for m in model.modules() if hasattr(m, "tokens_per_expert")]
+    sample, state = batch(), torch.get_rng_state()
+    trace(model, lm_loss, sample, compute_dtype=torch.bfloat16)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(model.get_parameter(name) is p and torch.equal(p, values[name]) for name, p in before.items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    mixtures = [m for m in model.modules() if hasattr(m, "tokens_per_expert")]
+    assert all(m.tokens_per_expert is c for m, c in zip(mixtures, counts, strict=True))
+
+
+def test_a_step_that_reads_values_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot run on tensors without data"):
+        trace(nn.Linear(2, 2), lambda m, x: m(x).sum() * x.sum().item(), torch.ones(1, 2))
+    with pytest.raises(ConfigError, match="expected the loss, a tensor of one element"):
+        trace(nn.Linear(2, 2), lambda m, x: m(x), torch.ones(1, 2))
+
+
+def run_recorded(checkpoint: Any, shape: dict[str, Any]) -> dict[str, Any]:
+    """What `wrap` packs and the first step asks of the cache, and what the planner expects of both."""
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=64, seq_len=16, n_layers=4, d_model=16, n_heads=2, checkpoint=checkpoint, **shape)
+    model = GPT(config, mesh_of_world())
+    em.annotate(model, gpt_patterns(model))
+    sample = torch.randint(0, 64, (2, 17))
+    ranks = torch.distributed.get_world_size()
+    profile = trace(model, lm_loss, sample, world=ranks, rank=torch.distributed.get_rank())
+    plan = Plan.zero3(rcache_blocks=64, chunk_numel=2500)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan, sample=sample, step=lm_loss)
+    lm_loss(model, sample).backward()
+    recorded = model.elixir.scheduler.cache.schedule.entries
+    layout = build_layout(profile.params, 2500)
+    found = {
+        "layouts": (layout, optimizer.layout),
+        "acquired": (
+            [e.chunks for e in profile.schedule(layout).entries if e.verb == "acquire"],
+            [e.chunks for e in recorded if e.verb == "acquire"],
+        ),
+        "freed": (
+            [e.chunks for e in profile.schedule(layout).entries if e.verb == "free"],
+            [e.chunks for e in recorded if e.verb == "free"],
+        ),
+    }
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "non_reentrant"])
+@pytest.mark.parametrize("shape", [{}, {"experts": (0, 2, 0, 2)}], ids=str)
+def test_the_planner_expects_what_the_runtime_does(checkpoint: Any, shape: dict[str, Any], ranks: Ranks) -> None:
+    for found in ranks(2).run(run_recorded, checkpoint, shape):
+        planned, real = found["layouts"]
+        assert planned == real
+        planned, real = found["acquired"]
+        assert [c for i, c in enumerate(planned) if i == 0 or planned[i - 1] != c] == [
+            c for i, c in enumerate(real) if i == 0 or real[i - 1] != c
+        ]
+        assert sorted(found["freed"][0]) == sorted(found["freed"][1])
