@@ -13,7 +13,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
