@@ -4,6 +4,7 @@ Owns `Profile` and the requests a step makes of the rCache under a layout. Pure:
 by `cost`, and can be kept or compared; it holds no module and no tensor.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -91,10 +92,10 @@ class _Walk:
         self._regions = profile.regions
         self._slots = {use.unit: [place[p] for p in use.params if p in place] for use in profile.uses}
         self._chunks = {unit: tuple(sorted({c for c, _ in slots})) for unit, slots in self._slots.items()}
-        self._awaited = {c.index: set(range(len(c.slots))) for c in layout.cached if c.key.trainable}
-        used = {slot for slots in self._slots.values() for slot in slots}
-        for chunk, slots in self._awaited.items():
-            slots.intersection_update({i for c, i in used if c == chunk})
+        self._awaited: dict[int, set[int]] = {c.index: set() for c in layout.cached if c.key.trainable}
+        for chunk, index in itertools.chain.from_iterable(self._slots.values()):
+            if chunk in self._awaited:
+                self._awaited[chunk].add(index)
         self._held: set[int] = set()
         self._gone: set[int] = set()
 

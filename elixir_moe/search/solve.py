@@ -75,14 +75,11 @@ def solve(task: Task) -> Choice:
     Raises:
         PlanError: none does; it says by how many bytes, in which tier, and what would help.
     """
-    best: Choice | None = None
-    for length in chunk_lengths(task.profile.params):
-        found = _Length(task, length).best()
-        if found is not None and (best is None or _rank(found) < _rank(best)):
-            best = found
-    if best is None:
-        raise PlanError(why_not(task))
-    return best
+    searches = [_Length(task, length) for length in chunk_lengths(task.profile.params)]
+    found = [choice for choice in (search.best() for search in searches) if choice is not None]
+    if not found:
+        raise PlanError(_why_not(task, [search.shortage() for search in searches]))
+    return min(found, key=_rank)
 
 
 def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[int] | None = None) -> Choice:
@@ -231,9 +228,8 @@ class _Length:
         return {Tier.HOST: self._total - self._tail[count] - self._task.host_bytes}
 
 
-def why_not(task: Task) -> str:
+def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
     """By how many bytes no plan fits, in which tier, and the smallest change that would make one fit."""
-    shortages = [_Length(task, length).shortage() for length in chunk_lengths(task.profile.params)]
     tier, missing = min((item for s in shortages for item in s.items()), key=lambda item: (item[0], item[1]))
     host = [s[Tier.HOST] for s in shortages if Tier.HOST in s]
     if host:
