@@ -116,7 +116,8 @@ def wrap(
     statistics = Statistics(cache=cache.counts)
     rcache = RCache(layout, plan.blocks(layout), device, statistics)
     placeholder = Placeholder(device)
-    keys = tuple(model.state_dict())
+    named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    keys = tuple(name for name in model.state_dict() if name in named)
     chunks = []
     for spec, home in zip(layout.chunks, homes, strict=True):
         members = [parameters[slot.param][1] for slot in spec.slots]

@@ -8,4 +8,10 @@ import pytest
 
 def with_further(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """All `cases`; those that are not `quick` are marked slow: further cases of what the quick ones test."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    further = pytest.mark.slow
+
+    def one(case: Any) -> Any:
+        values = case if isinstance(case, tuple) else (case,)
+        return pytest.param(*values, marks=[] if case in quick else further)
+
+    return [one(case) for case in cases]

@@ -15,6 +15,7 @@ from elixir_moe.checkpoint.load import load
 from elixir_moe.checkpoint.save import save
 from elixir_moe.checkpoint.storage import read_manifest
 from elixir_moe.cli import main
+from tests.cases import with_further
 from tests.test_habits import Frozen, Net, Tied, Unused, mean_square
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -77,7 +78,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("before", with_further([0, 2], [2]))
 def test_any_optimizer_goes_on_where_it_was(name: str, before: int, tmp_path: Path, opened: Any) -> None:
     """Two steps, a checkpoint, two more; or a checkpoint before the first step."""
 

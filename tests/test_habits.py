@@ -22,7 +22,7 @@ import elixir_moe as em
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
-STEPS, ROWS, D = 4, 8, 16
+STEPS, ROWS, D = 3, 8, 16
 
 
 class Layer(nn.Module):
@@ -497,9 +497,9 @@ def train_all(names: list[str], plans: dict[str, em.Plan]) -> dict[tuple[str, st
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name: str, world: int, ranks: Ranks) -> None:
-    """On one rank the plans differ in blocks and tiers alone: two are enough."""
+    """On one rank the plans differ in blocks and tiers alone: the one with the most of both is enough."""
     wanted = train(SCENARIOS[name], None)
-    plans = PLANS if world > 1 else {plan: PLANS[plan] for plan in ("zero2", "offload")}
+    plans = PLANS if world > 1 else {plan: PLANS[plan] for plan in ("offload",)}
     for found in ranks(world).run(train_all, [name], plans):
         for case, result in found.items():
             assert result["norms"] == pytest.approx(wanted["norms"], rel=1e-5, abs=1e-5), case

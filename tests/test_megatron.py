@@ -88,7 +88,7 @@ def oracle(ranks: Ranks) -> Callable[..., dict[str, Any]]:
 @pytest.mark.parametrize(
     ("world", "case", "index"),
     [
-        pytest.param(world, case, i, id=f"{world}-{i}", marks=[pytest.mark.slow] if i >= 4 else [])
+        pytest.param(world, case, i, id=f"{world}-{i}", marks=[pytest.mark.slow] if i >= 2 else [])
         for world, cases in CASES.items()
         for i, case in enumerate(cases)
     ],

@@ -7,6 +7,7 @@ import pytest
 
 import elixir_moe as em
 from elixir_moe.models.config import GPTConfig
+from tests.cases import with_further
 from tests.parity import compare, plain, wrapped
 from tests.ranks import RankPool
 
@@ -63,15 +64,18 @@ def oracle() -> dict[tuple[int, float | None], dict[str, Any]]:
     return {loop: plain(config_of((1, 1, 1, 1)), *loop) for loop in LOOPS}
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_every_layout_and_plan(world: int, ranks: Ranks, oracle: dict[Any, dict[str, Any]]) -> None:
-    for layout, degrees in enumerate(LAYOUTS[world]):
-        config = config_of(degrees)
-        everything = ranks(world).run(wrapped, config, em.Plan.zero2(chunk_numel=CHUNK), 1, None)[0]
-        for kind, (name, plan) in enumerate(plans(everything["least_blocks"], everything["chunks"]).items()):
-            for loop in LOOPS if world == 1 else [LOOPS[(kind + layout) % 4]]:
-                found = ranks(world).run(wrapped, config, plan, *loop)
-                for rank, result in enumerate(found):
-                    compare(result, oracle[loop], f"world {world} ep {degrees} {name} {loop} rank {rank}")
-                    assert result["statistics"]["blocks_replaced"] == 0
-                    assert result["statistics"]["off_schedule"] == 0
+CASES = [(world, layout) for world, layouts in LAYOUTS.items() for layout in range(len(layouts))]
+
+
+@pytest.mark.parametrize(("world", "layout"), with_further(CASES, [(1, 0), (2, 1), (4, 3)]))
+def test_every_layout_and_plan(world: int, layout: int, ranks: Ranks, oracle: dict[Any, dict[str, Any]]) -> None:
+    degrees = LAYOUTS[world][layout]
+    config = config_of(degrees)
+    everything = ranks(world).run(wrapped, config, em.Plan.zero2(chunk_numel=CHUNK), 1, None)[0]
+    for kind, (name, plan) in enumerate(plans(everything["least_blocks"], everything["chunks"]).items()):
+        for loop in LOOPS if world == 1 else [LOOPS[(kind + layout) % 4]]:
+            found = ranks(world).run(wrapped, config, plan, *loop)
+            for rank, result in enumerate(found):
+                compare(result, oracle[loop], f"world {world} ep {degrees} {name} {loop} rank {rank}")
+                assert result["statistics"]["blocks_replaced"] == 0
+                assert result["statistics"]["off_schedule"] == 0

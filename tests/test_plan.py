@@ -154,7 +154,7 @@ class Run:
 
     def storages(self) -> dict[int, int]:
         """Bytes of every storage the wrapped optimizer can reach, by address; parameters themselves are the model's."""
-        nan = self.optimizer._hooks._placeholder.keys
+        nan = self.optimizer._hooks._saved._placeholder.keys
         found = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in reach(self.optimizer)
         }

@@ -16,6 +16,7 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Exchange, Profile
+from tests.cases import with_further
 
 MACHINE = "a100-80g-pcie-x4"
 
@@ -104,7 +105,7 @@ def test_between_two_figures_of_a_file_lies_the_line() -> None:
     assert Hardware.named(MACHINE).host_bytes_per_rank(4) == 429496729600 // 4
 
 
-@pytest.mark.parametrize("row", [0, 16, 20, 31, 35, 43])
+@pytest.mark.parametrize("row", with_further([0, 16, 20, 31, 35, 43], [0, 31]))
 def test_rows_of_the_measured_table_are_predicted(row: int) -> None:
     """The whole table is `make paper-table`; these rows are of each model, number of GPUs and kind of plan."""
     with TABLE.open() as file:

@@ -17,6 +17,7 @@ from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
 from elixir_moe.search.repeat import cuts_of
 from elixir_moe.search.tape import Recorder, peak_of
 from elixir_moe.search.trace import trace
+from tests.cases import with_further
 from tests.parity import mesh_of_world
 from tests.ranks import RankPool
 
@@ -77,7 +78,7 @@ def test_operations_are_those_torch_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [{"n_layers": 6}, {"n_layers": 8, "experts": (0, 4) * 4}], ids=str)
-@pytest.mark.parametrize("checkpoint", ["none", "non_reentrant", "reentrant"])
+@pytest.mark.parametrize("checkpoint", with_further(["none", "non_reentrant", "reentrant"], ["non_reentrant"]))
 def test_layers_traced_once_count_as_often_as_they_run(shape: dict[str, Any], checkpoint: Any) -> None:
     model = gpt(**shape, n_heads=4, checkpoint=checkpoint)
     assert cuts_of(model)
