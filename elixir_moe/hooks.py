@@ -1,11 +1,10 @@
 """From modules and autograd to the scheduler: who needs which chunk, and when its gradients are complete.
 
-Owns the hooks on modules, parameters and saved tensors, and the notion of position in a forward. Moves nothing: it
-tells `Scheduler` what is needed and what is ready.
+Owns the hooks on modules and parameters, and the notion of position in a forward; those on saved tensors are `saved`'s.
+Moves nothing: it tells `Scheduler` what is needed and what is ready.
 
 Forward.   A module's pre-forward hook unshards the chunks of its parameters, its post-forward hook releases them.
-           Saved tensors that view a block are packed as (chunk, size, stride, offset), so that the block can be
-           reused.
+           Weights that autograd saves are packed, so that their blocks can be reused.
 Backward.  A hook on a module's outputs fires right before the module's backward: its chunks are unsharded again and
            held. Unpacking rebuilds the view from wherever the chunk is now. Gradients go from `parameter.grad` into
            the block.

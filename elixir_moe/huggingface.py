@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.parallel.annotate import pattern_of
-from elixir_moe.parallel.dtensor import is_dtensor, spec_of, whole_of
-from elixir_moe.state import Wrapped, _all, _join
+from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.state import Wrapped, full_parameters
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {
@@ -249,18 +249,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
 def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Tensor]]:
     """(first name, full tensor) of every parameter and kept buffer, a chunk at a time; on every rank."""
-    wrapped.scheduler.check_open()
-    wrapped.scheduler.flush()
     names = {p: name for name, p in model.named_parameters()}
-    for chunk in wrapped.scheduler.chunks:
-        source = (chunk.home.compute if chunk.home.master is None else chunk.home.master).cpu()
-        whole = torch.cat(_all(source, wrapped.groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
-        owned = zip(chunk.spec.slots, chunk.parameters, chunk.locals, chunk.original_dtypes, strict=True)
-        for slot, parameter, shaped, dtype in owned:
-            local = whole[slot.start : slot.stop].view(shaped.shape).to(dtype)
-            spec = spec_of(parameter)
-            joined = _join(local, pattern_of(parameter), wrapped.groups) if spec is None else whole_of(local, spec)
-            yield names[parameter], joined
+    for parameter, tensor in full_parameters(wrapped):
+        yield names[parameter], tensor
     for name, buffer in model.named_buffers():
         if name in wrapped.keys:
             yield name, buffer.cpu()

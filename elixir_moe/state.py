@@ -3,7 +3,7 @@
 Owns `full_state_dict`. Reads homes and gathers over process groups of its own; disturbs neither rCache nor schedule.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,17 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     wrapped: Wrapped | None = getattr(model, "elixir", None)
     if wrapped is None:
         raise ConfigError("full_state_dict needs a model that went through wrap; use model.state_dict() on a plain one")
-    full: dict[nn.Parameter, torch.Tensor] = {}
+    full = dict(full_parameters(wrapped))
+    state = {name: full[p] for name, p in model.named_parameters(remove_duplicate=False)}
+    state |= {name: buffer.cpu().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    if missing := [name for name in wrapped.keys if name not in state]:
+        raise ConfigError(f"the model had {missing} in wrap and has not now: rename and remove parameters before wrap")
+    return {name: state[name] for name in wrapped.keys}
+
+
+@torch.no_grad()
+def full_parameters(wrapped: Wrapped) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """(parameter, full CPU tensor in its dtype before `wrap`), a chunk gathered at a time. Collective."""
     wrapped.scheduler.check_open()
     wrapped.scheduler.flush()
     for chunk in wrapped.scheduler.chunks:
@@ -62,12 +72,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             local = whole[slot.start : slot.stop].view(shaped.shape).to(dtype, copy=True)
             spec = spec_of(parameter)
             joined = _join(local, pattern_of(parameter), wrapped.groups) if spec is None else whole_of(local, spec)
-            full[parameter] = joined
-    state = {name: full[p] for name, p in model.named_parameters(remove_duplicate=False)}
-    state |= {name: buffer.cpu().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
-    if missing := [name for name in wrapped.keys if name not in state]:
-        raise ConfigError(f"the model had {missing} in wrap and has not now: rename and remove parameters before wrap")
-    return {name: state[name] for name in wrapped.keys}
+            yield parameter, joined
 
 
 def refuse_plain_state_dicts(model: nn.Module) -> None:
