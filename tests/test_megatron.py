@@ -64,8 +64,15 @@ CASES: dict[int, list[Case]] = {
         Case(**SP, ep=2, etp=2, **NO_BIAS, gated=True, grouped=True),
         Case(ep=2, etp=2, **NO_BIAS),
     ],
+    8: [
+        Case(**SP, ep=2, etp=2, **NO_BIAS, gated=True),
+        Case(tp=2, tie=True),
+        Case(**SP, ep=4, etp=2, **NO_BIAS),
+        Case(**SP, ep=4, etp=1, experts=4, aux=0.05),
+        Case(**SP, ep=2, etp=1, experts=4),
+    ],
 }
-LEAST_ON_FOUR = [2, 5, 3, 3, 3]
+LEAST = {4: [2, 5, 3, 3, 3], 8: [3, 5, 3, 3, 5]}
 """Blocks; on fewer ranks the least rCache is asked of a first run with a plenty."""
 LOOPS: list[tuple[int, float | None]] = [(1, 0.5), (2, None)]
 """(accumulation, clipping)."""
@@ -88,7 +95,7 @@ def oracle(ranks: Ranks) -> Callable[..., dict[str, Any]]:
 @pytest.mark.parametrize(
     ("world", "case", "index"),
     [
-        pytest.param(world, case, i, id=f"{world}-{i}", marks=[pytest.mark.slow] if i >= 2 else [])
+        pytest.param(world, case, i, id=f"{world}-{i}", marks=[pytest.mark.slow] if i >= 2 or world == 8 else [])
         for world, cases in CASES.items()
         for i, case in enumerate(cases)
     ],
@@ -110,7 +117,7 @@ def test_every_layout_and_plan(
         least: int = found[0]["least_blocks"]
         return least
 
-    least = run("zero2", em.Plan.zero2(chunk_numel=chunk)) if world < 4 else LEAST_ON_FOUR[index]
+    least = run("zero2", em.Plan.zero2(chunk_numel=chunk)) if world < 4 else LEAST[world][index]
     if index % 2:
         run("zero3", em.Plan.zero3(rcache_blocks=least, chunk_numel=chunk))
     else:
