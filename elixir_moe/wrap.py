@@ -21,7 +21,7 @@ from elixir_moe.chunks.collectives import (
     make_groups,
     world_timeout,
 )
-from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.group import ParamSpec
 from elixir_moe.chunks.layout import ChunkSpec, Layout, build_layout
 from elixir_moe.chunks.plan import Plan, footprint
 from elixir_moe.chunks.policy import CacheState
@@ -38,6 +38,7 @@ from elixir_moe.parallel import megatron
 from elixir_moe.parallel.annotate import annotate_dtensors, pattern_of, replicated_everywhere
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.mesh import init_mesh
+from elixir_moe.specs import TRAINED_IN, param_specs
 from elixir_moe.state import Wrapped, groups_needed, refuse_plain_state_dicts
 from elixir_moe.units import Call, expected_schedule, find_units, order_of_first_use, registered_calls, traced_calls
 from elixir_moe.updates import check_optimizer, moments_of
@@ -45,7 +46,6 @@ from elixir_moe.updates import check_optimizer, moments_of
 M = TypeVar("M", bound=nn.Module)
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 """Classes of torch that reduce or shard what they wrap."""
-_TRAINED_IN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def wrap(
@@ -96,10 +96,11 @@ def wrap(
     calls = registered_calls(model) if step is None else traced_calls(model, step, sample)
     annotate_dtensors(model)
     megatron.check(model)
-    parameters = _parameters(model, order_of_first_use(model, calls))
-    specs = [_spec(name, p, tied, compute_dtype) for name, p, tied in parameters]
-    layout = build_layout(specs, plan.chunk_numel, scatter=plan.scatter)
-    peers = _agree(plan, specs, parameters)
+    order = order_of_first_use(model, calls)
+    specs = param_specs(model, order, everywhere=replicated_everywhere(), compute_dtype=compute_dtype)
+    parameters = list(specs)
+    layout = build_layout(list(specs.values()), plan.chunk_numel, scatter=plan.scatter)
+    peers = _agree(plan, specs)
     _check_blocks(model, calls, plan, layout, parameters)
     pretrained = None
     if weights is not None:
@@ -120,9 +121,9 @@ def wrap(
     keys = tuple(name for name in model.state_dict() if name in named)
     chunks = []
     for spec, home in zip(layout.chunks, homes, strict=True):
-        members = [parameters[slot.param][1] for slot in spec.slots]
+        members = [parameters[slot.param] for slot in spec.slots]
         _move_in(spec, members, home, communicators[spec.key.ranks], device, pretrained)
-        names = [parameters[slot.param][0] for slot in spec.slots]
+        names = [specs[member].name for member in members]
         chunks.append(Chunk(spec, members, names, home, communicators[spec.key.ranks], placeholder))
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -155,8 +156,8 @@ def _check_arguments(
         raise ConfigError("sample and step go together: step(model, sample) is run to learn the order of first use")
     if step is not None and not callable(step):
         raise ConfigError(f"step={step!r}: expected a function of model and batch")
-    if compute_dtype not in (None, *_TRAINED_IN):
-        raise ConfigError(f"compute_dtype={compute_dtype!r}: expected one of {_TRAINED_IN}, or None")
+    if compute_dtype not in (None, *TRAINED_IN):
+        raise ConfigError(f"compute_dtype={compute_dtype!r}: expected one of {TRAINED_IN}, or None")
     guarded = any(isinstance(parameter, Guarded) for parameter in model.parameters())
     if guarded or isinstance(optimizer, ShardedOptimizer) or any(hasattr(m, "elixir") for m in model.modules()):
         raise ConfigError("this model, a part of it or the optimizer is wrapped already: call wrap once, on the whole")
@@ -201,39 +202,14 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _parameters(model: nn.Module, order: list[nn.Parameter]) -> list[tuple[str, nn.Parameter, bool]]:
-    """(first name, parameter, tied) in `order`."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [(names[parameter][0], parameter, len(names[parameter]) > 1) for parameter in order]
-
-
-def _spec(name: str, parameter: nn.Parameter, tied: bool, compute_dtype: torch.dtype | None) -> ParamSpec:
-    pattern = pattern_of(parameter) or replicated_everywhere()
-    dtype = pattern.dtype or (compute_dtype if parameter.is_floating_point() else None) or parameter.dtype
-    if parameter.requires_grad and dtype not in _TRAINED_IN:
-        raise LayoutError(
-            f"parameter {name!r} would be trained in {dtype}, but master shards are float32: convert it, or pass "
-            f"compute_dtype"
-        )
-    key = ChunkGroupKey(
-        ranks=pattern.replicate_ranks,
-        dtype=dtype,
-        trainable=parameter.requires_grad,
-        divisor=pattern.gradient_divisor,
-    )
-    return ParamSpec(name=name, shape=tuple(local_of(parameter).shape), key=key, resident=tied)
-
-
-def _agree(plan: Plan, specs: list[ParamSpec], parameters: list[tuple[str, nn.Parameter, bool]]) -> tuple[int, ...]:
+def _agree(plan: Plan, specs: dict[nn.Parameter, ParamSpec]) -> tuple[int, ...]:
     """Compares what the ranks that wrap this model are about to do; raises LayoutError with the first difference.
 
     Returns these ranks: all in the meshes of its patterns. Another pipeline stage has ranks and a model of its own.
     """
     lines = [f"plan {plan.to_json()}"]
     ranks: set[int] = set()
-    for spec, (_, parameter, _) in zip(specs, parameters, strict=True):
+    for parameter, spec in specs.items():
         pattern = pattern_of(parameter) or replicated_everywhere()
         ranks.update(pattern.mesh.ranks)
         lines.append(
@@ -264,11 +240,11 @@ def _differences(a: list[str], b: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _check_blocks(
-    model: nn.Module, calls: list[Call], plan: Plan, layout: Layout, parameters: list[tuple[str, nn.Parameter, bool]]
+    model: nn.Module, calls: list[Call], plan: Plan, layout: Layout, parameters: list[nn.Parameter]
 ) -> None:
     """Raises PlanError if some module, or the order of modules, needs more blocks than there are."""
     slot_of = {
-        parameters[slot.param][1]: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)
+        parameters[slot.param]: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)
     }
     blocks = plan.blocks(layout)
     units = list(find_units(model, slot_of))

@@ -24,7 +24,7 @@ STOREYS: list[set[str]] = [
     {"chunks.rcache"},
     {"chunks.chunk"},
     {"chunks.scheduler"},
-    {"units", "state", "guard", "saved", "updates"},
+    {"units", "state", "guard", "saved", "updates", "specs"},
     {"calls"},
     {"hooks", "huggingface"},
     {"optim"},

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.group import ParamSpec
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.parallel.annotate import pattern_of
 from elixir_moe.parallel.moe import MoE
@@ -29,6 +29,7 @@ from elixir_moe.parallel.pattern import Pattern, RankMesh
 from elixir_moe.search.profile import Exchange, Profile, Use
 from elixir_moe.search.repeat import Cut, cuts_of, made_whole
 from elixir_moe.search.tape import Kind, Mark, Recorder, peak_of
+from elixir_moe.specs import param_specs
 from elixir_moe.units import Unit, find_units
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -60,8 +61,10 @@ def trace(
     Raises:
         ConfigError: the step returns no scalar loss, or cannot run without data (it reads values of tensors).
     """
-    specs = param_specs(model, world, rank, compute_dtype)
-    index_of = {p: i for i, (p, _) in enumerate(specs)}
+    everywhere = Pattern(RankMesh.world(world, rank), replicate=("dp",))
+    specs = param_specs(model, model.parameters(), everywhere=everywhere, compute_dtype=compute_dtype)
+    index_of = {p: i for i, p in enumerate(specs)}
+    listed = list(specs.values())
     units = list(find_units(model, {p: (0, i) for p, i in index_of.items()}))
     slots = [tuple(dict.fromkeys(index_of[p] for p in unit.parameters)) for unit in units]
     cuts = [] if whole else cuts_of(model)
@@ -81,9 +84,9 @@ def trace(
     order += [p for unit in slots for p in unit if p not in set(order)]
     moved = {old: new for new, old in enumerate(dict.fromkeys(order))}
     return Profile(
-        params=tuple(specs[i][1] for i in moved),
+        params=tuple(listed[i] for i in moved),
         uses=tuple(replace(use, params=tuple(moved[p] for p in use.params)) for use in uses),
-        parameters=sum(_logical_numel(p) for p, _ in specs),
+        parameters=sum(_logical_numel(p) for p in specs),
         tokens=_tokens(sample) if tokens is None else tokens,
         flops=sum(mark.flops for mark in tape),
         traffic_bytes=sum(mark.traffic for mark in tape),
@@ -93,32 +96,11 @@ def trace(
     )
 
 
-def param_specs(
-    model: nn.Module, world: int, rank: int, compute_dtype: torch.dtype | None
-) -> list[tuple[nn.Parameter, ParamSpec]]:
-    """What `wrap` would make of each parameter, in order of registration."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    everywhere = Pattern(RankMesh.world(world, rank), replicate=("dp",))
-    found = []
-    for p, (name, *others) in names.items():
-        pattern = pattern_of(p, everywhere) or everywhere
-        key = ChunkGroupKey(
-            ranks=pattern.replicate_ranks,
-            dtype=pattern.dtype or (compute_dtype if p.is_floating_point() else None) or p.dtype,
-            trainable=p.requires_grad,
-            divisor=pattern.gradient_divisor,
-        )
-        found.append((p, ParamSpec(name=name, shape=tuple(p.shape), key=key, resident=bool(others))))
-    return found
-
-
 def _run(
     model: nn.Module,
     step: Step,
     sample: Any,
-    specs: Sequence[tuple[nn.Parameter, ParamSpec]],
+    specs: Mapping[nn.Parameter, ParamSpec],
     units: Sequence[Unit],
     cuts: Sequence[Cut],
 ) -> list[Mark]:
@@ -129,7 +111,7 @@ def _run(
         for cut in cuts:
             stack.enter_context(cut.applied())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        stack.enter_context(_without_data(model, {p: spec.key.dtype for p, spec in specs}, mode))
+        stack.enter_context(_without_data(model, {p: spec.key.dtype for p, spec in specs.items()}, mode))
         stack.enter_context(mode)
         batch = _fake(sample)
         stack.enter_context(recorder)
