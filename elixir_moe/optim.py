@@ -21,7 +21,7 @@ from torch import nn
 from elixir_moe.chunks.chunk import Chunk, ChunkState
 from elixir_moe.chunks.collectives import naming_failures, world_timeout
 from elixir_moe.chunks.layout import Layout
-from elixir_moe.chunks.plan import Footprint, Plan
+from elixir_moe.chunks.plan import Footprint, Plan, Tier
 from elixir_moe.chunks.policy import Schedule
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.chunks.statistics import Statistics
@@ -112,6 +112,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for segment in segments
         }
         self._background: dist.ProcessGroup | None = None
+        self.prediction: Any = None
+        """What a step was expected to take (`search.prediction.Prediction`), with ``plan="auto"``."""
         self.pending: Pending | None = None
         """What `close` waits for."""
         self.kind = f"{type(inner).__name__}, {type(self._update).__name__}"
@@ -203,6 +205,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             row["shard_bytes"] += spec.shard_numel * spec.key.dtype.itemsize
             row["shard_bytes"] += spec.shard_numel * 4 * (1 + self._moments) if spec.key.trainable else 0
         return list(rows.values())
+
+    def held_bytes(self) -> dict[str, int]:
+        """By tier: bytes the library holds on this rank now."""
+        held = {tier.value: 0 for tier in Tier}
+        held[Tier.DEVICE] = self._scheduler.buffer_bytes
+        for chunk in self._scheduler.chunks:
+            home = chunk.home
+            kept = [t for t in (home.compute, home.master, home.accumulator) if t is not None]
+            held[home.tier] += sum(t.nbytes for t in kept) + self._update.state_bytes(chunk)
+        return held
 
     @property
     def schedule(self) -> Schedule | None:

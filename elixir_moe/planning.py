@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -143,7 +142,7 @@ def _report(known: argparse.Namespace, name: str, task: Task, choice: Choice | N
     )
     report |= dict(zip(keys, values, strict=True))
     report["reason"] = "the fastest of all plans that fit"
-    report["plan"] = asdict(choice.plan)
+    report["plan"] = json.loads(choice.plan.to_json())
     report["predicted"] = _predicted(task, choice)
     return report
 
@@ -153,7 +152,7 @@ def _predicted(task: Task, choice: Choice) -> dict[str, Any]:
     return {
         "step_seconds": step,
         "tflops_per_gpu": cost.tflops_per_gpu(task.profile, step),
-        "device_peak_bytes": cost.device_peak(task.profile, choice.size, task.imbalance),
+        "device_peak_bytes": cost.device_peak(task.profile, choice.size.device_bytes, task.imbalance),
         "host_bytes_per_rank": choice.size.host_bytes,
         "disk_bytes": 0,
     }

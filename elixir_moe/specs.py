@@ -1,6 +1,7 @@
 """What the pure part of the package is told of a model's parameters, for `wrap` and for the planner alike.
 
-Owns the way from a parameter with its pattern to a `ParamSpec`. Looks at shapes and dtypes, never at data.
+Owns the way from a parameter with its pattern to a `ParamSpec`, and who holds the model at all. Looks at shapes and
+dtypes, never at data.
 """
 
 from collections.abc import Iterable
@@ -36,6 +37,12 @@ def param_specs(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return {p: _spec(p, names[p], pattern_of(p) or everywhere, compute_dtype) for p in order}
+
+
+def ranks_of(model: nn.Module, everywhere: Pattern) -> tuple[int, ...]:
+    """The ranks that wrap this model: all in the meshes of its patterns. Another pipeline stage has others."""
+    patterns = [pattern_of(p) or everywhere for p in model.parameters()]
+    return tuple(sorted({rank for pattern in patterns for rank in pattern.mesh.ranks})) or everywhere.mesh.ranks
 
 
 def _spec(parameter: nn.Parameter, names: list[str], pattern: Pattern, compute_dtype: torch.dtype | None) -> ParamSpec:

@@ -5,7 +5,7 @@ which gather comes next; that is the one thing to get right here.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,12 @@ def traced_calls(model: nn.Module, step: Callable[[nn.Module, Any], Any], sample
         for buffer, before in buffers:
             buffer.copy_(before)
     return calls
+
+
+def calls_of(model: nn.Module, numbered: Iterable[tuple[int, int, int]]) -> list[Call]:
+    """The calls that (entered, left, number of the unit in `find_units`) tell of."""
+    units = list(find_units(model, {p: (0, i) for i, p in enumerate(model.parameters())}))
+    return [Call(entered, left, units[number].module) for entered, left, number in numbered]
 
 
 def registered_calls(model: nn.Module) -> list[Call]:

@@ -91,6 +91,10 @@ class AdamUpdate:
         assert state.keys() == dtypes.keys() and not values, "a state that another class of update has left"
         return state
 
+    def state_bytes(self, chunk: Chunk) -> int:
+        """Bytes of what is kept for a chunk."""
+        return sum(t.nbytes for t in self._state.get(chunk.spec.index, ()))
+
     def finish(self) -> None:
         """Every chunk has had its update."""
 
@@ -134,6 +138,12 @@ class ElementwiseUpdate:
             self._pieces[id(segment)].grad = None
         if home.compute.dtype != torch.float32 and home.master is not None:
             home.compute.copy_(home.master)
+
+    def state_bytes(self, chunk: Chunk) -> int:
+        """As `AdamUpdate.state_bytes`."""
+        optimizers = [optimizer for (index, _), optimizer in self._optimizers.items() if index == chunk.spec.index]
+        values = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
     def finish(self) -> None:
         """Every chunk has had its update: gives the user's groups what the optimizer has changed in them (counters)."""

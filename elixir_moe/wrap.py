@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,20 @@ from elixir_moe.parallel import megatron
 from elixir_moe.parallel.annotate import annotate_dtensors, pattern_of, replicated_everywhere
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.mesh import init_mesh
-from elixir_moe.specs import TRAINED_IN, param_specs
+from elixir_moe.parallel.pattern import is_whole
+from elixir_moe.search.auto import Request, forecast
+from elixir_moe.search.prediction import Prediction
+from elixir_moe.specs import TRAINED_IN, param_specs, ranks_of
 from elixir_moe.state import Wrapped, groups_needed, refuse_plain_state_dicts
-from elixir_moe.units import Call, expected_schedule, find_units, order_of_first_use, registered_calls, traced_calls
+from elixir_moe.units import (
+    Call,
+    calls_of,
+    expected_schedule,
+    find_units,
+    order_of_first_use,
+    registered_calls,
+    traced_calls,
+)
 from elixir_moe.updates import check_optimizer, moments_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -52,12 +63,15 @@ def wrap(
     model: M,
     optimizer: torch.optim.Optimizer,
     *,
-    plan: Plan,
+    plan: Plan | Literal["auto"],
     sample: Any = None,
     step: Callable[[nn.Module, Any], Any] | None = None,
     compute_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     weights: str | os.PathLike[str] | None = None,
+    hardware: str | os.PathLike[str] | None = None,
+    budget_bytes: int | None = None,
+    accumulation: int = 1,
 ) -> tuple[M, ShardedOptimizer]:
     """Shards `model` and `optimizer` by `plan`, in place: the model keeps its class and its training loop.
 
@@ -67,9 +81,12 @@ def wrap(
     Args:
         model: any module, on any device; what is on "meta" comes from `weights`.
         optimizer: an elementwise `torch.optim` optimizer on its parameters, not yet stepped.
-        plan: where chunks are at home and how many are gathered at once.
+        plan: where chunks are at home and how many are gathered at once; "auto" traces one step and finds the fastest
+            that fits (docs/planning.md). `optimizer.plan` is what was found, ``optimizer.plan.explain()`` says why, and
+            `optimizer.prediction` what a step takes.
         sample: with `step`, a batch: ``step(model, sample)`` runs once, without gradients, to learn the order in which
             parameters are first used, which is the order they are packed in. By default the order of registration.
+            With ``plan="auto"`` both are needed, and the step runs on tensors without data instead.
         step: the forward of a training step, as in ``step(model, batch).backward()``.
         compute_dtype: what forward and backward run in; fp32 masters keep the weights as they are now. By default each
             parameter's own dtype. `Pattern.dtype` overrides it.
@@ -77,37 +94,62 @@ def wrap(
         weights: a folder of safetensors, as `save_pretrained` and Hugging Face write them, that every rank can read.
             Parameters and buffers of a model made under ``torch.device("meta")`` are read from it straight into their
             shards; no rank ever holds more than a chunk of full weights.
+        hardware: for "auto", what to plan for: a machine that ships with the package, or a file; None measures this one
+            and remembers it.
+        budget_bytes: for "auto", device memory of each rank for the library, activations and buffers; None takes what
+            is free. On CPUs the rest of the ranks' equal parts of memory is the host tier.
+        accumulation: for "auto", backwards in a step; more than one need fp32 sums of narrower gradients.
 
     Returns:
         The model and a `ShardedOptimizer` with the same `param_groups`.
 
     Raises:
-        PlanError: the plan does not fit the model (a chunk too short, an rCache too small).
+        PlanError: the plan does not fit the model (a chunk too short, an rCache too small), or "auto" finds none that
+            fits: by how many bytes, in which tier, and what would help.
         LayoutError: patterns do not fit the ranks, or ranks disagree.
         ConfigError: the optimizer is not elementwise, has been stepped, or does not belong to the model.
         TierError: host memory is too small.
         CheckpointError: `weights` lacks something the model has on meta, or has it in another shape.
     """
     _check_arguments(model, optimizer, plan, sample, step, compute_dtype)
+    _check_search(plan, step, hardware, budget_bytes, accumulation)
     device = _device(device)
     if not dist.is_initialized():
         init_mesh()
-    _check_data(model, weights, step)
-    calls = registered_calls(model) if step is None else traced_calls(model, step, sample)
     annotate_dtensors(model)
     megatron.check(model)
+    staged = backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
+    prediction = None
+    if isinstance(plan, Plan):
+        _check_data(model, weights, step)
+        calls = registered_calls(model) if step is None else traced_calls(model, step, sample)
+    else:
+        _check_data(model, weights, None)
+        assert step is not None, "checked above"
+        request = Request(
+            step=step,
+            sample=sample,
+            device=device,
+            compute_dtype=compute_dtype,
+            moments=moments_of(optimizer),
+            staged=staged,
+            hardware=None if hardware is None else os.fspath(hardware),
+            budget_bytes=budget_bytes,
+            accumulation=accumulation,
+        )
+        prediction = Prediction(*forecast(model, request))
+        plan, calls = prediction.forecast.plan, calls_of(model, prediction.forecast.calls)
     order = order_of_first_use(model, calls)
     specs = param_specs(model, order, everywhere=replicated_everywhere(), compute_dtype=compute_dtype)
     parameters = list(specs)
     layout = build_layout(list(specs.values()), plan.chunk_numel, scatter=plan.scatter)
-    peers = _agree(plan, specs)
+    peers = _agree(model, plan, specs)
     _check_blocks(model, calls, plan, layout, parameters)
     pretrained = None
     if weights is not None:
         pretrained = Pretrained(model, weights)
         pretrained.fill_buffers()
 
-    staged = backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
     size = footprint(plan, layout, moments=moments_of(optimizer), staged=staged)
     _check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
 
@@ -139,6 +181,9 @@ def wrap(
     sharded = ShardedOptimizer(
         optimizer, scheduler, hooks, control, groups, peers=peers, plan=plan, layout=layout, footprint=size
     )
+    if prediction is not None:
+        sharded.prediction = prediction
+        sharded.register_step_post_hook(prediction)
     model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
     return model, sharded
 
@@ -150,8 +195,8 @@ def _check_arguments(
         raise ConfigError(f"wrap needs a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"wrap needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"plan={plan!r}: expected an em.Plan, such as em.Plan.zero2()")
+    if not isinstance(plan, Plan) and plan != "auto":
+        raise ConfigError(f"plan={plan!r}: expected an em.Plan, such as em.Plan.zero2(), or 'auto'")
     if (step is None) != (sample is None):
         raise ConfigError("sample and step go together: step(model, sample) is run to learn the order of first use")
     if step is not None and not callable(step):
@@ -174,6 +219,28 @@ def _check_arguments(
     missing = [name for p, name in names.items() if p.requires_grad and p not in given]
     if missing:
         raise ConfigError(f"trainable parameters are in no param_group of the optimizer: {missing}; add or freeze them")
+
+
+def _check_search(plan: Any, step: Any, hardware: Any, budget_bytes: Any, accumulation: Any) -> None:
+    if plan != "auto":
+        given = {"hardware": hardware, "budget_bytes": budget_bytes, "accumulation": accumulation}
+        for name, default in (("hardware", None), ("budget_bytes", None), ("accumulation", 1)):
+            if given[name] != default:
+                raise ConfigError(
+                    f"{name}={given[name]!r} means nothing for a given plan: leave it out, or plan='auto'"
+                )
+        return
+    if step is None:
+        raise ConfigError(
+            "plan='auto' needs sample and step: a batch, and the forward of a training step, as in "
+            "em.wrap(model, optimizer, plan='auto', sample=batch, step=lambda model, batch: loss)"
+        )
+    if hardware is not None and not isinstance(hardware, (str, os.PathLike)):
+        raise ConfigError(f"hardware={hardware!r}: expected a machine's name, a file, or None to measure this one")
+    if budget_bytes is not None and not is_whole(budget_bytes, least=1):
+        raise ConfigError(f"budget_bytes={budget_bytes!r}: expected a whole number of bytes, at least 1, or None")
+    if not is_whole(accumulation, least=1):
+        raise ConfigError(f"accumulation={accumulation!r}: expected the number of backwards in a step, at least 1")
 
 
 def _check_data(model: nn.Module, weights: Any, step: Any) -> None:
@@ -202,20 +269,18 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _agree(plan: Plan, specs: dict[nn.Parameter, ParamSpec]) -> tuple[int, ...]:
+def _agree(model: nn.Module, plan: Plan, specs: dict[nn.Parameter, ParamSpec]) -> tuple[int, ...]:
     """Compares what the ranks that wrap this model are about to do; raises LayoutError with the first difference.
 
     Returns these ranks: all in the meshes of its patterns. Another pipeline stage has ranks and a model of its own.
     """
     lines = [f"plan {plan.to_json()}"]
-    ranks: set[int] = set()
     for parameter, spec in specs.items():
         pattern = pattern_of(parameter) or replicated_everywhere()
-        ranks.update(pattern.mesh.ranks)
         lines.append(
             f"parameter {spec.name} {spec.shape} {spec.key.dtype} trainable={spec.key.trainable} {pattern.describe()}"
         )
-    peers = tuple(sorted(ranks)) or tuple(range(dist.get_world_size()))
+    peers = ranks_of(model, replicated_everywhere())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (peers, hashlib.sha256("\n".join(lines).encode()).hexdigest()))
     if all(everyone[rank] == everyone[theirs[0]] for theirs, _ in everyone for rank in theirs):

@@ -39,7 +39,7 @@ PRESETS = [
 @pytest.mark.parametrize("plan", PRESETS, ids=lambda plan: plan.to_json())
 def test_json_round_trip(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
-    assert json.loads(plan.to_json()) == asdict(plan)
+    assert json.loads(plan.to_json()) == {n: v for n, v in asdict(plan).items() if n != "explanation"}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_json_round_trip(plan: Plan) -> None:
     ],
 )
 def test_wrong_fields_are_named(change: dict[str, Any], message: str) -> None:
-    fields = asdict(Plan.offload(rcache_blocks=2)) | change
+    fields = json.loads(Plan.offload(rcache_blocks=2).to_json()) | change
     with pytest.raises(PlanError, match=message):
         Plan(**fields)
     with pytest.raises(PlanError, match=message):

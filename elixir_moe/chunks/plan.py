@@ -6,7 +6,7 @@ L_os * F_os those of master and moments.
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Self
 
@@ -46,6 +46,8 @@ class Plan:
     """Chunk length C in elements; None takes the length that wastes least."""
     prefetch: bool = True
     """Gather the next chunk of the recorded schedule ahead of its use."""
+    explanation: str = field(default="", compare=False, repr=False)
+    """Why a search chose this plan; no part of what the plan is, and not in its JSON."""
 
     def __post_init__(self) -> None:
         for name in ("scatter", "offloaded", "prefetch"):
@@ -87,8 +89,12 @@ class Plan:
         )
 
     def to_json(self) -> str:
-        """The plan as one JSON object."""
-        return json.dumps(asdict(self))
+        """The plan as one JSON object, without its explanation."""
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "explanation"})
+
+    def explain(self) -> None:
+        """Prints what each choice of the search saves; of a plan nobody searched for, what it is."""
+        print(self.explanation or f"given, not searched for: {self}")
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -99,7 +105,7 @@ class Plan:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:  # ValueError: no JSON, or more digits than Python converts
             raise PlanError(f"not a plan in JSON: {error}") from error
-        known = {field.name for field in fields(cls)}
+        known = {field.name for field in fields(cls)} - {"explanation"}
         if not isinstance(data, dict) or set(data) - known or {"scatter", "offloaded", "rcache_blocks"} - set(data):
             raise PlanError(f"not a plan: expected an object with the keys {sorted(known)}, got {text[:200]}")
         return cls(**data)

@@ -318,6 +318,11 @@ class Scheduler:
                 self._fetch.synchronize()
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes of blocks, resident buffers and staging on the device."""
+        return self._rcache.nbytes + (0 if self._staging is None else self._staging.nbytes)
+
+    @property
     def in_flight(self) -> bool:
         """Whether a gradient was sent off since the last `drain`."""
         return bool(self._in_flight)

@@ -15,8 +15,8 @@ Transfers to and from the host run beside compute, and are seen where they take 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elixir_moe.chunks.layout import Layout
-from elixir_moe.chunks.plan import Footprint, Plan, Tier
+from elixir_moe.chunks.layout import ChunkSpec, Layout
+from elixir_moe.chunks.plan import Plan, Tier
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile
 
@@ -62,8 +62,8 @@ class Traffic:
     """Elements updated on the device."""
     host_numel: int
     """Elements updated in host memory."""
-    collective_bytes: tuple[tuple[int, int], ...]
-    """(ranks, bytes of gathered chunks) over which they are gathered and reduced."""
+    collectives: tuple[tuple[tuple[int, ...], int, int], ...]
+    """(global ranks, bytes of gathered chunks, how many gathers and reductions) of each process group."""
     gathered_numel: int
     """Elements of all chunks."""
 
@@ -88,38 +88,47 @@ def traffic(plan: Plan, layout: Layout, loads: Iterable[int]) -> Traffic:
     """
     gathers = [*loads, *(chunk.index for chunk in layout.chunks if chunk.resident)]
     home = [plan.home(layout, chunk) for chunk in layout.chunks]
-    collective: dict[int, int] = {}
-    for index in gathers:
-        chunk = layout.chunks[index]
-        collective[chunk.shards] = collective.get(chunk.shards, 0) + chunk.nbytes
     trained = [chunk for chunk in layout.chunks if chunk.key.trainable]
+    collective: dict[tuple[int, ...], list[int]] = {}
+
+    def count(chunk: ChunkSpec, times: int) -> None:
+        if len(chunk.key.ranks) > 1:
+            of = collective.setdefault(chunk.key.ranks, [0, 0])
+            of[0], of[1] = of[0] + times * chunk.nbytes, of[1] + times
+
+    for index in gathers:
+        count(layout.chunks[index], layout.chunks[index].shards > 1)
     for chunk in trained:
-        ranks, times = (chunk.shards, 1) if chunk.shards > 1 else (len(chunk.key.ranks), 2)  # an all-reduce moves twice
-        collective[ranks] = collective.get(ranks, 0) + times * chunk.nbytes
+        count(chunk, 1 if chunk.shards > 1 else 2)  # an all-reduce moves twice
     host = {chunk.index for chunk in layout.chunks if home[chunk.index] is Tier.HOST}
     return Traffic(
         fetched_bytes=sum(layout.chunks[i].nbytes // layout.chunks[i].shards for i in gathers if i in host),
         offloaded_bytes=sum(chunk.nbytes // chunk.shards for chunk in trained if chunk.index in host),
         device_numel=sum(chunk.shard_numel for chunk in trained if chunk.index not in host),
         host_numel=sum(chunk.shard_numel for chunk in trained if chunk.index in host),
-        collective_bytes=tuple(sorted(collective.items())),
+        collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in collective.items()),
         gathered_numel=sum(slot.numel for chunk in layout.chunks for slot in chunk.slots),
     )
 
 
-def seconds(profile: Profile, moved: Traffic, hardware: Hardware, gpus: int, imbalance: float = 1.0) -> Seconds:
-    """How long the step takes on `gpus` GPUs."""
+def seconds(
+    profile: Profile, moved: Traffic, hardware: Hardware, gpus: int, imbalance: float = 1.0, accumulation: int = 1
+) -> Seconds:
+    """How long a step of `accumulation` backwards takes on `gpus` GPUs."""
     links, fitted = hardware.links(gpus), hardware.fitted
     flops = profile.flops + (imbalance - 1) * sum(e.expert_flops for e in profile.exchanges)
-    exchange = sum(hardware.collective_seconds(e.times * e.nbytes, e.ep) for e in profile.exchanges) * imbalance
-    collectives = sum(hardware.collective_seconds(nbytes, ranks) for ranks, nbytes in moved.collective_bytes)
+    exchange = sum(hardware.exchange_seconds(range(e.ep), e.times * e.nbytes) for e in profile.exchanges) * imbalance
+    collectives = accumulation * sum(hardware.gather_seconds(*group) for group in moved.collectives)
     return Seconds(
-        compute=flops / (fitted.device_efficiency * hardware.peak_tflops * 1e12)
-        + profile.traffic_bytes / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA)
-        + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
-        + exchange,
-        fetch=moved.fetched_bytes * gpus / (links.b_c2g * _GIGA),
-        offload=moved.offloaded_bytes * gpus / (links.b_g2c * _GIGA),
+        compute=accumulation
+        * (
+            flops / (fitted.device_efficiency * hardware.peak_tflops * 1e12)
+            + profile.traffic_bytes / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA)
+            + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
+            + exchange
+        ),
+        fetch=accumulation * moved.fetched_bytes * gpus / (links.b_c2g * _GIGA),
+        offload=accumulation * moved.offloaded_bytes * gpus / (links.b_g2c * _GIGA),
         collectives=collectives,
         exposed=fitted.exposed_collectives * collectives,
         device_update=moved.device_numel * gpus / (links.v_g * _GIGA),
@@ -132,6 +141,6 @@ def tflops_per_gpu(profile: Profile, step_seconds: float) -> float:
     return 8 * profile.parameters * profile.tokens / step_seconds / 1e12
 
 
-def device_peak(profile: Profile, size: Footprint, imbalance: float) -> int:
+def device_peak(profile: Profile, library_bytes: int, imbalance: float) -> int:
     """Peak of a device: what the library holds, buffers and activations."""
-    return size.device_bytes + profile.buffer_bytes + activations(profile, imbalance)
+    return library_bytes + profile.buffer_bytes + activations(profile, imbalance)

@@ -5,11 +5,17 @@ Owns the text. Computes nothing but what each choice saves: the step without it,
 
 from dataclasses import replace
 
+from elixir_moe.chunks.plan import Plan
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.solve import Choice, Task, price
 
 _GIB = 2**30
+
+
+def explained(task: Task, choice: Choice) -> Plan:
+    """The plan of a choice, which now can say why it was chosen."""
+    return replace(choice.plan, explanation=explain(task, choice))
 
 
 def explain(task: Task, choice: Choice) -> str:

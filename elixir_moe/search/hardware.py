@@ -1,12 +1,16 @@
 """How fast a machine is: figures read from a file that ships with the package or that the user gives.
 
-Owns `Hardware`, the format of its files and the messages about them. Measures nothing itself.
+Owns `Hardware`, the format of its files and the messages about them. Measures nothing itself (`measure` does).
 Source of the format: Elixir v2, Tables 4 and 5. Bandwidths are 1e9 bytes a second, and those of the n GPUs together.
+
+What a file may leave out: `node_bandwidth`, without which nothing spans nodes, the disk's figures, and `wires`, which
+say of single process groups what `by_gpus` says of their number of ranks.
 """
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import Any, Self
 from elixir_moe.errors import ConfigError
 
 _GIGA = 1e9
+_OPTIONAL = ("node_bandwidth", "disk_read", "disk_write")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +36,18 @@ class Links:
     """Adam on the host, 1e9 parameters a second."""
     b_g2g: float | None = None
     """Between devices, 1e9 bytes a second; None for one GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wire:
+    """The gathers and reductions of one process group, as measured."""
+
+    ranks: tuple[int, ...]
+    """Its global ranks."""
+    latency_us: float
+    """Microseconds a collective takes however small it is."""
+    bandwidth: float
+    """1e9 bytes of gathered chunks a second, beyond that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +81,13 @@ class Hardware:
     fitted: Fitted
     by_gpus: dict[int, Links]
     """By number of GPUs."""
+    node_bandwidth: float | None = None
+    """Of a node's network, each way, 1e9 bytes a second; None if there is one node."""
+    disk_read: float | None = None
+    """Of a node's disks, 1e9 bytes a second; None if they are not known."""
+    disk_write: float | None = None
+    wires: tuple[Wire, ...] = ()
+    """Process groups that were measured."""
 
     @classmethod
     def named(cls, name: str) -> Self:
@@ -95,6 +119,8 @@ class Hardware:
             data, ("gpu_bytes", "cpu_bytes", "gpus_per_node", "peak_tflops", "memory_bandwidth"), "", problems
         )
         fitted = _figures(_part(data, "fitted"), Fitted.__dataclass_fields__, "fitted.", problems)
+        optional = {name: data[name] for name in _OPTIONAL if isinstance(data, dict) and data.get(name) is not None}
+        optional = _figures(optional, optional, "", problems)
         links: dict[int, Links] = {}
         for gpus, figures in _part(data, "by_gpus").items():
             needed = [f for f in Links.__dataclass_fields__ if f != "b_g2g" or gpus != "1"]
@@ -105,6 +131,7 @@ class Hardware:
                 links[int(gpus)] = Links(**found)
         if not links and not problems:
             problems.append("by_gpus.1")
+        wires = list(_wires(data, problems))
         if problems:
             raise ConfigError(f"hardware {name!r} lacks {', '.join(problems)}")
         return cls(
@@ -116,16 +143,31 @@ class Hardware:
             memory_bandwidth=plain["memory_bandwidth"],
             fitted=Fitted(**fitted),
             by_gpus=dict(sorted(links.items())),
+            wires=tuple(wires),
+            **optional,
         )
+
+    def to_json(self) -> str:
+        """What `parse` reads back to an equal machine."""
+        figures = {key: value for key, value in asdict(self).items() if key != "name" and value is not None}
+        for links in figures["by_gpus"].values():
+            if links["b_g2g"] is None:
+                del links["b_g2g"]
+        return json.dumps(figures, indent=2)
 
     def links(self, gpus: int) -> Links:
         """The figures for `gpus` GPUs: those of the file, or, between two of the file, on the line through them.
+
+        Of several whole nodes they are so many times a node's; what lies between nodes is `node_bandwidth`'s.
 
         Raises:
             ConfigError: the file has none for that many.
         """
         if gpus in self.by_gpus:
             return self.by_gpus[gpus]
+        if self.node_bandwidth is not None and gpus > self.gpus_per_node and gpus % self.gpus_per_node == 0:
+            node, nodes = self.links(self.gpus_per_node), gpus // self.gpus_per_node
+            return Links(b_c2g=nodes * node.b_c2g, b_g2c=nodes * node.b_g2c, v_g=nodes * node.v_g, v_c=nodes * node.v_c)
         low = max((n for n in self.by_gpus if n < gpus), default=None)
         high = min((n for n in self.by_gpus if n > gpus), default=None)
         if low is None or high is None:
@@ -151,18 +193,61 @@ class Hardware:
         """Host memory for each of `gpus` ranks: a node's, shared by those on it."""
         return self.cpu_bytes // min(gpus, self.gpus_per_node)
 
-    def collective_seconds(self, nbytes: int, ranks: int) -> float:
-        """An all-gather or reduce-scatter of `nbytes` over `ranks`: each sends what the others lack."""
-        if ranks == 1:
-            return 0.0
-        bandwidth = self.links(ranks).b_g2g
-        assert bandwidth is not None, "links() has b_g2g for every number but 1"
-        return nbytes * (ranks - 1) / (bandwidth * _GIGA)
+    def gather_seconds(self, ranks: Sequence[int], nbytes: int, times: int = 1) -> float:
+        """All-gathers, or reduce-scatters, of chunks over one process group: each rank sends what the others lack.
+
+        Between nodes they go around a ring, on which every node passes on all that is not its own; the process groups
+        of its other ranks do so too.
+
+        Args:
+            ranks: the global ranks.
+            nbytes: bytes of the gathered chunks together.
+            times: how many collectives they are.
+        """
+        wire = next((wire for wire in self.wires if wire.ranks == tuple(ranks)), None)
+        if wire is not None:
+            return times * wire.latency_us / 1e6 + nbytes / (wire.bandwidth * _GIGA)
+        return self._moved_seconds(ranks, nbytes, nbytes)
+
+    def exchange_seconds(self, ranks: Sequence[int], nbytes: int) -> float:
+        """All-to-alls to which every rank gives `nbytes`, its own part included."""
+        nodes = self._nodes(ranks)
+        return self._moved_seconds(ranks, nbytes, nbytes * len(ranks) / nodes)
+
+    def _moved_seconds(self, ranks: Sequence[int], nbytes: float, node_bytes: float) -> float:
+        """Each rank sends (n - 1) / n of `nbytes` within its node, each of m nodes (m - 1) / m of `node_bytes` out."""
+        nodes = self._nodes(ranks)
+        members = len(ranks) // nodes
+        within = across = 0.0
+        if members > 1:
+            bandwidth = self.links(members).b_g2g
+            assert bandwidth is not None, "links() has b_g2g for every number but 1, up to a node's"
+            within = nbytes * (members - 1) / (bandwidth * _GIGA)
+        if nodes > 1:
+            assert self.node_bandwidth is not None, "one node otherwise"
+            alike = self.gpus_per_node / members
+            across = node_bytes * (nodes - 1) / nodes * alike / (self.node_bandwidth * _GIGA)
+        return max(within, across)
+
+    def _nodes(self, ranks: Sequence[int]) -> int:
+        """Nodes over which the ranks are spread."""
+        return 1 if self.node_bandwidth is None else len({rank // self.gpus_per_node for rank in ranks})
 
 
 def _part(data: Any, key: str) -> dict[str, Any]:
     part = data.get(key, {}) if isinstance(data, dict) else {}
     return part if isinstance(part, dict) else {}
+
+
+def _wires(data: Any, problems: list[str]) -> Iterator[Wire]:
+    listed = data.get("wires", []) if isinstance(data, dict) else []
+    for number, wire in enumerate(listed if isinstance(listed, list) else []):
+        found = _figures(wire, ("latency_us", "bandwidth"), f"wires.{number}.", problems)
+        ranks = wire.get("ranks") if isinstance(wire, dict) else None
+        if not isinstance(ranks, list) or not all(isinstance(rank, int) for rank in ranks):
+            problems.append(f"wires.{number}.ranks (a list of ranks is expected)")
+        elif len(found) == 2:
+            yield Wire(ranks=tuple(ranks), **found)
 
 
 def _figures(data: Any, names: Any, where: str, problems: list[str]) -> dict[str, float]:

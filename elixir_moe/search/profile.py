@@ -4,6 +4,7 @@ Owns `Profile` and the requests a step makes of the rCache under a layout. Pure:
 by `cost`, and can be kept or compared; it holds no module and no tensor.
 """
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ class Profile:
     buffer_bytes: int
     """Buffers of the model."""
     exchanges: tuple[Exchange, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Tells one step from another: the same model, batch, ranks and patterns have the same key."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     @property
     def regions(self) -> dict[int, list[Use]]:

@@ -6,8 +6,10 @@ Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache)
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+
+import torch
 
 from elixir_moe.chunks.group import ParamSpec, group_parameters
 from elixir_moe.chunks.layout import ALIGN_BYTES, Layout, best_chunk_numel, build_layout
@@ -43,12 +45,19 @@ class Task:
     """Reductions go through a staging buffer (gloo)."""
     imbalance: float = 1.0
     """Routed rows of the busiest rank, in even shares."""
+    accumulation: int = 1
+    """Backwards in a step; more than one keep fp32 sums."""
 
     @property
     def allowed_bytes(self) -> int:
         """U_allowed: device memory the library may hold."""
         surplus = cost.activations(self.profile, self.imbalance) - self.profile.activation_bytes
         return cost.allowed_bytes(self.profile, self.capacity_bytes) - int(cost.F_ALLOC * cost.F_FRAG * surplus)
+
+    def held_bytes(self, size: Footprint) -> tuple[int, int]:
+        """What the library holds on the device and on the host, accumulators included where there are any."""
+        sums = size.accumulator_bytes if self.accumulation > 1 else dict.fromkeys(Tier, 0)
+        return size.device_bytes + sums[Tier.DEVICE], size.host_bytes + sums[Tier.HOST]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,17 +107,15 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
         layout=layout,
         size=footprint(plan, layout, moments=task.moments, staged=task.staged),
         moved=moved,
-        seconds=cost.seconds(task.profile, moved, task.hardware, task.gpus, task.imbalance),
+        seconds=cost.seconds(task.profile, moved, task.hardware, task.gpus, task.imbalance, task.accumulation),
         loads=tuple(loads),
     )
 
 
 def shortage(task: Task, size: Footprint) -> dict[Tier, int]:
     """By tier: bytes that are missing."""
-    missing = {
-        Tier.DEVICE: size.device_bytes - task.allowed_bytes,
-        Tier.HOST: size.host_bytes - task.host_bytes,
-    }
+    device, host = task.held_bytes(size)
+    missing = {Tier.DEVICE: device - task.allowed_bytes, Tier.HOST: host - task.host_bytes}
     return {tier: nbytes for tier, nbytes in missing.items() if nbytes > 0}
 
 
@@ -160,10 +167,8 @@ class _Length:
         self.least = self._schedule.least_blocks()
         self.most = len(self._layout.cached)
         everything = Plan.offload(rcache_blocks=None, device_chunks=len(self._layout.chunks), chunk_numel=chunk_numel)
-        nothing = replace(everything, device_chunks=0)
         whole = footprint(everything, self._layout, moments=task.moments, staged=task.staged)
         self._fixed = whole.resident_bytes + whole.staging_bytes
-        self._total = footprint(nothing, self._layout, moments=task.moments, staged=task.staged).host_bytes
         self._tail = self._tails()
         self._found: dict[int, Choice | None] = {}
 
@@ -172,6 +177,8 @@ class _Length:
         sizes = []
         for chunk in reversed(self._layout.chunks):
             per_element = chunk.key.dtype.itemsize + 4 * (1 + self._task.moments) * chunk.key.trainable
+            if self._task.accumulation > 1 and chunk.key.trainable and chunk.key.dtype != torch.float32:
+                per_element += 4
             sizes.append(per_element * chunk.shard_numel)
         return list(accumulate(sizes, initial=0))
 
@@ -209,7 +216,7 @@ class _Length:
             return
         room = self._task.allowed_bytes - self._fixed - blocks * self._layout.block_bytes
         count = sum(nbytes <= room for nbytes in self._tail) - 1
-        if count < 0 or self._total - self._tail[count] > self._task.host_bytes:
+        if count < 0 or self._tail[-1] - self._tail[count] > self._task.host_bytes:
             self._found[blocks] = None
             return
         cached = None if blocks == self.most else max(blocks, 1)
@@ -225,7 +232,7 @@ class _Length:
         if room < 0:
             return {Tier.DEVICE: -room}
         count = sum(nbytes <= room for nbytes in self._tail) - 1
-        return {Tier.HOST: self._total - self._tail[count] - self._task.host_bytes}
+        return {Tier.HOST: self._tail[-1] - self._tail[count] - self._task.host_bytes}
 
 
 def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:

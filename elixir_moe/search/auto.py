@@ -1,0 +1,172 @@
+"""``plan="auto"``: the best plan for the model as it is, on the ranks that are here.
+
+Owns what `wrap` asks for: how much memory there is, one rank's search for all ranks that hold the model, and the same
+`Forecast` on each of them. One rank traces and searches, so that all take the same plan whatever their rounding.
+"""
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir_moe import errors
+from elixir_moe.chunks.plan import Plan
+from elixir_moe.chunks.tiers import host_bytes_left
+from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
+from elixir_moe.search import cost
+from elixir_moe.search.explain import explained
+from elixir_moe.search.hardware import Hardware
+from elixir_moe.search.measure import describe, hardware_here, remembered_fit
+from elixir_moe.search.solve import Choice, Task, solve
+from elixir_moe.search.trace import trace
+from elixir_moe.specs import ranks_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What the user wants planned."""
+
+    step: Callable[[nn.Module, Any], Any]
+    """The forward of a training step; returns the loss."""
+    sample: Any
+    """A batch of this rank."""
+    device: torch.device
+    compute_dtype: torch.dtype | None
+    moments: int
+    """fp32 values the optimizer keeps for each element."""
+    staged: bool
+    """Reductions go through a staging buffer (gloo)."""
+    hardware: str | None
+    """A machine's name or file; None is the one we are on, measured."""
+    budget_bytes: int | None
+    """Device memory to plan for; None is what is free."""
+    accumulation: int
+    """Backwards in a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """Memory of one rank that is left for training."""
+
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """The plan that was found and what is expected of it; the same on all ranks that hold the model."""
+
+    plan: Plan
+    calls: tuple[tuple[int, int, int], ...]
+    """(entered, left, number of the unit in `find_units`) of each run of a unit in forward."""
+    seconds: cost.Seconds
+    device_bytes: int
+    """What the library holds on the device."""
+    host_bytes: int
+    """What it holds in host memory."""
+    device_peak_bytes: int
+    """Of the device: the library, buffers and activations."""
+    hardware: Hardware
+    room: Room
+
+
+def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None, dict[str, Any] | None]:
+    """Finds the plan. Collective over the world.
+
+    Returns:
+        The forecast; on the rank that searched, the task it was found for; if the machine was measured, what describes
+        it.
+
+    Raises:
+        PlanError: no plan fits; it says by how many bytes, in which tier, and what would help. On all ranks.
+        ConfigError: the step cannot be traced, the hardware file lacks a figure, the budget is more than there is.
+    """
+    everywhere = replicated_everywhere()
+    wanted = {(pattern_of(p) or everywhere).replicate_ranks for p in model.parameters()}
+    machine = None
+    if request.hardware is None:
+        dtype = request.compute_dtype or next((p.dtype for p in model.parameters()), torch.float32)
+        machine = describe(request.device, dtype)
+        hardware = hardware_here(machine, request.device, wanted)
+    else:
+        hardware = Hardware.named(request.hardware)
+    peers = ranks_of(model, everywhere)
+    room = _room(peers, request)
+    found: Forecast | tuple[str, str] | None = None
+    task = None
+    if dist.get_rank() == peers[0]:
+        try:
+            task = _task(model, request, hardware, room)
+            shown = None if machine is None else remembered_fit(machine, task.profile.key)
+            if shown is not None:
+                task = replace(task, hardware=replace(hardware, fitted=shown))
+            found = forecast_of(task, solve(task), room)
+        except ElixirError as error:
+            found = type(error).__name__, str(error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    for outcome in (everyone[peers[0]], *everyone):  # a stage that fails fails all
+        if isinstance(outcome, tuple):
+            raise getattr(errors, outcome[0])(outcome[1])
+    ours = everyone[peers[0]]
+    assert isinstance(ours, Forecast), "the first rank of those that hold the model has searched"
+    return ours, task, machine
+
+
+def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) -> Task:
+    world = dist.get_world_size()
+    hardware.links(world)
+    profile = trace(
+        model, request.step, request.sample, world=world, rank=dist.get_rank(), compute_dtype=request.compute_dtype
+    )
+    return Task(
+        profile=profile,
+        hardware=hardware,
+        gpus=world,
+        capacity_bytes=room.device_bytes,
+        host_bytes=room.host_bytes,
+        moments=request.moments,
+        staged=request.staged,
+        accumulation=request.accumulation,
+    )
+
+
+def forecast_of(task: Task, choice: Choice, room: Room) -> Forecast:
+    """What is expected of a choice."""
+    device, host = task.held_bytes(choice.size)
+    return Forecast(
+        plan=explained(task, choice),
+        calls=tuple((use.entered, use.left, use.unit) for use in task.profile.uses),
+        seconds=choice.seconds,
+        device_bytes=device,
+        host_bytes=host,
+        device_peak_bytes=cost.device_peak(task.profile, device, task.imbalance),
+        hardware=task.hardware,
+        room=room,
+    )
+
+
+def _room(peers: tuple[int, ...], request: Request) -> Room:
+    """The least room of any rank that holds the model. Ranks of one host share its memory; a CPU is host and device."""
+    cuda = request.device.type == "cuda"
+    free = 0
+    if cuda:
+        unused = torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
+        free = torch.cuda.mem_get_info(request.device)[0] + unused
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), free, host_bytes_left(), request.budget_bytes))
+    if len({budget for *_, budget in everyone}) > 1:
+        raise ConfigError(f"budget_bytes differs between ranks: {[budget for *_, budget in everyone]}")
+    hosts = [host for host, *_ in everyone]
+    left = min(everyone[rank][2] // hosts.count(hosts[rank]) for rank in peers)
+    most = min(everyone[rank][1] for rank in peers) if cuda else left
+    budget = most if request.budget_bytes is None else request.budget_bytes
+    if budget > most:
+        where = f"{request.device.type} memory for each of its ranks"
+        raise ConfigError(f"budget_bytes={budget}: there are {most} bytes of {where}; choose at most that, or None")
+    return Room(device_bytes=budget, host_bytes=left if cuda else left - budget)

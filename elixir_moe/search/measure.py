@@ -1,0 +1,315 @@
+"""How fast the machine is that we are on, measured, and kept for the next time.
+
+Owns the measurements and the file they are kept in. All ranks measure at the same time, because at the same time is how
+they will work: bandwidths are those of all ranks together. The runtime's own collectives and its own Adam are what is
+timed. Source: Elixir v2, section 3 (hardware profiler).
+
+Kept in ``$XDG_CACHE_HOME/elixir-moe`` (``~/.cache`` by default), one file for each description of a machine: processor,
+GPU, memory, ranks, threads, dtype, versions. What was written for another one, or in another form, is ignored with a
+warning and measured again.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elixir_moe.chunks.collectives import Communicator, build_communicators
+from elixir_moe.chunks.tiers import host_bytes_left
+from elixir_moe.errors import ConfigError
+from elixir_moe.kernels import adam_step, cpu_features
+from elixir_moe.search.hardware import Fitted, Hardware, Links, Wire
+
+_FORMAT = 1
+_COPY_BYTES = 1 << 24
+_ADAM_NUMEL = 1 << 20
+_MATRIX = 512
+"""Side of the products on a CPU; eight times that on a GPU."""
+_WIRE_BYTES = 1 << 22
+_DISK_BYTES = 1 << 25
+_REPEATS = 3
+"""Of which the fastest counts: what is slower had company."""
+_UNFITTED = Fitted(
+    device_efficiency=1.0, exposed_collectives=1.0, host_update_slowdown=1.0, overhead_ns_per_parameter=1e-3
+)
+"""What is measured is what kernels reach; the rest is known when real steps have run."""
+
+
+def hardware_here(machine: dict[str, Any], device: torch.device, wanted: Iterable[tuple[int, ...]]) -> Hardware:
+    """The figures of this machine under the ranks of the world, measured where no earlier run has. Collective.
+
+    Args:
+        machine: what `describe` says of it.
+        device: where forward runs.
+        wanted: ranks of the process groups whose collectives count, as far as this rank is in them.
+    """
+    box = [_read(machine).get("hardware") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    if box[0] is None:
+        known = _measured(machine, device)
+    else:
+        known = Hardware.parse(json.dumps(box[0]), _name(machine))
+    found = _with_wires(known, device, wanted)
+    if dist.get_rank() == 0 and (box[0] is None or found != known):
+        keep(machine, found)
+    return found
+
+
+def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What a machine's figures depend on."""
+    cuda = device.type == "cuda"
+    return {
+        "processor": _processor(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "kernels": cpu_features(),
+        "gpu": torch.cuda.get_device_name(device) if cuda else None,
+        "gpus": torch.cuda.device_count() if cuda else 0,
+        "ranks": dist.get_world_size(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+    }
+
+
+def cache_path(machine: dict[str, Any]) -> Path:
+    """Where the figures of a machine are kept."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
+    return root / "elixir-moe" / f"hardware-{key}.json"
+
+
+def keep(machine: dict[str, Any], hardware: Hardware) -> None:
+    """Writes the figures; a folder that cannot be written only costs the next run its time."""
+    _write(machine, {**_read(machine), "hardware": json.loads(hardware.to_json())})
+
+
+def remember_fit(machine: dict[str, Any], model: str, fitted: Fitted) -> None:
+    """Keeps the constants that the real steps of a model have shown, by `Profile.key`."""
+    data = _read(machine)
+    _write(machine, {**data, "fitted": {**data.get("fitted", {}), model: asdict(fitted)}})
+
+
+def remembered_fit(machine: dict[str, Any], model: str) -> Fitted | None:
+    """What an earlier run of the same step has shown on this machine."""
+    found = _read(machine).get("fitted", {}).get(model)
+    return None if found is None else Fitted(**found)
+
+
+def _write(machine: dict[str, Any], data: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    path = cache_path(machine)
+    text = json.dumps({**data, "format": _FORMAT, "machine": machine}, indent=2)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        Path(file.name).replace(path)
+    except OSError as error:
+        warnings.warn(f"what was measured could not be kept in {str(path)!r}: {error}", stacklevel=3)
+
+
+def _read(machine: dict[str, Any]) -> dict[str, Any]:
+    """What earlier runs have kept for this very machine; empty if nothing, or nothing that can be used."""
+    path = cache_path(machine)
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != _FORMAT or data["machine"] != machine:
+            raise ValueError("it was written for another machine or by another version")
+        Hardware.parse(json.dumps(data["hardware"]), str(path))
+        for fitted in data.get("fitted", {}).values():
+            Fitted(**fitted)
+        return data
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        warnings.warn(f"{str(path)!r} is ignored and the machine measured again: {error}", stacklevel=3)
+        return {}
+
+
+def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
+    cuda = device.type == "cuda"
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    neighbours = tuple(rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()])
+    nodes = len(set(hosts))
+    v_c = _adam_rate(torch.device("cpu"))
+    mine = (
+        _product_rate(device, getattr(torch, machine["dtype"])),
+        _memory_rate(device),
+        *_copy_rates(device),
+        _adam_rate(device) if cuda else v_c,
+        v_c,
+        *(_disk_rates() if dist.get_rank() == neighbours[0] else (0.0, 0.0)),
+    )
+    everyone: list[Any] = [None] * len(hosts)
+    dist.all_gather_object(everyone, mine)
+    columns = list(zip(*everyone, strict=True))
+    up, down, v_g, v_c, read, written = (sum(column) / nodes for column in columns[2:])
+    groups = {ranks: _wire_of(ranks, device) for ranks in sorted({neighbours, tuple(range(len(hosts)))})}
+    within, across = groups[neighbours], groups[tuple(range(len(hosts)))]
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    whole = Links(b_c2g=up, b_g2c=down, v_g=v_g, v_c=v_c)
+    by_gpus = {1: Links(**{n: v / len(neighbours) for n, v in asdict(whole).items() if v is not None})}
+    if within is not None:
+        by_gpus[len(neighbours)] = replace(whole, b_g2g=within.bandwidth * (len(neighbours) - 1))
+    measured = Hardware(
+        name=_name(machine),
+        gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else memory_bytes,
+        cpu_bytes=min(memory_bytes, host_bytes_left()),
+        gpus_per_node=len(neighbours),
+        peak_tflops=min(columns[0]),
+        memory_bandwidth=min(columns[1]),
+        fitted=_UNFITTED,
+        by_gpus=by_gpus,
+        node_bandwidth=across.bandwidth * (nodes - 1) / nodes if nodes > 1 and across is not None else None,
+        disk_read=read,
+        disk_write=written,
+    )
+    box = [measured.to_json()]
+    dist.broadcast_object_list(box, src=0)
+    return Hardware.parse(box[0], measured.name)
+
+
+def _with_wires(hardware: Hardware, device: torch.device, wanted: Iterable[tuple[int, ...]]) -> Hardware:
+    """With the figures of process groups that no earlier run has measured."""
+    known = {wire.ranks for wire in hardware.wires}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sorted({ranks for ranks in wanted if len(ranks) > 1} - known))
+    missing = sorted({tuple(ranks) for theirs in everyone for ranks in theirs})
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [_wire_of(ranks, device) for ranks in missing])
+    slowest = (
+        max((theirs[i] for theirs in found if theirs[i] is not None), key=lambda wire: 1 / wire.bandwidth)
+        for i in range(len(missing))
+    )
+    return replace(hardware, wires=(*hardware.wires, *slowest))
+
+
+def _wire_of(ranks: tuple[int, ...], device: torch.device) -> Wire | None:
+    """The gathers and reductions over `ranks`; None on other ranks and for one alone. Collective over the world."""
+    inside = dist.get_rank() in ranks and len(ranks) > 1
+    communicator = build_communicators([ranks] if inside else [], device).get(ranks)
+    if communicator is None:
+        return None
+    small = _round_seconds(communicator, len(ranks) * 64, device) / 2
+    large = _round_seconds(communicator, _WIRE_BYTES, device) / 2
+    communicator.close()
+    return Wire(ranks=ranks, latency_us=small * 1e6, bandwidth=_WIRE_BYTES / max(large - small, large / 10) / 1e9)
+
+
+def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device) -> float:
+    """A gather and a reduction of a chunk of so many bytes."""
+    numel = nbytes // 4 // communicator.size * communicator.size
+    buffer = torch.zeros(numel, device=device)
+    staging = torch.empty_like(buffer)
+
+    def both() -> None:
+        communicator.all_gather(buffer, 0).wait()
+        communicator.reduce_scatter(buffer, staging, lambda _: None).wait()
+
+    return _fastest(both, device)
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """1e12 operations a second of square matrix products."""
+    side = _MATRIX * (8 if device.type == "cuda" else 1)
+    a = torch.zeros(side, side, dtype=dtype, device=device)
+    return 2 * side**3 / _together(lambda: a @ a, device) / 1e12
+
+
+def _memory_rate(device: torch.device) -> float:
+    """1e9 bytes a second, read or written, of the device's own memory."""
+    a = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+    b = torch.zeros_like(a)
+    return 2 * a.nbytes / _together(lambda: b.copy_(a), device) / 1e9
+
+
+def _copy_rates(device: torch.device) -> tuple[float, float]:
+    """1e9 bytes a second from host memory to the device, and back."""
+    host = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+    up = _together(lambda: there.copy_(host, non_blocking=True), device)
+    down = _together(lambda: host.copy_(there, non_blocking=True), device)
+    return _COPY_BYTES / up / 1e9, _COPY_BYTES / down / 1e9
+
+
+def _adam_rate(device: torch.device) -> float:
+    """1e9 elements a second: bf16 gradients in, master, moments and compute shard out."""
+    master, exp_avg, exp_avg_sq = (torch.zeros(_ADAM_NUMEL, device=device) for _ in range(3))
+    gradient = torch.zeros(_ADAM_NUMEL, dtype=torch.bfloat16, device=device)
+
+    def update() -> None:
+        adam_step(
+            master,
+            exp_avg,
+            exp_avg_sq,
+            gradient,
+            gradient,
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.0,
+            step=1,
+        )
+
+    return _ADAM_NUMEL / _together(update, device) / 1e9
+
+
+def _disk_rates() -> tuple[float, float]:
+    """1e9 bytes a second read and written in the folder for temporary files, past what Linux keeps in memory."""
+    block = os.urandom(1 << 20)
+    with tempfile.TemporaryFile() as file:
+        start = time.perf_counter()
+        for _ in range(_DISK_BYTES // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        written = time.perf_counter() - start
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        start = time.perf_counter()
+        while file.read(len(block)):
+            pass
+        read = time.perf_counter() - start
+    return _DISK_BYTES / read / 1e9, _DISK_BYTES / written / 1e9
+
+
+def _together(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of `run` while all ranks do it."""
+    dist.barrier()
+    return _fastest(run, device)
+
+
+def _fastest(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of a few runs, behind one that warms up."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _name(machine: dict[str, Any]) -> str:
+    return f"{machine['ranks']} ranks on {machine['gpu'] or machine['processor']}"

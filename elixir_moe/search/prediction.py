@@ -1,0 +1,105 @@
+"""What a plan was expected to take, beside what its steps take.
+
+Owns the comparison after the first real steps, and what follows from it. All ranks measure the same steps and agree on
+the slowest rank's median, at the end of one and the same step, so whatever follows is the same everywhere.
+"""
+
+import json
+import statistics
+import time
+import warnings
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elixir_moe.chunks.plan import Plan
+from elixir_moe.search.auto import Forecast
+from elixir_moe.search.cost import Seconds
+from elixir_moe.search.hardware import Fitted
+from elixir_moe.search.measure import remember_fit
+from elixir_moe.search.solve import Task, solve
+
+WARM_UP = 2
+"""Steps that are not measured: the first records its schedule and allocates, the second is the first to follow it."""
+MEASURED = 5
+"""Steps that are; their median counts, so an evaluation between two of them does not."""
+TOLERANCE = 0.2
+"""Part of the prediction by which the measurement may be off before the plan is made again."""
+
+
+class Prediction:
+    """Hangs on `optimizer.prediction` after ``wrap(plan="auto")``."""
+
+    def __init__(self, forecast: Forecast, task: Task | None, machine: dict[str, Any] | None) -> None:
+        self.forecast = forecast
+        self.step_seconds = forecast.seconds.step
+        """Predicted seconds of a step."""
+        self.measured_seconds: float | None = None
+        """Measured: of the slowest rank, the median of the steps that were measured; None before they are done."""
+        self.device_bytes = forecast.device_bytes
+        """Predicted bytes the library holds on the device; `optimizer.held_bytes` is what it does hold."""
+        self.host_bytes = forecast.host_bytes
+        self.again: Plan | None = None
+        """If the prediction was off, the plan that the corrected figures lead to: the same one, or a better one."""
+        self._task, self._machine = task, machine
+        self._ends: list[float] = []
+
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        """At the end of each step of `optimizer`. Collective when enough were measured."""
+        if self.measured_seconds is not None:
+            return
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self._ends.append(time.perf_counter())
+        if len(self._ends) <= WARM_UP + MEASURED:
+            return
+        ends = self._ends[WARM_UP:]
+        mine = torch.tensor(statistics.median(b - a for a, b in pairwise(ends)))
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=optimizer.control)
+        self.measured_seconds = mine.item()
+        if abs(self.measured_seconds / self.step_seconds - 1) > TOLERANCE:
+            self._plan_again(optimizer.control)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "predicted_step_seconds": self.step_seconds,
+            "measured_step_seconds": self.measured_seconds,
+            "predicted_device_bytes": self.device_bytes,
+            "predicted_host_bytes": self.host_bytes,
+            "planned_again": None if self.again is None else json.loads(self.again.to_json()),
+        }
+
+    def _plan_again(self, control: dist.ProcessGroup) -> None:
+        assert self.measured_seconds is not None
+        found = None
+        if self._task is not None:
+            fitted = corrected(self._task.hardware.fitted, self.forecast.seconds, self.measured_seconds)
+            task = replace(self._task, hardware=replace(self._task.hardware, fitted=fitted))
+            found = solve(task).plan
+            if self._machine is not None:
+                remember_fit(self._machine, task.profile.key, fitted)
+            if found != self.forecast.plan:
+                warnings.warn(
+                    f"a step takes {self.measured_seconds:.3f} s, {self.step_seconds:.3f} s were expected; what was "
+                    f"measured makes another plan the best: {found}. Training goes on under the one it has"
+                    + ("; the next start takes the other" if self._machine is not None else ""),
+                    stacklevel=2,
+                )
+        everyone: list[Any] = [None] * dist.get_world_size(control)
+        dist.all_gather_object(everyone, found, group=control)
+        self.again = found or next((plan for plan in everyone if plan is not None), None)
+
+
+def corrected(fitted: Fitted, expected: Seconds, measured: float) -> Fitted:
+    """The constants with which the step would have been predicted as it was measured, as far as compute explains it.
+
+    Transfers, collectives and updates are taken at their word, since they were measured alone; what is left of the
+    measured step is compute, at the least what hides the transfers.
+    """
+    left = measured - (expected.step - max(expected.compute, expected.fetch, expected.offload))
+    compute = max(left, expected.fetch, expected.offload, expected.compute / 100)
+    return replace(fitted, device_efficiency=fitted.device_efficiency * expected.compute / compute)
