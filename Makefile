@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.peers-installed
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
 .PHONY: setup test test-all lint format train bench paper-table clean
@@ -15,6 +16,10 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[dev]'
+	touch $@
+
+$(BENCH_STAMP): $(STAMP)
+	DS_BUILD_OPS=0 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[dev,bench]'
 	touch $@
 
 test: setup
@@ -38,8 +43,8 @@ format: setup
 train: setup
 	$(BIN)/elixir-moe train --nproc 2 --config examples/pr_moe_small.yaml
 
-bench: setup
-	$(BIN)/python -m benchmarks.run --out build/bench.json
+bench: $(BENCH_STAMP)
+	$(BIN)/python -W ignore -m benchmarks.run --out build/bench.json
 
 paper-table: setup
 	$(BIN)/python -m benchmarks.paper_table

@@ -1,6 +1,7 @@
 """The contenders: the same training step, held together in different ways.
 
-Owns how each is built from one seed and how it takes a step. Measures nothing (`measure`), compares nothing (`run`).
+Owns how ours and torch's are built from one seed and how they take a step. Measures nothing (`measure`), compares
+nothing (`run`); those of other libraries have files of their own.
 
 Peers get their best settings: torch's fused AdamW, gradients that are views of DDP's buckets in a static graph, and for
 FSDP2 a unit for each block and the root. All see the same batches and start from the same weights.
@@ -8,7 +9,8 @@ FSDP2 a unit for each block and the root. All see the same batches and start fro
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,26 +19,28 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import elixir_moe as em
-from elixir_moe.models.config import GPTConfig
-from elixir_moe.models.gpt import GPT, lm_loss
+from benchmarks.workload import Workload, fresh_model
+from elixir_moe.models.gpt import gpt_patterns, lm_loss
 from elixir_moe.optim import ShardedOptimizer
 
 LEARNING_RATE = 3e-4
-SEED = 20240607
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Contender:
     """A model and its optimizer, ready to train."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    shares_gradients: bool
+    shares_gradients: bool = True
     """Whether the ranks train one model; else each trains its own."""
+    same_work: bool = True
+    """Whether it trains the very model of the workload, so that its losses must be those of the others."""
+    loss: Callable[[nn.Module, Tensor], Tensor] = lm_loss
 
     def step(self, batch: Tensor) -> Tensor:
         """One forward, backward and update on this rank's batch; returns the loss, ()."""
-        loss = lm_loss(self.model, batch)
+        loss = self.loss(self.model, batch)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -48,55 +52,68 @@ class Contender:
             self.optimizer.close()
 
 
-Build = Callable[[GPTConfig], Contender]
+Build = Callable[[Workload], Contender]
 
 
-def fresh_model(config: GPTConfig) -> GPT:
-    """The model all contenders start from."""
-    torch.manual_seed(SEED)
-    return GPT(config)
-
-
-def plain(config: GPTConfig) -> Contender:
+def plain(workload: Workload) -> Contender:
     """Plain torch: each rank for itself, no communication."""
-    model = fresh_model(config)
-    return Contender(model=model, optimizer=_fused(model), shares_gradients=False)
+    model = fresh_model(workload.model)
+    return Contender(model=model, optimizer=fused_adamw(model.parameters()), shares_gradients=False)
 
 
-def ddp(config: GPTConfig) -> Contender:
+def ddp(workload: Workload) -> Contender:
     """torch's DistributedDataParallel."""
-    model = DistributedDataParallel(fresh_model(config), gradient_as_bucket_view=True, static_graph=True)
-    return Contender(model=model, optimizer=_fused(model), shares_gradients=True)
+    model = DistributedDataParallel(fresh_model(workload.model), gradient_as_bucket_view=True, static_graph=True)
+    return Contender(model=model, optimizer=fused_adamw(model.parameters()))
 
 
-def fsdp(config: GPTConfig) -> Contender:
+def fsdp(workload: Workload) -> Contender:
     """torch's `fully_shard`, the second FSDP: blocks are resharded after forward, the root is not (its default)."""
-    return _fsdp(config, reshard_after_forward=True)
+    return _fsdp(workload, reshard_after_forward=True)
 
 
-def fsdp_zero2(config: GPTConfig) -> Contender:
+def fsdp_zero2(workload: Workload) -> Contender:
     """`fully_shard` that keeps every block gathered from forward to backward."""
-    return _fsdp(config, reshard_after_forward=False)
+    return _fsdp(workload, reshard_after_forward=False)
 
 
-def ours(config: GPTConfig, plan: em.Plan) -> Contender:
+def ours(workload: Workload, plan: em.Plan) -> Contender:
     """This library under `plan`."""
-    model = fresh_model(config)
-    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), plan=plan)
-    return Contender(model=model, optimizer=optimizer, shares_gradients=True)
+    mesh = em.init_mesh(device_type="cpu") if any(workload.model.experts) else None
+    model = fresh_model(workload.model, mesh)
+    if mesh is not None:
+        em.annotate(model, gpt_patterns(model))
+    model, optimizer = em.wrap(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
+        plan=plan,
+        compute_dtype=torch.bfloat16 if workload.bf16 else None,
+    )
+    return Contender(model=model, optimizer=optimizer)
 
 
-def _fsdp(config: GPTConfig, *, reshard_after_forward: bool) -> Contender:
-    model = fresh_model(config)
+def dense_of_same_size(workload: Workload) -> Contender:
+    """This library's `zero2` on a dense GPT with at least as many parameters: the same depth, a larger width."""
+    with torch.device("meta"):
+        wanted = sum(p.numel() for p in fresh_model(workload.model).parameters())
+        dense = replace(workload.model, experts=(), ep=(), residual=False, capacity_factor=None)
+        while sum(p.numel() for p in fresh_model(dense).parameters()) < wanted:
+            dense = replace(dense, d_model=dense.d_model + 16 * dense.n_heads)
+    return replace(ours(replace(workload, model=dense), em.Plan.zero2()), same_work=False)
+
+
+def _fsdp(workload: Workload, *, reshard_after_forward: bool) -> Contender:
+    model = fresh_model(workload.model)
     mesh = em.init_mesh(device_type="cpu")["dp"]
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh)
-    return Contender(model=model, optimizer=_fused(model), shares_gradients=True)
+    return Contender(model=model, optimizer=fused_adamw(model.parameters()))
 
 
-def _fused(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+def fused_adamw(parameters: Any) -> torch.optim.AdamW:
+    """torch's fastest AdamW on parameters, or on groups of them."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 
 def start_rank(rank: int, ranks: int, rendezvous: str, threads: int) -> None:

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import elixir_moe as em
-from benchmarks.contenders import SEED, Contender, ours
-from benchmarks.rows import Workload
+from benchmarks.contenders import Contender, ours
+from benchmarks.workload import SEED, Workload
 from elixir_moe.chunks.policy import Verb
 from elixir_moe.models.gpt import lm_loss
 from elixir_moe.optim import ShardedOptimizer
 
-FIRST_LOSS_TOLERANCE = 1e-5
-"""Relative. Weights and arithmetic are equal to the bit, but for a matmul on memory that is aligned otherwise."""
+FIRST_LOSS_TOLERANCE = {False: 1e-5, True: 1e-2}
+"""Relative, in fp32 and in bf16. Weights and arithmetic are equal to the bit, but for a matmul on memory that is
+aligned otherwise; in bf16 (8 bits) the loss is a mean of many tokens, and layers may round at other places."""
 FALL_TOLERANCE = 0.05
 """Relative, of the loss's fall on one batch. Adam's first update is its learning rate times the sign of each gradient,
 and sums of another order can turn the sign where a gradient is all but zero. A wrong update changes most of it."""
@@ -51,11 +52,13 @@ def check_agreement(contenders: dict[str, Contender], workload: Workload) -> Non
     first: dict[str, float] = {}
     fall: dict[str, float] = {}
     for name, contender in contenders.items():
+        if not contender.same_work:
+            continue
         losses = [contender.step(batch).item() for _ in range(AGREEMENT_STEPS)]
         first[name] = losses[0]
         if contender.shares_gradients or alone:
             fall[name] = losses[0] - losses[-1]
-    _compare("first loss", first, FIRST_LOSS_TOLERANCE)
+    _compare("first loss", first, FIRST_LOSS_TOLERANCE[workload.bf16])
     _compare("fall of the loss", fall, FALL_TOLERANCE)
 
 
@@ -100,7 +103,7 @@ def host_microseconds(workload: Workload, *, rounds: int) -> list[float]:
     A forward gathers everything and is left without a backward; then the requests of its modules are made again, by the
     recorded schedule.
     """
-    contender = ours(workload.model, em.Plan.zero2())
+    contender = ours(workload, em.Plan.zero2())
     optimizer, data = contender.optimizer, batches(workload, stream=0)
     assert isinstance(optimizer, ShardedOptimizer)
     for _ in range(2):

@@ -2,11 +2,13 @@
 
 Owns the formats. `build/bench.json`::
 
-    {"machine": {...}, "workload": {...},
-     "rows": [{"name", "peer", "ranks", "ratio", "spread": [low, high], "limit", "unit", "ours", "theirs"}]}
+    {"machine": {...}, "rounds", "steps", "workloads": {key: {...}},
+     "rows": [{"name", "peer", "workload", "ranks", "limit", "ratio", "spread": [low, high], "unit", "ours", "theirs",
+               "note"}]}
 
-`ratio` is the median over rounds of ours / peer, `spread` its quartiles; `ours` and `theirs` are medians in `unit`. A
-row without a peer has neither `theirs` nor a ratio: its `spread` and `limit` are those of `ours`.
+`ratio` is the median over rounds of ours / peer, `spread` its quartiles; `ours` and `theirs` are medians in `unit`, of
+a step or a call. A row without a peer has neither `theirs` nor a ratio: its `spread` and `limit` are those of `ours`.
+One that could not be measured says why in `note` and has none of them.
 """
 
 import json
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.rows import Workload
+from benchmarks.workload import Workload, fresh_model
 from elixir_moe.kernels import cpu_features
 
 
@@ -42,27 +44,29 @@ def _cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def step_row(name: str, peer: str, ranks: int, limit: float | None, times: list[tuple[float, float]]) -> dict[str, Any]:
-    """The row of a race; `times` are seconds a step (ours, theirs) of each round."""
+def race_row(what: dict[str, Any], times: list[tuple[float, float]]) -> dict[str, Any]:
+    """The row of a race; `times` are seconds (ours, theirs) of each round."""
     ratios = [ours / theirs for ours, theirs in times]
-    return {
-        "name": name,
-        "peer": peer,
-        "ranks": ranks,
+    return what | {
         "ratio": round(median(ratios), 4),
         "spread": spread(ratios),
-        "limit": limit,
-        "unit": "ms/step",
+        "unit": "ms",
         "ours": round(median(ours for ours, _ in times) * 1e3, 2),
         "theirs": round(median(theirs for _, theirs in times) * 1e3, 2),
+        "note": None,
     }
 
 
 def host_row(name: str, limit: float | None, microseconds: list[float]) -> dict[str, Any]:
     """The row of a time that has no peer."""
+    what = {"name": name, "peer": None, "workload": "gpt", "ranks": 1, "limit": limit, "ratio": None}
     ours = round(median(microseconds), 2)
-    row = {"name": name, "peer": None, "ranks": 1, "ratio": None, "spread": spread(microseconds), "limit": limit}
-    return row | {"unit": "us", "ours": ours, "theirs": None}
+    return what | {"spread": spread(microseconds), "unit": "us", "ours": ours, "theirs": None, "note": None}
+
+
+def unmeasured_row(what: dict[str, Any], reason: str) -> dict[str, Any]:
+    """A row that could not be measured here, and why."""
+    return what | {"ratio": None, "spread": None, "unit": "ms", "ours": None, "theirs": None, "note": reason}
 
 
 def spread(values: list[float]) -> list[float]:
@@ -72,21 +76,24 @@ def spread(values: list[float]) -> list[float]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table, and the line that says what was measured where."""
-    m, w = result["machine"], result["workload"]
+    """The table, and the lines that say what was measured where."""
+    m = result["machine"]
     lines = [
-        f"{w['name']}, sequence {w['seq_len']}, batch {w['batch']} a rank, {w['parameters'] / 1e6:.1f} M parameters; "
-        f"{m['cpu']}, {m['cores']} cores, gloo, {m['threads_per_rank']} thread a rank, torch {m['torch']}, "
-        f"Adam kernel: {m['adam_kernel']}.",
-        f"Median and quartiles over {w['rounds']} rounds of {w['steps']} steps each, ours and the peer in turn.",
+        f"{m['cpu']}, {m['cores']} cores, gloo, {m['threads_per_rank']} thread a rank, torch {m['torch']}, Adam "
+        f"kernel: {m['adam_kernel']}. Median and quartiles over {result['rounds']} rounds of {result['steps']} steps "
+        f"each, ours and the peer in turn.",
         "",
-        "| ours | peer | ranks | ours / peer | quartiles | limit | ours | peer's | unit |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---|",
+        "| ours | peer | workload | ranks | ours / peer | quartiles | limit | ours | peer's | unit |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in result["rows"]:
-        low, high = row["spread"]
-        cells = [row["name"], row["peer"], row["ranks"], row["ratio"], f"{low:.3g} – {high:.3g}", row["limit"]]
+        between = row["note"] or f"{row['spread'][0]:.3g} – {row['spread'][1]:.3g}"
+        cells = [row["name"], row["peer"], row["workload"], row["ranks"], row["ratio"], between, row["limit"]]
         lines.append("| " + " | ".join(_cell(c) for c in [*cells, row["ours"], row["theirs"], row["unit"]]) + " |")
+    lines += [""]
+    for key, w in result["workloads"].items():
+        size = f"sequence {w['seq_len']}, batch {w['batch']} a rank, {w['parameters'] / 1e6:.1f} M parameters"
+        lines.append(f"- {key}: {w['name']}, {size}")
     return "\n".join(lines) + "\n"
 
 
@@ -94,15 +101,15 @@ def _cell(value: Any) -> str:
     return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def describe(workload: Workload, parameters: int, rounds: int, steps: int) -> dict[str, Any]:
+def describe(workload: Workload) -> dict[str, Any]:
     """The workload as it goes into the JSON."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in fresh_model(workload.model).parameters())
     return {
         "name": workload.name,
         "seq_len": workload.model.seq_len,
         "batch": workload.batch,
         "parameters": parameters,
-        "rounds": rounds,
-        "steps": steps,
     }
 
 

@@ -1,10 +1,11 @@
 """`python -m benchmarks.run`: measures every row against its peer in one run, prints the table and writes it.
 
-Owns the command line and the order of a run. Rows of as many ranks share their processes and their contenders: each
-contender is built once, checked once to train the same model as the others, and kept.
+Owns the command line and the order of a run. Rows of as many ranks and one workload share their processes and their
+contenders: each contender is built once, checked once to train the same model as the others, and kept.
 """
 
 import argparse
+import importlib.util
 import os
 import sys
 import tempfile
@@ -14,33 +15,41 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.contenders import Build, fresh_model, start_rank
+from benchmarks import adam
+from benchmarks.contenders import Build, start_rank
 from benchmarks.measure import check_agreement, host_microseconds, race
-from benchmarks.report import describe, host_row, machine, markdown, step_row, write
-from benchmarks.rows import FULL, QUICK, ROWS, Row, Workload
+from benchmarks.report import describe, host_row, machine, markdown, race_row, unmeasured_row, write
+from benchmarks.rows import FULL, QUICK, ROWS, Row
+from benchmarks.workload import Workload
 
 THREADS = 1
 HOST_ROW = "unshard + release of a gathered chunk"
 HOST_LIMIT_MICROSECONDS = 10.0
+ADAM_ROW = "CPU Adam, bf16 in, bf16 out"
+ADAM_PEERS = {"DeepSpeedCPUAdam and its casts": 0.75, "an in-place stream of the same bytes": 1.15}
+"""And the ratios to stay at or below."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmarks; returns the exit code."""
     options = _parse(arguments)
-    workload = QUICK if options.quick else FULL
+    workloads = QUICK if options.quick else FULL
     rounds, steps = options.rounds or (2 if options.quick else 9), options.steps or 1
     wanted = [row for row in ROWS if options.only is None or options.only in (row.name, row.peer)]
-    if not wanted and options.only != HOST_ROW:
-        names = sorted({row.name for row in ROWS} | {row.peer for row in ROWS} | {HOST_ROW})
+    kernels = {HOST_ROW: _host_rows, ADAM_ROW: _adam_rows}
+    kernels = {name: measure for name, measure in kernels.items() if options.only in (None, name)}
+    if not wanted and not kernels:
+        names = sorted({row.name for row in ROWS} | {row.peer for row in ROWS} | {HOST_ROW, ADAM_ROW})
         print(f"no row is called {options.only!r}; there are: {', '.join(names)}", file=sys.stderr)
         return 2
     rows: list[dict[str, Any]] = []
-    for ranks in sorted({row.ranks for row in wanted} | ({1} if options.only in (None, HOST_ROW) else set())):
-        those = [row for row in wanted if row.ranks == ranks]
-        with_host = ranks == 1 and options.only in (None, HOST_ROW)
-        rows += _spawn(ranks, those, with_host, workload, rounds, steps)
-    parameters = sum(p.numel() for p in fresh_model(workload.model).parameters())
-    result = {"machine": machine(THREADS), "workload": describe(workload, parameters, rounds, steps), "rows": rows}
+    for ranks, key in dict.fromkeys((row.ranks, row.workload) for row in wanted):
+        those = [row for row in wanted if (row.ranks, row.workload) == (ranks, key)]
+        rows += _spawn(ranks, _step_rows, those, workloads[key], rounds, steps)
+    for measure in kernels.values():
+        rows += _spawn(1, measure, options.quick, workloads["gpt"], rounds)
+    described = {key: describe(workloads[key]) for key in dict.fromkeys(row.workload for row in wanted)}
+    result = {"machine": machine(THREADS), "rounds": rounds, "steps": steps, "workloads": described, "rows": rows}
     write(result, Path(options.out))
     print(markdown(result), end="")
     return 0
@@ -54,51 +63,73 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="rounds of each row (9)")
     parser.add_argument("--steps", type=int, help="steps of each contender in a round (1)")
     parser.add_argument("--only", metavar="NAME", help="only the rows with this name or this peer")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds: to see that all works")
+    parser.add_argument("--quick", action="store_true", help="tiny models and few rounds: to see that all works")
     return parser.parse_args(arguments)
 
 
-def _spawn(
-    ranks: int, rows: list[Row], with_host: bool, workload: Workload, rounds: int, steps: int
-) -> list[dict[str, Any]]:
-    """Starts the ranks, which measure `rows`; returns what rank 0 found. A rank that fails ends all."""
+def _spawn(ranks: int, measure: Any, *arguments: Any) -> list[dict[str, Any]]:
+    """Starts the ranks, which call ``measure(*arguments)``; returns what rank 0 found. A rank that fails ends all."""
     os.environ["OMP_NUM_THREADS"] = str(THREADS)
     with tempfile.TemporaryDirectory() as directory:
         results = mp.get_context("spawn").SimpleQueue()
-        arguments = (ranks, f"{directory}/rendezvous", results, rows, with_host, workload, rounds, steps)
-        mp.spawn(_rank, arguments, nprocs=ranks)
+        mp.spawn(_rank, (ranks, f"{directory}/rendezvous", results, measure, arguments), nprocs=ranks)
         found: list[dict[str, Any]] = results.get()
         return found
 
 
-def _rank(
-    rank: int,
-    ranks: int,
-    rendezvous: str,
-    results: Any,
-    rows: list[Row],
-    with_host: bool,
-    workload: Workload,
-    rounds: int,
-    steps: int,
-) -> None:
+def _rank(rank: int, ranks: int, rendezvous: str, results: Any, measure: Any, arguments: tuple[Any, ...]) -> None:
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # peers print to stdout, which is for the table
     start_rank(rank, ranks, rendezvous, THREADS)
-    builds: dict[str, Build] = dict(side for row in rows for side in (row.theirs, row.ours))
-    contenders = {key: build(workload.model) for key, build in builds.items()}
+    found = measure(*arguments)
+    if rank == 0:
+        results.put(found)
+    dist.destroy_process_group()
+
+
+def _step_rows(rows: list[Row], workload: Workload, rounds: int, steps: int) -> list[dict[str, Any]]:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    there = [row for row in rows if _has(row.needs)]
+    builds: dict[str, Build] = dict(side for row in there for side in (row.theirs, row.ours))
+    contenders = {key: build(workload) for key, build in builds.items()}
     check_agreement(contenders, workload)
     found = []
     for row in rows:
+        what = {"name": row.name, "peer": row.peer, "workload": row.workload, "ranks": ranks, "limit": row.limit}
+        if row not in there:
+            found.append(unmeasured_row(what, f"{row.needs} is not installed: pip install '.[bench]'"))
+            continue
         times = race(contenders[row.ours[0]], contenders[row.theirs[0]], workload, rounds=rounds, steps=steps)
-        found.append(step_row(row.name, row.peer, ranks, row.limit, times))
+        found.append(race_row(what, times))
         if rank == 0:
             print(f"{row.name} / {row.peer}: {found[-1]['ratio']}", file=sys.stderr, flush=True)
     for contender in contenders.values():
         contender.close()
-    if with_host:
-        found.append(host_row(HOST_ROW, HOST_LIMIT_MICROSECONDS, host_microseconds(workload, rounds=50)))
-    if rank == 0:
-        results.put(found)
-    dist.destroy_process_group()
+    return found
+
+
+def _host_rows(_: bool, workload: Workload, rounds: int) -> list[dict[str, Any]]:
+    return [host_row(HOST_ROW, HOST_LIMIT_MICROSECONDS, host_microseconds(workload, rounds=6 * rounds))]
+
+
+def _adam_rows(quick: bool, _: Workload, rounds: int) -> list[dict[str, Any]]:
+    numel = 100_000 if quick else 50_000_000
+    rows = []
+    for peer, limit in ADAM_PEERS.items():
+        what = {"name": ADAM_ROW, "peer": peer, "workload": f"{numel} parameters", "ranks": 1, "limit": limit}
+        against_deepspeed = peer.startswith("DeepSpeed")
+        if against_deepspeed and not _has("deepspeed"):
+            rows.append(unmeasured_row(what, "deepspeed is not installed: pip install '.[bench]'"))
+            continue
+        if against_deepspeed:
+            adam.agree(10_000)
+        shard = adam.Shard(numel)
+        other = adam.deepspeed(adam.Shard(numel)) if against_deepspeed else adam.stream(numel)
+        rows.append(race_row(what, adam.race(adam.ours(shard), other, 3 * rounds)))
+    return rows
+
+
+def _has(package: str | None) -> bool:
+    return package is None or importlib.util.find_spec(package) is not None
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import with_further
+
 ROOT = Path(__file__).parent.parent
-ROW = {"name", "peer", "ranks", "ratio", "spread", "limit", "unit", "ours", "theirs"}
+ROW = {"name", "peer", "workload", "ranks", "limit", "ratio", "spread", "unit", "ours", "theirs", "note"}
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -22,19 +24,24 @@ def number(value: object) -> bool:
     return isinstance(value, float | int) and not isinstance(value, bool)
 
 
-def test_a_quick_run_measures_every_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("only", "ranks"), with_further([("zero2", {2}), (None, {1, 2})], [("zero2", {2})]))
+def test_a_quick_run_measures_every_row(only: str | None, ranks: set[int], tmp_path: Path) -> None:
     path = tmp_path / "deeper" / "bench.json"
-    run = bench("--quick", "--rounds", "1", "--out", str(path))
+    run = bench("--quick", "--rounds", "1", "--out", str(path), *(["--only", only] if only else []))
     assert run.returncode == 0, run.stderr
     result = json.loads(path.read_text())
-    assert set(result) == {"machine", "workload", "rows"}
+    assert set(result) == {"machine", "rounds", "steps", "workloads", "rows"}
     assert {"cpu", "cores", "torch", "threads_per_rank"} <= set(result["machine"])
-    assert {row["ranks"] for row in result["rows"]} == {1, 2}
+    assert {row["ranks"] for row in result["rows"]} == ranks
     for row in result["rows"]:
         assert set(row) == ROW
+        assert row["limit"] is None or number(row["limit"])
+        if row["note"] is not None:
+            assert "deepspeed is not installed" in row["note"] and "DeepSpeed" in row["peer"]
+            assert row["ratio"] is row["spread"] is row["ours"] is row["theirs"] is None
+            continue
         assert number(row["ours"]) and row["ours"] > 0
         assert len(row["spread"]) == 2 and all(number(value) for value in row["spread"])
-        assert row["limit"] is None or number(row["limit"])
         has_peer = row["peer"] is not None
         assert has_peer == (row["ratio"] is not None) == (row["theirs"] is not None)
     table = path.with_suffix(".md").read_text()

@@ -1,0 +1,94 @@
+"""The CPU Adam step on its own: against DeepSpeed's, and against the memory's speed.
+
+Owns these two measurements. The step is the one of mixed precision: a bf16 gradient in, fp32 weight and moments
+updated, a bf16 weight out; 28 bytes a parameter pass the memory bus if nothing is read or written twice.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.workload import SEED
+from elixir_moe.kernels import adam_step
+
+BYTES_READ_AND_WRITTEN = 14
+"""A parameter: half of 28, since a stream that updates in place passes each byte twice."""
+_HYPER = {"lr": 3e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+
+
+class Shard:
+    """A shard's state and gradient, drawn at random."""
+
+    def __init__(self, numel: int) -> None:
+        generator = torch.Generator().manual_seed(SEED)
+        self.master = torch.randn(numel, generator=generator)
+        self.exp_avg = 1e-2 * torch.randn(numel, generator=generator)
+        self.exp_avg_sq = 1e-4 * torch.rand(numel, generator=generator)
+        self.gradient = (1e-2 * torch.randn(numel, generator=generator)).bfloat16()
+        self.compute = self.master.bfloat16()
+
+
+def ours(shard: Shard) -> Callable[[int], None]:
+    """One pass over all of it."""
+
+    def step(number: int) -> None:
+        state = (shard.master, shard.exp_avg, shard.exp_avg_sq, shard.gradient, shard.compute)
+        adam_step(*state, step=number, **_HYPER)
+
+    return step
+
+
+def deepspeed(shard: Shard) -> Callable[[int], None]:
+    """DeepSpeedCPUAdam, and the casts on its way in and out that ZeRO-Offload makes."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    weight = nn.Parameter(shard.master)
+    weight.grad = torch.empty_like(shard.master)
+    optimizer = DeepSpeedCPUAdam([weight], lr=_HYPER["lr"], weight_decay=_HYPER["weight_decay"])
+    optimizer.state[weight] = {"step": 0, "exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
+
+    def step(_: int) -> None:
+        assert weight.grad is not None
+        weight.grad.copy_(shard.gradient)
+        optimizer.step()
+        shard.compute.copy_(weight.detach())
+
+    return step
+
+
+def stream(numel: int) -> Callable[[int], None]:
+    """Reads, changes and writes as many bytes as the step passes, in one array."""
+    array = torch.rand(numel * BYTES_READ_AND_WRITTEN // 4)
+
+    def step(_: int) -> None:
+        array.mul_(1.0001)
+
+    return step
+
+
+def agree(numel: int, tolerance: float = 1e-6) -> None:
+    """Raises AssertionError unless DeepSpeed's step and ours make the same weights of the same state."""
+    results: list[Tensor] = []
+    for build in (ours, deepspeed):
+        shard = Shard(numel)
+        build(shard)(1)
+        results.append(shard.master)
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+def race(mine: Callable[[int], None], other: Callable[[int], None], rounds: int) -> list[tuple[float, float]]:
+    """Seconds (ours, theirs) of each round, the one first in one round and last in the next; a first is thrown away."""
+    times = []
+    for turn in range(rounds + 1):
+        seconds = {}
+        pair = {"ours": mine, "theirs": other}
+        for name in list(pair)[:: 1 if turn % 2 else -1]:
+            start = time.perf_counter()
+            pair[name](turn + 1)
+            seconds[name] = time.perf_counter() - start
+        times.append((seconds["ours"], seconds["theirs"]))
+    return times[1:]

@@ -1,0 +1,32 @@
+"""What is trained on: a model's shape, a batch, a dtype.
+
+Owns `Workload` and the weights all contenders start from.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from elixir_moe.models.config import GPTConfig
+from elixir_moe.models.gpt import GPT
+
+SEED = 20240607
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What every contender of a row trains on."""
+
+    name: str
+    model: GPTConfig
+    batch: int
+    """Sequences a rank and step."""
+    bf16: bool = False
+    """Forward and backward in bf16, with fp32 masters; else fp32."""
+
+
+def fresh_model(config: GPTConfig, mesh: DeviceMesh | None = None) -> GPT:
+    """The model all contenders start from; `mesh` spreads its experts."""
+    torch.manual_seed(SEED)
+    return GPT(config, mesh)
