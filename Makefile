@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.peers-installed
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test test-all lint format train bench paper-table clean
+.PHONY: setup test test-all lint format train bench bench-gpu paper-table clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,9 @@ train: setup
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -W ignore -m benchmarks.run --out build/bench.json
+
+bench-gpu: setup
+	$(BIN)/python -m benchmarks.gpu --trace --out build/bench-gpu.json
 
 paper-table: setup
 	$(BIN)/python -m benchmarks.paper_table
