@@ -39,7 +39,7 @@ def config(tmp_path: Path) -> str:
         (["--optimizer.betas", "0.9"], "optimizer.betas: expected [float, float]"),
         (
             ["--plan.kind", "zero5"],
-            "plan.kind: expected ddp, zero2, zero3, offload, got 'zero5'; did you mean",
+            "plan.kind: expected ddp, zero2, zero3, offload, auto, got 'zero5'; did you mean",
         ),
         (["--plan.kind", "ddp"], "plan.rcache_blocks means nothing for plan.kind=ddp"),
         (["--plan.rcache_blocks", "0"], "plan.rcache_blocks: expected at least 1 block, got 0"),

@@ -1,6 +1,8 @@
 """``plan="auto"``: exact like any other plan, holding what it said, and refusing what it cannot plan."""
 
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from elixir_moe.search import prediction
 from elixir_moe.search.cost import Seconds
 from elixir_moe.search.hardware import Fitted
 from elixir_moe.search.measure import cache_path, describe
+from elixir_moe.train.config import PlanConfig
 from tests.hf_cases import LLAMA, Family
 from tests.parity import compare, make_optimizer, mesh_of_world, plain, run, tokens
 from tests.ranks import RankPool
@@ -340,3 +343,35 @@ def test_a_plan_says_why_it_was_chosen(capsys: pytest.CaptureFixture[str], ranks
 def found_plan() -> em.Plan:
     model = GPT(CONFIGS["dense"])
     return auto(model, lm_loss, tokens(0, 0, 8, 32), 1 << 30)[0].plan
+
+
+TINY = """
+model: {seq_len: 16, n_layers: 2, d_model: 16, n_heads: 2}
+plan: {kind: auto, hardware: a100-80g-pcie-x4}
+run: {steps: 8, global_batch: 2, accumulation: 2, eval_every: 8, eval_batches: 1, sample_bytes: 0, out: %s}
+"""
+
+
+def test_training_prints_predicted_beside_measured(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(TINY % (tmp_path / "run"))
+    command = [sys.executable, "-m", "elixir_moe", "train", "--config", str(config), "--json"]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=200, text=True)
+    found = json.loads(done.stdout)["prediction"]
+    assert found["held_device_bytes"] == found["predicted_device_bytes"] > 0
+    assert found["measured_step_seconds"] > 0 and found["predicted_step_seconds"] > 0
+    assert "predicted       measured" in done.stderr and "U_allowed" in done.stderr
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["scatter"] is True
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "auto", "rcache_blocks": 2}, "plan.rcache_blocks means nothing for plan.kind=auto"),
+        ({"kind": "zero2", "budget_gib": 1.0}, "plan.budget_gib means nothing for plan.kind=zero2"),
+        ({"kind": "auto", "budget_gib": 0.0}, "plan.budget_gib: expected a finite number above 0"),
+    ],
+)
+def test_settings_of_other_plans_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(em.ConfigError, match=message):
+        PlanConfig(**given)

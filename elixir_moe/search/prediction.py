@@ -40,8 +40,10 @@ class Prediction:
         self.measured_seconds: float | None = None
         """Measured: of the slowest rank, the median of the steps that were measured; None before they are done."""
         self.device_bytes = forecast.device_bytes
-        """Predicted bytes the library holds on the device; `optimizer.held_bytes` is what it does hold."""
+        """Predicted bytes the library holds on the device."""
         self.host_bytes = forecast.host_bytes
+        self.held_bytes: dict[str, int] = {}
+        """By tier: what it holds at the end of a step; empty before the first."""
         self.again: Plan | None = None
         """If the prediction was off, the plan that the corrected figures lead to: the same one, or a better one."""
         self._task, self._machine = task, machine
@@ -51,6 +53,7 @@ class Prediction:
         """At the end of each step of `optimizer`. Collective when enough were measured."""
         if self.measured_seconds is not None:
             return
+        self.held_bytes = optimizer.held_bytes()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._ends.append(time.perf_counter())
@@ -69,7 +72,9 @@ class Prediction:
             "predicted_step_seconds": self.step_seconds,
             "measured_step_seconds": self.measured_seconds,
             "predicted_device_bytes": self.device_bytes,
+            "held_device_bytes": self.held_bytes.get("device"),
             "predicted_host_bytes": self.host_bytes,
+            "held_host_bytes": self.held_bytes.get("host"),
             "planned_again": None if self.again is None else json.loads(self.again.to_json()),
         }
 

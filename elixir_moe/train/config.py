@@ -20,6 +20,7 @@ _MEANINGFUL: dict[str, tuple[str, ...]] = {
     "zero2": ("chunk_numel",),
     "zero3": ("rcache_blocks", "chunk_numel"),
     "offload": ("rcache_blocks", "chunk_numel", "device_chunks"),
+    "auto": ("hardware", "budget_gib"),
 }
 
 
@@ -40,17 +41,22 @@ class DataConfig:
 class PlanConfig:
     """Where weights and optimizer state live, and how many gathered weights are kept."""
 
-    kind: Literal["ddp", "zero2", "zero3", "offload"] = "zero2"
-    """ddp: all on each device; zero2: optimizer sharded; zero3: weights too; offload: both at home in host memory."""
+    kind: Literal["ddp", "zero2", "zero3", "offload", "auto"] = "zero2"
+    """ddp: all on each device; zero2: optimizer sharded; zero3: weights too; offload: both at home in host memory;
+    auto: the fastest of these that fits."""
     rcache_blocks: int | None = None
     """Blocks of the rCache, each of one chunk, for zero3 and offload; null (offload only) means one for each chunk."""
     chunk_numel: int | None = None
     """Elements of a chunk, for all but ddp; null takes the length that wastes least."""
     device_chunks: int | None = None
     """Chunks at home on the device all the same, for offload; null means none."""
+    hardware: str | None = None
+    """What auto plans for: a machine that ships with the package, or a file; null measures this one."""
+    budget_gib: float | None = None
+    """Device memory of a rank auto plans for, activations included; null takes what is free."""
 
     def __post_init__(self) -> None:
-        for name in ("rcache_blocks", "chunk_numel", "device_chunks"):
+        for name in ("rcache_blocks", "chunk_numel", "device_chunks", "hardware", "budget_gib"):
             if getattr(self, name) is not None and name not in _MEANINGFUL[self.kind]:
                 meant = f"plan.{name} means nothing for plan.kind={self.kind}"
                 raise ConfigError(f"{meant}: remove it, or choose another kind")
@@ -60,6 +66,8 @@ class PlanConfig:
         numel = self.chunk_numel
         _check(numel is None or numel >= 1, "plan.chunk_numel", numel, "at least 1 element")
         _check((self.device_chunks or 0) >= 0, "plan.device_chunks", self.device_chunks, "0 or more chunks")
+        budget = self.budget_gib
+        _check(budget is None or 0 < budget < math.inf, "plan.budget_gib", budget, "a finite number above 0, or null")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

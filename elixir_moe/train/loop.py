@@ -59,6 +59,8 @@ def train(config: TrainConfig, text: ByteText, directory: Path | None, console: 
         report.write("config.yaml", settings.to_yaml(config))
         report.say(training.description())
         report.plan(training.optimizer.plan_table(), training.optimizer.plan.to_json())
+        if training.optimizer.plan.explanation:
+            report.say(training.optimizer.plan.explanation)
         training.run(report)
         return training.conclude(report, bigram_loss)
 
@@ -75,9 +77,22 @@ class Training:
         annotate(model, gpt_patterns(model))
         self.parameters = _count_parameters(model)
         optimizer = _adamw(model, config.optimizer)
-        self.model, self.optimizer = wrap(
-            model, optimizer, plan=_plan(config.plan), compute_dtype=_DTYPES[config.run.dtype]
-        )
+        dtype = _DTYPES[config.run.dtype]
+        if config.plan.kind == "auto":
+            budget = config.plan.budget_gib
+            self.model, self.optimizer = wrap(
+                model,
+                optimizer,
+                plan="auto",
+                sample=torch.zeros(config.micro_batch // self.ranks, config.model.seq_len + 1, dtype=torch.int64),
+                step=lm_loss,
+                compute_dtype=dtype,
+                hardware=config.plan.hardware,
+                budget_bytes=None if budget is None else int(budget * 2**30),
+                accumulation=config.run.accumulation,
+            )
+        else:
+            self.model, self.optimizer = wrap(model, optimizer, plan=_plan(config.plan), compute_dtype=dtype)
         self.schedule = LambdaLR(self.optimizer, lambda step: lr_factor(step, config.run.steps, config.optimizer))
         torch.manual_seed(config.run.seed + 1 + self.rank)  # from here on chance is dropout, and differs between ranks
         self.validation = validation_batches(
@@ -183,6 +198,7 @@ class Training:
             train_seconds=self.train_seconds,
             tokens_per_second=steps * self.config.tokens_per_step / self.train_seconds,
             out=self.config.run.out,
+            prediction=None if (expected := self.optimizer.prediction) is None else expected.as_dict(),
         )
         report.finish(summary, sample, weights)
         return summary

@@ -79,6 +79,8 @@ class Summary:
     """Bytes trained on a second, over all steps."""
     out: str
     """The run's directory."""
+    prediction: dict[str, Any] | None = None
+    """With plan auto: what was predicted of a step, and what was measured."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -194,6 +196,9 @@ class Report:
             f"{summary.steps} steps, {summary.train_seconds:.0f} s, ranks: {summary.ranks}; files in {summary.out}"
         )
 
+        if summary.prediction is not None:
+            self.say(_beside(summary.prediction))
+
     def write(self, name: str, text: str) -> None:
         """Puts a text file into the run directory, whole or not at all."""
         temporary = self._directory / f"{name}.part"
@@ -207,6 +212,18 @@ class Report:
         if record.val_loss is not None:
             line += f"  validation {record.val_loss:.4f} (bigram {self._bigram_loss:.4f})"
         return line
+
+
+def _beside(prediction: dict[str, Any]) -> str:
+    """Predicted beside measured."""
+    lines = [f"{'':24} {'predicted':>14} {'measured':>14}"]
+    took = prediction["measured_step_seconds"]
+    shown = "too few steps" if took is None else f"{took:.3f} s"
+    lines.append(f"{'a step':24} {prediction['predicted_step_seconds']:>12.3f} s {shown:>14}")
+    for tier in ("device", "host"):
+        expected, held = prediction[f"predicted_{tier}_bytes"], prediction[f"held_{tier}_bytes"]
+        lines.append(f"{f'bytes held, {tier}':24} {expected:>14,} {held:>14,}")
+    return "\n".join(lines)
 
 
 def _finite(value: Any) -> Any:
