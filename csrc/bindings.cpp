@@ -7,13 +7,18 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "adam.hpp"
+#include "cache.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -109,6 +114,41 @@ void adam_step(Floats master, Floats exp_avg, Floats exp_avg_sq, ConstArray grad
     elixir::adam_step(arrays, settings, isa, threads);
 }
 
+using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Numbers = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Loads = std::vector<std::tuple<std::int32_t, std::int32_t, std::int32_t>>;
+
+std::optional<Loads> simulate(Bytes verbs, Numbers starts, Numbers chunks, std::int32_t chunk_count,
+                              std::int32_t blocks) {
+    if (starts.size() != verbs.size() + 1) throw std::invalid_argument("starts needs one number more than verbs");
+    for (std::size_t i = 0; i < verbs.size(); ++i) {
+        const bool ordered = starts(i) >= 0 && starts(i) <= starts(i + 1);
+        if (verbs(i) > 3 || !ordered) throw std::invalid_argument("entry " + std::to_string(i) + " is none");
+    }
+    if (starts(verbs.size()) != static_cast<std::int64_t>(chunks.size())) {
+        throw std::invalid_argument("starts does not end where chunks do");
+    }
+    for (std::size_t i = 0; i < chunks.size(); ++i) {
+        if (chunks(i) < 0 || chunks(i) >= chunk_count) throw std::invalid_argument("chunks has one beyond chunk_count");
+    }
+    const elixir::Schedule schedule{
+        .verbs = verbs.data(),
+        .starts = starts.data(),
+        .chunks = chunks.data(),
+        .entries = verbs.size(),
+        .chunk_count = chunk_count,
+    };
+    std::vector<elixir::Load> found;
+    {
+        const nb::gil_scoped_release no_gil;
+        if (!elixir::simulate(schedule, blocks, found)) return std::nullopt;
+    }
+    Loads loads;
+    loads.reserve(found.size());
+    for (const elixir::Load& load : found) loads.emplace_back(load.chunk, load.block, load.evicted);
+    return loads;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -122,4 +162,9 @@ NB_MODULE(_native, m) {
           "grad"_a.noconvert(), "compute"_a.noconvert().none(), nb::kw_only(), "lr"_a, "beta1"_a, "beta2"_a, "eps"_a,
           "weight_decay"_a, "step"_a, "grad_scale"_a, "decoupled"_a, "maximize"_a, "threads"_a, "isa"_a = "",
           "One Adam or AdamW step on a shard in host memory, in place and in one pass.");
+
+    m.def("simulate", &simulate, "verbs"_a.noconvert(), "starts"_a.noconvert(), "chunks"_a.noconvert(), "chunk_count"_a,
+          "blocks"_a,
+          "The gathers (chunk, block, evicted or -1) of one recorded step on an rCache that is empty at first; None if "
+          "it is too small.");
 }

@@ -1,5 +1,7 @@
 """Kernels on host memory (csrc/). Arrays are taken through DLPack and never converted or copied."""
 
+from array import array
+
 from torch import Tensor
 
 def cpu_features() -> str:
@@ -33,4 +35,23 @@ def adam_step(
         TypeError: `master` or a moment is not float32, or an array is not one-dimensional and contiguous.
         ValueError: Lengths differ, an array is not in host memory, `grad` or `compute` has another dtype, or `step`,
             `threads` or `isa` is out of range.
+    """
+
+def simulate(
+    verbs: array[int], starts: array[int], chunks: array[int], chunk_count: int, blocks: int
+) -> list[tuple[int, int, int]] | None:
+    """The gathers (chunk, block, evicted or -1) of one recorded step on an rCache that is empty at first.
+
+    Args:
+        verbs: "B", one an entry: 0 acquire, 1 release, 2 hold, 3 free.
+        starts: "i", one more: where the chunks of each entry begin in `chunks`.
+        chunks: "i", all below `chunk_count`.
+        chunk_count: how many chunks there are.
+        blocks: blocks of the rCache.
+
+    Returns:
+        None if some entry finds all blocks held.
+
+    Raises:
+        ValueError: The arrays do not fit together.
     """

@@ -36,7 +36,14 @@ def param_specs(
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    return {p: _spec(p, names[p], pattern_of(p) or everywhere, compute_dtype) for p in order}
+    ranks: dict[int, tuple[int, ...]] = {}  # by pattern, which many parameters share: there may be thousands of ranks
+    found = {}
+    for p in order:
+        pattern = pattern_of(p) or everywhere
+        if id(pattern) not in ranks:
+            ranks[id(pattern)] = pattern.replicate_ranks
+        found[p] = _spec(p, names[p], pattern, ranks[id(pattern)], compute_dtype)
+    return found
 
 
 def ranks_of(model: nn.Module, everywhere: Pattern) -> tuple[int, ...]:
@@ -45,17 +52,18 @@ def ranks_of(model: nn.Module, everywhere: Pattern) -> tuple[int, ...]:
     return tuple(sorted({rank for pattern in patterns for rank in pattern.mesh.ranks})) or everywhere.mesh.ranks
 
 
-def _spec(parameter: nn.Parameter, names: list[str], pattern: Pattern, compute_dtype: torch.dtype | None) -> ParamSpec:
+def _spec(
+    parameter: nn.Parameter,
+    names: list[str],
+    pattern: Pattern,
+    ranks: tuple[int, ...],
+    compute_dtype: torch.dtype | None,
+) -> ParamSpec:
     dtype = pattern.dtype or (compute_dtype if parameter.is_floating_point() else None) or parameter.dtype
     if parameter.requires_grad and dtype not in TRAINED_IN:
         raise LayoutError(
             f"parameter {names[0]!r} would be trained in {dtype}, but master shards are float32: convert it, or pass "
             f"compute_dtype"
         )
-    key = ChunkGroupKey(
-        ranks=pattern.replicate_ranks,
-        dtype=dtype,
-        trainable=parameter.requires_grad,
-        divisor=pattern.gradient_divisor,
-    )
+    key = ChunkGroupKey(ranks=ranks, dtype=dtype, trainable=parameter.requires_grad, divisor=pattern.gradient_divisor)
     return ParamSpec(name=names[0], shape=tuple(local_of(parameter).shape), key=key, resident=len(names) > 1)

@@ -40,7 +40,7 @@ STOREYS: list[set[str]] = [
 ]
 """From the ground up: a file imports what lies below it, or its neighbours in one room."""
 PURE = ["parallel.pattern", "chunks.group", "chunks.layout", "chunks.plan", "chunks.policy"]
-PURE += [f"search.{name}" for name in ("cost", "estimate", "hardware", "profile", "solve")]
+PURE += [f"search.{name}" for name in ("cost", "estimate", "hardware", "profile", "simulator", "solve")]
 HEAVY = ["jsonargparse", "megatron", "matplotlib", "rich", "yaml", "safetensors", "transformers"]
 
 

@@ -35,6 +35,8 @@ OPT = {
 """(layers, width, heads)."""
 PR_MOE = {"pr-moe-16b": (32, 64), "pr-moe-25b": (48, 112), "pr-moe-29b": (56, 128)}
 """Experts of a mixture layer, and of each of the last two."""
+LARGE_MOE = {"moe-1t": (64, 7680, 60, 64)}
+"""(layers, width, heads, experts of every other layer): two experts a token, a trillion parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +54,12 @@ class Planned:
 
 def names() -> list[str]:
     """All models that have a name."""
-    return [*GPT2, *OPT, *PR_MOE]
+    return [*GPT2, *OPT, *PR_MOE, *LARGE_MOE]
 
 
 def is_mixture(name: str) -> bool:
     """Whether the model has experts, which are spread over ranks."""
-    return name in PR_MOE
+    return name in PR_MOE or name in LARGE_MOE
 
 
 def named_model(name: str, *, batch: int, seq: int, mesh: DeviceMesh | None = None) -> Planned:
@@ -90,6 +92,19 @@ def named_model(name: str, *, batch: int, seq: int, mesh: DeviceMesh | None = No
             experts=experts,
             ep=tuple(gcd(e, ranks) if e else 1 for e in experts),
             residual=True,
+            capacity_factor=1.25,
+        )
+    elif name in LARGE_MOE:
+        layers, width, heads, count = LARGE_MOE[name]
+        config = _gpt(
+            vocab_size=50257,
+            seq_len=2048,
+            n_layers=layers,
+            d_model=width,
+            n_heads=heads,
+            experts=(0, count) * (layers // 2),
+            ep=(1, gcd(count, ranks)) * (layers // 2),
+            top_k=2,
             capacity_factor=1.25,
         )
     else:

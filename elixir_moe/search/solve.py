@@ -14,11 +14,11 @@ import torch
 from elixir_moe.chunks.group import ParamSpec, group_parameters
 from elixir_moe.chunks.layout import ALIGN_BYTES, Layout, best_chunk_numel, build_layout
 from elixir_moe.chunks.plan import Footprint, Plan, Tier, footprint
-from elixir_moe.chunks.policy import Schedule, simulate
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile
+from elixir_moe.search.simulator import Simulator
 
 _LENGTH_SPAN = 4
 """Chunks are tried up to this many times the largest parameter: longer ones only coarsen the rCache."""
@@ -100,7 +100,7 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
     if layout is None:
         layout = build_layout(task.profile.params, plan.chunk_numel, scatter=plan.scatter)
     if loads is None:
-        loads = _simulated(task.profile.schedule(layout), plan.blocks(layout))
+        loads = [load.chunk for load in Simulator(task.profile.schedule(layout)).loads(plan.blocks(layout))]
     moved = cost.traffic(plan, layout, loads)
     return Choice(
         plan=plan,
@@ -163,8 +163,9 @@ class _Length:
         self._task = task
         self._layout = build_layout(task.profile.params, chunk_numel)
         self._numel = chunk_numel
-        self._schedule = task.profile.schedule(self._layout)
-        self.least = self._schedule.least_blocks()
+        schedule = task.profile.schedule(self._layout)
+        self._simulator = Simulator(schedule)
+        self.least = schedule.least_blocks()
         self.most = len(self._layout.cached)
         everything = Plan.offload(rcache_blocks=None, device_chunks=len(self._layout.chunks), chunk_numel=chunk_numel)
         whole = footprint(everything, self._layout, moments=task.moments, staged=task.staged)
@@ -224,7 +225,8 @@ class _Length:
             plan = Plan(scatter=True, offloaded=False, rcache_blocks=cached, chunk_numel=self._numel)
         else:
             plan = Plan.offload(rcache_blocks=cached, device_chunks=count, chunk_numel=self._numel)
-        self._found[blocks] = price(self._task, plan, self._layout, _simulated(self._schedule, blocks))
+        loads = [load.chunk for load in self._simulator.loads(blocks)]
+        self._found[blocks] = price(self._task, plan, self._layout, loads)
 
     def shortage(self) -> dict[Tier, int]:
         """What is missing with the fewest blocks."""
@@ -252,10 +254,3 @@ def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
 
 def _rank(choice: Choice) -> tuple[float, int]:
     return choice.seconds.step, choice.size.device_bytes
-
-
-def _simulated(schedule: Schedule, blocks: int) -> list[int]:
-    """The chunk of every gather of one step."""
-    if not blocks:
-        return []
-    return [load.chunk for load in simulate(schedule, blocks, prefetch=False)[1]]

@@ -1,0 +1,143 @@
+#include "cache.hpp"
+
+#include <deque>
+#include <limits>
+
+namespace elixir {
+
+namespace {
+
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+constexpr std::int32_t kNone = -1;
+
+class Cache {
+  public:
+    Cache(const Schedule& schedule, std::int32_t blocks, std::vector<Load>& loads)
+        : schedule_(schedule),
+          loads_(loads),
+          held_(schedule.chunk_count, 0),
+          block_of_(schedule.chunk_count, kNone),
+          came_(schedule.chunk_count, 0),
+          uses_(schedule.chunk_count),
+          passed_(schedule.chunk_count, 0) {
+        for (std::int32_t block = 0; block < blocks; ++block) empty_.push_back(block);
+        for (std::size_t entry = 0; entry < schedule.entries; ++entry) {
+            if (verb(entry) != Verb::acquire) continue;
+            for (std::int32_t i = first(entry); i < last(entry); ++i) {
+                uses_[schedule.chunks[i]].push_back(static_cast<std::int64_t>(entry));
+            }
+        }
+    }
+
+    bool play() {
+        for (std::size_t entry = 0; entry < schedule_.entries; ++entry) {
+            if (verb(entry) == Verb::acquire) {
+                if (!acquire(entry)) return false;
+                continue;
+            }
+            for (std::int32_t i = first(entry); i < last(entry); ++i) settle(verb(entry), schedule_.chunks[i]);
+        }
+        return true;
+    }
+
+  private:
+    Verb verb(std::size_t entry) const { return static_cast<Verb>(schedule_.verbs[entry]); }
+    std::int32_t first(std::size_t entry) const { return schedule_.starts[entry]; }
+    std::int32_t last(std::size_t entry) const { return schedule_.starts[entry + 1]; }
+
+    bool acquire(std::size_t entry) {
+        std::size_t missing = 0;
+        for (std::int32_t i = first(entry); i < last(entry); ++i) {
+            missing += block_of_[schedule_.chunks[i]] == kNone;
+            ++held_[schedule_.chunks[i]];
+        }
+        if (missing > empty_.size()) {
+            std::size_t loose = 0;
+            for (const std::int32_t chunk : resident_) loose += held_[chunk] == 0;
+            if (missing > empty_.size() + loose) return false;
+        }
+        for (std::int32_t i = first(entry); i < last(entry); ++i) {
+            if (block_of_[schedule_.chunks[i]] == kNone) load(schedule_.chunks[i], static_cast<std::int64_t>(entry));
+        }
+        return true;
+    }
+
+    void load(std::int32_t chunk, std::int64_t now) {
+        std::int32_t block, evicted = kNone;
+        if (!empty_.empty()) {
+            block = empty_.front();  // the one empty for longest
+            empty_.pop_front();
+            resident_.push_back(chunk);
+        } else {
+            const std::size_t place = farthest(now);
+            evicted = resident_[place];
+            block = block_of_[evicted];
+            block_of_[evicted] = kNone;
+            resident_[place] = chunk;
+        }
+        block_of_[chunk] = block;
+        came_[chunk] = ++clock_;
+        loads_.push_back({chunk, block, evicted});
+    }
+
+    // Belady: of what nobody holds, the chunk whose next use lies farthest ahead; of equals, the one that came first.
+    std::size_t farthest(std::int64_t now) {
+        std::size_t best = resident_.size();
+        std::int64_t best_use = kNone;
+        for (std::size_t place = 0; place < resident_.size(); ++place) {
+            const std::int32_t chunk = resident_[place];
+            if (held_[chunk] != 0) continue;
+            const std::int64_t use = next_use(chunk, now);
+            if (use > best_use || (use == best_use && came_[chunk] < came_[resident_[best]])) {
+                best = place;
+                best_use = use;
+            }
+        }
+        return best;
+    }
+
+    std::int64_t next_use(std::int32_t chunk, std::int64_t now) {
+        std::size_t& passed = passed_[chunk];
+        while (passed < uses_[chunk].size() && uses_[chunk][passed] <= now) ++passed;
+        return passed < uses_[chunk].size() ? uses_[chunk][passed] : kNever;
+    }
+
+    void settle(Verb verb, std::int32_t chunk) {
+        if (verb == Verb::hold) {
+            ++held_[chunk];
+        } else if (verb == Verb::release) {
+            if (held_[chunk] > 0) --held_[chunk];
+        } else {
+            held_[chunk] = 0;
+            if (block_of_[chunk] == kNone) return;
+            empty_.push_back(block_of_[chunk]);
+            block_of_[chunk] = kNone;
+            for (std::int32_t& other : resident_) {
+                if (other != chunk) continue;
+                other = resident_.back();
+                resident_.pop_back();
+                break;
+            }
+        }
+    }
+
+    const Schedule& schedule_;
+    std::vector<Load>& loads_;
+    std::vector<std::int32_t> held_;
+    std::vector<std::int32_t> block_of_;
+    std::vector<std::int64_t> came_;  // when each chunk entered its block
+    std::vector<std::vector<std::int64_t>> uses_;
+    std::vector<std::size_t> passed_;  // of its uses, those behind us
+    std::vector<std::int32_t> resident_;
+    std::deque<std::int32_t> empty_;
+    std::int64_t clock_ = 0;
+};
+
+}  // namespace
+
+bool simulate(const Schedule& schedule, std::int32_t blocks, std::vector<Load>& loads) {
+    loads.clear();
+    return Cache(schedule, blocks, loads).play();
+}
+
+}  // namespace elixir

@@ -1,0 +1,33 @@
+// The rCache without its memory: which chunk leaves when another must enter, played over a recorded step.
+//
+// The same decisions as `CacheState` in chunks/policy.py with a schedule and without prefetching, which is what the
+// runtime takes; a test compares the two load by load. The search plays hundreds of steps, the runtime one at a time.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace elixir {
+
+enum class Verb : std::uint8_t { acquire = 0, release = 1, hold = 2, free = 3 };
+
+struct Schedule {
+    const std::uint8_t* verbs;
+    const std::int32_t* starts;  // entries + 1: where the chunks of each entry begin
+    const std::int32_t* chunks;
+    std::size_t entries;
+    std::int32_t chunk_count;  // one more than the largest chunk
+};
+
+struct Load {
+    std::int32_t chunk;
+    std::int32_t block;
+    std::int32_t evicted;  // -1: the block was empty
+};
+
+// The gathers of one step on a cache of `blocks` blocks, empty at first; false if at some entry all blocks are held.
+bool simulate(const Schedule& schedule, std::int32_t blocks, std::vector<Load>& loads);
+
+}  // namespace elixir

@@ -1,0 +1,41 @@
+"""A recorded step played on rCaches of many sizes: in C++ where it was built, as `chunks.policy` plays it otherwise.
+
+Owns the schedule as the native code reads it. The decisions are those of `policy.simulate` without prefetching, which
+moves gathers but never adds one; a test compares them load by load. Source: Elixir v2, A.2.
+"""
+
+from array import array
+
+from elixir_moe.chunks.policy import Load, Schedule, Verb, simulate
+
+try:
+    from elixir_moe import _native
+except ImportError:  # a source tree that was never built: the search takes several times as long
+    _native = None  # type: ignore[assignment]
+
+_NUMBER = {Verb.ACQUIRE: 0, Verb.RELEASE: 1, Verb.HOLD: 2, Verb.FREE: 3}
+
+
+class Simulator:
+    """One schedule, to be played on any number of blocks."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._verbs = array("B", (_NUMBER[entry.verb] for entry in schedule.entries))
+        self._starts, self._chunks = array("i", [0]), array("i")
+        for entry in schedule.entries:
+            self._chunks.extend(entry.chunks)
+            self._starts.append(len(self._chunks))
+
+    def loads(self, blocks: int) -> list[Load]:
+        """The gathers of one step on a cache of `blocks` blocks, empty at first, in order.
+
+        Raises:
+            PlanError: there are too few blocks.
+        """
+        if _native is not None and not self._schedule.kept and len(self._verbs):
+            count = max(self._chunks, default=0) + 1
+            found = _native.simulate(self._verbs, self._starts, self._chunks, count, blocks)
+            if found is not None:
+                return [Load(chunk, block, None if out < 0 else out, False) for chunk, block, out in found]
+        return simulate(self._schedule, blocks, prefetch=False)[1]
