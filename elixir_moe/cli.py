@@ -1,7 +1,8 @@
 """The command line: `elixir-moe VERB ...`, also `python -m elixir_moe VERB ...`.
 
 Owns the arguments, exit codes and what goes to which stream. Trains nothing itself. Exit codes: 0 done; 1 failed while
-running; 2 a setting, file or command-line value is wrong, found before anything was started; 130 interrupted.
+running; 2 a setting, file or command-line value is wrong, found before anything was started; 3 stopped by the
+supervisor, the state saved apart; 75 stopped by a signal, the state saved, to be started again; 130 interrupted.
 """
 
 import argparse
@@ -26,8 +27,9 @@ from elixir_moe.train import config as configs
 from elixir_moe.train import launch, settings
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.data import load_text
-from elixir_moe.train.loop import train
-from elixir_moe.train.report import Console, claim_directory
+from elixir_moe.train.directory import check_directory, claim_directory
+from elixir_moe.train.loop import Stopped, train
+from elixir_moe.train.report import Console
 
 _SECONDS_FOR_RANK_0 = 10.0
 
@@ -45,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     traced = "--traceback" in arguments or os.environ.get("ELIXIR_TRACEBACK") == "1"
     try:
         return _run(arguments)
+    except Stopped as stop:
+        if not (stop.exit_code and launch.leave_error(str(stop), stop.exit_code)) and _rank() == 0:
+            print(f"elixir-moe: {stop}", file=sys.stderr)
+        return stop.exit_code
     except launch.RanksFailed as error:
         print(f"elixir-moe: {error}", file=sys.stderr)
         return error.exit_code
@@ -101,11 +107,11 @@ def _train(known: argparse.Namespace, overrides: list[tuple[str, str]], argument
     config.check_ranks(ranks)
     text = load_text(config.data.paths, config.data.validation, config.model.seq_len)
     if ranks > 1 and not launch.under_torchrun():
-        claim_directory(config.run.out, config.run.overwrite, check_only=True)
+        check_directory(config, text)
         launch.launch(ranks, arguments, config.run.threads)
         return 0
-    directory = claim_directory(config.run.out, config.run.overwrite) if _rank() == 0 else None
-    summary = train(config, text, directory, Console(stderr=known.json))
+    claim = claim_directory(config, text) if _rank() == 0 else None
+    summary = train(config, text, claim, Console(stderr=known.json))
     if summary is not None and known.json:
         print(json.dumps(summary.as_dict()))
     dist.destroy_process_group()

@@ -216,6 +216,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             held[home.tier] += sum(t.nbytes for t in kept) + self._update.state_bytes(chunk)
         return held
 
+    def not_finite(self) -> list[str]:
+        """Names of the parameters whose gradients are not finite in this rank's shards, in packing order."""
+        names = []
+        for chunk, segments in zip(self._chunks, self._segments, strict=True):
+            if chunk.home.has_gradient:
+                gradient = chunk.home.gradient()
+                names += [s.parameter for s in segments if not gradient[s.start : s.stop].isfinite().all()]
+        return [self._hooks.name_of(p) for p in names]
+
     @property
     def schedule(self) -> Schedule | None:
         """The recorded order of chunk uses in a step; None before the first."""
@@ -355,12 +364,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _blame(self, norm: float) -> str:
         """Says whose gradient is not finite, from this rank's shards."""
-        names = []
-        for chunk, segments in zip(self._chunks, self._segments, strict=True):
-            if chunk.home.has_gradient:
-                gradient = chunk.home.gradient()
-                names += [s.parameter for s in segments if not gradient[s.start : s.stop].isfinite().all()]
-        found = ", ".join(self._hooks.name_of(p) for p in names[:8]) or "none in this rank's shards"
+        found = ", ".join(self.not_finite()[:8]) or "none in this rank's shards"
         return (
             f"the global gradient norm is {norm}; gradients that are not finite: {found}. The weights are as before: "
             f"zero_grad() and go on with another batch or a smaller rate"

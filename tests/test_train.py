@@ -24,9 +24,9 @@ from elixir_moe.train import settings
 from elixir_moe.train.bigram import Bigram
 from elixir_moe.train.config import OptimizerConfig, PlanConfig, RunConfig, TrainConfig
 from elixir_moe.train.data import load_text
-from elixir_moe.train.loop import lr_factor
+from elixir_moe.train.directory import claim_directory
 from elixir_moe.train.picture import draw_losses
-from elixir_moe.train.report import claim_directory
+from elixir_moe.train.training import lr_factor
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parent.parent
@@ -100,17 +100,35 @@ def test_the_learning_rate_rises_and_then_falls_to_its_last_value() -> None:
     assert (factors[54] + factors[55]) / 2 == pytest.approx(0.625)
 
 
+def config_of(out: Path, **run: object) -> TrainConfig:
+    return settings.build(TrainConfig, {"model": {}, "plan": {}, "run": {"out": str(out), **run}})
+
+
 def test_a_directory_is_claimed_once_and_only_our_own_files_are_removed(tmp_path: Path) -> None:
-    out = tmp_path / "runs" / "x"
-    claim_directory(str(out), overwrite=False)
-    (out / "metrics.jsonl").touch()
+    """Two runs at once, an unfinished one, one of somebody else."""
+    out, text = tmp_path / "runs" / "x", load_text((), 0.1, 128)
+    claim = claim_directory(config_of(out), text)
+    with pytest.raises(ConfigError, match="another process trains in"):
+        claim_directory(config_of(out), text)
+    claim.release()
+    (out / "metrics.jsonl").write_text("of a run that came to no checkpoint")
     (out / "notes.txt").touch()
     with pytest.raises(ConfigError, match="is not empty"):
-        claim_directory(str(out), overwrite=False)
-    claim_directory(str(out), overwrite=True)
+        claim_directory(config_of(out, resume="never"), text)
+    claim_directory(config_of(out), text).release()
     assert sorted(p.name for p in out.iterdir()) == ["config.yaml", "notes.txt"]
+    (out / "summary.json").write_text('{"steps": 100}')
+    with pytest.raises(ConfigError, match="has ended at step 100"):
+        claim_directory(config_of(out), text)
+    claim_directory(config_of(out, overwrite=True), text).release()
+    assert sorted(p.name for p in out.iterdir()) == ["config.yaml", "notes.txt"]
+    (out / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match="is not empty"):
+        claim_directory(config_of(out), text)
     with pytest.raises(ConfigError, match=r"notes.txt'.*choose another directory"):
-        claim_directory(str(out / "notes.txt"), overwrite=True)
+        claim_directory(config_of(out / "notes.txt", overwrite=True), text)
+    with pytest.raises(ConfigError, match=r"run\.resume: .*nowhere: no such checkpoint"):
+        claim_directory(config_of(tmp_path / "new", resume=str(tmp_path / "nowhere")), text)
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
@@ -131,11 +149,13 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
 def test_a_run_leaves_all_its_files(tiny_run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, done = tiny_run
     names = [
+        "checkpoints",
         "config.yaml",
         "loss.png",
         "metrics.jsonl",
         "plan.json",
         "sample.txt",
+        "status.json",
         "summary.json",
         "weights.safetensors",
     ]

@@ -38,13 +38,18 @@ UPDATES = "updates"
 
 
 class Saving:
-    """A save under way. All methods are collective."""
+    """A save under way. Its methods are collective."""
 
     def __init__(self, path: Path, optimizer: ShardedOptimizer, future: "Future[None] | None") -> None:
         self.path = path
         """The directory."""
         self._optimizer = optimizer
         self._future = future
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's part of it has ended, in whichever way. Not collective."""
+        return self._future is None or self._future.done()
 
     def poll(self) -> bool:
         """Whether the checkpoint is there, on all ranks alike.
@@ -54,7 +59,7 @@ class Saving:
         """
         if self._future is None:
             return True
-        done = together(self._optimizer.control, "asked whether a save has ended", self._future.done)
+        done = together(self._optimizer.control, "asked whether a save has ended", lambda: self.done)
         if not all(done):
             return False
         self.wait()

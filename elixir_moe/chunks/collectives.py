@@ -27,7 +27,8 @@ class Ticket:
     ) -> None:
         self._works = list(works)
         self._finish = finish
-        self._what = what
+        self.what = what
+        """What it is, for messages."""
         self._event: torch.cuda.Event | None = None
 
     def mark(self, stream: "torch.cuda.Stream") -> None:
@@ -39,7 +40,7 @@ class Ticket:
         """Orders the caller after the operation; a second wait costs nothing."""
         works, self._works = self._works, []
         if works:
-            with naming_failures(self._what):
+            with naming_failures(self.what):
                 for work in works:
                     work.wait()
         finish, self._finish = self._finish, None

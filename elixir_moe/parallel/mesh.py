@@ -10,6 +10,7 @@ Ranks are laid out row-major, tensor-parallel ranks next to each other, then exp
 """
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,9 @@ _EXPERT_MESHES = "elixir_expert_meshes"
 """Attribute of a ("dp", "tp") mesh: its expert meshes by (ep, etp), so that they live as long as it does."""
 
 
-def init_mesh(tp: int = 1, *, device_type: str | None = None, backend: str | None = None) -> DeviceMesh:
+def init_mesh(
+    tp: int = 1, *, device_type: str | None = None, backend: str | None = None, timeout: timedelta | None = None
+) -> DeviceMesh:
     """The world as a mesh ("dp", "tp").
 
     Starts torch.distributed if nobody has: from torchrun's environment, or as a world of one without it.
@@ -31,6 +34,7 @@ def init_mesh(tp: int = 1, *, device_type: str | None = None, backend: str | Non
         tp: tensor-parallel degree; must divide the world size.
         device_type: "cuda" or "cpu"; by default CUDA where there is one.
         backend: what `init_process_group` takes; by default gloo for CPU and NCCL for CUDA tensors.
+        timeout: how long a rank waits for the others in a collective; by default what torch takes.
 
     Raises:
         LayoutError: `tp` is no whole number that divides the world size.
@@ -43,7 +47,7 @@ def init_mesh(tp: int = 1, *, device_type: str | None = None, backend: str | Non
     if not dist.is_initialized():
         backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=timeout)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs forget to export it
             dist.init_process_group(backend, store=store, rank=0, world_size=1)

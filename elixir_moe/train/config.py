@@ -4,16 +4,19 @@ Owns the sections and their checks, those against the number of ranks included. 
 and starts nothing: every mistake found here is found before there is a process group.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from elixir_moe.errors import ConfigError, LayoutError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.train import settings
-from elixir_moe.train.data import VOCABULARY
+from elixir_moe.train.data import VOCABULARY, ByteText
 
 _MEANINGFUL: dict[str, tuple[str, ...]] = {
     "ddp": (),
@@ -107,9 +110,14 @@ class RunConfig:
     """How long, how much at a time, on how many ranks, and what is left behind."""
 
     out: str
-    """Directory for everything the run writes; made if missing, refused if it holds something."""
+    """Directory for everything the run writes; made if missing, refused if it holds something else than this run."""
     overwrite: bool = False
-    """Whether an earlier run's files in `out` may be replaced."""
+    """Whether an earlier run's files in `out` are replaced; a run that its launcher restarts goes on all the same."""
+    resume: str = "auto"
+    """auto: the run in `out`, if there is one, goes on from its latest checkpoint; fall_back: from the latest
+    whose files are all sound; never: a used `out` is refused; or a checkpoint of another run to start from."""
+    timeout_seconds: float = 600.0
+    """How long a rank waits for the others before all end with an error."""
     steps: int = 100
     """Optimizer steps."""
     global_batch: int = 32
@@ -139,8 +147,69 @@ class RunConfig:
             _check(getattr(self, name) >= 1, f"run.{name}", getattr(self, name), "at least 1")
         for name in ("seed", "sample_bytes"):
             _check(getattr(self, name) >= 0, f"run.{name}", getattr(self, name), "0 or more")
+        patience = self.timeout_seconds
+        _check(1 <= patience < math.inf, "run.timeout_seconds", patience, "at least 1 second")
         heat = self.temperature
         _check(0 <= heat < math.inf, "run.temperature", heat, "a finite number, 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveConfig:
+    """When the whole state of the training is saved, in OUT/checkpoints."""
+
+    every: int | None = 100
+    """Steps between two checkpoints; the last step is always followed by one. Null makes none at all."""
+    keep: int = 2
+    """How many of them are kept."""
+    asynchronous: bool = True
+    """Whether training goes on while a checkpoint is written."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What to do when a checkpoint could not be written, the disk being full; the last one is always an error."""
+
+    def __post_init__(self) -> None:
+        _check(self.every is None or self.every >= 1, "save.every", self.every, "at least 1 step, or null")
+        _check(self.keep >= 1, "save.keep", self.keep, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchConfig:
+    """What is watched while the run goes on, and what is done about it."""
+
+    on_nan: Literal["skip", "back", "stop"] = "stop"
+    """A loss or gradient that is not finite: skip the batch, go back to the last good checkpoint, or stop with the
+    state saved. Gradients of fp16 that overflow are skipped in any case."""
+    on_divergence: Literal["skip", "back", "stop"] = "stop"
+    """A loss far above those before it, in the same ways."""
+    window: int = 64
+    """Steps that are compared with."""
+    deviations: float = 10.0
+    """How many standard deviations above the last losses a loss is off."""
+    patience: int = 3
+    """Steps in a row, all of them off, that make a divergence; with skip, how many are skipped before the run stops."""
+    back_rate: float = 0.5
+    """What the learning rate is multiplied with when the run goes back."""
+    avoid_batch: bool = True
+    """Whether a run that went back leaves out the batches that led there."""
+    tries: int = 3
+    """How often a run goes back before it stops."""
+    straggler_score: float = 1.5
+    """A rank is reported when it is busy this many times as long as the median rank."""
+    scales_every: int | None = 100
+    """Steps between two looks at the root mean square of every parameter; null for none."""
+    memory_tries: int = 6
+    """How often less memory is used, a step being redone, before the run ends: first a smaller rCache, then half the
+    micro-batch."""
+
+    def __post_init__(self) -> None:
+        for name in ("window", "patience"):
+            _check(getattr(self, name) >= 1, f"watch.{name}", getattr(self, name), "at least 1")
+        for name in ("tries", "memory_tries"):
+            _check(getattr(self, name) >= 0, f"watch.{name}", getattr(self, name), "0 or more")
+        _check(0 < self.deviations < math.inf, "watch.deviations", self.deviations, "a finite number above 0")
+        _check(0 < self.back_rate <= 1, "watch.back_rate", self.back_rate, "a share above 0, at most 1")
+        _check(self.straggler_score > 1, "watch.straggler_score", self.straggler_score, "a number above 1")
+        every = self.scales_every
+        _check(every is None or every >= 1, "watch.scales_every", every, "at least 1 step, or null")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +220,8 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     plan: PlanConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     run: RunConfig
 
     def __post_init__(self) -> None:
@@ -181,6 +252,17 @@ class TrainConfig:
                 f"run.global_batch={self.run.global_batch} is no multiple of {ranks} ranks x run.accumulation="
                 f"{self.run.accumulation}: choose a multiple of {unit}"
             )
+
+
+def identity(config: TrainConfig, text: ByteText) -> dict[str, object]:
+    """By dotted key, what a run keeps for life: what is trained, on which bytes (``data.text``, a hash), how fast."""
+    free = ("model.ep", "model.checkpoint", "data.paths")
+    plain = yaml.safe_load(settings.to_yaml(config))
+    sections = {name: plain[name] for name in ("model", "data", "optimizer")}
+    sections["run"] = {key: plain["run"][key] for key in ("seed", "global_batch")}
+    fixed = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    digest = hashlib.sha256(text.train.numpy().tobytes()).hexdigest()
+    return {key: value for key, value in fixed.items() if key not in free} | {"data.text": digest}
 
 
 def load(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> TrainConfig:

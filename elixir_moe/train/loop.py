@@ -1,259 +1,396 @@
-"""The training loop: text in, trained model out.
+"""The training loop: text in, trained model out, whatever happens in between.
 
-Owns the order of things: forward and backward over the micro-batches, then clip and step, then report; evaluation in
-between, a text sample and the weights at the end. Whatever communicates is called by all ranks, in the same order;
-only what is told and written is rank 0's.
+Owns the order of things. Each step: gradients, one small agreement of all ranks on what happened, the supervisor's
+verdict, the update; then evaluation, a checkpoint and an end where they are due. Whatever communicates is called by all
+ranks, in the same order, and every decision follows from what all have agreed on; only what is told and written is rank
+0's.
 """
 
 import math
+import os
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.lr_scheduler import LambdaLR
 
-from elixir_moe.chunks.plan import Plan
-from elixir_moe.models.gpt import GPT, generate, gpt_patterns, lm_loss, tokens_per_expert
-from elixir_moe.parallel.annotate import annotate, pattern_of
+from elixir_moe.checkpoint.manifest import Manifest
+from elixir_moe.checkpoint.save import Saving
+from elixir_moe.checkpoint.storage import checkpoints
+from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.models.gpt import tokens_per_expert
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.state import full_state_dict
 from elixir_moe.train import settings
 from elixir_moe.train.bigram import Bigram
-from elixir_moe.train.config import OptimizerConfig, PlanConfig, TrainConfig
-from elixir_moe.train.data import ByteText, batch_at, rows_of, validation_batches
+from elixir_moe.train.config import TrainConfig
+from elixir_moe.train.data import ByteText
+from elixir_moe.train.directory import APART, CHECKPOINTS, CONTROL, Claim, extra_of
 from elixir_moe.train.report import Console, Report, StepRecord, Summary
-from elixir_moe.wrap import wrap
+from elixir_moe.train.requests import Control, ControlFile, Signals
+from elixir_moe.train.supervisor import Action, Observation, Supervisor, Verdict
+from elixir_moe.train.training import Training
 
-_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+DIVERGED, REQUEUE = 3, 75
+"""Exit codes of runs that were stopped with their state saved: by the supervisor; by a signal, to be started again."""
 
 
-def train(config: TrainConfig, text: ByteText, directory: Path | None, console: Console) -> Summary | None:
-    """Runs a training from start to end. Collective: every rank calls it with the same settings and text.
+class Stopped(Exception):  # noqa: N818 (no error: it was asked for, or decided)
+    """The run has ended before its last step, with its state saved; the same on all ranks."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreed:
+    """What all ranks know after the gradients of a step."""
+
+    losses: tuple[float, ...]
+    busy_seconds: tuple[float, ...]
+    signal: int
+    """A signal that some rank has received; 0 for none."""
+    saved: bool
+    """The save that was under way has ended on all ranks."""
+    control: Control | None
+    """New settings."""
+
+
+def train(config: TrainConfig, text: ByteText, claim: Claim | None, console: Console) -> Summary | None:
+    """Runs a training to its end. Collective: every rank calls it with the same settings and text.
 
     Args:
         config: the settings, already checked against the number of ranks.
         text: what to train on.
-        directory: the run directory on rank 0, claimed before; None on the others.
+        claim: the run directory on rank 0; None on the others.
         console: where rank 0 writes.
 
     Returns:
         How it ended, on rank 0; None on the others.
 
     Raises:
+        Stopped: it ended early, with its state saved.
         ElixirError: whatever the library finds wrong.
     """
     torch.set_num_threads(config.run.threads)
-    mesh = init_mesh()
-    training = Training(config, text, mesh)
-    bigram_loss = Bigram.fit(text.train).loss(training.validation_text)
-    if directory is None:
-        training.run(None)
-        training.conclude(None, bigram_loss)
-        return None
-    run = config.run
-    with Report(console, directory, steps=run.steps, log_every=run.log_every, bigram_loss=bigram_loss) as report:
-        report.write("config.yaml", settings.to_yaml(config))
-        report.say(training.description())
-        report.plan(training.optimizer.plan_table(), training.optimizer.plan.to_json())
-        if training.optimizer.plan.explanation:
-            report.say(training.optimizer.plan.explanation)
-        training.run(report)
-        return training.conclude(report, bigram_loss)
-
-
-class Training:
-    """A model, its optimizer and its text, between the first step and the last."""
-
-    def __init__(self, config: TrainConfig, text: ByteText, mesh: DeviceMesh) -> None:
-        self.config, self.text, self.mesh = config, text, mesh
-        self.rank, self.ranks = mesh.get_local_rank("dp"), mesh.size(0)
-        self.device = torch.device(mesh.device_type)
-        torch.manual_seed(config.run.seed)  # the same on all ranks: replicated weights start out equal
-        model = GPT(config.model, mesh).to(self.device)
-        annotate(model, gpt_patterns(model))
-        self.parameters = _count_parameters(model)
-        optimizer = _adamw(model, config.optimizer)
-        dtype = _DTYPES[config.run.dtype]
-        if config.plan.kind == "auto":
-            budget = config.plan.budget_gib
-            self.model, self.optimizer = wrap(
-                model,
-                optimizer,
-                plan="auto",
-                sample=torch.zeros(config.micro_batch // self.ranks, config.model.seq_len + 1, dtype=torch.int64),
-                step=lm_loss,
-                compute_dtype=dtype,
-                hardware=config.plan.hardware,
-                budget_bytes=None if budget is None else int(budget * 2**30),
-                accumulation=config.run.accumulation,
+    with ExitStack() as stack:
+        signals = stack.enter_context(Signals())
+        mesh = init_mesh(timeout=timedelta(seconds=config.run.timeout_seconds))
+        source = [str(claim.source) if claim is not None and claim.source is not None else None]
+        dist.broadcast_object_list(source)
+        training = Training(config, text, mesh)
+        report = None
+        if claim is not None:
+            run, loss = config.run, Bigram.fit(text.train).loss(training.validation_text)
+            done = extra_of(claim.source)["progress"]["step"] if claim.source is not None else 0
+            report = stack.enter_context(
+                Report(console, claim.path, steps=run.steps, log_every=run.log_every, bigram_loss=loss, done=done)
             )
-        else:
-            self.model, self.optimizer = wrap(model, optimizer, plan=_plan(config.plan), compute_dtype=dtype)
-        self.schedule = LambdaLR(self.optimizer, lambda step: lr_factor(step, config.run.steps, config.optimizer))
-        torch.manual_seed(config.run.seed + 1 + self.rank)  # from here on chance is dropout, and differs between ranks
-        self.validation = validation_batches(
-            text.validation, batches=config.run.eval_batches, rows=config.micro_batch, seq_len=config.model.seq_len
-        )
-        self.train_seconds = 0.0
-        self.last: StepRecord | None = None
+            report.write("config.yaml", settings.to_yaml(config))
+        loop = Loop(training, report, signals, Path(config.run.out))
+        try:
+            summary = loop.run(Path(source[0]) if source[0] is not None else None)
+        except Stopped:
+            training.optimizer.close()
+            raise
+        training.optimizer.close()
+        return summary
 
-    @property
-    def validation_text(self) -> Tensor:
-        """uint8: the bytes an evaluation sees, each but the first predicted once."""
-        batches, rows = self.validation.shape[:2]
-        return self.text.validation[: batches * rows * self.config.model.seq_len + 1]
 
-    def run(self, report: Report | None) -> None:
-        """All steps and evaluations."""
+class Loop:
+    """One training, from where it stands to its end."""
+
+    def __init__(self, training: Training, report: Report | None, signals: Signals, directory: Path) -> None:
+        self.training, self.report, self.directory = training, report, directory
+        self.config = training.config
+        self.supervisor = Supervisor(self.config.watch)
+        self._signals = signals
+        self._control = ControlFile(directory / CONTROL)
+        self._saving: Saving | None = None
+        self._saved: Path | None = None
+        """The latest checkpoint."""
+        self._last: StepRecord | None = None
+        self._seconds = 0.0
+        self._first = 0
+
+    # -------------------------------------------------------------------------------------------------- start and end
+
+    def run(self, source: Path | None) -> Summary | None:
+        """All steps that are left, and what comes behind the last."""
+        self._begin(source)
         begin = time.perf_counter()
-        for step in range(1, self.config.run.steps + 1):
-            before, lr, start = self.optimizer.statistics(), self.schedule.get_last_lr()[0], time.perf_counter()
-            loss = self.forward_backward(step)
-            norm = self.update()
-            seconds = time.perf_counter() - start
-            self.last = StepRecord(
-                step=step,
-                loss=loss,
-                grad_norm=norm,
-                lr=float(lr),
-                step_seconds=seconds,
-                tokens_per_second=self.config.tokens_per_step / seconds,
-                statistics=(self.optimizer.statistics() - before).as_dict(),
-                tokens_per_expert=tokens_per_expert(self.model),
-                val_loss=self.evaluate() if self._evaluation_is_due(step) else None,
-            )
-            if report is not None:
-                report.step(self.last)
-        self.train_seconds = time.perf_counter() - begin
+        while self.training.progress.step < self.config.run.steps:
+            self.step()
+        self._seconds = time.perf_counter() - begin
+        if self.config.save.every is not None:
+            self._save(asynchronous=False, must=True)
+        return self._conclude()
 
-    def forward_backward(self, step: int) -> float:
-        """Gradients of the mean loss over the step's samples; returns that loss, the same on all ranks."""
-        run = self.config.run
-        batch = batch_at(
-            self.text.train, seed=run.seed, step=step, rows=run.global_batch, seq_len=self.config.model.seq_len
-        )
-        losses = []
-        for micro_batch in batch.chunk(run.accumulation):
-            loss = lm_loss(self.model, rows_of(micro_batch, self.rank, self.ranks).to(self.device))
-            (self.optimizer.scale(loss) / run.accumulation).backward()
-            losses.append(loss.detach())
-        return self._mean_over_ranks(torch.stack(losses).mean())
+    def _begin(self, source: Path | None) -> None:
+        if source is not None:
+            self._load(source)
+            if source.parent == self.directory / CHECKPOINTS:
+                self._saved = source
+                self._move_apart(self.training.progress.step)
+        self._first = self.training.progress.step
+        if self.report is not None:
+            for line in self.training.description():
+                self.report.say(line)
+            optimizer = self.training.optimizer
+            self.report.plan(optimizer.plan_table(), optimizer.plan.to_json())
+            if optimizer.plan.explanation:
+                self.report.say(optimizer.plan.explanation)
+            if source is not None:
+                self.report.event(self._first, "resumed", f"from {source}, step {self._first}")
+        self._apply(self._agree(0.0, 0.0).control, first=True)
+        self._status("running")
 
-    def update(self) -> float | None:
-        """Clips and applies the gradients; returns the global norm."""
-        clip = self.config.optimizer.clip_norm
-        norm = None if clip is None else float(self.optimizer.clip_grad_norm_(clip))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.schedule.step()
-        return norm
-
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean cross-entropy over the validation batches, in nats a byte, without auxiliary losses."""
-        self.model.eval()
-        losses = []
-        for batch in self.validation:
-            mine = rows_of(batch, self.rank, self.ranks).to(self.device)
-            logits = self.model(mine[:, :-1]).logits
-            losses.append(F.cross_entropy(logits.float().flatten(0, 1), mine[:, 1:].flatten()))
-        self.model.train()
-        return self._mean_over_ranks(torch.stack(losses).mean())
-
-    def sample(self) -> str:
-        """Text the model writes after the start of the validation part; all ranks write the same."""
-        run = self.config.run
-        if not run.sample_bytes:
-            return ""
-        prompt = self.text.validation[: min(64, self.config.model.seq_len)]
-        tokens = generate(
-            self.model,
-            prompt.long().unsqueeze(0).to(self.device),
-            run.sample_bytes,
-            temperature=run.temperature,
-            generator=torch.Generator(self.device).manual_seed(run.seed),
-        )
-        return bytes(tokens[0].tolist()).decode(errors="replace")
-
-    def conclude(self, report: Report | None, bigram_loss: float) -> Summary | None:
+    def _conclude(self) -> Summary | None:
         """The sample, the weights and the summary; whatever communicates comes before rank 0 goes its own way."""
-        sample, weights = self.sample(), full_state_dict(self.model)
-        if report is None:
+        training, last = self.training, self._last
+        val_loss = training.evaluate() if last is None or last.val_loss is None else last.val_loss
+        sample, weights = training.sample(), full_state_dict(training.model)
+        if self.report is None:
             return None
-        assert self.last is not None and self.last.val_loss is not None, (
-            "the last step is always followed by an evaluation"
-        )
         steps = self.config.run.steps
         summary = Summary(
             steps=steps,
-            ranks=self.ranks,
-            parameters=self.parameters,
-            train_loss=self.last.loss,
-            val_loss=self.last.val_loss,
-            bigram_loss=bigram_loss,
-            train_seconds=self.train_seconds,
-            tokens_per_second=steps * self.config.tokens_per_step / self.train_seconds,
+            ranks=training.ranks,
+            parameters=training.parameters,
+            train_loss=math.nan if last is None else last.loss,
+            val_loss=val_loss,
+            bigram_loss=self.report.bigram_loss,
+            train_seconds=self._seconds,
+            tokens_per_second=(steps - self._first) * self.config.tokens_per_step / max(self._seconds, 1e-9),
             out=self.config.run.out,
-            prediction=None if (expected := self.optimizer.prediction) is None else expected.as_dict(),
+            prediction=None if (expected := training.optimizer.prediction) is None else expected.as_dict(),
         )
-        report.finish(summary, sample, weights)
+        self.report.finish(summary, sample, weights)
+        self._status("done")
         return summary
 
-    def description(self) -> str:
-        """What is about to be trained, in a few lines."""
-        model, run = self.config.model, self.config.run
-        kinds = (f"{n} experts (ep {ep})" if n else "dense" for n, ep in zip(model.experts, model.ep, strict=True))
-        batches, rows = self.validation.shape[:2]
-        return (
-            f"model       {self.parameters:,} parameters, layers of width {model.d_model}: {', '.join(kinds)}\n"
-            f"text        {len(self.text.train):,} bytes to train on, {len(self.text.validation):,} for validation "
-            f"({len(self.validation_text) - 1:,} of them used: {batches} batches of {rows})\n"
-            f"step        {run.global_batch} samples of {model.seq_len} bytes, ranks: {self.ranks}, "
-            f"micro-batches: {run.accumulation}, {run.dtype}"
+    # ---------------------------------------------------------------------------------------------------------- a step
+
+    def step(self) -> None:
+        """One step, and what is due behind it."""
+        training, run = self.training, self.config.run
+        before, start = training.optimizer.statistics(), time.perf_counter()
+        loss = training.forward_backward()
+        norm = training.norm()
+        agreed = self._agree(loss, time.perf_counter() - start)
+        experts = tokens_per_expert(training.model)
+        action = self.supervisor.observe(self._observation(agreed, norm, experts))
+        for note in action.notes:
+            self._event(note.kind, note.text)
+        lr = training.learning_rate()
+        if action.verdict is Verdict.GO:
+            training.update()
+        elif not self._depart(action):
+            return
+        step, seconds = training.progress.step, time.perf_counter() - start
+        due = step % run.eval_every == 0 or step == run.steps
+        self._last = StepRecord(
+            step=step,
+            loss=sum(agreed.losses) / len(agreed.losses),
+            grad_norm=norm,
+            lr=lr,
+            step_seconds=seconds,
+            tokens_per_second=self.config.tokens_per_step / seconds,
+            statistics=(training.optimizer.statistics() - before).as_dict(),
+            tokens_per_expert=experts,
+            val_loss=training.evaluate() if due else None,
+        )
+        if self.report is not None:
+            self.report.step(self._last)
+        self._follow(agreed)
+
+    def _agree(self, loss: float, seconds: float) -> Agreed:
+        """One small all-gather: what each rank found in a step and what it was asked. Collective."""
+        asked: Control | ConfigError | None = None
+        if self.report is not None:
+            try:
+                asked = self._control.changed()
+            except ConfigError as error:
+                asked = error
+        done = self._saving is None or self._saving.done
+        group = self.training.optimizer.control
+        mine = torch.tensor([loss, seconds, self._signals.received, done, asked is not None], dtype=torch.float64)
+        table = torch.empty(self.training.ranks, len(mine), dtype=torch.float64)
+        dist.all_gather(list(table), mine, group=group)
+        losses, busy, signals, saved, changed = table.t().tolist()
+        box: list[Any] = [asked]
+        if changed[0]:
+            dist.broadcast_object_list(box, group=group)
+        if isinstance(box[0], ConfigError):
+            self._event("control", f"{CONTROL} is not followed: {box[0]}")
+        return Agreed(
+            losses=tuple(losses),
+            busy_seconds=tuple(busy),
+            signal=int(max(signals)),
+            saved=all(saved),
+            control=box[0] if isinstance(box[0], Control) else None,
         )
 
-    def _evaluation_is_due(self, step: int) -> bool:
-        return step % self.config.run.eval_every == 0 or step == self.config.run.steps
+    def _observation(self, agreed: Agreed, norm: float, experts: dict[str, list[int]]) -> Observation:
+        every, progress = self.config.watch.scales_every, self.training.progress
+        return Observation(
+            step=progress.step + 1,
+            batch=progress.batch,
+            losses=agreed.losses,
+            norm=norm,
+            scaled=self.training.optimizer.loss_scale is not None,
+            busy_seconds=agreed.busy_seconds,
+            tokens_per_expert=experts,
+            scales=self.training.scales() if every is not None and progress.step % every == 0 else {},
+        )
 
-    def _mean_over_ranks(self, value: Tensor) -> float:
-        total = value.float()
-        dist.all_reduce(total)
-        return total.item() / dist.get_world_size()
+    def _depart(self, action: Action) -> bool:
+        """Does what a verdict other than GO asks for; whether the step counts as done."""
+        training = self.training
+        reason = action.reason + (training.name_not_finite() if action.not_finite else "")
+        if action.verdict is Verdict.SKIP:
+            self._event("skipped", reason)
+            training.skip()
+            return True
+        if action.verdict is Verdict.BACK:
+            target = self._last_good(action.before)
+            if target is not None:
+                self._go_back(target, action, reason)
+                return False
+            reason += "; there is no checkpoint to go back to"
+        training.skip()
+        self._settle()
+        box = [self._free_name(self.directory / APART, training.progress.step)]
+        dist.broadcast_object_list(box, group=training.optimizer.control)
+        path = box[0]
+        training.save(path, self.supervisor.state())
+        self._event("stopped", f"{reason}; the state is saved in {path}")
+        self._status("failed", reason)
+        raise Stopped(f"{reason}. The state is saved in {path}, the weights are as before that step", DIVERGED)
 
+    def _go_back(self, target: Path, action: Action, reason: str) -> None:
+        training = self.training
+        self._settle()
+        avoid, rate = training.progress.avoid + action.avoid, training.progress.rate * action.rate
+        self._load(target)
+        training.progress.avoid, training.progress.rate = avoid, rate
+        step = training.progress.step
+        self._move_apart(step)
+        self._saved = target
+        if self.report is not None:
+            self.report.go_back(step)
+        without = f", without the batches {list(action.avoid)}" if action.avoid else ""
+        self._event("went back", f"{reason}; back to step {step}, at {rate:g} of the learning rate{without}")
 
-def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Share of the learning rate at a step counted from 0: a linear rise, then half a cosine down to `final_lr`."""
-    if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
-    done = min(1.0, (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps))
-    return config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * done)) / 2
+    # ------------------------------------------------------------------------------------------------ behind the step
 
+    def _follow(self, agreed: Agreed) -> None:
+        """Saves and ends where that is due."""
+        step, every = self.training.progress.step, self.config.save.every
+        if self._saving is not None and agreed.saved:
+            self._settle()
+        control = self._apply(agreed.control)
+        if agreed.signal or control.stop:
+            self._save(asynchronous=False, must=True)
+            why = f"signal {agreed.signal}" if agreed.signal else CONTROL
+            text = f"stopped after step {step} by {why}; the state is saved in {self._saved}"
+            self._event("stopped", text)
+            self._status("stopped", text)
+            raise Stopped(f"{text}; the same command goes on from there", REQUEUE if agreed.signal else 0)
+        if control.save or (every is not None and step % every == 0 and step < self.config.run.steps):
+            self._save(asynchronous=self.config.save.asynchronous)
 
-def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    param_groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(param_groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    def _apply(self, control: Control | None, *, first: bool = False) -> Control:
+        """Takes over new settings. What the file asks for once (save, stop) it cannot have asked of this start."""
+        if control is None:
+            return Control()
+        progress = self.training.progress
+        for name in ("lr", "clip_norm"):
+            value, before = getattr(control, name), getattr(progress, name)
+            if value is not None and value != before:
+                setattr(progress, name, value)
+                self._event("control", f"{name} is {value:g} from step {progress.step + 1} on, it was {before}")
+        return Control() if first else control
 
+    def _save(self, *, asynchronous: bool, must: bool = False) -> None:
+        """A checkpoint of now, unless there is one. An error is one of the run if it `must` be, or by policy."""
+        self._settle(must=must)
+        step = self.training.progress.step
+        path = self.directory / CHECKPOINTS / f"step-{step:08d}"
+        if self._saved == path:
+            return
+        try:
+            state, keep = self.supervisor.state(), self.config.save.keep
+            saving = self.training.save(path, state, keep=keep, asynchronous=asynchronous)
+        except CheckpointError as error:
+            self._save_failed(error, must)
+            return
+        if asynchronous:
+            self._saving = saving
+        else:
+            self._saved = path
+            self._status("running")
 
-def _plan(config: PlanConfig) -> Plan:
-    if config.kind == "ddp":
-        return Plan.ddp()
-    if config.kind == "zero2":
-        return Plan.zero2(chunk_numel=config.chunk_numel)
-    if config.kind == "zero3":
-        assert config.rcache_blocks is not None, "the settings were checked before"
-        return Plan.zero3(rcache_blocks=config.rcache_blocks, chunk_numel=config.chunk_numel)
-    return Plan.offload(
-        rcache_blocks=config.rcache_blocks, device_chunks=config.device_chunks or 0, chunk_numel=config.chunk_numel
-    )
+    def _settle(self, *, must: bool = False) -> None:
+        """Ends the save that is under way."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            try:
+                self._saved = saving.wait()
+                self._status("running")
+            except CheckpointError as error:
+                self._save_failed(error, must)
 
+    def _save_failed(self, error: CheckpointError, must: bool) -> None:
+        self._event("save failed", f"{error}; the latest checkpoint is {self._saved}")
+        if must or self.config.save.on_failure == "stop":
+            raise error
 
-def _count_parameters(model: nn.Module) -> int:
-    """Elements of the whole model: a parameter that ranks share out counts with all its parts, a tied one once."""
-    patterns = ((p, pattern_of(p)) for p in model.parameters())
-    return sum(math.prod(pattern.global_shape(p.shape)) if pattern else p.numel() for p, pattern in patterns)
+    def _load(self, path: Path) -> None:
+        self.supervisor.restore(self.training.load(path))
+
+    def _last_good(self, before: int) -> Path | None:
+        """The latest checkpoint of fewer than `before` steps, by what rank 0 sees."""
+        self._settle()
+        found: list[Path | None] = [None]
+        if self.report is not None and (self.directory / CHECKPOINTS).is_dir():
+            for path, manifest in checkpoints(self.directory / CHECKPOINTS):
+                if isinstance(manifest, Manifest) and extra_of(path)["progress"]["step"] < before:
+                    found[0] = path
+        dist.broadcast_object_list(found, group=self.training.optimizer.control)
+        return found[0]
+
+    def _move_apart(self, step: int) -> None:
+        """Checkpoints of steps after `step` are of another past: rank 0 puts them where none looks for the latest."""
+        if self.report is None:
+            return
+        for path, manifest in checkpoints(self.directory / CHECKPOINTS):
+            own = path.name.removeprefix("step-")
+            if own.isdigit() and int(own) > step:
+                (self.directory / APART).mkdir(exist_ok=True)
+                target = self._free_name(self.directory / APART, int(own))
+                os.rename(path, target)
+                damaged = "" if isinstance(manifest, Manifest) else ", which is damaged,"
+                self._event("moved apart", f"{path.name}{damaged} is now {target}")
+
+    def _free_name(self, room: Path, step: int) -> Path:
+        """A name for a checkpoint in `room` that is not taken."""
+        name, number = f"step-{step:08d}", 1
+        while (room / name).exists():
+            number += 1
+            name = f"step-{step:08d}-{number}"
+        return room / name
+
+    def _event(self, kind: str, text: str) -> None:
+        if self.report is not None:
+            self.report.event(self.training.progress.step, kind, text)
+
+    def _status(self, state: str, reason: str = "") -> None:
+        if self.report is not None:
+            saved = None if self._saved is None else str(self._saved)
+            self.report.status(state, self.training.progress.step, saved, reason)

@@ -1,19 +1,11 @@
 """What a run tells and leaves behind: lines or a bar on the screen, and the files of its directory.
 
-Owns the run directory and the form of every record in it. Rank 0 alone has a `Report`. Computes nothing about training.
-
-    runs/x/   config.yaml           the settings, ready to be used again; also the mark that the directory is taken
-              plan.json             where everything was held
-              metrics.jsonl         one object a step
-              loss.png              the losses against the steps
-              sample.txt            text the trained model wrote
-              weights.safetensors   full weights, named as in the model without this library
-              summary.json          what `--json` prints
+Owns the form of every record in the run directory. Rank 0 alone has a `Report`. Computes nothing about training.
 """
 
 import json
 import math
-import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,11 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.torch import save_file
 
-from elixir_moe.errors import ConfigError
-
-__all__ = ["Console", "Report", "StepRecord", "Summary", "claim_directory"]
-
-FILES = ("config.yaml", "plan.json", "metrics.jsonl", "loss.png", "sample.txt", "weights.safetensors", "summary.json")
+__all__ = ["Console", "Report", "StepRecord", "Summary"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,45 +75,17 @@ class Summary:
         return {key: _finite(value) for key, value in asdict(self).items()}
 
 
-def claim_directory(out: str, overwrite: bool, *, check_only: bool = False) -> Path:
-    """Makes the run directory this run's own, or refuses.
-
-    Args:
-        out: the directory.
-        overwrite: remove an earlier run's files; no other file is ever removed.
-        check_only: refuse where it must be refused, but change nothing.
-
-    Raises:
-        ConfigError: the directory holds something and `overwrite` is off, is no directory, or cannot be written.
-    """
-    directory = Path(out)
-    try:
-        if directory.exists() and os.listdir(directory) and not overwrite:
-            raise ConfigError(
-                f"run.out: {out!r} is not empty: choose another directory, or give --run.overwrite true to replace "
-                f"the run in it"
-            )
-        if check_only:
-            return directory
-        directory.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            (directory / name).unlink(missing_ok=True)
-        (directory / "config.yaml").open("x").close()
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"run.out: cannot use {out!r}: {reason}; choose another directory") from error
-    return directory
-
-
 class Report:
     """Rank 0's reporter, from the first line to the last file."""
 
-    def __init__(self, console: Console, directory: Path, *, steps: int, log_every: int, bigram_loss: float) -> None:
+    def __init__(
+        self, console: Console, directory: Path, *, steps: int, log_every: int, bigram_loss: float, done: int = 0
+    ) -> None:
+        """`done`: steps a run that goes on has behind it; what was written of later ones is dropped."""
         self._console, self._directory = console, directory
-        self._steps, self._log_every, self._bigram_loss = steps, log_every, bigram_loss
-        self._metrics = (directory / "metrics.jsonl").open("w", encoding="utf-8")
-        self._train_losses: list[tuple[int, float]] = []
-        self._val_losses: list[tuple[int, float]] = []
+        self._steps, self._log_every, self.bigram_loss = steps, log_every, bigram_loss
+        self._first = done + 1
+        self._go_back(done)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -135,7 +95,7 @@ class Report:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task("", total=steps)
+        self._task = self._progress.add_task("", total=steps, completed=done)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -171,8 +131,35 @@ class Report:
             self._val_losses.append((record.step, record.val_loss))
         self._progress.update(self._task, completed=record.step, description=f"loss {record.loss:.3f}")
         due = not self._console.is_terminal and record.step % self._log_every == 0
-        if due or record.val_loss is not None or record.step in (1, self._steps):
+        if due or record.val_loss is not None or record.step in (self._first, self._steps):
             self.say(self._line(record))
+
+    def go_back(self, step: int) -> None:
+        """What follows `step` will be done again."""
+        self._metrics.close()
+        self._go_back(step)
+
+    def _go_back(self, step: int) -> None:
+        path = self._directory / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() and step else []
+        whole = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+        kept = [(line, record) for line, record in whole if record["step"] <= step]
+        self.write("metrics.jsonl", "".join(line for line, _ in kept))
+        self._train_losses = [(r["step"], r["loss"]) for _, r in kept if r["loss"] is not None]
+        self._val_losses = [(r["step"], r["val_loss"]) for _, r in kept if r["val_loss"] is not None]
+        self._metrics = path.open("a", encoding="utf-8")
+
+    def event(self, step: int, kind: str, text: str, **facts: Any) -> None:
+        """Keeps what happened in a step besides training, and shows it."""
+        line = json.dumps({"step": step, "time": time.time(), "kind": kind, "text": text, **facts})
+        with (self._directory / "events.jsonl").open("a", encoding="utf-8") as events:
+            events.write(line + "\n")
+        self.say(f"{kind}: {text}")
+
+    def status(self, state: str, step: int, checkpoint: str | None, reason: str = "") -> None:
+        """Says how the run stands: running, stopped, failed or done."""
+        facts = {"state": state, "step": step, "checkpoint": checkpoint, "reason": reason}
+        self.write("status.json", json.dumps(facts) + "\n")
 
     def finish(self, summary: Summary, sample: str, weights: Mapping[str, torch.Tensor]) -> None:
         """Writes what is only known at the end."""
@@ -180,7 +167,7 @@ class Report:
 
         self._progress.stop()
         title = f"{summary.out}: {summary.parameters:,} parameters, ranks: {summary.ranks}"
-        draw_losses(self._directory / "loss.png", title, self._train_losses, self._val_losses, self._bigram_loss)
+        draw_losses(self._directory / "loss.png", title, self._train_losses, self._val_losses, self.bigram_loss)
         self.write("sample.txt", sample)
         # A copy each: safetensors refuses tensors that share memory, as tied weights do under their two names.
         tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
@@ -210,7 +197,7 @@ class Report:
         line = f"step {record.step:>5}  loss {record.loss:.4f}{norm}  lr {record.lr:.2e}"
         line += f"  {record.tokens_per_second:,.0f} bytes/s"
         if record.val_loss is not None:
-            line += f"  validation {record.val_loss:.4f} (bigram {self._bigram_loss:.4f})"
+            line += f"  validation {record.val_loss:.4f} (bigram {self.bigram_loss:.4f})"
         return line
 
 

@@ -1,0 +1,193 @@
+"""The run directory: whose it is, what lies in it, and from which checkpoint the run in it goes on.
+
+Owns the names of its files, the lock of the process that trains in it, and what `elixir-moe clean` takes away. Starts
+no communication; rank 0 alone claims a directory.
+
+    runs/x/   config.yaml           the settings, ready to be used again; also the mark that the directory is a run's
+              plan.json             where everything was held
+              metrics.jsonl         one object a step
+              events.jsonl          what happened besides: saves, faults, new settings; missing if nothing did
+              status.json           running, stopped, failed or done; the step and the latest checkpoint
+              checkpoints/          step-00000100, ...: see `elixir_moe.checkpoint`
+              apart/                the state of a run that diverged
+              control.yaml          the user's: new settings while it runs
+              loss.png              the losses against the steps
+              sample.txt            text the trained model wrote
+              weights.safetensors   full weights, named as in the model without this library
+              summary.json          what `--json` prints
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from elixir_moe.checkpoint.storage import MANIFEST, collect, latest, partials, read_manifest
+from elixir_moe.checkpoint.values import decode
+from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.train.config import TrainConfig, identity
+from elixir_moe.train.data import ByteText
+
+FILES: tuple[str, ...] = (
+    *("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "status.json", "loss.png", "sample.txt"),
+    *("weights.safetensors", "summary.json"),
+)
+CHECKPOINTS, APART, CONTROL = "checkpoints", "apart", "control.yaml"
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+class Claim:
+    """A run directory that this process has taken, until it ends or `release` is called."""
+
+    def __init__(self, path: Path, source: Path | None) -> None:
+        """Locks `path`. Raises ConfigError if another process trains in it."""
+        self.path = path
+        self.source = source
+        """The checkpoint to go on from; None for a new run."""
+        self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError(
+                f"run.out: another process trains in '{path}': wait for it, or choose another directory"
+            ) from error
+
+    def release(self) -> None:
+        """Lets others have it."""
+        os.close(self._lock)
+
+
+def restarted() -> bool:
+    """Whether a launcher has started this process in the place of one that failed."""
+    return any(os.environ.get(name, "0") != "0" for name in _RESTARTS)
+
+
+def check_directory(config: TrainConfig, text: ByteText) -> Path | None:
+    """Refuses where `claim_directory` would, but changes nothing; returns the checkpoint the run would go on from."""
+    run, directory = config.run, Path(config.run.out)
+    try:
+        used = directory.exists() and bool([name for name in os.listdir(directory) if name != CONTROL])
+    except OSError as error:
+        raise _unusable(run.out, error) from error
+    if not used or (run.overwrite and not restarted()):
+        return _chosen(config, text)
+    if run.resume == "never" or not (directory / "config.yaml").exists():
+        raise ConfigError(
+            f"run.out: {run.out!r} is not empty: choose another directory, or give --run.overwrite true to replace "
+            f"the run in it"
+        )
+    ended = _steps_of_ended_run(directory)
+    if ended is not None and ended >= run.steps:
+        raise ConfigError(
+            f"run.out: {run.out!r} is not empty: the run in it has ended at step {ended}: choose another directory, "
+            f"give --run.overwrite true to replace it, or more --run.steps to go on"
+        )
+    own = directory / CHECKPOINTS
+    source = latest(own, fall_back=run.resume == "fall_back")
+    if source is None:
+        return _chosen(config, text)
+    _check_identity(source, config, text)
+    return source
+
+
+def claim_directory(config: TrainConfig, text: ByteText) -> Claim:
+    """Makes the run directory this run's own, or refuses.
+
+    A directory with an unfinished run of the same settings goes on from its latest checkpoint, or from the start if it
+    has none; with ``run.overwrite`` an earlier run's files, and no others, are removed first.
+
+    Raises:
+        ConfigError: the directory holds something else, a run that has ended or has other settings, or another process
+            trains in it; or it cannot be written.
+        CheckpointError: the manifest of a checkpoint in it is damaged.
+    """
+    source, directory = check_directory(config, text), Path(config.run.out)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        claim = Claim(directory, source)
+        if source is None or source.parent != directory / CHECKPOINTS:
+            _empty(directory)
+        (directory / "config.yaml").touch()
+    except OSError as error:
+        raise _unusable(config.run.out, error) from error
+    return claim
+
+
+def extra_of(checkpoint: Path) -> dict[str, Any]:
+    """What a training saved beside weights and optimizer. Raises ConfigError if another program saved it."""
+    extra = decode(read_manifest(checkpoint).extra, str(checkpoint / MANIFEST))
+    if not isinstance(extra, dict) or {"progress", "settings"} - extra.keys():
+        raise ConfigError(f"run.resume: {str(checkpoint)!r} was not saved by elixir-moe train: load it with em.load")
+    return extra
+
+
+def leftovers(directory: Path) -> Iterator[Path]:
+    """What dead processes have left under `directory`: halves of checkpoints and of files; nothing of live ones."""
+    for path in (directory, *sorted(directory.rglob("*"))):
+        if path.is_dir() and not path.is_symlink() and partials(path):
+            yield from collect(path)
+    for mark in sorted(directory.rglob("config.yaml")):
+        halves = [mark.with_name(f"{name}.part") for name in FILES]
+        found = [half for half in halves if half.is_file() and not half.is_symlink()]
+        try:
+            claim = Claim(mark.parent, None) if found else None
+        except ConfigError:
+            continue
+        for half in found:
+            half.unlink()
+            yield half
+        if claim is not None:
+            claim.release()
+
+
+def _chosen(config: TrainConfig, text: ByteText) -> Path | None:
+    """The checkpoint named by ``run.resume``, if one is."""
+    named = config.run.resume
+    if named in ("auto", "fall_back", "never"):
+        return None
+    try:
+        _check_identity(Path(named), config, text)
+    except CheckpointError as error:
+        raise ConfigError(f"run.resume: {error}; name a checkpoint, auto, fall_back or never") from error
+    return Path(named)
+
+
+def _check_identity(source: Path, config: TrainConfig, text: ByteText) -> None:
+    saved, now = extra_of(source)["settings"], identity(config, text)
+    for key, value in now.items():
+        before = saved.get(key)
+        if before != value:
+            raise ConfigError(
+                f"{key} is {value}, but was {before} when {str(source)!r} was saved: a run that goes on keeps it (the "
+                f"rate and clipping can be changed in {CONTROL}); set it back, or start anew in another directory"
+            )
+
+
+def _steps_of_ended_run(directory: Path) -> int | None:
+    try:
+        steps = json.loads((directory / "summary.json").read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return steps if isinstance(steps, int) else None
+
+
+def _empty(directory: Path) -> None:
+    for name in FILES:
+        (directory / name).unlink(missing_ok=True)
+    for room in (directory / CHECKPOINTS, directory / APART):
+        if room.is_dir() and not room.is_symlink():
+            collect(room)
+            for path in list(room.iterdir()):
+                if (path / MANIFEST).exists() and not path.is_symlink():
+                    (path / MANIFEST).unlink()  # from here on it is none
+                    shutil.rmtree(path)
+            if not any(room.iterdir()):
+                room.rmdir()
+
+
+def _unusable(out: str, error: OSError) -> ConfigError:
+    return ConfigError(f"run.out: cannot use {out!r}: {error.strerror or error}; choose another directory")

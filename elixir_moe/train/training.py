@@ -1,0 +1,308 @@
+"""What is trained: a model, its optimizer and its text, and where in the run they are.
+
+Owns one step (forward and backward over the micro-batches, clipping, update), evaluation, the text sample, and what of a
+run must be saved to go on exactly. Decides nothing: which step comes next, and when to save, is `loop`'s question.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from elixir_moe.checkpoint.held import held_by, share_of, wrapped_of
+from elixir_moe.checkpoint.load import load
+from elixir_moe.checkpoint.save import Saving, save
+from elixir_moe.chunks.plan import Plan
+from elixir_moe.kernels import sum_of_squares
+from elixir_moe.models.gpt import GPT, generate, gpt_patterns, lm_loss
+from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.parallel.annotate import annotate, pattern_of
+from elixir_moe.train.config import OptimizerConfig, PlanConfig, TrainConfig, identity
+from elixir_moe.train.data import ByteText, batch_at, rows_of, validation_batches
+from elixir_moe.wrap import wrap
+
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MOST_NAMED = 8
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """Where a run is; the same on all ranks, and part of every checkpoint."""
+
+    step: int = 0
+    """Steps done."""
+    batch: int = 0
+    """Number of the last batch of samples that was drawn."""
+    avoid: tuple[int, ...] = ()
+    """Numbers of batches that are never drawn again."""
+    lr: float
+    """Highest learning rate of the schedule."""
+    rate: float = 1.0
+    """What the schedule is multiplied with: lowered when a run goes back."""
+    clip_norm: float | None
+    """Bound of the global gradient norm; None does not clip."""
+    accumulation: int
+    """Micro-batches a rank runs in a step; doubled when memory is short."""
+
+    def next_batch(self) -> int:
+        """The number of the batch that comes next."""
+        number = self.batch + 1
+        while number in self.avoid:
+            number += 1
+        return number
+
+
+class Training:
+    """A model, its optimizer and its text, between the first step and the last."""
+
+    def __init__(self, config: TrainConfig, text: ByteText, mesh: DeviceMesh) -> None:
+        self.config, self.text, self.mesh = config, text, mesh
+        self.identity = identity(config, text)
+        self.rank, self.ranks = mesh.get_local_rank("dp"), mesh.size(0)
+        self.device = torch.device(mesh.device_type)
+        optimizer = config.optimizer
+        self.progress = Progress(lr=optimizer.lr, clip_norm=optimizer.clip_norm, accumulation=config.run.accumulation)
+        torch.manual_seed(config.run.seed)  # the same on all ranks: replicated weights start out equal
+        model = GPT(config.model, mesh).to(self.device)
+        annotate(model, gpt_patterns(model))
+        self.parameters = _count_parameters(model)
+        self.model, self.optimizer = self._wrap(model)
+        torch.manual_seed(config.run.seed + 1 + self.rank)  # from here on chance is dropout, and differs between ranks
+        self.validation = validation_batches(
+            text.validation, batches=config.run.eval_batches, rows=config.micro_batch, seq_len=config.model.seq_len
+        )
+
+    def _wrap(self, model: GPT) -> tuple[GPT, ShardedOptimizer]:
+        plan, dtype = self.config.plan, _DTYPES[self.config.run.dtype]
+        optimizer = _adamw(model, self.config.optimizer)
+        if plan.kind != "auto":
+            return wrap(model, optimizer, plan=_plan(plan), compute_dtype=dtype)
+        rows = self.config.micro_batch // self.ranks
+        return wrap(
+            model,
+            optimizer,
+            plan="auto",
+            sample=torch.zeros(rows, self.config.model.seq_len + 1, dtype=torch.int64),
+            step=lm_loss,
+            compute_dtype=dtype,
+            hardware=plan.hardware,
+            budget_bytes=None if plan.budget_gib is None else int(plan.budget_gib * 2**30),
+            accumulation=self.config.run.accumulation,
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- a step
+
+    def forward_backward(self) -> float:
+        """Gradients of the mean loss over the next batch of samples; returns this rank's mean loss."""
+        progress = self.progress
+        progress.batch = progress.next_batch()
+        losses = []
+        for micro_batch in self._batch().chunk(progress.accumulation):
+            loss = lm_loss(self.model, rows_of(micro_batch, self.rank, self.ranks).to(self.device))
+            (self.optimizer.scale(loss) / progress.accumulation).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean().item()
+
+    def _batch(self) -> Tensor:
+        """The samples of the step, of all ranks."""
+        rows, seq_len = self.config.run.global_batch, self.config.model.seq_len
+        return batch_at(
+            self.text.train, seed=self.config.run.seed, step=self.progress.batch, rows=rows, seq_len=seq_len
+        )
+
+    def norm(self) -> float:
+        """The global gradient norm before clipping; clips in passing. Collective."""
+        clip = self.progress.clip_norm
+        return float(self.optimizer.clip_grad_norm_(math.inf if clip is None else clip))
+
+    def update(self) -> float:
+        """Applies the gradients; returns the learning rate they were applied with. Collective."""
+        lr = self.learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.progress.step += 1
+        return lr
+
+    def skip(self) -> None:
+        """Counts the step, and leaves weights and moments as they are."""
+        self.optimizer.zero_grad()
+        self.progress.step += 1
+
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        progress = self.progress
+        return progress.lr * progress.rate * lr_factor(progress.step, self.config.run.steps, self.config.optimizer)
+
+    # ------------------------------------------------------------------------------------------------------ go and come back
+
+    def save(
+        self, path: Path, supervisor: dict[str, Any], *, keep: int | None = None, asynchronous: bool = False
+    ) -> Saving:
+        """Saves all that is needed to go on from here. Collective; raises CheckpointError."""
+        extra = {"progress": asdict(self.progress), "settings": self.identity, "supervisor": supervisor}
+        return save(path, self.model, self.optimizer, extra=extra, keep=keep, asynchronous=asynchronous)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Goes back, or on, to what was saved; returns the supervisor's state. Collective; raises CheckpointError."""
+        extra = load(path, self.model, self.optimizer)
+        self.progress = Progress(**extra["progress"])
+        unit = self.ranks * self.progress.accumulation
+        if self.config.run.global_batch % unit or self.progress.accumulation < self.config.run.accumulation:
+            self.progress.accumulation = self.config.run.accumulation
+        supervisor: dict[str, Any] = extra["supervisor"]
+        return supervisor
+
+    # ---------------------------------------------------------------------------------------------------- a closer look
+
+    def scales(self) -> dict[str, float]:
+        """Root mean square of every trainable parameter, from the masters. Collective."""
+        wrapped = wrapped_of(self.model, self.optimizer)
+        rows = {held.name: [0.0, 0.0] for held in held_by(self.model, wrapped) if held.chunk.home.master is not None}
+        for held in held_by(self.model, wrapped):
+            if held.name in rows:
+                part = held.cut(*share_of(held.chunk)).values
+                rows[held.name] = [sum_of_squares(part), part.numel()]
+        table = torch.tensor(list(rows.values()), dtype=torch.float64).view(-1, 2)
+        dist.all_reduce(table, group=self.optimizer.control)
+        return dict(zip(rows, (table[:, 0] / table[:, 1].clamp(min=1)).sqrt().tolist(), strict=True))
+
+    def name_not_finite(self) -> str:
+        """Where what is not finite comes from: a weight, a module's output, or else the gradient nearest to the loss.
+
+        Collective, while the gradients of the step are there; they are forgotten.
+        """
+        gradients = self._union(self.optimizer.not_finite())
+        self.optimizer.zero_grad()
+        weights = [name for name, scale in self.scales().items() if not math.isfinite(scale)]
+        if weights:
+            return f"; weights that are not finite: {', '.join(weights[:_MOST_NAMED])}"
+        modules = self._union(self._first_not_finite())
+        if modules:
+            return f"; the first output that is not finite is that of module {', '.join(modules[:_MOST_NAMED])}"
+        if gradients:
+            last = [name for name, _ in self.model.named_parameters() if name in gradients][-1]
+            return f"; the gradient of {last!r} is not finite, and those of {len(gradients) - 1} parameters before it"
+        return ""
+
+    @torch.no_grad()
+    def _first_not_finite(self) -> list[str]:
+        """The first module whose output is not finite when the batch runs forward once more."""
+        found: list[str] = []
+
+        def look(name: str, output: Any) -> None:
+            for tensor in output if isinstance(output, tuple) else (output,):
+                if isinstance(tensor, Tensor) and not found and not bool(torch.isfinite(tensor).all()):
+                    found.append(name)
+
+        handles = [
+            module.register_forward_hook(lambda _module, _args, output, name=name: look(name, output))
+            for name, module in self.model.named_modules()
+        ]
+        for micro_batch in self._batch().chunk(self.progress.accumulation):
+            self.model(rows_of(micro_batch, self.rank, self.ranks).to(self.device)[:, :-1])
+        for handle in handles:
+            handle.remove()
+        return found
+
+    def _union(self, names: list[str]) -> list[str]:
+        everyone: list[Any] = [None] * self.ranks
+        dist.all_gather_object(everyone, names, group=self.optimizer.control)
+        return list(dict.fromkeys(name for theirs in everyone for name in theirs))
+
+    # ----------------------------------------------------------------------------------------------------- evaluation
+
+    @property
+    def validation_text(self) -> Tensor:
+        """uint8: the bytes an evaluation sees, each but the first predicted once."""
+        batches, rows = self.validation.shape[:2]
+        return self.text.validation[: batches * rows * self.config.model.seq_len + 1]
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean cross-entropy over the validation batches, in nats a byte, without auxiliary losses. Collective."""
+        self.model.eval()
+        losses = []
+        for batch in self.validation:
+            mine = rows_of(batch, self.rank, self.ranks).to(self.device)
+            logits = self.model(mine[:, :-1]).logits
+            losses.append(F.cross_entropy(logits.float().flatten(0, 1), mine[:, 1:].flatten()))
+        self.model.train()
+        total = torch.stack(losses).mean()
+        dist.all_reduce(total)
+        return total.item() / self.ranks
+
+    def sample(self) -> str:
+        """Text the model writes after the start of the validation part; all ranks write the same. Collective."""
+        run = self.config.run
+        if not run.sample_bytes:
+            return ""
+        prompt = self.text.validation[: min(64, self.config.model.seq_len)]
+        tokens = generate(
+            self.model,
+            prompt.long().unsqueeze(0).to(self.device),
+            run.sample_bytes,
+            temperature=run.temperature,
+            generator=torch.Generator(self.device).manual_seed(run.seed),
+        )
+        return bytes(tokens[0].tolist()).decode(errors="replace")
+
+    def description(self) -> Iterator[str]:
+        """What is trained, in a few lines."""
+        model, run = self.config.model, self.config.run
+        kinds = (f"{n} experts (ep {ep})" if n else "dense" for n, ep in zip(model.experts, model.ep, strict=True))
+        batches, rows = self.validation.shape[:2]
+        yield f"model       {self.parameters:,} parameters, layers of width {model.d_model}: {', '.join(kinds)}"
+        yield (
+            f"text        {len(self.text.train):,} bytes to train on, {len(self.text.validation):,} for validation "
+            f"({len(self.validation_text) - 1:,} of them used: {batches} batches of {rows})"
+        )
+        yield (
+            f"step        {run.global_batch} samples of {model.seq_len} bytes, ranks: {self.ranks}, "
+            f"micro-batches: {self.progress.accumulation}, {run.dtype}"
+        )
+
+
+def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Share of the learning rate at a step counted from 0: a linear rise, then half a cosine down to `final_lr`."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    done = min(1.0, (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps))
+    return config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    param_groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(param_groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+def _plan(config: PlanConfig) -> Plan:
+    if config.kind == "ddp":
+        return Plan.ddp()
+    if config.kind == "zero2":
+        return Plan.zero2(chunk_numel=config.chunk_numel)
+    if config.kind == "zero3":
+        assert config.rcache_blocks is not None, "the settings were checked before"
+        return Plan.zero3(rcache_blocks=config.rcache_blocks, chunk_numel=config.chunk_numel)
+    return Plan.offload(
+        rcache_blocks=config.rcache_blocks, device_chunks=config.device_chunks or 0, chunk_numel=config.chunk_numel
+    )
+
+
+def _count_parameters(model: nn.Module) -> int:
+    """Elements of the whole model: a parameter that ranks share out counts with all its parts, a tied one once."""
+    patterns = ((p, pattern_of(p)) for p in model.parameters())
+    return sum(math.prod(pattern.global_shape(p.shape)) if pattern else p.numel() for p, pattern in patterns)
