@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.peers-installed
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test test-all lint format train bench bench-gpu paper-table clean
+.PHONY: setup test test-all lint format train bench bench-gpu chaos paper-table clean
 
 setup: $(STAMP)
 
@@ -48,6 +48,9 @@ bench: $(BENCH_STAMP)
 
 bench-gpu: setup
 	$(BIN)/python -m benchmarks.gpu --trace --out build/bench-gpu.json
+
+chaos: setup
+	$(BIN)/python -m tests.chaos --points 200 $(CHAOS_ARGS)
 
 paper-table: setup
 	$(BIN)/python -m benchmarks.paper_table

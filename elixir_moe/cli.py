@@ -42,7 +42,26 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
+    """Runs one command and returns its exit code. A rank that fails beside others ends at once, waiting for nobody."""
+    code = _main(arguments)
+    if code and launch.under_torchrun() and _number_of_ranks(None) > 1:
+        _leave(code)
+    return code
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads and process groups would wait for ranks that are gone
+
+
+def _end(reason: str) -> None:
+    """Ends this rank though its main thread hangs."""
+    _tell(ElixirError(reason), 1, traced=False)
+    _leave(1)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     traced = "--traceback" in arguments or os.environ.get("ELIXIR_TRACEBACK") == "1"
     try:
@@ -111,7 +130,7 @@ def _train(known: argparse.Namespace, overrides: list[tuple[str, str]], argument
         launch.launch(ranks, arguments, config.run.threads)
         return 0
     claim = claim_directory(config, text) if _rank() == 0 else None
-    summary = train(config, text, claim, Console(stderr=known.json))
+    summary = train(config, text, claim, Console(stderr=known.json), _end)
     if summary is not None and known.json:
         print(json.dumps(summary.as_dict()))
     dist.destroy_process_group()

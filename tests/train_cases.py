@@ -18,7 +18,7 @@ from elixir_moe.errors import ElixirError
 from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.data import ByteText, load_text
-from elixir_moe.train.directory import claim_directory
+from elixir_moe.train.directory import CONTROL, claim_directory
 from elixir_moe.train.loop import Stopped, train
 from elixir_moe.train.report import Console
 from elixir_moe.train.training import Training
@@ -52,7 +52,7 @@ class Ending(Exception):  # noqa: N818
     """A run ends here, as if its process had."""
 
 
-def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0) -> dict[str, Any]:
+def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0, whole_text: bool = False) -> dict[str, Any]:
     """Runs, or goes on with, a training; `at` names by step what happens behind its update, on rank `on`.
 
     Returns how it ended, what the last checkpoint holds, and what rank 0 wrote.
@@ -65,13 +65,19 @@ def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0) -> d
         step = training.progress.step
         if at and step in at and step not in done:
             done.add(step)
-            FAULTS[at[step]](training, dist.get_rank() == on)
+            what, _, text = at[step].partition(": ")
+            if what == "control":
+                if dist.get_rank() == 0:
+                    Path(config.run.out, CONTROL).write_text(text)
+            else:
+                FAULTS[what](training, dist.get_rank() == on)
         return lr
 
     Training.update = updating  # type: ignore[method-assign]
     console, ended, claim = Console(file=io.StringIO()), "", None
     try:
-        text = text_of(config)
+        data = (config.data.paths, config.data.validation, config.model.seq_len)
+        text = load_text(*data) if whole_text else text_of(config)
         claim = claim_directory(config, text) if dist.get_rank() == 0 else None
         train(config, text, claim, console)
     except Stopped as stop:

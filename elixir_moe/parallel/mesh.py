@@ -10,15 +10,20 @@ Ranks are laid out row-major, tensor-parallel ranks next to each other, then exp
 """
 
 import os
+import time
+import uuid
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.errors import ConfigError, ElixirError, LayoutError
 from elixir_moe.parallel.pattern import EXPERT_AXIS, is_whole
 
+_POLL_SECONDS = 0.01
 _EXPERT_MESHES = "elixir_expert_meshes"
 """Attribute of a ("dp", "tp") mesh: its expert meshes by (ep, etp), so that they live as long as it does."""
 
@@ -46,7 +51,11 @@ def init_mesh(
         raise ConfigError(f"device_type={device_type!r}: expected one of {devices}, which this machine has, or None")
     if not dist.is_initialized():
         backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
-        if "RANK" in os.environ:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout or default_pg_timeout))
+            again = dist.PrefixStore(_round(store, rank, ranks), store)
+            dist.init_process_group(backend, store=again, rank=rank, world_size=ranks, timeout=timeout)
+        elif "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs forget to export it
@@ -84,6 +93,33 @@ def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceM
         table = ranks.reshape(world // (ep * etp), ep, etp)
         made[ep, etp] = DeviceMesh(mesh.device_type, table, mesh_dim_names=("edp", EXPERT_AXIS, "tp"))
     return made[ep, etp]
+
+
+def _round(store: Any, rank: int, ranks: int) -> str:
+    """A name for this start of the ranks, which all of them learn from rank 0.
+
+    torchrun gives ranks that it starts again the store they had before, with the addresses of dead processes in it, and
+    no number of the start that all its nodes agree on. So each rank says hello with a name of its own, rank 0 answers
+    to that name, and goes on when every rank has thanked it.
+    """
+    name = uuid.uuid4().hex
+    if rank:
+        store.set(f"hello {rank}", name)
+        answer: bytes = store.get(f"answer {rank} {name}")
+        store.set(f"thanks {rank} {answer.decode()}", "")
+        return answer.decode()
+    waiting = set(range(1, ranks))
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    while waiting:
+        if time.monotonic() > deadline:
+            raise ElixirError(f"ranks {sorted(waiting)[:8]} did not come to the start of torch.distributed in time")
+        for other in list(waiting):
+            if store.check([f"hello {other}"]):
+                store.set(f"answer {other} {store.get(f'hello {other}').decode()}", name)
+            if store.check([f"thanks {other} {name}"]):
+                waiting.remove(other)
+        time.sleep(_POLL_SECONDS)
+    return name
 
 
 def _check_degree(name: str, degree: int, whole: int, what: str) -> None:

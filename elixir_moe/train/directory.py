@@ -70,7 +70,7 @@ def check_directory(config: TrainConfig, text: ByteText) -> Path | None:
     """Refuses where `claim_directory` would, but changes nothing; returns the checkpoint the run would go on from."""
     run, directory = config.run, Path(config.run.out)
     try:
-        used = directory.exists() and bool([name for name in os.listdir(directory) if name != CONTROL])
+        used = directory.exists() and bool(set(os.listdir(directory)) - {CONTROL})
     except OSError as error:
         raise _unusable(run.out, error) from error
     if not used or (run.overwrite and not restarted()):

@@ -8,7 +8,9 @@ ranks, in the same order, and every decision follows from what all have agreed o
 
 import math
 import os
+import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,11 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.checkpoint.manifest import Manifest
 from elixir_moe.checkpoint.save import Saving
 from elixir_moe.checkpoint.storage import checkpoints
-from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.errors import CheckpointError, ConfigError, ElixirError
 from elixir_moe.models.gpt import tokens_per_expert
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.state import full_state_dict
@@ -34,6 +37,7 @@ from elixir_moe.train.report import Console, Report, StepRecord, Summary
 from elixir_moe.train.requests import Control, ControlFile, Signals
 from elixir_moe.train.supervisor import Action, Observation, Supervisor, Verdict
 from elixir_moe.train.training import Training
+from elixir_moe.train.watchdog import Watchdog, is_broken_collective
 
 DIVERGED, REQUEUE = 3, 75
 """Exit codes of runs that were stopped with their state saved: by the supervisor; by a signal, to be started again."""
@@ -61,7 +65,13 @@ class Agreed:
     """New settings."""
 
 
-def train(config: TrainConfig, text: ByteText, claim: Claim | None, console: Console) -> Summary | None:
+def train(
+    config: TrainConfig,
+    text: ByteText,
+    claim: Claim | None,
+    console: Console,
+    end: Callable[[str], None] | None = None,
+) -> Summary | None:
     """Runs a training to its end. Collective: every rank calls it with the same settings and text.
 
     Args:
@@ -69,6 +79,7 @@ def train(config: TrainConfig, text: ByteText, claim: Claim | None, console: Con
         text: what to train on.
         claim: the run directory on rank 0; None on the others.
         console: where rank 0 writes.
+        end: ends the process, on another thread, when the main thread hangs: with the reason. By default at once.
 
     Returns:
         How it ended, on rank 0; None on the others.
@@ -81,6 +92,28 @@ def train(config: TrainConfig, text: ByteText, claim: Claim | None, console: Con
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
         mesh = init_mesh(timeout=timedelta(seconds=config.run.timeout_seconds))
+        store = dist.distributed_c10d._get_default_store()
+        watchdog = stack.enter_context(
+            Watchdog(store, dist.get_rank(), dist.get_world_size(), config.run.timeout_seconds, end or _end)
+        )
+        try:
+            return _train(config, text, claim, console, mesh, signals, watchdog)
+        except Stopped:
+            raise
+        except Exception as error:
+            raise _explained(error, watchdog) from error
+
+
+def _train(
+    config: TrainConfig,
+    text: ByteText,
+    claim: Claim | None,
+    console: Console,
+    mesh: DeviceMesh,
+    signals: Signals,
+    watchdog: Watchdog,
+) -> Summary | None:
+    with ExitStack() as stack:
         source = [str(claim.source) if claim is not None and claim.source is not None else None]
         dist.broadcast_object_list(source)
         training = Training(config, text, mesh)
@@ -92,7 +125,7 @@ def train(config: TrainConfig, text: ByteText, claim: Claim | None, console: Con
                 Report(console, claim.path, steps=run.steps, log_every=run.log_every, bigram_loss=loss, done=done)
             )
             report.write("config.yaml", settings.to_yaml(config))
-        loop = Loop(training, report, signals, Path(config.run.out))
+        loop = Loop(training, report, signals, watchdog, Path(config.run.out))
         try:
             summary = loop.run(Path(source[0]) if source[0] is not None else None)
         except Stopped:
@@ -102,14 +135,31 @@ def train(config: TrainConfig, text: ByteText, claim: Claim | None, console: Con
         return summary
 
 
+def _explained(error: Exception, watchdog: Watchdog) -> Exception:
+    """The error of this rank, and who else it comes from; tells the others."""
+    if not is_broken_collective(error):
+        watchdog.failed(f"{type(error).__name__}: {error}")
+        return error
+    found = watchdog.explain()
+    watchdog.failed(str(error))
+    return ElixirError(f"{error}. {found}" if found else str(error))
+
+
+def _end(reason: str) -> None:
+    print(f"[rank {dist.get_rank()}] {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 class Loop:
     """One training, from where it stands to its end."""
 
-    def __init__(self, training: Training, report: Report | None, signals: Signals, directory: Path) -> None:
+    def __init__(
+        self, training: Training, report: Report | None, signals: Signals, watchdog: Watchdog, directory: Path
+    ) -> None:
         self.training, self.report, self.directory = training, report, directory
         self.config = training.config
         self.supervisor = Supervisor(self.config.watch)
-        self._signals = signals
+        self._signals, self._watchdog = signals, watchdog
         self._control = ControlFile(directory / CONTROL)
         self._saving: Saving | None = None
         self._saved: Path | None = None
@@ -152,6 +202,7 @@ class Loop:
 
     def _conclude(self) -> Summary | None:
         """The sample, the weights and the summary; whatever communicates comes before rank 0 goes its own way."""
+        self._watchdog.at("the end")
         training, last = self.training, self._last
         val_loss = training.evaluate() if last is None or last.val_loss is None else last.val_loss
         sample, weights = training.sample(), full_state_dict(training.model)
@@ -180,9 +231,11 @@ class Loop:
         """One step, and what is due behind it."""
         training, run = self.training, self.config.run
         before, start = training.optimizer.statistics(), time.perf_counter()
+        self._watchdog.at(f"step {training.progress.step + 1}")
+        self._watchdog.waited()
         loss = training.forward_backward()
         norm = training.norm()
-        agreed = self._agree(loss, time.perf_counter() - start)
+        agreed = self._agree(loss, (time.perf_counter() - start) * (1 - self._watchdog.waited()))
         experts = tokens_per_expert(training.model)
         action = self.supervisor.observe(self._observation(agreed, norm, experts))
         for note in action.notes:
@@ -193,6 +246,7 @@ class Loop:
         elif not self._depart(action):
             return
         step, seconds = training.progress.step, time.perf_counter() - start
+        self._watchdog.at(f"what follows step {step}")
         due = step % run.eval_every == 0 or step == run.steps
         self._last = StepRecord(
             step=step,

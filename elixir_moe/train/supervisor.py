@@ -1,9 +1,9 @@
 """What a step's figures mean, and what follows from them.
 
 Owns the decisions and nothing else: it is given what all ranks have agreed on, so that all ranks decide alike, and
-returns what to do; `loop` does it. Reads no clock, file or tensor. Source: the supervision layer of HTMS (3.2.1): trends
-of the loss, scales of tensors, resources that exceed the allowable time, and a divergence that is identified, logged and
-ended with its state saved.
+returns what to do; `loop` does it. Reads no clock, file or tensor. Source: the supervision layer of HTMS (3.2.1):
+trends of the loss, scales of tensors, resources that exceed the allowable time, and a divergence that is identified,
+logged and ended with its state saved.
 
 A loss is *off* if it lies more than `deviations` robust standard deviations (1.4826 times the median distance from the
 median, at least 2 % of it) above the median of the last good ones; `patience` such steps in a row are a divergence.

@@ -1,7 +1,7 @@
 """What is trained: a model, its optimizer and its text, and where in the run they are.
 
-Owns one step (forward and backward over the micro-batches, clipping, update), evaluation, the text sample, and what of a
-run must be saved to go on exactly. Decides nothing: which step comes next, and when to save, is `loop`'s question.
+Owns one step (forward and backward over the micro-batches, clipping, update), evaluation, the text sample, and what
+of a run must be saved to go on exactly. Decides nothing: which step comes next, and when to save, is `loop`'s question.
 """
 
 import math
@@ -142,7 +142,7 @@ class Training:
         progress = self.progress
         return progress.lr * progress.rate * lr_factor(progress.step, self.config.run.steps, self.config.optimizer)
 
-    # ------------------------------------------------------------------------------------------------------ go and come back
+    # ---------------------------------------------------------------------------------------------- go and come back
 
     def save(
         self, path: Path, supervisor: dict[str, Any], *, keep: int | None = None, asynchronous: bool = False

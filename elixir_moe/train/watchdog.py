@@ -1,0 +1,200 @@
+"""A thread beside the training of each rank: is it waiting, for whom, and does anybody still live there?
+
+Owns what a rank tells the others of itself (a beat a second, where it is, and its end), the share of time it waits, and
+the end of a rank whose peers are gone. Talks through the store that brought the ranks together, never through a process
+group: those are what may hang.
+
+Where a rank is, is read off the stack of its main thread, so nothing needs to announce itself and nothing is slower for
+being watched. A stopped or dead process stops beating; a rank in an endless loop beats, and its place gives it away.
+"""
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from elixir_moe.chunks.collectives import Ticket
+from elixir_moe.errors import ElixirError
+
+_SAMPLE_SECONDS = 0.05
+_BEAT_SECONDS = 1.0
+_GRACE_SECONDS = 2.0
+"""How long a rank that should meet an error by itself is given for it."""
+_COLLECTIVES = ("distributed_c10d.py",)
+_AROUND = ("c10d_logger.py", "contextlib.py")
+_BROKEN = ("gloo", "onnection", "Timed out", "timed out", "Broken pipe", "Socket")
+_LIBRARY = os.path.join("elixir_moe", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a thread is."""
+
+    waiting: bool
+    """In a collective."""
+    what: str
+    """The collective, or the line of code."""
+
+
+def place_of(frame: FrameType | None) -> Place:
+    """Reads a stack: the collective it waits in, or else its innermost line outside of installed packages."""
+    line = "no line of Python"
+    function = ""
+    while frame is not None:
+        code = frame.f_code
+        if code is Ticket.wait.__code__:
+            return Place(True, frame.f_locals["self"].what)
+        if code.co_filename.endswith(_COLLECTIVES):
+            function = code.co_name
+        elif function and not code.co_filename.endswith(_AROUND):
+            return Place(True, f"{function}, called in {_where(frame)}")
+        elif "site-packages" not in code.co_filename and "<" not in code.co_filename:
+            return Place(False, _where(frame))
+        frame = frame.f_back
+    return Place(bool(function), function or line)
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether a collective failed, its peers being gone or late: as torch raises it, or as the library passes it on."""
+    if isinstance(error, ElixirError):
+        return error.__cause__ is not None and is_broken_collective(error.__cause__)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _BROKEN)
+    )
+
+
+class Watchdog:
+    """Watches the main thread of this rank; a context.
+
+    Args:
+        store: of the process group; None in a world of one, where there is nobody to tell.
+        rank: of this process.
+        ranks: how many there are.
+        timeout_seconds: how long a rank may stay in one phase.
+        end: called on the thread when the process must end though its main thread does not return: with the reason.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: int, timeout_seconds: float, end: Callable[[str], None]) -> None:
+        self._store: Any = store.clone() if store is not None and ranks > 1 else None
+        self._rank, self._ranks, self._timeout, self._end = rank, ranks, timeout_seconds, end
+        self._main = threading.main_thread().ident
+        self._phase, self._since = "the start", math.inf  # which is as long as the model is large
+        self._samples = self._waits = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elixir-watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        if self._store is not None:
+            self._store.set_timeout(timedelta(seconds=_BEAT_SECONDS))
+            self._tell()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def at(self, phase: str) -> None:
+        """The main thread begins `phase`: the clock starts anew."""
+        self._phase, self._since = phase, time.monotonic()
+
+    def waited(self) -> float:
+        """Share of its samples since the last call in which the main thread was in a collective."""
+        share = self._waits / self._samples if self._samples else 0.0
+        self._samples = self._waits = 0
+        return share
+
+    def failed(self, text: str) -> None:
+        """Tells the others that this rank is about to end, and why."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store's host may be what has failed
+                self._store.compare_set("failed", "", f"rank {self._rank} has failed: {text}")
+
+    def explain(self) -> str:
+        """After the failure of a collective: which ranks have ended, stand still, or are elsewhere. Takes 2 s."""
+        if self._store is None:
+            return ""
+        try:
+            before = self._beats()
+            self._closing.wait(2 * _BEAT_SECONDS)
+            now = self._beats()
+            told = [self._store.get("failed").decode(errors="replace")] if self._store.check(["failed"]) else []
+        except RuntimeError as error:
+            return f"the store of rank 0 does not answer: {str(error).splitlines()[0]}"
+        return "; ".join([*told, *self._findings(before, now)])
+
+    # ------------------------------------------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        beat = time.monotonic()
+        while not self._closing.wait(_SAMPLE_SECONDS):
+            self._samples += 1
+            self._waits += self._place().waiting
+            if self._store is not None and time.monotonic() - beat >= _BEAT_SECONDS:
+                beat = time.monotonic()
+                try:
+                    self._tell()
+                    self._look()
+                except RuntimeError as error:
+                    self._give_up(f"the store of rank 0 does not answer: {str(error).splitlines()[0]}")
+
+    def _place(self) -> Place:
+        return place_of(sys._current_frames().get(self._main or 0))
+
+    def _tell(self) -> None:
+        place = self._place()
+        verb = "waits in" if place.waiting else "runs"
+        self._store.set(f"beat {self._rank}", f"{time.monotonic_ns()} {self._phase}, {verb} {place.what}")
+
+    def _look(self) -> None:
+        if self._store.check(["failed"]):
+            self._give_up(self._store.get("failed").decode(errors="replace"))
+        elif time.monotonic() - self._since > self._timeout + _GRACE_SECONDS:
+            waits = self._place()
+            found = self.explain()
+            text = f"{self._phase} has taken {self._timeout:.0f} s, in {waits.what}"
+            self.failed(text)
+            self._leave(f"{text}. {found}")
+
+    def _give_up(self, reason: str) -> None:
+        """The main thread should fail by itself, its peer being gone; where it cannot, the process ends here."""
+        place = self._place()
+        if not self._closing.wait(_GRACE_SECONDS):
+            self._leave(f"{self._phase}, in {place.what}: {reason}")
+
+    def _leave(self, reason: str) -> None:
+        if not self._closing.is_set():
+            self._end(reason)
+
+    def _beats(self) -> list[str]:
+        return [self._beat(rank) for rank in range(self._ranks)]
+
+    def _beat(self, rank: int) -> str:
+        key = f"beat {rank}"
+        beat: bytes = self._store.get(key) if self._store.check([key]) else b"0 never heard of"
+        return beat.decode(errors="replace")
+
+    def _findings(self, before: list[str], now: list[str]) -> Iterator[str]:
+        for rank, (old, new) in enumerate(zip(before, now, strict=True)):
+            where = new.partition(" ")[2]
+            if rank == self._rank:
+                continue
+            if old == new:
+                yield f"rank {rank} is stopped or dead; it was last seen in {where}"
+            else:
+                yield f"rank {rank} lives: {where}"
+
+
+def _where(frame: FrameType) -> str:
+    name = frame.f_code.co_filename
+    short = name[name.rindex(_LIBRARY) :] if _LIBRARY in name else os.path.basename(name)
+    return f"{short}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,0 +1,72 @@
+"""Ranks that die or stand still: the others say so and end, and torchrun starts all again where they were."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elixir_moe.train import settings
+from tests.checkpoint_cases import assert_same
+from tests.ranks import RankPool
+from tests.train_cases import last_state, run, settings_of, written
+
+ROOT = Path(__file__).parent.parent
+TEXT = "".join(chr(97 + (i * i) % 23) for i in range(6000))
+
+
+def write_settings(out: Path, **run_settings: object) -> None:
+    (out.parent / "text.txt").write_text(TEXT)
+    config = settings_of(out, data={"paths": [str(out.parent / "text.txt")]}, run=dict(run_settings))
+    Path(f"{out}.yaml").write_text(settings.to_yaml(config))
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+@pytest.mark.fault(1)
+def test_torchrun_starts_a_killed_rank_again_and_the_run_is_the_unbroken_one(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    write_settings(out)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(ROOT / "tests" / "fault_program.py"), str(out), "1", "6", "kill"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 is stopped or dead; it was last seen in" in done.stderr
+    config = settings_of(tmp_path / "whole", data={"paths": [str(tmp_path / "text.txt")]})
+    whole = ranks(2).run(run, config, None, 0, True)[0]
+    found = written(out)
+    assert [kind for kind, _ in found["events"]] == ["resumed"] and found["metrics"] == whole["metrics"]
+    assert_same(last_state(out), last_state(tmp_path / "whole"), "the last step")
+
+
+@pytest.mark.fault(4)
+def test_a_stopped_rank_is_named_by_the_others_which_end(tmp_path: Path) -> None:
+    """Rank 1 gets SIGSTOP in step 2; rank 0 waits for it as long as it was told to, and not for ever."""
+    out = tmp_path / "out"
+    write_settings(out, timeout_seconds=12.0)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(ROOT / "tests" / "fault_program.py"), str(out), "1", "2", "stop"]
+    options = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+    both = [subprocess.Popen(command, env=environment(RANK=str(r), **address), **options) for r in range(2)]  # type: ignore[call-overload]
+    try:
+        _, said = both[0].communicate(timeout=300)
+    finally:
+        both[1].send_signal(signal.SIGKILL)
+        both[1].communicate()
+    assert both[0].returncode == 1
+    assert "ElixirError: " in said and "rank 1 is stopped or dead; it was last seen in" in said, said
