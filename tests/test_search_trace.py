@@ -18,6 +18,7 @@ from elixir_moe.search.repeat import cuts_of
 from elixir_moe.search.tape import Recorder, peak_of
 from elixir_moe.search.trace import trace
 from tests.cases import with_further
+from tests.hf_cases import LLAMA, Family
 from tests.parity import mesh_of_world
 from tests.ranks import RankPool
 
@@ -43,11 +44,36 @@ def convolutions() -> nn.Module:
     )
 
 
+def hugging_face(model: str, config: str, **shape: Any) -> nn.Module:
+    """With attention that builds its mask on tensors with and without data alike, which that on SDPA does not."""
+    wider = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "use_cache": False,
+        "attn_implementation": "eager",
+    }
+    return Family(model, config, {**LLAMA, **wider, **shape}).build()
+
+
+def mixtral() -> nn.Module:
+    return hugging_face(
+        "MixtralForCausalLM", "MixtralConfig", num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2
+    )
+
+
+def ids_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Tensor], Any]] = {
     "dense": (gpt, lm_loss, batch()),
     "dense, checkpointed": (lambda: gpt(checkpoint="non_reentrant"), lm_loss, batch()),
     "mixture": (lambda: gpt(**MIXED), lm_loss, batch()),
     "mlp": (lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), mlp_loss, torch.randn(16, 8)),
+    "llama": (lambda: hugging_face("LlamaForCausalLM", "LlamaConfig", num_hidden_layers=6), ids_loss, batch()),
+    "mixtral": (mixtral, ids_loss, batch()),
     "convolutions": (convolutions, mlp_loss, torch.randn(4, 3, 12, 12)),
 }
 
@@ -75,6 +101,22 @@ def test_operations_are_those_torch_counts(name: str) -> None:
         forwards = 2 if "checkpointed" in name else 1
         attention = int(4 * 2 * 32 * 32 * 64 / 2 * (forwards + 2.5)) * 4
     assert trace(model, step, sample).flops == counter.get_total_flops() + attention
+
+
+def test_grouped_products_count_each_row_once() -> None:
+    """Forward and both gradients: three products of all rows with one expert's matrix each, whatever the dtype."""
+    rows, inner, outer = 24, 8, 16
+    weights = nn.Parameter(torch.randn(3, inner, outer))
+    model = nn.ParameterList([weights])
+    offsets = torch.tensor([8, 16, 24], dtype=torch.int32)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = torch._grouped_mm(x, model[0], offs=offsets.to(x.device))  # type: ignore[index]
+        return out.square().sum()
+
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(rows, inner, dtype=dtype, requires_grad=True)
+        assert trace(model, step, x, compute_dtype=dtype).flops == 3 * 2 * rows * inner * outer
 
 
 @pytest.mark.parametrize("shape", [{"n_layers": 6}, {"n_layers": 8, "experts": (0, 4) * 4}], ids=str)

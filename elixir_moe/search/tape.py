@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from elixir_moe.parallel.dataless import has_data
 from elixir_moe.parallel.moe import MoE
 from elixir_moe.units import Unit
 
@@ -100,10 +101,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = _grouped(func, *args, **kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
         made = [t for t in _tensors(out) if self._take(t)]
         packet = func._overloadpacket
-        if packet in flop_registry or packet in _CPU_ATTENTION:
+        if packet in flop_registry or packet in _UNREGISTERED:
             self.marks.append(Mark(Kind.OPERATOR, flops=_flops(packet, args, kwargs, out)))
         elif made or func._schema.is_mutable:
             written = sum(_nbytes(t) for t in _tensors(out))
@@ -163,9 +164,24 @@ class Recorder(TorchDispatchMode):
         self.marks.append(Mark(Kind.GRADIENT))
 
 
+def _grouped(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:
+    """A grouped product. Without data torch knows the shape for bf16 alone, though it multiplies other dtypes too."""
+    if has_data(a) or a.dtype is torch.bfloat16:
+        out: Tensor = func(a, b, offsets, *rest, **kwargs)
+        return out
+    if a.dim() == b.dim() == 2:
+        assert offsets is not None, "two matrices are cut by offsets"
+        return a.new_empty(offsets.numel(), a.shape[0], b.shape[1])
+    rows = a.shape[:-1] if b.dim() == 3 else a.shape[1:-1]
+    return a.new_empty(*rows, b.shape[-1])
+
+
 def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
-    if packet not in _CPU_ATTENTION:
+    if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    if packet is aten._grouped_mm:  # each row meets the matrix of its group alone
+        a, b = args[:2]
+        return 2 * math.prod(a.shape if b.dim() == 3 or a.dim() == 2 else a.shape[1:]) * int(b.shape[-1])
     backward = packet is aten._scaled_dot_product_flash_attention_for_cpu_backward
     query, key = args[1:3] if backward else args[:2]
     causal = kwargs.get("is_causal", (args[7] if len(args) > 7 else False) if backward else len(args) > 4 and args[4])
@@ -173,7 +189,8 @@ def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
     return int(forward * (2.5 if backward else 1) * (0.5 if causal else 1))  # five products where forward has two
 
 
-_CPU_ATTENTION = (
+_UNREGISTERED = (
+    aten._grouped_mm,
     aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_flash_attention_for_cpu_backward,
 )
