@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +28,7 @@ from elixir_moe.train import config as configs
 from elixir_moe.train import launch, settings
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.data import load_text
-from elixir_moe.train.directory import check_directory, claim_directory
+from elixir_moe.train.directory import check_directory, claim_directory, leftovers
 from elixir_moe.train.loop import Stopped, train
 from elixir_moe.train.report import Console
 
@@ -86,7 +87,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     parser = _parser()
     known, rest = parser.parse_known_args(arguments)
-    verbs = {"env": _env, "ckpt": ckpt.run, "plan": run_plan, "estimate": run_estimate}
+    verbs = {"env": _env, "ckpt": ckpt.run, "plan": run_plan, "estimate": run_estimate, "clean": _clean}
     if known.verb in verbs:
         if rest:
             parser.error(f"unknown arguments {' '.join(rest)}")
@@ -112,7 +113,9 @@ def _parser() -> _Parser:
     add_plan(plan_parser)
     estimate_parser = verbs.add_parser("estimate", help="memory of plain strategies", allow_abbrev=False)
     add_estimate(estimate_parser)
-    for verb in (train_parser, env_parser, plan_parser, estimate_parser, *ckpt.add_parser(verbs)):
+    clean_parser = verbs.add_parser("clean", help="remove what dead runs have left", allow_abbrev=False)
+    clean_parser.add_argument("directory", type=Path, help="this one and all below it")
+    for verb in (clean_parser, train_parser, env_parser, plan_parser, estimate_parser, *ckpt.add_parser(verbs)):
         verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
         verb.add_argument(
             "--traceback", action="store_true", help="show where an error comes from (or ELIXIR_TRACEBACK=1)"
@@ -134,6 +137,17 @@ def _train(known: argparse.Namespace, overrides: list[tuple[str, str]], argument
     if summary is not None and known.json:
         print(json.dumps(summary.as_dict()))
     dist.destroy_process_group()
+    return 0
+
+
+def _clean(known: argparse.Namespace) -> int:
+    if not known.directory.is_dir():
+        raise ConfigError(f"{str(known.directory)!r} is no directory: name one that holds runs")
+    removed = [str(path) for path in leftovers(known.directory)]
+    if known.json:
+        print(json.dumps({"removed": removed}))
+    else:
+        print("\n".join(f"removed {path}" for path in removed) or "nothing is left of dead runs")
     return 0
 
 

@@ -274,6 +274,7 @@ def dispatched(shard: Shard, number: int, **settings: Any) -> None:
 
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 @pytest.mark.parametrize("grad", DTYPES, ids=str)
+@pytest.mark.fault(40)
 def test_torch_path_is_torchs_optimizer(unbuilt: None, grad: torch.dtype, settings: dict[str, Any]) -> None:
     shard = Shard(1003, grad, torch.bfloat16)
     optimizer = oracle(shard.master, **settings)

@@ -34,6 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> tuple[Pat
     return path, ranks(4).run(train_and_save, path, 4, "zero3", 3)[0]
 
 
+@pytest.mark.fault(10, 11, 12)
 def test_any_layout_loads_what_any_other_saved(trained: tuple[Path, dict[str, Any]], ranks: Ranks) -> None:
     """Fault 10, 11, 12: parameters, moments and numbers of updates are the same to the bit after every move."""
     path, state = trained
@@ -61,6 +62,7 @@ def test_any_layout_loads_what_any_other_saved(trained: tuple[Path, dict[str, An
     ],
     ids=["same plan, clipped", "another plan", "another plan, one rank"],
 )
+@pytest.mark.fault(12, 38, 39)
 def test_a_resumed_run_is_the_unbroken_one(
     world: int, first: dict[str, Any], second: dict[str, Any], ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -72,6 +74,7 @@ def test_a_resumed_run_is_the_unbroken_one(
     assert_same(everything(tmp_path / "resumed"), everything(tmp_path / "unbroken"), "the last step")
 
 
+@pytest.mark.fault(11, 27)
 def test_slices_along_any_dim_are_one_parameter(ranks: Ranks, tmp_path: Path) -> None:
     """Fault 11: tp 1 <-> 2, inside experts too, a dim that two axes cut, and parameters of no dim and no element."""
     ranks(4).run(sliced, None, tmp_path / "0", 2, 2, "zero3")
@@ -85,6 +88,7 @@ def test_slices_along_any_dim_are_one_parameter(ranks: Ranks, tmp_path: Path) ->
         assert_same(everything(tmp_path / str(i + 1)), first, f"{world} ranks, ep {ep}, tp {tp}, {plan}")
 
 
+@pytest.mark.fault(11)
 def test_experts_with_different_numbers_of_updates_keep_their_degree(ranks: Ranks, tmp_path: Path) -> None:
     """Fault 11: what one optimizer state cannot serve is refused before loading."""
     ranks(2).run(sliced, None, tmp_path / "0", 2, 1, "zero3", uneven=True)
@@ -105,6 +109,7 @@ def test_replicated_weights_are_written_once_and_by_all(trained: tuple[Path, dic
             assert max(sizes) < 1.3 * min(sizes)
 
 
+@pytest.mark.fault(3, 7)
 def test_a_save_beside_the_training_holds_the_moment_it_began(ranks: Ranks, tmp_path: Path) -> None:
     """Faults 3 and 7: a writer that fails is an error of all ranks at the next poll, and the next save works."""
     for found in ranks(2).run(beside_training, tmp_path):
@@ -115,6 +120,7 @@ def test_a_save_beside_the_training_holds_the_moment_it_began(ranks: Ranks, tmp_
     assert latest(tmp_path) == tmp_path / "next"
 
 
+@pytest.mark.fault(7, 8, 30)
 def test_what_is_refused_is_refused_on_all_ranks_and_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
     """Faults 7, 8 and 30."""
     said = {
@@ -143,6 +149,7 @@ def test_each_rank_gets_its_own_buffers_and_random_numbers_back(ranks: Ranks, tm
     assert torch.equal(drawn, saved[0][1]) and not torch.equal(others[1][1], others[2][1]), "and numbers of its own"
 
 
+@pytest.mark.fault(1, 2)
 def test_a_rank_that_dies_in_a_save_is_an_error_and_leaves_the_last_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     """Faults 1 and 2."""
     with pytest.raises(RankError) as error:

@@ -293,6 +293,7 @@ def renamed(name: str) -> Callable[[dict[str, Any]], None]:
         (lambda f: f["files"]["rank-00000.safetensors"].update(digest="x"), "no hash"),
     ],
 )
+@pytest.mark.fault(32)
 def test_a_hostile_manifest_is_refused(change: Callable[[dict[str, Any]], Any], said: str, tmp_path: Path) -> None:
     """Fault 32 and its like."""
     write_small(tmp_path / "a", 1)
@@ -311,6 +312,7 @@ def test_what_is_no_json_is_refused(rest: bytes) -> None:
         parse(b'{"digest":"' + digest_of(rest).encode() + b'",\n' + rest, "manifest.json")
 
 
+@pytest.mark.fault(32)
 def test_links_and_other_things_that_are_no_files_are_refused(tmp_path: Path) -> None:
     """Fault 32: even a link to the very bytes."""
     write_small(tmp_path / "a", 1)
@@ -336,6 +338,7 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
+@pytest.mark.fault(31)
 def test_a_pickle_is_refused_and_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 31: in the place of a file, with the right hash in the manifest."""
     monkeypatch.chdir(tmp_path)
@@ -355,6 +358,7 @@ def test_a_pickle_is_refused_and_does_not_run(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("what", ["dtype", "shape", "key"])
+@pytest.mark.fault(8)
 def test_files_that_are_not_what_the_manifest_says_are_refused(what: str, tmp_path: Path) -> None:
     """Fault 8: two files swapped, hashes and all, or a tensor of another kind."""
     write_small(tmp_path / "a", 1)
@@ -381,6 +385,7 @@ def test_files_that_are_not_what_the_manifest_says_are_refused(what: str, tmp_pa
             Whole(tmp_path / "a", manifest).parameter(name)
 
 
+@pytest.mark.fault(8)
 def test_truncated_and_swapped_files_are_named(tmp_path: Path) -> None:
     """Fault 8."""
     write_small(tmp_path / "a", 1)
@@ -397,6 +402,7 @@ def test_truncated_and_swapped_files_are_named(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- many, and the dead
 
 
+@pytest.mark.fault(8)
 def test_the_latest_is_the_one_saved_last_and_falling_back_is_asked_for(tmp_path: Path) -> None:
     """Fault 8: a damaged checkpoint is passed over only where that was asked for, and said."""
     assert latest(tmp_path / "nowhere") is None and latest(tmp_path) is None
@@ -455,6 +461,7 @@ def lines_of_storage(act: Callable[[], None], die_at: int | None = None) -> int:
     return count
 
 
+@pytest.mark.fault(2)
 def test_death_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
     """Fault 2: SIGKILL at 24 seeded lines of a save that removes the checkpoint before it."""
     write_small(tmp_path / "count" / "step-1", 1, fill=1.0)

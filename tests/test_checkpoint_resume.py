@@ -137,6 +137,7 @@ def test_what_was_gathered_before_a_load_is_not_read_after_it(tmp_path: Path, op
         assert torch.equal(other(rows(0)), wanted)
 
 
+@pytest.mark.fault(38)
 def test_learning_rates_and_options_are_those_saved(tmp_path: Path, opened: Any) -> None:
     """Fault 38: an LR schedule goes on, whatever the new optimizer was made with."""
     model, optimizer = opened(Net(), lambda m: adamw(m, betas=(0.8, 0.9)))
@@ -154,6 +155,7 @@ def test_learning_rates_and_options_are_those_saved(tmp_path: Path, opened: Any)
         schedule.step(), again.step()
 
 
+@pytest.mark.fault(26)
 def test_what_was_frozen_can_be_trained_from_the_checkpoint_on(tmp_path: Path, opened: Any) -> None:
     """Fault 26."""
     torch.manual_seed(0)
@@ -169,6 +171,7 @@ def test_what_was_frozen_can_be_trained_from_the_checkpoint_on(tmp_path: Path, o
     assert_same(em.full_state_dict(model), em.full_state_dict(other))
 
 
+@pytest.mark.fault(25)
 def test_tied_parameters_are_saved_once_with_both_names(tmp_path: Path, opened: Any) -> None:
     """Fault 25."""
     model, optimizer = opened(Tied())
@@ -250,6 +253,7 @@ def test_plain_models_and_strangers_optimizers_are_refused(tmp_path: Path, opene
         save(tmp_path / "a", model, optimizer, keep=0)
 
 
+@pytest.mark.fault(8)
 def test_every_flipped_bit_is_refused_and_its_file_named(tmp_path: Path, opened: Any) -> None:
     """Fault 8: 500 seeded single bits, of the manifest and of the tensors; nothing of the model has changed."""
     model, optimizer = opened(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, bias=False).requires_grad_(False)))

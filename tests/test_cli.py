@@ -55,6 +55,7 @@ def config(tmp_path: Path) -> str:
         (["--nproc", "two"], "argument --nproc: invalid int value: 'two'"),
     ],
 )
+@pytest.mark.fault(33)
 def test_a_mistake_is_told_once_and_nothing_starts(
     arguments: list[str], said: str, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -318,6 +318,7 @@ def run_count() -> list[list[str]]:
     return counts
 
 
+@pytest.mark.fault(15, 16, 17)
 def test_collectives_do_not_depend_on_routing(ranks: Ranks) -> None:
     want = ["c10d::allgather_"] + ["c10d::alltoall_base_"] * 4
     assert ranks(2).run(run_count) == [[want] * 4] * 2
@@ -434,6 +435,7 @@ def run_errors() -> list[str]:
     return messages
 
 
+@pytest.mark.fault(30)
 def test_errors_of_meshes(ranks: Ranks) -> None:
     for messages in ranks(2).run(run_errors):
         degree, axes, tp = messages

@@ -273,6 +273,7 @@ class TestAnnotate:
             ({"*": CUT_1}, ["'experts.0.bias'", "'experts.1.bias'", "only 1 dims"]),
         ],
     )
+    @pytest.mark.fault(29)
     def test_errors_name_everything_concerned(self, rules: dict[str, Pattern], messages: list[str]) -> None:
         model = Model()
         with pytest.raises(LayoutError) as caught:

@@ -186,6 +186,7 @@ def test_prefetch_waits_for_a_block_that_is_about_to_be_empty() -> None:
     ]
 
 
+@pytest.mark.fault(23)
 def test_off_schedule_requests_are_counted_and_served() -> None:
     schedule = Schedule(entries("+0 -0 +1 -1 +2 -2"))
     state = CacheState(2, schedule)
@@ -362,6 +363,7 @@ def disturb() -> dict[str, Any]:
     return result
 
 
+@pytest.mark.fault(23, 24)
 def test_evaluation_and_another_step_leave_the_schedule_in_place(ranks: Ranks) -> None:
     for result in ranks(2).run(disturb):
         promise = result["promise"]

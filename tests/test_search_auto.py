@@ -308,6 +308,7 @@ def test_what_compute_explains_is_corrected() -> None:
 
 
 @pytest.mark.parametrize("damage", ["machine", "format", "figure", "json"])
+@pytest.mark.fault(41)
 def test_figures_of_another_machine_are_ignored_with_a_notice(damage: str, tmp_path: Path, ranks: Ranks) -> None:
     from elixir_moe.search import measure
 

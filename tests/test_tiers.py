@@ -173,6 +173,7 @@ def test_a_slab_is_not_handed_out_twice() -> None:
         slab.take(4)
 
 
+@pytest.mark.fault(18)
 def test_more_than_a_host_has_is_refused() -> None:
     with pytest.raises(TierError, match=r"needs 3.00 GiB for 2 ranks on h, 1.00 GiB are left \(2.00 GiB short\)"):
         check_fits(3 << 30, 1 << 30, "2 ranks on h")

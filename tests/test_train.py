@@ -104,6 +104,7 @@ def config_of(out: Path, **run: object) -> TrainConfig:
     return settings.build(TrainConfig, {"model": {}, "plan": {}, "run": {"out": str(out), **run}})
 
 
+@pytest.mark.fault(34)
 def test_a_directory_is_claimed_once_and_only_our_own_files_are_removed(tmp_path: Path) -> None:
     """Two runs at once, an unfinished one, one of somebody else."""
     out, text = tmp_path / "runs" / "x", load_text((), 0.1, 128)

@@ -172,6 +172,7 @@ def disagree(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["plan", "model"])
+@pytest.mark.fault(5, 30)
 def test_ranks_that_disagree_are_told_the_first_difference(what: str, ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"Rank 0: .*Rank 1: ") as error:
         ranks(2).run(disagree, what)

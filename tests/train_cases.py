@@ -117,6 +117,16 @@ def _signal(number: int) -> Callable[[Training, bool], None]:
     return fault
 
 
+def _room(training: Training) -> Path:
+    return Path(training.config.run.out) / "checkpoints"
+
+
+def _twice(training: Training, here: bool) -> None:
+    if here:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _end(training: Training, here: bool) -> None:
     training.optimizer.close()
     raise Ending
@@ -144,6 +154,9 @@ def _nan_once() -> Callable[..., Any]:
 FAULTS: dict[str, Callable[[Training, bool], None]] = {
     "SIGTERM": _signal(signal.SIGTERM),
     "SIGUSR1": _signal(signal.SIGUSR1),
+    "SIGTERM twice": _twice,
+    "room taken": lambda training, _: _room(training).touch() if dist.get_rank() == 0 else None,
+    "room free": lambda training, _: _room(training).unlink() if dist.get_rank() == 0 else None,
     "end": _end,
     "poison": _poison,
 }
