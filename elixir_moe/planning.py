@@ -18,8 +18,9 @@ from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.models import presets
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.search import cost, estimate
-from elixir_moe.search.explain import explain
+from elixir_moe.search.explain import explain, group_rows
 from elixir_moe.search.hardware import Hardware
+from elixir_moe.search.measure import measured_here
 from elixir_moe.search.solve import Choice, Task, price, shortage, solve
 from elixir_moe.search.trace import trace
 
@@ -29,7 +30,9 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     model = verb.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(presets.names())}")
     model.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, or its directory")
-    verb.add_argument("--hardware", metavar="NAME|FILE", required=True, help="a machine that ships, or a JSON file")
+    verb.add_argument(
+        "--hardware", metavar="NAME|FILE", required=True, help="a machine that ships, a JSON file, or here"
+    )
     verb.add_argument("--gpus", type=int, metavar="N", required=True)
     verb.add_argument("--batch", type=int, metavar="B", required=True, help="sequences of one GPU")
     verb.add_argument("--seq", type=int, metavar="S", required=True, help="tokens of a sequence")
@@ -55,7 +58,7 @@ def run_plan(known: argparse.Namespace) -> int:
             raise ConfigError(f"--{name}: expected at least 1, got {getattr(known, name)}")
     if known.imbalance < 1 or (known.budget_gib is not None and known.budget_gib <= 0):
         raise ConfigError("--imbalance is at least 1 and --budget-gib above 0")
-    hardware = Hardware.named(known.hardware)
+    hardware = measured_here(known.gpus) if known.hardware == "here" else Hardware.named(known.hardware)
     hardware.links(known.gpus)
     started = time.perf_counter()
     task, name = _task(known, hardware)
@@ -129,7 +132,7 @@ def _report(known: argparse.Namespace, name: str, task: Task, choice: Choice | N
     }
     keys = ("chunk_numel", "waste_fraction", "rcache_blocks", "chunks", "device_chunks", "host_chunks", "disk_chunks")
     if choice is None:
-        return report | dict.fromkeys(keys) | {"plan": None, "predicted": None}
+        return report | dict.fromkeys(keys) | {"plan": None, "predicted": None, "groups": None}
     chunks = len(choice.layout.chunks)
     values = (
         choice.layout.chunk_numel,
@@ -144,6 +147,7 @@ def _report(known: argparse.Namespace, name: str, task: Task, choice: Choice | N
     report["reason"] = "the fastest of all plans that fit"
     report["plan"] = json.loads(choice.plan.to_json())
     report["predicted"] = _predicted(task, choice)
+    report["groups"] = group_rows(task, choice)
     return report
 
 
@@ -186,6 +190,13 @@ def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
 def _as_text(report: dict[str, Any], task: Task, choice: Choice | None) -> str:
     lines = [f"{report['model']}: {report['parameters'] / 1e9:.2f} B parameters on {task.gpus} x {task.hardware.name}"]
     lines += [report["reason"]] if choice is None else [explain(task, choice)]
+    if choice is not None:
+        lines.append(f"{'on one rank':44} {'tier':>6} {'chunks':>6} {'elements':>16} {'GiB':>8}")
+    for row in report["groups"] or ():
+        lines.append(
+            f"{row['chunk_group']:44} {row['tier']:>6} {row['chunks']:6} {row['numel']:16,} "
+            f"{row['shard_bytes'] / 2**30:8.2f}"
+        )
     for row in report.get("compare", ()):
         fits = "fits" if row["feasible"] else f"short of {_short(row['short_bytes'])}"
         lines.append(f"{row['strategy']:15} {row['step_seconds']:9.3f} s {row['tflops_per_gpu']:7.1f} TFLOPS  {fits}")

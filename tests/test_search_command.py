@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +117,50 @@ def test_figure_2_and_equation_2_of_zero_infinity(capsys: pytest.CaptureFixture[
     # Section 5: a 5T model at batch 3 a GPU loses a quarter to parameters and gradients at 70 GB/s.
     (row,) = said(capsys, "estimate", "--efficiency", "3072", "70", "70")["rows"]
     assert 1 - row["efficiency"] == pytest.approx(0.25, abs=0.01)
+
+
+CLUSTER = {"node_bandwidth": 200, "gpus_per_node": 8, "cpu_bytes": 2**40}
+"""Eight GPUs a node, each with a network of 25e9 bytes a second."""
+
+
+@pytest.mark.slow
+def test_a_trillion_parameters_on_512_gpus(tmp_path: Path) -> None:
+    shipped = resources.files("elixir_moe.search").joinpath("machines", "a100-80g-pcie-x4.json").read_text()
+    data = {**json.loads(shipped), **CLUSTER}
+    data["by_gpus"]["8"] = {"b_g2g": 1600, "b_c2g": 150, "b_g2c": 120, "v_g": 400, "v_c": 10}
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(data))
+    arguments = ["--model", "moe-1t", "--gpus", "512", "--batch", "1", "--seq", "2048", "--json", "--hardware"]
+    done = subprocess.run(
+        [sys.executable, "-m", "elixir_moe", "plan", *arguments, str(path)],
+        capture_output=True,
+        check=True,
+        timeout=400,
+    )
+    found = json.loads(done.stdout)
+    assert found["feasible"] and 0.95e12 < found["parameters"] < 1.05e12
+    groups = found["groups"]
+    held = sum(row["shard_bytes"] for row in groups if row["tier"] == "device")
+    assert held < found["predicted"]["device_peak_bytes"] <= 80e9
+    # 14 bytes a parameter over 512 ranks: the dense part is scattered over all, experts over 512 / 64 of them each.
+    dense = sum(row["numel"] for row in groups if "0-511" in row["chunk_group"])
+    experts = sum(row["numel"] for row in groups if "step 64" in row["chunk_group"])
+    assert dense + 64 * experts == found["parameters"]
+    assert sum(row["shard_bytes"] for row in groups) == pytest.approx(14 * (dense / 512 + experts / 8), rel=1e-3)
+
+
+def test_figures_of_the_machine_we_are_on(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    arguments = ["plan", "--hardware", "here", "--config", str(path), "--gpus", "2", "--batch", "1", "--seq", "16"]
+    done = subprocess.run(
+        [sys.executable, "-m", "elixir_moe", *arguments, "--json"],
+        capture_output=True,
+        check=True,
+        timeout=200,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    found = json.loads(done.stdout)
+    assert found["feasible"] and found["predicted"]["step_seconds"] > 0
+    (kept,) = (tmp_path / "elixir-moe").iterdir()
+    assert json.loads(kept.read_text())["machine"]["ranks"] == 2

@@ -4,6 +4,7 @@ Owns the text. Computes nothing but what each choice saves: the step without it,
 """
 
 from dataclasses import replace
+from typing import Any
 
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.errors import PlanError
@@ -46,3 +47,17 @@ def explain(task: Task, choice: Choice) -> str:
         else:
             lines.append(f"saves     {slower * 1e3:.2f} ms against {change}")
     return "\n".join(lines)
+
+
+def group_rows(task: Task, choice: Choice) -> list[dict[str, Any]]:
+    """What one rank holds: a row for each chunk group and tier, with the elements its chunks have when gathered."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for chunk in choice.layout.chunks:
+        label, tier = chunk.key.label, choice.plan.home(choice.layout, chunk).value
+        empty = {"chunk_group": label, "tier": tier, "chunks": 0, "numel": 0, "shard_bytes": 0}
+        row = rows.setdefault((label, tier), empty)
+        row["chunks"] += 1
+        row["numel"] += sum(slot.numel for slot in chunk.slots)
+        per_element = chunk.key.dtype.itemsize + 4 * (1 + task.moments) * chunk.key.trainable
+        row["shard_bytes"] += per_element * chunk.shard_numel
+    return list(rows.values())

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import multiprocessing
 
 from elixir_moe.chunks.collectives import Communicator, build_communicators
 from elixir_moe.chunks.tiers import host_bytes_left
@@ -64,6 +65,39 @@ def hardware_here(machine: dict[str, Any], device: torch.device, wanted: Iterabl
     if dist.get_rank() == 0 and (box[0] is None or found != known):
         keep(machine, found)
     return found
+
+
+def measured_here(ranks: int) -> Hardware:
+    """The figures under that many ranks of this machine, which are started for it unless an earlier run has measured.
+
+    Raises:
+        ConfigError: torch.distributed runs already, or there are fewer GPUs than ranks.
+    """
+    if dist.is_initialized():
+        raise ConfigError("ranks run already: --hardware here starts its own, call it without torchrun")
+    if 0 < torch.cuda.device_count() < ranks:
+        raise ConfigError(f"--hardware here: {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs")
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(  # type: ignore[no-untyped-call]
+            _measure_rank, args=(ranks, folder), nprocs=ranks, start_method="spawn"
+        )
+        return Hardware.parse((Path(folder) / "figures.json").read_text(encoding="utf-8"), f"{ranks} ranks here")
+
+
+def _measure_rank(rank: int, ranks: int, folder: str) -> None:
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks
+    )
+    found = hardware_here(describe(device, torch.bfloat16), device, [tuple(range(ranks))])
+    if rank == 0:
+        (Path(folder) / "figures.json").write_text(found.to_json(), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
