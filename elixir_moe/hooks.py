@@ -160,7 +160,7 @@ class Hooks:
         overwritten = [
             self._names[p]
             for (chunk, index), p in zip(unit.slots, unit.parameters, strict=True)
-            if index in self._scheduler.chunks[chunk].landed
+            if self._scheduler.chunks[chunk].overwritten(index)
         ]
         if overwritten:
             raise PlanError(
@@ -214,7 +214,7 @@ class Hooks:
         names = ", ".join(self._names[p] for p in parameters[:4])
         backward, training = _in_backward(), torch.is_grad_enabled()
         for chunk, index in slots:
-            if backward and index in self._scheduler.chunks[chunk].landed:
+            if backward and self._scheduler.chunks[chunk].overwritten(index):
                 raise PlanError(f"backward reads {names} when its gradient is complete: read it through its module")
             if training and self._calls and not backward:
                 self._clock += 1

@@ -124,8 +124,10 @@ class ElementwiseUpdate:
 
     def __call__(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
         home, gradient = chunk.home, chunk.home.gradient()
+        assert home.master is not None
         active = [segment for segment in segments if segment.parameter in used]
         for segment in active:
+            self._pieces[id(segment)].data = home.master[segment.start : segment.stop]  # which may have moved
             self._pieces[id(segment)].grad = gradient[segment.start : segment.stop].float() * scale
         for index in sorted({segment.group for segment in active}):
             optimizer = self._optimizers[chunk.spec.index, index]
@@ -136,7 +138,7 @@ class ElementwiseUpdate:
             self._changes.setdefault(index, {}).update(changed)
         for segment in active:
             self._pieces[id(segment)].grad = None
-        if home.compute.dtype != torch.float32 and home.master is not None:
+        if home.compute.dtype != torch.float32:
             home.compute.copy_(home.master)
 
     def state_bytes(self, chunk: Chunk) -> int:

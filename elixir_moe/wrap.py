@@ -142,7 +142,7 @@ def wrap(
     order = order_of_first_use(model, calls)
     specs = param_specs(model, order, everywhere=replicated_everywhere(), compute_dtype=compute_dtype)
     parameters = list(specs)
-    layout = build_layout(list(specs.values()), plan.chunk_numel, scatter=plan.scatter)
+    layout = plan.place(build_layout(list(specs.values()), plan.chunk_numel, scatter=plan.scatter))
     peers = _agree(model, plan, specs)
     _check_blocks(model, calls, plan, layout, parameters)
     pretrained = None
@@ -157,7 +157,7 @@ def wrap(
     homes = build_homes([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
     statistics = Statistics(cache=cache.counts)
-    rcache = RCache(layout, plan.blocks(layout), device, statistics)
+    rcache = RCache(layout, plan.blocks(layout), homes, device, statistics)
     placeholder = Placeholder(device)
     named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     keys = tuple(name for name in model.state_dict() if name in named)

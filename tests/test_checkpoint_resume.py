@@ -32,7 +32,7 @@ def opened() -> Iterator[Callable[..., tuple[nn.Module, Any]]]:
     optimizers = []
 
     def wrap(model: nn.Module, make: Make = lambda m: adamw(m), blocks: int = 4, **options: Any) -> Any:
-        plan = em.Plan.zero3(rcache_blocks=blocks, chunk_numel=600)
+        plan = em.Plan.offload(rcache_blocks=blocks, device_chunks=3, chunk_numel=600)
         wrapped, optimizer = em.wrap(model, make(model), plan=plan, **options)
         optimizers.append(optimizer)
         return wrapped, optimizer

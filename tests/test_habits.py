@@ -448,7 +448,7 @@ SCENARIOS = {
 }
 PLANS = {
     "zero2": em.Plan.zero2(chunk_numel=600),
-    "small": em.Plan.zero3(rcache_blocks=6, chunk_numel=600),
+    "small": em.Plan.offload(rcache_blocks=6, chunk_numel=600),
     "offload": em.Plan.offload(rcache_blocks=7, device_chunks=2, chunk_numel=700),
     "ddp": em.Plan.ddp(),
 }

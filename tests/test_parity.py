@@ -39,16 +39,16 @@ def config_of(degrees: tuple[int, ...]) -> GPTConfig:
     )
 
 
-def plans(least: int, every: int) -> dict[str, em.Plan]:
-    """Each preset, and rCaches from the least possible to everything."""
-    middle = (least + every) // 2
+def plans(least: int, least_offloaded: int, every: int) -> dict[str, em.Plan]:
+    """Each preset, and rCaches from the least possible to everything; offloaded, no chunk is used in place."""
+    middle = (least_offloaded + every) // 2
     return {
         "ddp": em.Plan.ddp(),
         "zero2": em.Plan.zero2(chunk_numel=CHUNK),
         f"zero3-{least}": em.Plan.zero3(rcache_blocks=least, chunk_numel=CHUNK),
         f"zero3-{least + 1}": em.Plan.zero3(rcache_blocks=least + 1, chunk_numel=CHUNK),
         f"zero3-{middle}": em.Plan.zero3(rcache_blocks=middle, chunk_numel=CHUNK),
-        f"offload-{least}": em.Plan.offload(rcache_blocks=least, chunk_numel=CHUNK),
+        f"offload-{least_offloaded}": em.Plan.offload(rcache_blocks=least_offloaded, chunk_numel=CHUNK),
         f"offload-{middle}-mixed": em.Plan.offload(rcache_blocks=middle, device_chunks=3, chunk_numel=CHUNK),
         "offload-all": em.Plan.offload(rcache_blocks=None, chunk_numel=CHUNK),
     }
@@ -71,8 +71,12 @@ CASES = [(world, layout) for world, layouts in LAYOUTS.items() for layout in ran
 def test_every_layout_and_plan(world: int, layout: int, ranks: Ranks, oracle: dict[Any, dict[str, Any]]) -> None:
     degrees = LAYOUTS[world][layout]
     config = config_of(degrees)
-    everything = ranks(world).run(wrapped, config, em.Plan.zero2(chunk_numel=CHUNK), 1, None)[0]
-    for kind, (name, plan) in enumerate(plans(everything["least_blocks"], everything["chunks"]).items()):
+    zero2, offload = (
+        ranks(world).run(wrapped, config, plan, 1, None)[0]
+        for plan in (em.Plan.zero2(chunk_numel=CHUNK), em.Plan.offload(rcache_blocks=None, chunk_numel=CHUNK))
+    )
+    cases = plans(max(1, zero2["least_blocks"]), offload["least_blocks"], offload["chunks"])
+    for kind, (name, plan) in enumerate(cases.items()):
         for loop in LOOPS if world == 1 else [LOOPS[(kind + layout) % 4]]:
             found = ranks(world).run(wrapped, config, plan, *loop)
             for rank, result in enumerate(found):

@@ -199,7 +199,7 @@ def measure(
         "least": optimizer.schedule.least_blocks(),
         "chunks": len(layout.cached),
         "sum_numel": sum(chunk.numel for chunk in layout.chunks),
-        "resident_numel": sum(chunk.numel for chunk in layout.chunks if chunk.resident),
+        "resident_numel": sum(chunk.numel for chunk in layout.chunks if chunk.resident and not chunk.in_place),
         "largest_bytes": max(chunk.nbytes for chunk in layout.chunks),
         "block_numel": layout.chunk_numel,
     }

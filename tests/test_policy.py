@@ -1,6 +1,7 @@
 """The cache's decisions: against an exhaustive search on small schedules, and against what the runtime does."""
 
 import gc
+import math
 from collections.abc import Callable
 from functools import cache
 from itertools import combinations
@@ -293,7 +294,8 @@ class Recorder:
         plan, layout, schedule = self.optimizer.plan, self.optimizer.layout, self.optimizer.schedule
         assert schedule is not None
         counts, loads = simulate(schedule, plan.blocks(layout), prefetch=plan.prefetch)
-        gathered = [layout.chunks[load.chunk] for load in loads] + [chunk for chunk in layout.chunks if chunk.resident]
+        gathered = [layout.chunks[load.chunk] for load in loads]
+        gathered += [chunk for chunk in layout.chunks if chunk.resident and not chunk.in_place]
         return {
             "counts": counts,
             "loads": [(load.chunk, load.evicted, load.ahead) for load in loads],
@@ -325,16 +327,21 @@ def assert_as_promised(found: dict[str, Any], promise: dict[str, Any]) -> None:
 
 
 def test_the_runtime_decides_as_the_simulator(ranks: Ranks) -> None:
-    everything = ranks(2).run(follow, em.Plan.zero3(rcache_blocks=99, chunk_numel=CHUNK), 2)[0]
-    least, chunks = everything["promise"]["least"], everything["chunks"]
-    assert least < chunks - 2
-    for blocks, offloaded, prefetch in (
-        (least, False, True),
-        (least, True, False),
-        (least + 1, True, True),
-        ((least + chunks) // 2, False, True),
-        (chunks - 1, False, False),
+    sizes = {}
+    for offloaded in (False, True):  # on the device, experts of which a rank has all copies are used in place
+        plan = em.Plan(scatter=True, offloaded=offloaded, rcache_blocks=None, chunk_numel=CHUNK)
+        everything = ranks(2).run(follow, plan, 2)[0]
+        sizes[offloaded] = everything["promise"]["least"], everything["chunks"]
+        assert sizes[offloaded][0] < sizes[offloaded][1] - 2
+    for place, offloaded, prefetch in (
+        (0.0, False, True),
+        (0.0, True, False),
+        (0.1, True, True),
+        (0.5, False, True),
+        (0.9, False, False),
     ):
+        least, chunks = sizes[offloaded]
+        blocks = least + math.ceil(place * (chunks - 1 - least))
         plan = em.Plan(scatter=True, offloaded=offloaded, rcache_blocks=blocks, chunk_numel=CHUNK, prefetch=prefetch)
         for result in ranks(2).run(follow, plan, 3):
             for found in result["found"][1:]:

@@ -265,7 +265,7 @@ def test_released_parameters_look_right_and_read_as_nan(chunk: Chunk) -> None:
 
 def gather(chunk: Chunk) -> Block:
     """Fills a block with 0, 1, 2, … and gives it to the chunk."""
-    block = Block(chunk.spec.nbytes, CPU, Statistics())
+    block = Block(torch.zeros(chunk.spec.nbytes, dtype=torch.uint8), Statistics())
     chunk.buffer = block.claim(chunk.spec).copy_(torch.arange(chunk.spec.numel))
     chunk.attach()
     return block

@@ -279,7 +279,7 @@ CASES = {
     "autocast": Case(loss=autocast, optimizer=sgd, tolerance=1e-4),
 }
 PLANS = {
-    "small": em.Plan.zero3(rcache_blocks=6, chunk_numel=600),
+    "small": em.Plan.offload(rcache_blocks=6, chunk_numel=600),
     "offload": em.Plan.offload(rcache_blocks=7, device_chunks=2, chunk_numel=700),
 }
 

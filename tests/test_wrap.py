@@ -26,15 +26,16 @@ def rows() -> torch.Tensor:
     return torch.randn(8, D, generator=torch.Generator().manual_seed(0))
 
 
-def small_plan(model: nn.Module, blocks: int) -> em.Plan:
-    return em.Plan.zero3(rcache_blocks=blocks, chunk_numel=600)
+def small_plan(model: nn.Module, blocks: int | None) -> em.Plan:
+    """In one process only what is offloaded goes through the rCache."""
+    return em.Plan.offload(rcache_blocks=blocks, chunk_numel=600)
 
 
 @pytest.mark.parametrize("kind", [Net, Frozen, Unused, Tied, ExpertLists])
 def test_too_small_an_rcache_is_refused_before_training(kind: type[nn.Module]) -> None:
     """The fewest blocks predicted are the fewest the recorded step needs: one less is refused, as many do."""
     model = kind()
-    wrapped, optimizer = em.wrap(model, adamw(model), plan=em.Plan.zero2(chunk_numel=600))
+    wrapped, optimizer = em.wrap(model, adamw(model), plan=small_plan(model, None))
     mean_square(wrapped, rows()).backward()
     optimizer.step()
     assert optimizer.schedule is not None
@@ -63,7 +64,7 @@ def test_a_checkpointed_region_too_large_names_the_module() -> None:
 def test_module_that_needs_several_chunks_is_named() -> None:
     model = ExpertLists()
     with pytest.raises(em.PlanError, match=r"layers\.0"):
-        em.wrap(model, adamw(model), plan=em.Plan.zero3(rcache_blocks=1, chunk_numel=300))
+        em.wrap(model, adamw(model), plan=em.Plan.offload(rcache_blocks=1, chunk_numel=300))
 
 
 def test_chunk_shorter_than_a_parameter_is_refused() -> None:
@@ -180,7 +181,7 @@ def test_ranks_that_disagree_are_told_the_first_difference(what: str, ranks: Ran
 
 
 def test_expected_schedule_frees_every_trainable_chunk() -> None:
-    model, optimizer = em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2(chunk_numel=600))
+    model, optimizer = em.wrap(model := Net(), adamw(model), plan=small_plan(model, None))
     slots = {p: (c.spec.index, i) for c in model.elixir.scheduler.chunks for i, p in enumerate(c.parameters)}
     schedule = expected_schedule(list(find_units(model, slots)), registered_calls(model), optimizer.layout.chunks)
     freed = [chunk for entry in schedule.entries if entry.verb == "free" for chunk in entry.chunks]
@@ -206,9 +207,7 @@ def test_a_sample_gives_the_order_of_first_use() -> None:
     model = Backwards()
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    model, optimizer = em.wrap(
-        model, adamw(model), plan=em.Plan.zero3(rcache_blocks=2, chunk_numel=600), sample=rows(), step=mean_square
-    )
+    model, optimizer = em.wrap(model, adamw(model), plan=small_plan(model, 2), sample=rows(), step=mean_square)
     assert torch.equal(state, torch.get_rng_state()) and model.calls == 0
     names = {p: name for name, p in model.named_parameters()}
     packed = [names[p] for chunk in model.elixir.scheduler.chunks for p in chunk.parameters]
@@ -256,7 +255,7 @@ def test_frozen_chunks_stay_over_the_update_and_the_simulator_knows() -> None:
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(8)))
     for layer in list(model)[::2]:
         layer.requires_grad_(False)
-    model, optimizer = em.wrap(model, adamw(model), plan=em.Plan.zero3(rcache_blocks=4, chunk_numel=1024))
+    model, optimizer = em.wrap(model, adamw(model), plan=em.Plan.offload(rcache_blocks=4, chunk_numel=1024))
     for _ in range(6):
         before = optimizer.statistics()
         model(torch.randn(4, 32)).sum().backward()

@@ -120,7 +120,12 @@ class Chunk:
         self.leaving: Ticket | None = None
         """The last reduction; on a GPU it may be under way on its stream when the state is SHARDED again."""
         self.landed: set[int] = set()
-        """Indices into `parameters` whose gradient has taken the place of their values."""
+        """Indices into `parameters` whose gradient has landed, mostly in the place of their values."""
+        self.direct = spec.in_place and home.shows_master
+        """What parameters show is at home itself: writes need not be brought there."""
+        self.apart = home.compute if self.direct and spec.key.trainable else None
+        """(numel,): where gradients land if not in the place of the values."""
+        self._adds = False
         self.readers: Counter[int] = Counter()
         """By index into `parameters`: saved tensors of this backward that will be rebuilt from the block."""
         self.lent: list[Lent] = []
@@ -147,8 +152,11 @@ class Chunk:
     def view(self, index: int) -> torch.Tensor:
         """Parameter `index`'s place in the buffer, in its shape."""
         assert self.buffer is not None, f"chunk {self.spec.index} is not in a block"
+        return self._place_in(self.buffer, index)
+
+    def _place_in(self, memory: torch.Tensor, index: int) -> torch.Tensor:
         shape, stride, start = self._views_of[index]
-        return self.buffer.as_strided(shape, stride, start)  # one operator where a slice and a view are two
+        return torch.as_strided(memory, shape, stride, memory.storage_offset() + start)  # one operator, not two
 
     def addresses(self) -> Iterator[tuple[int, int]]:
         """(index, address) of every gathered parameter: what its storage is recognised by."""
@@ -159,7 +167,7 @@ class Chunk:
     def attach(self) -> None:
         """Parameters become views of the buffer, each with a storage of its own."""
         present = self._present_versions()
-        if self._versions != present:
+        if self._versions != present and not self.direct:
             index = next(i for i, (then, now) in enumerate(zip(self._versions, present, strict=True)) if then != now)
             raise ElixirError(
                 f"parameter {self.names[index]!r} was written through a view of it that is older than its place in "
@@ -185,7 +193,8 @@ class Chunk:
 
     def lend(self, index: int, view: torch.Tensor) -> None:
         """Notes that user code got `view`, all of parameter `index` with a version counter of its own."""
-        self.lent.append(Lent(index, view.detach(), view._version))
+        if not self.direct:
+            self.lent.append(Lent(index, view.detach(), view._version))
 
     def written(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(index, content) of parameters that user code has written since `settle`, oldest place first."""
@@ -230,13 +239,34 @@ class Chunk:
             foreign, local.data = local.data, self._place(index)
         return foreign
 
+    def overwritten(self, index: int) -> bool:
+        """Whether the gradient of parameter `index` has taken the place of its values."""
+        return index in self.landed and self.apart is None
+
+    def expect_gradients(self) -> None:
+        """Gradients begin to land: in the place of values, or apart, where they add to what earlier backwards left.
+
+        Of a sum that all ranks have, one keeps it and the others begin at zero, so that it is summed over them once.
+        """
+        self.transition(ChunkState.GRADIENT)
+        if self.apart is not None:
+            self._adds = self.home.has_gradient
+            if self._adds and self.communicator.index:
+                self.apart.zero_()
+        elif self.spec.in_place:
+            self.home.overwrite()
+
     def write_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Puts the gradient of parameter `index` in the place of its values, or adds it to what is there.
 
         It waits beside the block while somebody still reads the values: a detached use, a retained graph, a graph of
         the gradient itself.
         """
-        if index in self.delayed or (index not in self.landed and (self.readers[index] or self.in_use(index))):
+        if self.apart is not None:
+            place = self._place_in(self.apart, index)
+            place.add_(gradient) if self._adds or index in self.landed else place.copy_(gradient)
+            self.landed.add(index)
+        elif index in self.delayed or (index not in self.landed and (self.readers[index] or self.in_use(index))):
             self.delay_gradient(index, gradient)
         elif index in self.landed:
             self.view(index).add_(gradient)
@@ -248,10 +278,20 @@ class Chunk:
         """Keeps the gradient of parameter `index` beside the block, which need not be there."""
         self.delayed[index] = self.delayed[index] + gradient if index in self.delayed else gradient
 
-    def complete_gradients(self, block: Block) -> None:
-        """Leaves a gradient or zeros in every parameter's place of the block; parameters let go of it."""
+    def complete_gradients(self, block: Block) -> torch.Tensor:
+        """Leaves a gradient or zeros in every parameter's place; parameters let go of the block.
+
+        Returns what is to be summed over the ranks, (numel,), for collectives.
+        """
         assert self.buffer is not None
         self.release()
+        if self.apart is not None:
+            for index in range(len(self.parameters)) if not self._adds else ():
+                if index not in self.landed:
+                    self._place_in(self.apart, index).zero_()
+            self.landed.clear()
+            self.buffer = None
+            return self.apart
         self.buffer = block.unread(self.buffer)
         for index in range(len(self.parameters)):
             if index in self.delayed:
@@ -260,6 +300,7 @@ class Chunk:
                 self.view(index).zero_()
         self.landed.clear()
         self.buffer = None
+        return block.wire(self.spec)
 
     def in_use(self, index: int) -> bool:
         """Whether anybody but the parameter itself uses its storage."""

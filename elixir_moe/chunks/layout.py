@@ -16,7 +16,7 @@ Sources: Elixir v1, sections IV-A (grouping, fused small groups) and V (fully sy
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -62,7 +62,9 @@ class ChunkSpec:
     shards: int
     """Into how many shards it is scattered: the ranks of its group, or 1 where the plan replicates."""
     resident: bool
-    """Has a buffer of its own instead of a block of the rCache."""
+    """Never goes through the rCache: it has a buffer of its own, or needs none."""
+    in_place: bool = False
+    """Its home is its buffer: it is whole there, and on the device that computes with it."""
 
     @property
     def shard_numel(self) -> int:
@@ -94,6 +96,12 @@ class Layout:
     def block_bytes(self) -> int:
         """Bytes of one rCache block."""
         return self.chunk_numel * self.block_itemsize
+
+    def with_in_place(self, indices: Collection[int]) -> "Layout":
+        """The same chunks, those of `indices` used where they are at home."""
+        chunks = tuple(replace(c, resident=True, in_place=True) if c.index in indices else c for c in self.chunks)
+        widest = max((chunk.key.dtype.itemsize for chunk in chunks if not chunk.resident), default=0)
+        return Layout(chunk_numel=self.chunk_numel if widest else 0, chunks=chunks, block_itemsize=max(widest, 1))
 
     @property
     def cached(self) -> tuple[ChunkSpec, ...]:

@@ -110,6 +110,12 @@ class Plan:
             raise PlanError(f"not a plan: expected an object with the keys {sorted(known)}, got {text[:200]}")
         return cls(**data)
 
+    def place(self, layout: Layout) -> Layout:
+        """`layout` with every chunk that is whole at home on the device used in place: no block, no copy."""
+        return layout.with_in_place(
+            {c.index for c in layout.chunks if c.shards == 1 and self.home(layout, c) is Tier.DEVICE}
+        )
+
     def blocks(self, layout: Layout) -> int:
         """Blocks of the rCache for this layout; never more than there are chunks to hold."""
         chunks = len(layout.cached)
@@ -168,7 +174,7 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> 
         shards[tier] += per_element * chunk.shard_numel
     return Footprint(
         rcache_bytes=plan.blocks(layout) * layout.block_bytes,
-        resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.resident),
+        resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.resident and not chunk.in_place),
         staging_bytes=staging_bytes(layout) if staged else 0,
         shard_bytes=shards,
         accumulator_bytes=accumulators,

@@ -9,20 +9,25 @@ for a while, counted as `blocks_replaced`, never stale bytes. Source: Elixir v1,
 n_block storage blocks of the same length").
 """
 
+from collections.abc import Sequence
+
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from elixir_moe.chunks.collectives import Ticket
 from elixir_moe.chunks.layout import ChunkSpec, Layout
 from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.chunks.tiers import Home
 
 
 class Block:
-    """`nbytes` of device memory for one gathered chunk at a time."""
+    """Device memory for one gathered chunk at a time."""
 
-    def __init__(self, nbytes: int, device: torch.device, statistics: Statistics) -> None:
+    def __init__(self, memory: torch.Tensor, statistics: Statistics) -> None:
+        """A block on `memory`, flat uint8, whose storage nobody else uses."""
         self._statistics = statistics
-        self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self._wire = torch.from_dlpack(self._memory)
+        self._memory = memory
+        self._wire = _own_storage(memory)
         self._idle_uses = storage_uses(self._memory)
         self.busy: Ticket | None = None
         """The operation that must end before the block is written again."""
@@ -50,7 +55,12 @@ class Block:
     def _replace(self) -> None:
         self._statistics.blocks_replaced += 1
         self._memory = torch.zeros_like(self._memory)
-        self._wire = torch.from_dlpack(self._memory)
+        self._wire = _own_storage(self._memory)
+
+
+def _own_storage(memory: torch.Tensor) -> torch.Tensor:
+    """The same bytes, flat uint8, as a storage with a use count of its own."""
+    return from_dlpack(to_dlpack(memory.view(torch.uint8)))
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
@@ -58,14 +68,38 @@ def storage_uses(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
+class HomeBlock(Block):
+    """The home of a chunk used in place: its values are there already, and are what readers see for good."""
+
+    def __init__(self, home: Home, statistics: Statistics) -> None:
+        super().__init__(_own_storage(home.place()), statistics)
+        self._home = home
+
+    def claim(self, spec: ChunkSpec) -> torch.Tensor:
+        """The values."""
+        if self.busy is not None:
+            self.busy.wait()
+            self.busy = None
+        self._home.values()
+        return self._memory.view(spec.key.dtype)
+
+    def _replace(self) -> None:
+        super()._replace()
+        self._home.move_to(self._wire)
+
+
 class RCache:
     """All blocks: those shared by the chunks that come and go, and one for each resident chunk."""
 
-    def __init__(self, layout: Layout, blocks: int, device: torch.device, statistics: Statistics) -> None:
-        self.blocks = [Block(layout.block_bytes, device, statistics) for _ in range(blocks)]
-        self.resident = {spec.index: Block(spec.nbytes, device, statistics) for spec in layout.chunks if spec.resident}
+    def __init__(
+        self, layout: Layout, blocks: int, homes: Sequence[Home], device: torch.device, statistics: Statistics
+    ) -> None:
+        def block(nbytes: int) -> Block:
+            return Block(torch.zeros(nbytes, dtype=torch.uint8, device=device), statistics)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(block._memory.nbytes for block in (*self.blocks, *self.resident.values()))
+        self.blocks = [block(layout.block_bytes) for _ in range(blocks)]
+        self.resident = {
+            spec.index: HomeBlock(home, statistics) if spec.in_place else block(spec.nbytes)
+            for spec, home in zip(layout.chunks, homes, strict=True)
+            if spec.resident
+        }

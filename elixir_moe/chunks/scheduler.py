@@ -133,9 +133,10 @@ class Scheduler:
             self._settle(chunk)
             chunk.transition(ChunkState.GATHERING)
             chunk.buffer = block.claim(chunk.spec)
-            start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
-            chunk.buffer[start:stop].copy_(chunk.home.values(), non_blocking=True)
-            self.statistics.bytes_fetched[chunk.home.tier.value] += chunk.spec.nbytes // chunk.spec.shards
+            if not chunk.spec.in_place:
+                start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
+                chunk.buffer[start:stop].copy_(chunk.home.values(), non_blocking=True)
+                self.statistics.bytes_fetched[chunk.home.tier.value] += chunk.spec.nbytes // chunk.spec.shards
             if chunk.spec.shards > 1:
                 self._count(chunk, "all_gather", 1)
                 chunk.arriving = self._marked(chunk.communicator.all_gather(block.wire(chunk.spec), chunk.spec.index))
@@ -191,6 +192,8 @@ class Scheduler:
         Raises:
             ElixirError: what was written does not show the present weights.
         """
+        if chunk.direct:
+            return
         here = chunk.state is ChunkState.GATHERED
         with torch.inference_mode(False), torch.no_grad():
             written = list(chunk.written())
@@ -200,7 +203,7 @@ class Scheduler:
                 start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
                 assert chunk.buffer is not None
                 now = chunk.buffer[start:stop]
-                if not torch.equal(now, chunk.home.values().to(now.device)):
+                if not chunk.home.shows(now):
                     chunk.home.store(0, now)
                     chunk.compare = True
         if written and self._fetch is not None:
@@ -208,6 +211,8 @@ class Scheduler:
         chunk.settle()
 
     def _store(self, chunk: Chunk, index: int, content: torch.Tensor) -> None:
+        if chunk.direct:
+            return
         low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
         slot = chunk.spec.slots[index]
         start, stop = max(slot.start, low), min(slot.stop, high)
@@ -256,7 +261,7 @@ class Scheduler:
         chunk = self.chunks[index]
         if gradient is not None:
             self.used.add(chunk.parameters[position])
-            if not final:
+            if not final and chunk.apart is None:
                 chunk.delay_gradient(position, gradient)
                 return
         self._settle(chunk)
@@ -265,7 +270,7 @@ class Scheduler:
             self.unshard((index,), tracked=True, who=who)
         if chunk.state is ChunkState.GATHERED:
             self.bring_home(chunk)
-            chunk.transition(ChunkState.GRADIENT)
+            chunk.expect_gradients()
             if not chunk.spec.resident:
                 self._note(Verb.HOLD, (index,), True)
                 self._carry_out(self.cache.hold(index))
@@ -276,7 +281,8 @@ class Scheduler:
                 self.bring_home(chunk)
             with torch.no_grad():
                 chunk.write_gradient(position, gradient)
-        self.expect_no_more(index, position)
+        if final:
+            self.expect_no_more(index, position)
 
     def awaits(self, index: int, position: int) -> bool:
         """Whether the gradient of parameter `position` of chunk `index` is still expected."""
@@ -366,9 +372,9 @@ class Scheduler:
         chunk.transition(ChunkState.REDUCING)
         self._disown(chunk)
         with torch.no_grad():
-            chunk.complete_gradients(self._block_of[index])
+            gradients = chunk.complete_gradients(self._block_of[index])
         with self._on(self._reduce, after_compute=True):
-            ticket = self._marked(self._issue_reduction(chunk, self._block_of[index].wire(chunk.spec)))
+            ticket = self._marked(self._issue_reduction(chunk, gradients))
         chunk.leaving = ticket
         self._block_of[index].busy = ticket
         self._in_flight.append(ticket)

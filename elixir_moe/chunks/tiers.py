@@ -125,6 +125,23 @@ class Home:
         return self.master is None or self.spec.key.dtype != torch.float32
 
     @property
+    def shows_master(self) -> bool:
+        """Whether what a chunk used in place shows is all that is kept: no rounded copy of a master."""
+        return self.master is None or not self._sends_compute
+
+    def place(self) -> torch.Tensor:
+        """Where `values` lie."""
+        return self.compute if self.master is None or self._sends_compute else self.master
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """`place` is in `memory`, flat uint8, from now on; somebody else keeps the old one and what it shows."""
+        place = memory.view(self.compute.dtype)
+        if self.place() is self.compute:
+            self.compute = place
+        else:
+            self.master = place
+
+    @property
     def has_gradient(self) -> bool:
         """Whether a gradient has landed since the last update."""
         return self._accumulated or self.holds is Holds.GRADIENT
@@ -151,13 +168,21 @@ class Home:
         elif not self._sends_compute:
             self.master[here].copy_(written)
         else:
-            before, written = self.values()[here], written.to(self.compute.device)
-            self.master[here].copy_(torch.where(before == written, self.master[here], written.float()))
-            before.copy_(written)
+            master, written = self.master[here], written.to(self.compute.device)
+            master.copy_(torch.where(master.to(written.dtype) == written, master, written.float()))
+            if self.holds is Holds.VALUES:
+                self.compute[here].copy_(written)
+
+    def shows(self, shard: torch.Tensor) -> bool:
+        """Whether `shard`, on any device, is what `values` gives."""
+        kept = self.compute if self.master is None else self.master
+        return torch.equal(shard, kept.to(shard.device, shard.dtype))
 
     def add_gradient(self, reduced: torch.Tensor) -> None:
         """Adds the gradient summed over the process group, of any dtype and device."""
-        if self.accumulator is not None:
+        if reduced.data_ptr() == self.compute.data_ptr():
+            self._take_in_place()
+        elif self.accumulator is not None:
             self._sum().add_(reduced.to(self.accumulator.device))
         elif self.holds is Holds.GRADIENT and self._sends_compute:
             self._sum().add_(self.compute).add_(reduced.to(self.compute.device))
@@ -167,6 +192,17 @@ class Home:
         else:
             self.compute.copy_(reduced, non_blocking=True)
             self.holds = Holds.GRADIENT
+
+    def _take_in_place(self) -> None:
+        """A gradient was summed where the compute shard lies, over what earlier ones have left there."""
+        self.holds = Holds.GRADIENT
+        if self.accumulator is not None:
+            self._sum().add_(self.compute)
+            self.holds = Holds.STALE
+
+    def overwrite(self) -> None:
+        """Gradients begin to take the place of the values, of a chunk used in place."""
+        self.holds = Holds.STALE
 
     def gradient(self) -> torch.Tensor:
         """The summed gradient shard, unscaled: fp32 if it was accumulated, else in the compute dtype."""

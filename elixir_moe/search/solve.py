@@ -98,7 +98,7 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
         PlanError: it cannot be carried out: a chunk too short, an rCache too small.
     """
     if layout is None:
-        layout = build_layout(task.profile.params, plan.chunk_numel, scatter=plan.scatter)
+        layout = plan.place(build_layout(task.profile.params, plan.chunk_numel, scatter=plan.scatter))
     if loads is None:
         loads = [load.chunk for load in Simulator(task.profile.schedule(layout)).loads(plan.blocks(layout))]
     moved = cost.traffic(plan, layout, loads)
