@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.chunks.chunk import Chunk, ChunkState
+from elixir_moe.chunks.chunk import Chunk
 from elixir_moe.chunks.collectives import naming_failures, world_timeout
 from elixir_moe.chunks.layout import Layout
 from elixir_moe.chunks.plan import Footprint, Plan, Tier
@@ -221,8 +221,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names = []
         for chunk, segments in zip(self._chunks, self._segments, strict=True):
             if chunk.home.has_gradient:
-                gradient = chunk.home.gradient()
-                names += [s.parameter for s in segments if not gradient[s.start : s.stop].isfinite().all()]
+                home = chunk.home
+                names += [s.parameter for s in segments if not home.gradient(s.start, s.stop).isfinite().all()]
         return [self._hooks.name_of(p) for p in names]
 
     @property
@@ -284,15 +284,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """While it is open, shards at home may be written: no gradient is kept and nothing is gathered."""
         self.zero_grad()
         self._hooks.updated()
-        scheduler = self._scheduler
-        frozen = [c for c in scheduler.chunks if c.state in (ChunkState.GATHERING, ChunkState.GATHERED)]
-        for chunk in frozen:  # what is trainable has been dropped by now
-            scheduler._reshard(chunk)
-        scheduler.cache.drop(chunk.spec.index for chunk in frozen)
+        self._scheduler.drop(frozen=True)
         yield
-        for chunk in scheduler.chunks:
+        for chunk in self._scheduler.chunks:
             chunk.home.updated()
-        scheduler.invalidate()
+        self._scheduler.invalidate()
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: a rank holds only its shards, and their cut is the plan's."""
@@ -321,7 +317,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for chunk in self._chunks:
             if chunk.home.has_gradient:
                 weight = chunk.spec.shards / len(chunk.spec.key.ranks)
-                squares += weight * sum_of_squares(chunk.home.gradient()) * self._unscale(chunk) ** 2
+                squares += weight * sum(map(sum_of_squares, chunk.home.gradients())) * self._unscale(chunk) ** 2
         votes = torch.tensor(
             [squares, *(float(p in self._scheduler.used) for p in self._parameters)], dtype=torch.float64
         )

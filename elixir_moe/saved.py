@@ -96,7 +96,7 @@ class SavedTensors:
             )
         _check_version(packed.chunk.version(packed.index), packed.version, packed.size)
         self._unpacking()
-        if packed.chunk.state in (ChunkState.GATHERED, ChunkState.GRADIENT):
+        if packed.chunk.direct or packed.chunk.state in (ChunkState.GATHERED, ChunkState.GRADIENT):
             return packed.view()
         chunks = (packed.chunk.spec.index,)
         self._scheduler.unshard(chunks, tracked=True, who="backward")

@@ -52,11 +52,11 @@ class AdamUpdate:
             self._state[chunk.spec.index] = (torch.zeros_like(chunk.home.master), torch.zeros_like(chunk.home.master))
 
     def __call__(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
-        home, gradient = chunk.home, chunk.home.gradient()
+        home = chunk.home
         assert home.master is not None
         exp_avg, exp_avg_sq = self._state[chunk.spec.index]
         compute = None if home.compute.dtype == torch.float32 else home.compute
-        for start, stop, group, steps in _runs(segments, used):
+        for start, stop, group, steps in _runs(segments, used, apart=home.pieces is not None):
             here = slice(start, stop)
             options = self._groups[group]
             beta1, beta2 = options["betas"]
@@ -64,7 +64,7 @@ class AdamUpdate:
                 home.master[here],
                 exp_avg[here],
                 exp_avg_sq[here],
-                gradient[here],
+                home.gradient(start, stop),
                 None if compute is None else compute[here],
                 lr=float(options["lr"]),
                 beta1=float(beta1),
@@ -123,12 +123,12 @@ class ElementwiseUpdate:
                 self._optimizers[chunk.spec.index, index] = _like(inner, pieces, groups[index])
 
     def __call__(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
-        home, gradient = chunk.home, chunk.home.gradient()
+        home = chunk.home
         assert home.master is not None
         active = [segment for segment in segments if segment.parameter in used]
         for segment in active:
             self._pieces[id(segment)].data = home.master[segment.start : segment.stop]  # which may have moved
-            self._pieces[id(segment)].grad = gradient[segment.start : segment.stop].float() * scale
+            self._pieces[id(segment)].grad = home.gradient(segment.start, segment.stop).float() * scale
         for index in sorted({segment.group for segment in active}):
             optimizer = self._optimizers[chunk.spec.index, index]
             options = {name: value for name, value in self._groups[index].items() if name != "params"}
@@ -253,9 +253,13 @@ def cut(chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> list[list[Segm
     return cut
 
 
-def _runs(segments: list[Segment], used: set[nn.Parameter]) -> Iterator[tuple[int, int, int, int]]:
-    """(start, stop, group, steps): used neighbours with the same settings as one; the zeros between them stay zeros."""
+def _runs(segments: list[Segment], used: set[nn.Parameter], *, apart: bool) -> Iterator[tuple[int, int, int, int]]:
+    """(start, stop, group, steps): used neighbours with the same settings as one; the zeros between them stay zeros.
+
+    `apart` leaves each on its own.
+    """
     for alike, run in groupby(segments, key=lambda s: (s.parameter in used, s.group, s.steps)):
         pieces = list(run)
         if alike[0]:
-            yield pieces[0].start, pieces[-1].stop, *alike[1:]
+            for first, last in zip(pieces, pieces, strict=True) if apart else ((pieces[0], pieces[-1]),):
+                yield first.start, last.stop, *alike[1:]

@@ -267,6 +267,11 @@ def test_views_taken_before_a_step_do_not_write_old_weights(pair: Pair) -> None:
     view.mul_(2)
     backward(pair)
     pair[1].step()
+    if any(chunk.direct for chunk in pair[0].elixir.scheduler.chunks):
+        wanted = em.full_state_dict(pair[0])["last.bias"] * 2
+        view.mul_(2)
+        assert torch.equal(em.full_state_dict(pair[0])["last.bias"], wanted), "in place a view stays one"
+        return
     view.mul_(2)
     with pytest.raises(em.ElixirError, match=r"last\.bias.*take it anew"):
         pair[0](rows())

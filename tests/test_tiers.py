@@ -226,6 +226,8 @@ LEGAL = {
     ("gradient", "reducing"),
     ("gradient", "sharded"),
     ("reducing", "sharded"),
+    ("gradient", "gathered"),
+    ("reducing", "gathered"),
 }
 
 

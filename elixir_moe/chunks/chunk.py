@@ -10,6 +10,8 @@ no transfer and no collective: `scheduler` does.
     GRADIENT   the same block, values and gradients       REDUCING, SHARDED (a backward that failed)
     REDUCING   the block until the gradient has left      SHARDED
 
+A chunk that is used in place and shows what its home keeps (`direct`) is GATHERED once and never SHARDED again.
+
 A gathered parameter has a storage of its own on the block's memory. How often it is in use tells, parameter by
 parameter, whether somebody still reads it: a tensor saved for backward, a view in the hands of the user.
 
@@ -53,6 +55,8 @@ _LEGAL = {
     (ChunkState.GRADIENT, ChunkState.REDUCING),
     (ChunkState.GRADIENT, ChunkState.SHARDED),  # a backward that failed
     (ChunkState.REDUCING, ChunkState.SHARDED),
+    (ChunkState.GRADIENT, ChunkState.GATHERED),  # what shows its home keeps showing it
+    (ChunkState.REDUCING, ChunkState.GATHERED),
 }
 
 
@@ -123,9 +127,10 @@ class Chunk:
         """Indices into `parameters` whose gradient has landed, mostly in the place of their values."""
         self.direct = spec.in_place and home.shows_master
         """What parameters show is at home itself: writes need not be brought there."""
-        self.apart = home.compute if self.direct and spec.key.trainable else None
-        """(numel,): where gradients land if not in the place of the values."""
+        self.apart = self.direct and spec.key.trainable
+        """Gradients land at home too, and not in the place of the values."""
         self._adds = False
+        self._landings: list[torch.Tensor] = []
         self.readers: Counter[int] = Counter()
         """By index into `parameters`: saved tensors of this backward that will be rebuilt from the block."""
         self.lent: list[Lent] = []
@@ -241,7 +246,12 @@ class Chunk:
 
     def overwritten(self, index: int) -> bool:
         """Whether the gradient of parameter `index` has taken the place of its values."""
-        return index in self.landed and self.apart is None
+        return index in self.landed and not self.apart
+
+    @property
+    def at_rest(self) -> ChunkState:
+        """The state between two uses."""
+        return ChunkState.GATHERED if self.direct else ChunkState.SHARDED
 
     def expect_gradients(self) -> None:
         """Gradients begin to land: in the place of values, or apart, where they add to what earlier backwards left.
@@ -249,11 +259,13 @@ class Chunk:
         Of a sum that all ranks have, one keeps it and the others begin at zero, so that it is summed over them once.
         """
         self.transition(ChunkState.GRADIENT)
-        if self.apart is not None:
+        if self.apart and self.home.pieces is None:
+            if not self._landings:
+                self._landings = [self._place_in(self.home.compute, index) for index in range(len(self.parameters))]
             self._adds = self.home.has_gradient
             if self._adds and self.communicator.index:
-                self.apart.zero_()
-        elif self.spec.in_place:
+                self.home.compute.zero_()
+        elif self.spec.in_place and not self.apart:
             self.home.overwrite()
 
     def write_gradient(self, index: int, gradient: torch.Tensor) -> None:
@@ -262,8 +274,10 @@ class Chunk:
         It waits beside the block while somebody still reads the values: a detached use, a retained graph, a graph of
         the gradient itself.
         """
-        if self.apart is not None:
-            place = self._place_in(self.apart, index)
+        if self.home.pieces is not None:
+            self.home.take_piece(self.spec.slots[index].start, gradient)
+        elif self.apart:
+            place = self._landings[index]
             place.add_(gradient) if self._adds or index in self.landed else place.copy_(gradient)
             self.landed.add(index)
         elif index in self.delayed or (index not in self.landed and (self.readers[index] or self.in_use(index))):
@@ -284,14 +298,13 @@ class Chunk:
         Returns what is to be summed over the ranks, (numel,), for collectives.
         """
         assert self.buffer is not None
-        self.release()
-        if self.apart is not None:
-            for index in range(len(self.parameters)) if not self._adds else ():
-                if index not in self.landed:
-                    self._place_in(self.apart, index).zero_()
+        if self.apart:
+            for index, place in enumerate(self._landings):
+                if index not in self.landed and not self._adds:
+                    place.zero_()
             self.landed.clear()
-            self.buffer = None
-            return self.apart
+            return self.home.compute
+        self.release()
         self.buffer = block.unread(self.buffer)
         for index in range(len(self.parameters)):
             if index in self.delayed:

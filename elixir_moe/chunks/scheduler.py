@@ -93,6 +93,8 @@ class Scheduler:
         for index in chunks:
             chunk = self.chunks[index]
             if chunk.spec.resident and chunk.state in (ChunkState.SHARDED, ChunkState.REDUCING):
+                if chunk.direct and chunk.buffer is not None:
+                    continue
                 self._gather(chunk, self._rcache.resident[index])
             self._await(chunk)
 
@@ -261,7 +263,7 @@ class Scheduler:
         chunk = self.chunks[index]
         if gradient is not None:
             self.used.add(chunk.parameters[position])
-            if not final and chunk.apart is None:
+            if not final and not chunk.apart:
                 chunk.delay_gradient(position, gradient)
                 return
         self._settle(chunk)
@@ -333,19 +335,28 @@ class Scheduler:
         """Whether a gradient was sent off since the last `drain`."""
         return bool(self._in_flight)
 
+    def drop(self, *, frozen: bool = False) -> None:
+        """Lets go of what is gathered and trainable, which an update makes stale; of `frozen` chunks too if so told."""
+        gathered = [
+            c
+            for c in self.chunks
+            if c.state in (ChunkState.GATHERED, ChunkState.GATHERING)
+            and not c.direct
+            and (frozen or c.spec.key.trainable)
+        ]
+        for chunk in gathered:
+            self._reshard(chunk, outdated=chunk.spec.key.trainable)
+        self.cache.drop(chunk.spec.index for chunk in gathered)
+
     def invalidate(self) -> None:
         """Drops every gathered chunk the update has made stale."""
         self.drain()
-        stale = [
-            c for c in self.chunks if c.spec.key.trainable and c.state in (ChunkState.GATHERED, ChunkState.GATHERING)
-        ]
-        for chunk in stale:
-            self._reshard(chunk, outdated=True)
-        self.cache.drop(chunk.spec.index for chunk in stale)
+        self.drop()
         for chunk in self.chunks:
-            chunk.settle()
-            for lent in chunk.lent:
-                lent.outdated = True
+            if not chunk.direct:
+                chunk.settle()
+                for lent in chunk.lent:
+                    lent.outdated = True
         if self._fetch is not None:
             self._fetch.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -355,11 +366,12 @@ class Scheduler:
         for chunk in self.chunks:
             chunk.delayed.clear()
             if chunk.state is ChunkState.GRADIENT:
-                self._disown(chunk)
+                if not chunk.direct:
+                    self._disown(chunk)
                 with torch.no_grad():
                     chunk.complete_gradients(self._block_of[chunk.spec.index])
                 self._vacate(chunk)
-                chunk.transition(ChunkState.SHARDED)
+                chunk.transition(chunk.at_rest)
                 self.cache.drop((chunk.spec.index,))
         self._order.clear()
         self._pending = {}
@@ -370,7 +382,8 @@ class Scheduler:
         if chunk.lent:
             self.bring_home(chunk)
         chunk.transition(ChunkState.REDUCING)
-        self._disown(chunk)
+        if not chunk.direct:
+            self._disown(chunk)
         with torch.no_grad():
             gradients = chunk.complete_gradients(self._block_of[index])
         with self._on(self._reduce, after_compute=True):
@@ -384,10 +397,11 @@ class Scheduler:
 
     def _issue_reduction(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
         def land(reduced: torch.Tensor) -> None:
-            with torch.no_grad():
-                chunk.home.add_gradient(reduced)
+            if chunk.home.pieces is None:
+                with torch.no_grad():
+                    chunk.home.add_gradient(reduced)
             self.statistics.bytes_offloaded[chunk.home.tier.value] += reduced.nbytes
-            chunk.transition(ChunkState.SHARDED)
+            chunk.transition(chunk.at_rest)
 
         communicator = chunk.communicator
         if chunk.spec.shards == 1:

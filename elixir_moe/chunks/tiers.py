@@ -9,6 +9,7 @@ import contextlib
 import sys
 import warnings
 import weakref
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 
@@ -117,6 +118,9 @@ class Home:
         self.compute = compute
         self.master = master
         self.accumulator: torch.Tensor | None = None
+        self.pieces: dict[int, torch.Tensor] | None = {} if compute is master else None
+        """Of a chunk used in place that no other rank has: by first element, the fp32 gradients as autograd made them,
+        never copied and in no one piece of memory."""
         self.holds = Holds.VALUES if self._sends_compute else Holds.STALE
         self._accumulated = False
 
@@ -136,7 +140,9 @@ class Home:
     def move_to(self, memory: torch.Tensor) -> None:
         """`place` is in `memory`, flat uint8, from now on; somebody else keeps the old one and what it shows."""
         place = memory.view(self.compute.dtype)
-        if self.place() is self.compute:
+        if self.pieces is not None:
+            self.compute = self.master = place
+        elif self.place() is self.compute:
             self.compute = place
         else:
             self.master = place
@@ -144,7 +150,7 @@ class Home:
     @property
     def has_gradient(self) -> bool:
         """Whether a gradient has landed since the last update."""
-        return self._accumulated or self.holds is Holds.GRADIENT
+        return self._accumulated or self.holds is Holds.GRADIENT or bool(self.pieces)
 
     def values(self) -> torch.Tensor:
         """The shard a gather sends, in the compute dtype."""
@@ -204,23 +210,47 @@ class Home:
         """Gradients begin to take the place of the values, of a chunk used in place."""
         self.holds = Holds.STALE
 
-    def gradient(self) -> torch.Tensor:
-        """The summed gradient shard, unscaled: fp32 if it was accumulated, else in the compute dtype."""
-        if self._accumulated and self.accumulator is not None:
-            return self.accumulator
-        assert self.holds is Holds.GRADIENT, f"chunk {self.spec.index} has no gradient"
-        return self.compute
+    def take_piece(self, start: int, gradient: torch.Tensor) -> None:
+        """Keeps the gradient of the parameter that starts at `start`, or adds it to what is kept."""
+        assert self.pieces is not None
+        if start in self.pieces:
+            self.pieces[start].add_(gradient.reshape(-1))
+        else:
+            own = gradient.clone() if gradient.requires_grad else gradient  # a graph needs it as it is
+            self.pieces[start] = own.reshape(-1)
+
+    def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """The summed gradients of some elements of the shard, or of one parameter where there are `pieces`.
+
+        They are unscaled, fp32 if they were accumulated, else in the compute dtype.
+        """
+        if self.pieces is not None:
+            piece = self.pieces.get(start)
+            return torch.zeros_like(self.compute[start:stop]) if piece is None else piece
+        found = self.accumulator if self._accumulated else self.compute
+        assert self._accumulated or self.holds is Holds.GRADIENT, f"chunk {self.spec.index} has no gradient"
+        assert found is not None
+        return found if stop is None else found[start:stop]
+
+    def gradients(self) -> Iterable[torch.Tensor]:
+        """All of it, in one piece or several."""
+        return (self.gradient(),) if self.pieces is None else self.pieces.values()
 
     def updated(self) -> None:
         """The update has written master and compute shard: no gradient is left."""
         self.holds = Holds.VALUES if self._sends_compute else Holds.STALE
-        self._accumulated = False
+        self._drop_sums()
 
     def clear_gradient(self) -> None:
         """Forgets the gradient without an update."""
         if self.holds is Holds.GRADIENT:
             self.holds = Holds.STALE
+        self._drop_sums()
+
+    def _drop_sums(self) -> None:
         self._accumulated = False
+        if self.pieces is not None:
+            self.pieces.clear()
 
     def _sum(self) -> torch.Tensor:
         """The accumulator, zeroed if it is not in use."""
@@ -236,13 +266,22 @@ def build_homes(chunks: list[tuple[ChunkSpec, Tier]], device: torch.device) -> l
     """Allocates the state of all chunks: one slab a tier and dtype."""
     wanted: dict[tuple[Tier, torch.dtype], int] = {}
     for spec, tier in chunks:
-        wanted[tier, spec.key.dtype] = wanted.get((tier, spec.key.dtype), 0) + spec.shard_numel
+        if not _keeps_pieces(spec):
+            wanted[tier, spec.key.dtype] = wanted.get((tier, spec.key.dtype), 0) + spec.shard_numel
         if spec.key.trainable:
             wanted[tier, torch.float32] = wanted.get((tier, torch.float32), 0) + spec.shard_numel
     slabs = {(tier, dtype): Slab(numel, dtype, tier, device) for (tier, dtype), numel in wanted.items()}
     homes = []
     for spec, tier in chunks:
-        compute = slabs[tier, spec.key.dtype].take(spec.shard_numel)
         master = slabs[tier, torch.float32].take(spec.shard_numel) if spec.key.trainable else None
+        pieces = master is not None and _keeps_pieces(spec)
+        compute = master if pieces else slabs[tier, spec.key.dtype].take(spec.shard_numel)
+        assert compute is not None
         homes.append(Home(spec, tier, compute, master))
     return homes
+
+
+def _keeps_pieces(spec: ChunkSpec) -> bool:
+    """Whether gradients stay where autograd has put them: nothing is to be summed over ranks, or rounded."""
+    alone = spec.in_place and len(spec.key.ranks) == 1
+    return alone and spec.key.trainable and spec.key.dtype == torch.float32
