@@ -207,13 +207,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return list(rows.values())
 
     def held_bytes(self) -> dict[str, int]:
-        """By tier: bytes the library holds on this rank now."""
+        """By tier: bytes the library holds on this rank at the end of a backward."""
         held = {tier.value: 0 for tier in Tier}
         held[Tier.DEVICE] = self._scheduler.buffer_bytes
         for chunk in self._scheduler.chunks:
-            home = chunk.home
-            kept = [t for t in (home.compute, home.master, home.accumulator) if t is not None]
-            held[home.tier] += sum(t.nbytes for t in kept) + self._update.state_bytes(chunk)
+            held[chunk.home.tier] += chunk.home.nbytes + self._update.state_bytes(chunk)
         return held
 
     def not_finite(self) -> list[str]:

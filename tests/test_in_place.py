@@ -85,8 +85,12 @@ def assert_equal(pair: Any) -> None:
 
 def test_nothing_is_copied_in_one_process(pair: Any) -> None:
     model, optimizer, *_ = pair
-    assert optimizer.footprint.rcache_bytes == optimizer.footprint.resident_bytes == 0
+    size = optimizer.footprint
+    assert size.rcache_bytes == size.resident_bytes == 0
     (chunk,) = model.elixir.scheduler.chunks
+    assert size.gradient_bytes == chunk.spec.nbytes
+    assert size.shard_bytes["device"] == 3 * chunk.spec.nbytes, "weights and moments"
+    assert optimizer.held_bytes() == {"device": size.device_bytes, "host": 0}
     given: list[int] = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: given.append(p.grad.data_ptr()))
@@ -182,7 +186,7 @@ def test_bf16_readers_and_writers_in_place() -> None:
 
 
 def replicated(accumulation: int) -> dict[str, torch.Tensor]:
-    """(rank) Two steps of `Plan.ddp` on this rank's half of the rows; one layer is used in the last micro-batch only."""
+    """(rank) Two steps of `Plan.ddp` on this rank's half of the rows; one layer only in the last micro-batch."""
     model = Net()
     unused = model.three = nn.Linear(D, D)
     model, optimizer = em.wrap(model, adamw(model), plan=Plan.ddp())

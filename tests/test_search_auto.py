@@ -113,6 +113,7 @@ def trained(name: str, tight: bool) -> dict[str, Any]:
         "predicted": (optimizer.prediction.device_bytes, optimizer.prediction.host_bytes),
         "counted": optimizer.held_bytes(),
         "held": held(optimizer),
+        "gradients": optimizer.footprint.gradient_bytes,
         "plan": optimizer.plan,
         "statistics": optimizer.statistics().as_dict(),
     }
@@ -132,7 +133,7 @@ def test_exact_and_to_the_byte(world: int, name: str, tight: bool, ranks: Ranks,
         compare(found, oracle[name], f"{name} on {world}")
         device, host = found["predicted"]
         assert found["counted"] == {"device": device, "host": host}
-        assert found["held"] == device + host
+        assert found["held"] == device + host - found["gradients"], "between two steps"
         assert (host > 0) == tight and found["plan"].offloaded == tight
         assert found["statistics"]["off_schedule"] == 0 and found["statistics"]["blocks_replaced"] == 0
 
@@ -151,7 +152,7 @@ def trained_llama(wrapped: bool) -> list[float]:
     mine = batch[rank * 4 // world : (rank + 1) * 4 // world] if wrapped else batch
     if wrapped:
         model, optimizer = em.wrap(model, optimizer, plan="auto", sample=mine, step=ids_loss, hardware=MACHINE)
-        assert held(optimizer) == optimizer.prediction.device_bytes
+        assert held(optimizer) == optimizer.prediction.device_bytes - optimizer.footprint.gradient_bytes
     losses = []
     for _ in range(4):
         loss = ids_loss(model, mine)

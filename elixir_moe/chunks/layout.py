@@ -20,6 +20,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import torch
+
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec, group_parameters
 from elixir_moe.errors import PlanError
 
@@ -70,6 +72,12 @@ class ChunkSpec:
     def shard_numel(self) -> int:
         """Elements of one rank's shard."""
         return self.numel // self.shards
+
+    @property
+    def keeps_pieces(self) -> bool:
+        """Whether gradients stay where autograd put them: there is nothing to sum over ranks, and nothing to round."""
+        alone = self.in_place and len(self.key.ranks) == 1
+        return alone and self.key.trainable and self.key.dtype == torch.float32
 
     @property
     def nbytes(self) -> int:

@@ -139,13 +139,17 @@ class Footprint:
     """Where a reduction over gloo lands before it is summed; none on NCCL."""
     shard_bytes: dict[str, int]
     """By tier: compute or gradient shards, master shards and moments."""
+    gradient_bytes: int
+    """On the device, from backward to update: gradients where autograd put them, of chunks used in place that no other
+    rank has."""
     accumulator_bytes: dict[str, int]
     """By tier: fp32 sums, which exist only if a step has several backwards and the compute dtype is narrower."""
 
     @property
     def device_bytes(self) -> int:
         """Peak on the device with one backward a step."""
-        return self.rcache_bytes + self.resident_bytes + self.staging_bytes + self.shard_bytes[Tier.DEVICE]
+        buffers = self.rcache_bytes + self.resident_bytes + self.staging_bytes + self.gradient_bytes
+        return buffers + self.shard_bytes[Tier.DEVICE]
 
     @property
     def host_bytes(self) -> int:
@@ -166,7 +170,7 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> 
     accumulators = dict(shards)
     for chunk in layout.chunks:
         tier = plan.home(layout, chunk).value
-        per_element = chunk.key.dtype.itemsize
+        per_element = 0 if chunk.keeps_pieces else chunk.key.dtype.itemsize
         if chunk.key.trainable:
             per_element += 4 * (1 + moments)
             if chunk.key.dtype != torch.float32:
@@ -177,6 +181,7 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> 
         resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.resident and not chunk.in_place),
         staging_bytes=staging_bytes(layout) if staged else 0,
         shard_bytes=shards,
+        gradient_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.keeps_pieces),
         accumulator_bytes=accumulators,
     )
 

@@ -103,3 +103,12 @@ class RCache:
             for spec, home in zip(layout.chunks, homes, strict=True)
             if spec.resident
         }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks; homes are not counted again."""
+        return sum(
+            block._memory.nbytes
+            for block in (*self.blocks, *self.resident.values())
+            if not isinstance(block, HomeBlock)
+        )

@@ -148,6 +148,12 @@ class Home:
             self.master = place
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept at home, gradients included as if they were there."""
+        kept = [t for t in (self.compute, self.master, self.accumulator) if t is not None]
+        return sum(t.nbytes for t in kept)  # where there are pieces, the compute shard is the master: as many bytes
+
+    @property
     def has_gradient(self) -> bool:
         """Whether a gradient has landed since the last update."""
         return self._accumulated or self.holds is Holds.GRADIENT or bool(self.pieces)
@@ -266,7 +272,7 @@ def build_homes(chunks: list[tuple[ChunkSpec, Tier]], device: torch.device) -> l
     """Allocates the state of all chunks: one slab a tier and dtype."""
     wanted: dict[tuple[Tier, torch.dtype], int] = {}
     for spec, tier in chunks:
-        if not _keeps_pieces(spec):
+        if not spec.keeps_pieces:
             wanted[tier, spec.key.dtype] = wanted.get((tier, spec.key.dtype), 0) + spec.shard_numel
         if spec.key.trainable:
             wanted[tier, torch.float32] = wanted.get((tier, torch.float32), 0) + spec.shard_numel
@@ -274,14 +280,7 @@ def build_homes(chunks: list[tuple[ChunkSpec, Tier]], device: torch.device) -> l
     homes = []
     for spec, tier in chunks:
         master = slabs[tier, torch.float32].take(spec.shard_numel) if spec.key.trainable else None
-        pieces = master is not None and _keeps_pieces(spec)
-        compute = master if pieces else slabs[tier, spec.key.dtype].take(spec.shard_numel)
+        compute = master if spec.keeps_pieces else slabs[tier, spec.key.dtype].take(spec.shard_numel)
         assert compute is not None
         homes.append(Home(spec, tier, compute, master))
     return homes
-
-
-def _keeps_pieces(spec: ChunkSpec) -> bool:
-    """Whether gradients stay where autograd has put them: nothing is to be summed over ranks, or rounded."""
-    alone = spec.in_place and len(spec.key.ranks) == 1
-    return alone and spec.key.trainable and spec.key.dtype == torch.float32

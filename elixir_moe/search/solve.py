@@ -225,8 +225,9 @@ class _Length:
             plan = Plan(scatter=True, offloaded=False, rcache_blocks=cached, chunk_numel=self._numel)
         else:
             plan = Plan.offload(rcache_blocks=cached, device_chunks=count, chunk_numel=self._numel)
-        loads = [load.chunk for load in self._simulator.loads(blocks)]
-        self._found[blocks] = price(self._task, plan, self._layout, loads)
+        layout = plan.place(self._layout)
+        loads = [load.chunk for load in self._simulator.loads(blocks)] if layout == self._layout else None
+        self._found[blocks] = price(self._task, plan, layout, loads)
 
     def shortage(self) -> dict[Tier, int]:
         """What is missing with the fewest blocks."""
