@@ -154,11 +154,24 @@ class Run:
 
     def storages(self) -> dict[int, int]:
         """Bytes of every storage the wrapped optimizer can reach, by address; parameters themselves are the model's."""
-        nan = self.optimizer._hooks._saved._placeholder.keys
-        found = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in reach(self.optimizer)
-        }
-        return {address: nbytes for address, nbytes in found.items() if address not in nan}
+        return storages_of(self.optimizer)
+
+
+def storages_of(optimizer: Any) -> dict[int, int]:
+    """Bytes by address of all memory the optimizer can reach, but for parameters and the one NaN they are between uses.
+
+    A chunk used in place has a storage of its own on a part of its home: that part counts once.
+    """
+    nan = optimizer._hooks._saved._placeholder.keys
+    found: dict[int, int] = {}
+    for storage in (tensor.untyped_storage() for tensor in reach(optimizer)):
+        found[storage.data_ptr()] = max(storage.nbytes(), found.get(storage.data_ptr(), 0))
+    memory: dict[int, int] = {}
+    end = 0
+    for address, nbytes in sorted(found.items()):
+        if address not in nan and address >= end:
+            memory[address], end = nbytes, address + nbytes
+    return memory
 
 
 def reach(root: Any) -> Iterator[torch.Tensor]:

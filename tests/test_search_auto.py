@@ -25,7 +25,7 @@ from elixir_moe.train.config import PlanConfig
 from tests.hf_cases import LLAMA, Family
 from tests.parity import compare, make_optimizer, mesh_of_world, plain, run, tokens
 from tests.ranks import RankPool
-from tests.test_plan import reach
+from tests.test_plan import storages_of
 
 Ranks = Callable[[int], RankPool]
 MACHINE = "a100-80g-pcie-x4"
@@ -48,9 +48,7 @@ def spread(config: GPTConfig) -> GPTConfig:
 
 def held(optimizer: Any) -> int:
     """Bytes of every storage the optimizer can reach, but for parameters and the one NaN they are between uses."""
-    nan = optimizer._hooks._saved._placeholder.keys
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in reach(optimizer)}
-    return sum(nbytes for address, nbytes in found.items() if address not in nan)
+    return sum(storages_of(optimizer).values())
 
 
 def least_budget(model: nn.Module, step: Any, sample: Any) -> int:
