@@ -375,3 +375,37 @@ def test_training_prints_predicted_beside_measured(tmp_path: Path) -> None:
 def test_settings_of_other_plans_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(em.ConfigError, match=message):
         PlanConfig(**given)
+
+
+def tensor_parallel(plan: Any) -> list[float]:
+    """(rank) Losses of a model cut by torch's own `parallelize_module`."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = em.init_mesh(tp=2, device_type="cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sample = torch.randn(4, 16)
+    options = {"sample": sample, "step": mean_square, "hardware": MACHINE} if plan == "auto" else {}
+    model, sharded = em.wrap(model, optimizer, plan=plan, **options)
+    if plan == "auto":
+        assert sharded.held_bytes() == {"device": sharded.prediction.device_bytes, "host": 0}
+    losses = []
+    for _ in range(3):
+        loss = mean_square(model, sample)
+        loss.backward()
+        sharded.step()
+        losses.append(loss.item())
+    sharded.close()
+    return losses
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def test_a_model_of_dtensors(ranks: Ranks) -> None:
+    pool = ranks(2)
+    assert pool.run(tensor_parallel, "auto") == pool.run(tensor_parallel, em.Plan.zero2())

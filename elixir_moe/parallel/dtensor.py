@@ -38,6 +38,18 @@ def wrap_local(local: torch.Tensor, spec: Any) -> torch.Tensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
+def placed_as(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor on the mesh of `tensor`, with its shape and placements, around `local` of any dtype; or `local`."""
+    if not is_dtensor(tensor):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    whole: torch.Tensor = DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return whole
+
+
 def spec_of(tensor: torch.Tensor) -> Any:
     """What `wrap_local` needs to make one like `tensor`; None for a plain tensor."""
     return tensor._spec if is_dtensor(tensor) else None

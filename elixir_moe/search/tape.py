@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from elixir_moe.parallel.dataless import has_data
+from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.moe import MoE
 from elixir_moe.units import Unit
 
@@ -78,7 +79,7 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         for tensor in (*self._model.parameters(), *self._model.buffers()):
-            self._known.add(tensor.untyped_storage())
+            self._known.add(local_of(tensor).untyped_storage())
         for unit in self._units:
             name = unit.name
             self._listen(unit.module, name, Kind.ENTER, Kind.AGAIN)
@@ -100,6 +101,8 @@ class Recorder(TorchDispatchMode):
             handle.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "_local_tensor") for kind in types):
+            return NotImplemented  # a DTensor's operator comes again, for the local tensors
         kwargs = kwargs or {}
         out = _grouped(func, *args, **kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
         made = [t for t in _tensors(out) if self._take(t)]

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from elixir_moe.chunks.group import ParamSpec
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.parallel.annotate import pattern_of
+from elixir_moe.parallel.dtensor import local_of, placed_as
 from elixir_moe.parallel.moe import MoE
 from elixir_moe.parallel.pattern import Pattern, RankMesh
 from elixir_moe.search.profile import Exchange, Profile, Use
@@ -141,7 +142,8 @@ def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: 
         if tensor is None:
             return None
         if tensor not in fakes:
-            empty = torch.empty(tensor.shape, dtype=dtypes.get(tensor, tensor.dtype), device="cpu")
+            local = torch.empty(local_of(tensor).shape, dtype=dtypes.get(tensor, tensor.dtype), device="cpu")
+            empty = placed_as(local, tensor).detach()
             is_parameter = isinstance(tensor, nn.Parameter)
             fakes[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
         return fakes[tensor]
