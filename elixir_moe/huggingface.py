@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.parallel.annotate import pattern_of
 from elixir_moe.parallel.dtensor import is_dtensor
-from elixir_moe.state import Wrapped, full_parameters
+from elixir_moe.state import Wrapped, full_parameters, full_state_dict
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {
@@ -210,6 +210,8 @@ def _make(model: Any, buffers: list[Tensor]) -> None:
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_file_bytes: int = 5 * 10**9) -> None:
     """Writes a wrapped model's full weights, and its config if it has one, as ``from_pretrained`` reads them.
 
+    Of a peft model its adapters, as ``PeftModel.from_pretrained`` reads them; each rank has all weights for a while.
+
     Collective; rank 0 writes. Trainable weights come from their fp32 masters, in the dtype they had before `wrap`. What
     was in the folder stays until all is written.
 
@@ -225,6 +227,10 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
     wrapped: Wrapped | None = getattr(model, "elixir", None)
     if wrapped is None:
         raise ConfigError("save_pretrained needs a model that went through wrap; a plain one has its own")
+    if hasattr(model, "peft_config"):
+        state = full_state_dict(model)
+        _agree(_problem_of(folder, lambda: model.save_pretrained(folder, state_dict=state)))  # type: ignore[operator]
+        return
     writer = None
     problem = ""
     if dist.get_rank() == 0:
@@ -245,6 +251,16 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         except OSError as error:
             problem = problem or f"{folder}: {error}"
     _agree(problem)
+
+
+def _problem_of(folder: str | os.PathLike[str], write: Callable[[], Any]) -> str:
+    """What went wrong when rank 0 wrote; nothing on the others."""
+    try:
+        if dist.get_rank() == 0:
+            write()
+    except OSError as error:
+        return f"{folder}: {error}"
+    return ""
 
 
 def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Tensor]]:

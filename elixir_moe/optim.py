@@ -84,6 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
+        self._inner = inner
         self.plan = plan
         self.layout = layout
         self.footprint = footprint
@@ -172,6 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.loss_scale.update(overflow)
         self._forget_gradients()
         self._hooks.updated()
+        setattr(self._inner, "_opt_called", True)  # what LR schedulers built before `wrap` ask  # noqa: B010
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -52,6 +52,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     if wrapped is None:
         raise ConfigError("full_state_dict needs a model that went through wrap; use model.state_dict() on a plain one")
     full = dict(full_parameters(wrapped))
+    if new := [name for name, p in model.named_parameters() if p not in full]:
+        raise ConfigError(f"the model has {new} now and had not in wrap: add and replace modules before wrap")
     state = {name: full[p] for name, p in model.named_parameters(remove_duplicate=False)}
     state |= {name: buffer.cpu().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
     if missing := [name for name in wrapped.keys if name not in state]:

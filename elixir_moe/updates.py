@@ -8,6 +8,7 @@ segment. Never decides whether or when.
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -172,7 +173,7 @@ def _like(
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and settings, whatever its constructor takes, on other parameters."""
     twin = object.__new__(type(inner))
-    twin.__dict__.update(inner.__dict__)
+    twin.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "step"})  # a scheduler's
     twin.param_groups = [{**group, "params": [piece for piece, _ in pieces]}]
     twin.state = defaultdict(dict, {piece: state for piece, state in pieces if state})
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -212,11 +213,47 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ConfigError for an optimizer that has been stepped, or whose update is not elementwise."""
     if any(state and state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise ConfigError("the optimizer has been stepped: wrap it before the first step")
-    whole = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _WHOLE_TENSOR]
-    if whole:
+    kind = type(optimizer)
+    whole = [base.__name__ for base in kind.__mro__ if base.__name__ in _WHOLE_TENSOR]
+    ours = kind.__module__.startswith("torch.optim")
+    if whole or not (ours or all(_is_elementwise(optimizer, group) for group in optimizer.param_groups)):
         raise ConfigError(
-            f"{whole[0]} looks at whole tensors, but a rank holds only pieces: use an elementwise one, as AdamW"
+            f"{[*whole, kind.__name__][0]} looks at whole tensors (their norm, their shape), but a rank holds only "
+            f"flat pieces: use an elementwise one, as AdamW, and param_groups for what should be updated otherwise"
         )
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a few updates of a small matrix are those of its two halves, flattened: tried with the user's class."""
+    draw = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(4, 6, generator=draw), torch.randn(3, 4, 6, generator=draw)
+    whole = [nn.Parameter(start.clone())]
+    halves = [nn.Parameter(half.clone()) for half in start.flatten().chunk(2)]
+    results = []
+    for pieces in (whole, halves):
+        twin = _like(optimizer, [(piece, _state_alike(optimizer, group, piece)) for piece in pieces], group)
+        for gradient in gradients:
+            for piece, part in zip(pieces, gradient.flatten().chunk(len(pieces)), strict=True):
+                piece.grad = part.view_as(piece).clone()
+            try:
+                twin.step()
+            except Exception as error:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} could not be tried on a small tensor, to see whether it updates each "
+                    f"element by itself: {type(error).__name__}: {error}"
+                ) from error
+        results.append(torch.cat([piece.detach().flatten() for piece in pieces]))
+    return torch.allclose(results[0], results[1], rtol=1e-5, atol=1e-7)
+
+
+def _state_alike(optimizer: torch.optim.Optimizer, group: dict[str, Any], piece: nn.Parameter) -> dict[str, Any]:
+    """What the constructor put into the state of the group's first parameter, in the shape of `piece`."""
+    state: dict[str, Any] = {}
+    for name, value in next((optimizer.state.get(p, {}) for p in group["params"]), {}).items():
+        first = group["params"][0]
+        cut = isinstance(value, torch.Tensor) and value.dim() and value.shape == first.shape and value.numel()
+        state[name] = torch.full_like(piece, value.flatten()[0].item()) if cut else copy(value)
+    return state
 
 
 def update_for(

@@ -116,6 +116,7 @@ def wrap(
     device = _device(device)
     if not dist.is_initialized():
         init_mesh()
+    _check_modules(model)
     annotate_dtensors(model)
     megatron.check(model)
     staged = backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
@@ -241,6 +242,20 @@ def _check_search(plan: Any, step: Any, hardware: Any, budget_bytes: Any, accumu
         raise ConfigError(f"budget_bytes={budget_bytes!r}: expected a whole number of bytes, at least 1, or None")
     if not is_whole(accumulation, least=1):
         raise ConfigError(f"accumulation={accumulation!r}: expected the number of backwards in a step, at least 1")
+
+
+def _check_modules(model: nn.Module) -> None:
+    """What forward does behind the back of autograd and hooks."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ConfigError(
+                f"{name!r} is of torch.jit, which holds its parameters where wrap cannot reach: script none"
+            )
+        if getattr(module, "max_norm", None) is not None and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"{name!r} writes to its weight in forward (max_norm), on each rank to the rows it meets: ranks would "
+                f"part; clip the norms of rows behind the update instead, on all ranks alike"
+            )
 
 
 def _check_data(model: nn.Module, weights: Any, step: Any) -> None:

@@ -333,4 +333,4 @@ def test_freezing_after_wrap_leaves_the_weights_alone() -> None:
 def test_a_plan_that_is_none_is_refused() -> None:
     model = Net()
     with pytest.raises(em.ConfigError, match=r"em\.Plan"):
-        em.wrap(model, adamw(model), plan="auto")  # type: ignore[arg-type]
+        em.wrap(model, adamw(model), plan=None)  # type: ignore[arg-type]
