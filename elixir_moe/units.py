@@ -34,13 +34,14 @@ def find_units(model: nn.Module, slot_of: dict[nn.Parameter, tuple[int, int]]) -
     """The modules that unshard as one, outermost first.
 
     Each module that owns parameters is a unit; what has no forward (`nn.ParameterList`) belongs to its owner. Two kinds
-    are one unit with all that is beneath them. A module that owns a list of alike modules inside another list, or with
-    all parameters sharded over experts: they are taken for experts, of which each rank may run others, and gathers must
-    not depend on routing. And a compiled module, which does not run the hooks of its parts.
+    are one unit with all that is beneath them. A module that owns a list of modules that are alike and inside another
+    list, or beside a router with an output for each, or with all parameters sharded over experts: they are taken for
+    experts, of which each rank may run others, and gathers must not depend on routing. And a compiled module, which
+    does not run the hooks of its parts.
     """
 
     def walk(module: nn.Module, name: str, in_list: bool) -> Iterator[Unit]:
-        whole = _is_compiled(module) or any(_may_choose(child, in_list) for child in module.children())
+        whole = _is_compiled(module) or any(_may_choose(child, module, in_list) for child in module.children())
         own = dict.fromkeys(module.parameters() if whole else _own_parameters(module))
         parameters = tuple(p for p in own if p in slot_of)
         slots = [slot_of[p] for p in parameters]
@@ -71,14 +72,22 @@ def _is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
-def _may_choose(module: nn.Module, in_list: bool) -> bool:
-    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+def _may_choose(module: nn.Module, owner: nn.Module, in_list: bool) -> bool:
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(module) < 2:
         return False
-    kinds = {type(child) for child in module.children()}
-    alike = len(kinds) == 1 and len(list(module.children())) > 1
+    alike = len({type(child) for child in module.children()}) == 1
     patterns = [pattern_of(p) for p in module.parameters()]
     experts = bool(patterns) and all(p is not None and EXPERT_AXIS in dict(p.shard) for p in patterns)
-    return alike and (in_list or experts)
+    return (alike and (in_list or experts)) or _has_router(owner, len(module))
+
+
+def _has_router(owner: nn.Module, choices: int) -> bool:
+    """Whether a matrix of the module itself, or of a layer right beneath it, has one row for each choice."""
+    layers = [
+        child for child in owner.children() if not isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Embedding))
+    ]
+    matrices = (p for layer in (owner, *layers) for p in layer.parameters(recurse=False) if p.dim() == 2)
+    return any(matrix.shape[0] == choices for matrix in matrices)
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir_moe.chunks.agreement import Peers, alone
 from elixir_moe.chunks.chunk import Chunk, Placeholder
 from elixir_moe.chunks.collectives import (
     Communicator,
@@ -173,10 +174,11 @@ def wrap(
             setattr(module, name, buffer.to(device))
 
     staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
-    scheduler = Scheduler(chunks, cache, rcache, staging, device, statistics)
-    hooks = Hooks(model, scheduler, placeholder)
     control = dist.new_group(backend="gloo", timeout=world_timeout())
     groups = make_groups([peers, *groups_needed(model, layout.chunks)], backend="gloo")
+    agreement = Peers(groups[peers], chunks) if len(peers) > 1 else alone
+    scheduler = Scheduler(chunks, cache, rcache, staging, device, statistics, agreement)
+    hooks = Hooks(model, scheduler, placeholder)
     model.elixir = Wrapped(scheduler=scheduler, groups=groups, keys=keys)  # type: ignore[assignment]
     refuse_plain_state_dicts(model)
     sharded = ShardedOptimizer(

@@ -23,6 +23,7 @@ STOREYS: list[set[str]] = [
     {"chunks.statistics", "chunks.tiers"},
     {"chunks.rcache"},
     {"chunks.chunk"},
+    {"chunks.agreement"},
     {"chunks.scheduler"},
     {"units", "state", "guard", "saved", "updates", "specs"},
     {"calls"},

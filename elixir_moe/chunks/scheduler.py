@@ -3,21 +3,19 @@
 Owns the runtime state of all chunks. Knows nothing of modules or autograd (`hooks`) nor of updates (`optim`).
 
 No deadlock by construction. Gathers follow requests, which come from modules every rank runs; what is evicted for
-them is decided by `policy` from the requests alone. Reductions are issued in an order fixed when backward begins:
-chunks whose parameters were used last come first, and a chunk that is ready early waits for those before it.
+them is decided by `policy` from the requests alone. Reductions are issued in the order of `agreement`.
 
-Streams, where there is a GPU. `fetch` carries home-to-block copies and gathers, `reduce` carries reductions and
-block-to-home copies; compute waits for a gather when it needs the chunk, a block is refilled when the event behind its
-last use has passed, and the update waits for the reductions.
+Streams, where there is a GPU. `fetch` carries home-to-block copies and gathers, `reduce` reductions and block-to-home
+copies; compute waits for a gather where it needs it, the update for reductions, a refill for the last use of its block.
 Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the calling order).
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from elixir_moe.chunks.agreement import Agreement, Reductions, alone
 from elixir_moe.chunks.chunk import Chunk, ChunkState
 from elixir_moe.chunks.collectives import Ticket
 from elixir_moe.chunks.plan import Tier
@@ -43,6 +41,7 @@ class Scheduler:
         staging: torch.Tensor | None,
         device: torch.device,
         statistics: Statistics,
+        agreement: Agreement = alone,
     ) -> None:
         self.chunks = chunks
         self.cache = cache
@@ -65,8 +64,7 @@ class Scheduler:
             self._fetch.wait_stream(torch.cuda.current_stream(device))
         self._owner: dict[int, tuple[int, int]] = {}
         self._block_of: dict[int, Block] = dict(rcache.resident)
-        self._order: deque[int] = deque()
-        self._pending: dict[int, set[int]] = {}
+        self._reductions = Reductions(agreement)
         self._in_flight: list[Ticket] = []
 
     # ------------------------------------------------------------------------------------------------------- unshard
@@ -141,6 +139,7 @@ class Scheduler:
                 self.statistics.bytes_fetched[chunk.home.tier.value] += chunk.spec.nbytes // chunk.spec.shards
             if chunk.spec.shards > 1:
                 self._count(chunk, "all_gather", 1)
+                self._reductions.gathered.append(chunk.spec.index)
                 chunk.arriving = self._marked(chunk.communicator.all_gather(block.wire(chunk.spec), chunk.spec.index))
             else:
                 chunk.arriving = self._marked(Ticket())
@@ -238,15 +237,9 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------------------------------- reduce
 
-    def begin_backward(self, order: Sequence[int], pending: dict[int, set[int]]) -> None:
-        """Fixes the order of reductions.
-
-        Args:
-            order: trainable chunks used in this forward, those used last first; the same on every rank.
-            pending: for each, the indices of its parameters whose gradients are awaited.
-        """
-        self._order = deque(order)
-        self._pending = pending
+    def begin_backward(self, used: Sequence[int], awaited: dict[int, set[int]]) -> None:
+        """As `Reductions.begin`."""
+        self._reductions.begin(used, awaited)
 
     def add_gradient(
         self, index: int, position: int, gradient: torch.Tensor | None, *, who: str, final: bool = True
@@ -266,7 +259,19 @@ class Scheduler:
             if not final and not chunk.apart:
                 chunk.delay_gradient(position, gradient)
                 return
+        self._begin_gradients(chunk, who)
+        if gradient is not None:
+            if chunk.lent:
+                self.bring_home(chunk)
+            with torch.no_grad():
+                chunk.write_gradient(position, gradient)
+        if final:
+            self.expect_no_more(index, position)
+
+    def _begin_gradients(self, chunk: Chunk, who: str) -> None:
+        """The chunk is where gradients can land."""
         self._settle(chunk)
+        index = chunk.spec.index
         borrowed = chunk.state in (ChunkState.SHARDED, ChunkState.GATHERING)
         if borrowed:
             self.unshard((index,), tracked=True, who=who)
@@ -278,38 +283,34 @@ class Scheduler:
                 self._carry_out(self.cache.hold(index))
         if borrowed:
             self.release((index,), tracked=True)
-        if gradient is not None:
-            if chunk.lent:
-                self.bring_home(chunk)
-            with torch.no_grad():
-                chunk.write_gradient(position, gradient)
-        if final:
-            self.expect_no_more(index, position)
 
     def awaits(self, index: int, position: int) -> bool:
         """Whether the gradient of parameter `position` of chunk `index` is still expected."""
-        return position in self._pending.get(index, ())
+        return self._reductions.awaits(index, position)
 
     def expect_no_more(self, index: int, position: int) -> None:
         """Parameter `position` of chunk `index` has its gradient, or gets none in this backward."""
-        if index in self._pending:
-            self._pending[index].discard(position)
-        while self._order and not self._pending[self._order[0]]:
-            chunk = self.chunks[self._order.popleft()]
+        self._reductions.expect_no_more(index, position)
+        self._reduce_ready()
+
+    def _reduce_ready(self) -> None:
+        for index, unused in self._reductions.ready():
+            chunk = self.chunks[index]
+            if unused:
+                self._begin_gradients(chunk, who="a module that other ranks have run")
             if chunk.state is ChunkState.GRADIENT:
                 self._reduce_chunk(chunk)
 
     def finish_backward(self) -> None:
         """Sends off what is left; to be called when no more gradient can come."""
-        for waiting in self._pending.values():
-            waiting.clear()
-        self.expect_no_more(-1, -1)
+        self._reductions.expect_nothing()
+        self._reduce_ready()
         for chunk in reversed(self.chunks):
             if chunk.delayed and chunk.state is not ChunkState.GRADIENT:
                 self.add_gradient(chunk.spec.index, min(chunk.delayed), None, who="the end of backward")
             if chunk.state is ChunkState.GRADIENT:
                 self._reduce_chunk(chunk)
-        self._pending = {}
+        self._reductions.clear()
 
     def drain(self) -> None:
         """Waits until every gradient is at home; the host too where a home is in host memory."""
@@ -373,8 +374,7 @@ class Scheduler:
                 self._vacate(chunk)
                 chunk.transition(chunk.at_rest)
                 self.cache.drop((chunk.spec.index,))
-        self._order.clear()
-        self._pending = {}
+        self._reductions.clear()
 
     def _reduce_chunk(self, chunk: Chunk) -> None:
         """Sends a chunk of gradients off: every rank gets the sum of its shard."""

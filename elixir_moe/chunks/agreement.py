@@ -1,0 +1,129 @@
+"""Which chunks a backward reduces, and in which order: the same on all ranks.
+
+Owns the order, what each chunk still waits for, and one small exchange at the beginning of each backward among the
+ranks that hold one model. Which modules a rank runs is the user's business: layers dropped at random, a head for each
+task, a tower for pictures alone. Chunks that every rank has whole are reduced all the same, with zeros from ranks that
+did not use them. Chunks that are scattered have to be gathered by all ranks alike; where they were not, all ranks learn
+it here, and no gradient is summed with another's.
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elixir_moe.chunks.chunk import Chunk
+from elixir_moe.chunks.collectives import naming_failures
+from elixir_moe.errors import LayoutError
+
+Agreement = Callable[[Sequence[int], Sequence[int]], list[int]]
+"""From the chunks this rank used, in its order, and those it has gathered since the last backward, to all that are to
+be reduced, in the order of all."""
+
+
+def alone(used: Sequence[int], gathered: Sequence[int]) -> list[int]:
+    """There is nobody to agree with."""
+    return list(used)
+
+
+class Peers:
+    """The ranks of a process group hold the same chunks.
+
+    Args:
+        process_group: on CPU tensors.
+        chunks: all of them.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, chunks: Sequence[Chunk]) -> None:
+        self._process_group = process_group
+        self._scattered = [chunk.spec.shards > 1 for chunk in chunks]
+        self._names = [f"chunk {chunk.spec.index} ({', '.join(chunk.names[:3])})" for chunk in chunks]
+
+    def __call__(self, used: Sequence[int], gathered: Sequence[int]) -> list[int]:
+        """The order of the first rank, then what others have used besides. Collective.
+
+        Raises:
+            LayoutError: ranks have gathered or used different scattered chunks; on all ranks.
+        """
+        chunks = len(self._scattered)
+        digest = zlib.crc32(torch.tensor(gathered, dtype=torch.int64).numpy().tobytes())
+        mine = torch.tensor([digest, len(gathered), len(used), *used, *[-1] * (chunks - len(used))])
+        table = mine.new_empty(self._process_group.size(), len(mine))
+        with naming_failures("the agreement on a backward"):
+            dist.all_gather(list(table), mine, group=self._process_group)
+        orders = [row[3 : 3 + row[2]] for row in table.tolist()]
+        if (table[:, :2] != table[0, :2]).any():
+            self._raise("gathered", gathered)
+        scattered = [{chunk for chunk in order if self._scattered[chunk]} for order in orders]
+        if any(theirs != scattered[0] for theirs in scattered):
+            self._raise("used", sorted(scattered[self._process_group.rank()]))
+        return list(dict.fromkeys(chunk for order in orders for chunk in order))
+
+    def _raise(self, verb: str, chunks: Sequence[int]) -> None:
+        everyone: list[Any] = [None] * self._process_group.size()
+        dist.all_gather_object(everyone, list(chunks), group=self._process_group)
+        other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+        pairs = zip_longest(everyone[0], everyone[other])
+        first, second = next((self._name(a), self._name(b)) for a, b in pairs if a != b)
+        ranks = dist.get_process_group_ranks(self._process_group)
+        raise LayoutError(
+            f"since the last backward rank {ranks[0]} has {verb} {first} where rank {ranks[other]} has {verb} "
+            f"{second}: weights that are scattered must be used by all ranks, in one order. Run the same modules on "
+            f"every rank (multiply by zero what is not wanted), or keep weights whole with Plan.ddp()"
+        )
+
+    def _name(self, chunk: int | None) -> str:
+        return "nothing more" if chunk is None else self._names[chunk]
+
+
+class Reductions:
+    """The order of one backward's reductions."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self.gathered: list[int] = []
+        """Chunks whose shards were gathered since the last backward."""
+        self._order: deque[int] = deque()
+        self._awaited: dict[int, set[int]] = {}
+        self._unused: set[int] = set()
+
+    def begin(self, used: Sequence[int], awaited: Mapping[int, set[int]]) -> None:
+        """A backward begins. Collective.
+
+        Args:
+            used: trainable chunks used in its forward on this rank, those used last first.
+            awaited: for each, the indices of its parameters whose gradients are awaited.
+        """
+        self._order = deque(self._agreement(used, self.gathered))
+        self.gathered.clear()
+        self._awaited = {chunk: awaited.get(chunk, set()) for chunk in self._order}
+        self._unused = self._awaited.keys() - awaited.keys()
+
+    def awaits(self, chunk: int, position: int) -> bool:
+        """Whether the gradient of parameter `position` of `chunk` is still expected."""
+        return position in self._awaited.get(chunk, ())
+
+    def expect_no_more(self, chunk: int, position: int) -> None:
+        """It has come, or will not come in this backward."""
+        if chunk in self._awaited:
+            self._awaited[chunk].discard(position)
+
+    def expect_nothing(self) -> None:
+        """No gradient can come any more."""
+        for positions in self._awaited.values():
+            positions.clear()
+
+    def ready(self) -> Iterator[tuple[int, bool]]:
+        """The next chunks that wait for nothing, and whether this rank has not used them though others have."""
+        while self._order and not self._awaited[self._order[0]]:
+            chunk = self._order.popleft()
+            yield chunk, chunk in self._unused
+
+    def clear(self) -> None:
+        """The backward is over, or given up."""
+        self._order.clear()
+        self._awaited = {}
