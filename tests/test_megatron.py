@@ -117,7 +117,8 @@ def test_every_layout_and_plan(
         least: int = max(1, found[0]["least_blocks"])  # chunks used in place need none
         return least
 
-    least = run("zero2", em.Plan.zero2(chunk_numel=chunk)) if world < 4 else LEAST[world][index]
+    plenty = em.Plan.zero2(chunk_numel=chunk) if index % 2 else em.Plan.offload(rcache_blocks=None, chunk_numel=chunk)
+    least = run("a plenty", plenty) if world < 4 else LEAST[world][index]
     if index % 2:
         run("zero3", em.Plan.zero3(rcache_blocks=least, chunk_numel=chunk))
     else:
