@@ -33,8 +33,9 @@ from elixir_moe.kernels import adam_step, cpu_features
 from elixir_moe.search.hardware import Fitted, Hardware, Links, Wire
 
 _FORMAT = 1
-_COPY_BYTES = 1 << 24
-_ADAM_NUMEL = 1 << 20
+_COPY_BYTES = 1 << 26
+_ADAM_NUMEL = 1 << 23
+"""Of both: more than the caches of a processor hold."""
 _MATRIX = 512
 """Side of the products on a CPU; eight times that on a GPU."""
 _WIRE_BYTES = 1 << 22
@@ -245,7 +246,7 @@ def _wire_of(ranks: tuple[int, ...], device: torch.device) -> Wire | None:
 def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device) -> float:
     """A gather and a reduction of a chunk of so many bytes."""
     numel = nbytes // 4 // communicator.size * communicator.size
-    buffer = torch.zeros(numel, device=device)
+    buffer = torch.rand(numel, device=device)
     staging = torch.empty_like(buffer)
 
     def both() -> None:
@@ -258,21 +259,21 @@ def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """1e12 operations a second of square matrix products."""
     side = _MATRIX * (8 if device.type == "cuda" else 1)
-    a = torch.zeros(side, side, dtype=dtype, device=device)
+    a = torch.rand(side, side, device=device).to(dtype)
     return 2 * side**3 / _together(lambda: a @ a, device) / 1e12
 
 
 def _memory_rate(device: torch.device) -> float:
     """1e9 bytes a second, read or written, of the device's own memory."""
-    a = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+    a = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device=device)
     b = torch.zeros_like(a)
     return 2 * a.nbytes / _together(lambda: b.copy_(a), device) / 1e9
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:
     """1e9 bytes a second from host memory to the device, and back."""
-    host = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+    host = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty_like(host, device=device)
     up = _together(lambda: there.copy_(host, non_blocking=True), device)
     down = _together(lambda: host.copy_(there, non_blocking=True), device)
     return _COPY_BYTES / up / 1e9, _COPY_BYTES / down / 1e9
@@ -280,8 +281,8 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 
 def _adam_rate(device: torch.device) -> float:
     """1e9 elements a second: bf16 gradients in, master, moments and compute shard out."""
-    master, exp_avg, exp_avg_sq = (torch.zeros(_ADAM_NUMEL, device=device) for _ in range(3))
-    gradient = torch.zeros(_ADAM_NUMEL, dtype=torch.bfloat16, device=device)
+    master, exp_avg, exp_avg_sq, gradient = (torch.rand(_ADAM_NUMEL, device=device) for _ in range(4))
+    gradient = gradient.bfloat16()
 
     def update() -> None:
         adam_step(
