@@ -193,15 +193,17 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
     up, down, v_g, v_c, read, written = (sum(column) / nodes for column in columns[2:])
     groups = {ranks: _wire_of(ranks, device) for ranks in sorted({neighbours, tuple(range(len(hosts)))})}
     within, across = groups[neighbours], groups[tuple(range(len(hosts)))]
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_bytes = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), host_bytes_left())
+    if not cuda:  # a CPU is device and host: half of the memory counts as each
+        memory_bytes //= 2
     whole = Links(b_c2g=up, b_g2c=down, v_g=v_g, v_c=v_c)
     by_gpus = {1: Links(**{n: v / len(neighbours) for n, v in asdict(whole).items() if v is not None})}
     if within is not None:
         by_gpus[len(neighbours)] = replace(whole, b_g2g=within.bandwidth * (len(neighbours) - 1))
     measured = Hardware(
         name=_name(machine),
-        gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else memory_bytes,
-        cpu_bytes=min(memory_bytes, host_bytes_left()),
+        gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else memory_bytes // len(neighbours),
+        cpu_bytes=memory_bytes,
         gpus_per_node=len(neighbours),
         peak_tflops=min(columns[0]),
         memory_bandwidth=min(columns[1]),
