@@ -103,7 +103,7 @@ def host_microseconds(workload: Workload, *, rounds: int) -> list[float]:
     A forward gathers everything and is left without a backward; then the requests of its modules are made again, by the
     recorded schedule.
     """
-    contender = ours(workload, em.Plan.zero2())
+    contender = ours(workload, em.Plan.offload(rcache_blocks=None))  # in one process all else is used in place
     optimizer, data = contender.optimizer, batches(workload, stream=0)
     assert isinstance(optimizer, ShardedOptimizer)
     for _ in range(2):

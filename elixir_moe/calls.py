@@ -111,10 +111,14 @@ class Hook:
     """A hook that torch.compile does not look into, and that tells who would copy or pickle it that it cannot be."""
 
     def __init__(self, run: Callable[..., None]) -> None:
-        self._run = torch.compiler.disable(run)
+        self._run = run
+        self._hidden = torch.compiler.disable(run)
 
     def __call__(self, *args: Any) -> None:
-        self._run(*args)
+        if torch.compiler.is_dynamo_compiling():
+            self._hidden(*args)
+        else:
+            self._run(*args)  # the way round the compiler is not free
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy()

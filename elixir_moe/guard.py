@@ -7,7 +7,6 @@ steps) gather the parameter for as long as the function runs; questions of shape
 stack and no operator is patched. What a gather is, and what becomes of writes, is the borrower's matter (`hooks`).
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NoReturn
@@ -91,7 +90,7 @@ class Guard:
         self.gave = gave
         self.assign = assign
         self.has_gradient = has_gradient
-        self._opened: Counter[nn.Parameter] = Counter()
+        self._opened: dict[nn.Parameter, int] = {}
         self._classes: dict[nn.Parameter, tuple[type, type]] = {}
         kinds: dict[type, type] = {}
         for parameter in parameters:
@@ -104,14 +103,16 @@ class Guard:
     def open(self, parameters: Iterable[nn.Parameter]) -> None:
         """Until `close`, the parameters are what they were before `wrap`; calls nest."""
         for parameter in parameters:
-            self._opened[parameter] += 1
-            parameter.__class__ = self._classes[parameter][0]
+            times = self._opened.get(parameter, 0)
+            self._opened[parameter] = times + 1
+            if not times:
+                parameter.__class__ = self._classes[parameter][0]
 
     def close(self, parameters: Iterable[nn.Parameter]) -> None:
         """Undoes one `open`."""
         for parameter in parameters:
-            self._opened[parameter] -= 1
-            if not self._opened[parameter]:
+            times = self._opened[parameter] = self._opened[parameter] - 1
+            if not times:
                 parameter.__class__ = self._classes[parameter][1]
 
 

@@ -30,7 +30,7 @@ from torch import nn
 
 from elixir_moe.calls import Call, Calls, Forward, Hook
 from elixir_moe.chunks.chunk import ChunkState, Placeholder
-from elixir_moe.chunks.policy import Schedule
+from elixir_moe.chunks.policy import Entry, Schedule
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.guard import Guard
@@ -85,7 +85,10 @@ class Hooks:
                 module.register_forward_hook(Hook(partial(self._leave, unit)), always_call=True)
         for parameter in self._slot_of:
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(partial(self._landed, parameter))
+                chunk, index = self._slot_of[parameter]
+                who, owners = f"the gradient of {self._names[parameter]!r}", self._owners[chunk, index]
+                run = partial(self._landed, parameter, chunk, index, owners, who)
+                handle = parameter.register_post_accumulate_grad_hook(run)
                 self._landings.append((handle.id, parameter))
 
     def _land_last(self) -> None:
@@ -265,7 +268,7 @@ class Hooks:
         return unit
 
     def _hook_outputs(self, output: Any, hook: Callable[[], None]) -> None:
-        for tensor in _tensors(output):
+        for tensor in (output,) if type(output) is torch.Tensor else _tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda _grad: hook())
 
@@ -331,18 +334,17 @@ class Hooks:
         self._scheduler.unshard(unit.chunks, tracked=True, who=f"backward of module {unit.name!r}")
         self._holds.append((entered, unit.chunks))
 
-    def _landed(self, parameter: nn.Parameter, _: Any) -> None:
+    def _landed(self, parameter: nn.Parameter, chunk: int, index: int, owners: list[Unit], who: str, _: Any) -> None:
         """A gradient is complete: autograd has summed it over all uses of the parameter."""
         self._begin_backward()
-        chunk, index = self._slot_of[parameter]
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         gradient = placed_like(gradient, parameter)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        final = not any(self._backwards_of.unrecomputed[unit] for unit in self._owners[chunk, index])
-        who = f"the gradient of {self._names[parameter]!r}"
+        awaited = self._backwards_of.unrecomputed
+        final = not awaited or not any(awaited[unit] for unit in owners)
         self._scheduler.add_gradient(chunk, index, gradient, who=who, final=final)
 
     def _pass(self, left: int) -> None:
@@ -351,10 +353,11 @@ class Hooks:
             del self._entered[unit]
             for slot in unit.slots:
                 self._give_up(slot)
-        passed = [chunks for entered, chunks in self._holds if entered > left]
-        self._holds = [hold for hold in self._holds if hold[0] <= left]
-        for chunks in passed:
-            self._scheduler.release(chunks, tracked=True)
+        if self._holds:
+            passed = [chunks for entered, chunks in self._holds if entered > left]
+            self._holds = [hold for hold in self._holds if hold[0] <= left]
+            for chunks in passed:
+                self._scheduler.release(chunks, tracked=True)
 
     def _give_up(self, slot: tuple[int, int]) -> None:
         """The parameter at `slot` will get no gradient any more, if it has none yet and no module of it is to come."""
@@ -386,7 +389,7 @@ class Hooks:
         self._rounds_missed = 0 if kept else self._rounds_missed + 1
         if not self._schedule_known or self._rounds_missed >= _MISSES_BEFORE_NEW_SCHEDULE:
             frozen = {c.spec.index for c in self._scheduler.chunks if not c.spec.key.trainable}
-            self._scheduler.cache.follow(Schedule(trace, kept=frozen))
+            self._scheduler.cache.follow(Schedule([Entry(*request) for request in trace], kept=frozen))
             self._schedule_known, self._rounds_missed = True, 0
             self._scheduler.compare_all = False
 

@@ -95,7 +95,11 @@ class Communicator:
         return Ticket(works, what=f"the all-gather of a chunk over ranks {self.ranks}")
 
     def reduce_scatter(
-        self, buffer: torch.Tensor, staging: torch.Tensor | None, land: Callable[[torch.Tensor], None]
+        self,
+        buffer: torch.Tensor,
+        staging: torch.Tensor | None,
+        land: Callable[[torch.Tensor], None],
+        place: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> Ticket:
         """Sums `buffer` over the ranks and gives `land` this rank's slice when it is complete.
 
@@ -103,6 +107,7 @@ class Communicator:
             buffer: one gradient of every parameter; must stay as it is until the ticket is waited for.
             staging: as large as `buffer`, needed where `staged`; in use until the ticket is waited for.
             land: called once, in `wait` on gloo, at once (in stream order) elsewhere.
+            place: asked right before; where the sum may be written, (numel / size,), so that `land` need not copy it.
         """
         slices = buffer.view(self.size, -1)
         if self.size == 1:
@@ -118,14 +123,14 @@ class Communicator:
         arriving, leaving = received.view(torch.uint8), slices.view(torch.uint8)
         if self.size > 2:
             work = dist.all_to_all_single(arriving, leaving, group=self._reduce_group, async_op=True)
-            return Ticket([work], lambda: land(torch.sum(received, 0)), what=self._reduction)
-        # Of two ranks each needs one slice of the other; its own is read where it lies, and the sum needs no memory.
+            return Ticket([work], lambda: land(torch.sum(received, 0, out=place())), what=self._reduction)
+        # Of two ranks each needs one slice of the other; its own is read where it lies.
         own, theirs, peer = slices[self.index], received[1 - self.index], self.ranks[1 - self.index]
         works = [
             dist.irecv(arriving[1 - self.index], peer, group=self._reduce_group),
             dist.isend(leaving[1 - self.index], peer, group=self._reduce_group),
         ]
-        return Ticket(works, lambda: land(theirs.add_(own)), what=self._reduction)
+        return Ticket(works, lambda: land(torch.add(own, theirs, out=place())), what=self._reduction)
 
     def all_reduce(self, buffer: torch.Tensor, land: Callable[[torch.Tensor], None]) -> Ticket:
         """Sums `buffer` over the ranks in place and gives it to `land`."""

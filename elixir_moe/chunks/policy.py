@@ -63,6 +63,8 @@ class Schedule:
         self.entries = tuple(entries)
         self.kept = frozenset(kept)
         """Chunks no update makes stale (frozen ones): what is gathered at the end of a step serves the next."""
+        self.wanted = tuple(frozenset(entry.chunks) for entry in self.entries)
+        """The chunks of each entry."""
         self._uses: dict[int, list[int]] = {}
         self._next_acquire: list[int | None] = [None] * (len(self.entries) + 1)
         upcoming = None
@@ -93,7 +95,7 @@ class Schedule:
         held: Counter[int] = Counter()
         most = 0
         for entry in self.entries:
-            _apply(held, entry)
+            _apply(held, entry.verb, entry.chunks)
             most = max(most, len(held))
         return most
 
@@ -169,7 +171,7 @@ class CacheState:
         """
         self._check_room(chunks)
         if tracked:
-            self._advance(Entry(Verb.ACQUIRE, chunks))
+            self._advance(Verb.ACQUIRE, chunks)
         for chunk in chunks:
             self._held[chunk] += 1
         loads = []
@@ -186,16 +188,16 @@ class CacheState:
 
     def release(self, chunks: tuple[int, ...], *, tracked: bool = True) -> list[Load]:
         """Ends one hold on each of `chunks`; returns prefetches to carry out."""
-        return self._settle(Entry(Verb.RELEASE, chunks), tracked)
+        return self._settle(Verb.RELEASE, chunks, tracked)
 
     def hold(self, chunk: int) -> list[Load]:
         """Keeps `chunk`, which is in a block, until it is freed; returns prefetches to carry out."""
-        return self._settle(Entry(Verb.HOLD, (chunk,)), True)
+        return self._settle(Verb.HOLD, (chunk,), True)
 
     def free(self, chunk: int) -> list[Load]:
         """Empties the block of `chunk`, whatever holds there are; returns prefetches to carry out."""
         self.drop((chunk,))
-        return self._settle(Entry(Verb.FREE, (chunk,)), True)
+        return self._settle(Verb.FREE, (chunk,), True)
 
     def drop(self, chunks: Iterable[int]) -> None:
         """Empties blocks between two rounds of the schedule, as an update does that makes their contents stale."""
@@ -205,19 +207,23 @@ class CacheState:
             if chunk in self._where:
                 self._empty.append(self._where.pop(chunk))
 
-    def _settle(self, entry: Entry, tracked: bool) -> list[Load]:
+    def _settle(self, verb: Verb, chunks: tuple[int, ...], tracked: bool) -> list[Load]:
         if tracked:
-            self._advance(entry)
-        _apply(self._held, entry)
+            self._advance(verb, chunks)
+        _apply(self._held, verb, chunks)
         return self._look_ahead() if tracked else []
 
-    def _advance(self, entry: Entry) -> None:
+    def _advance(self, verb: Verb, chunks: tuple[int, ...]) -> None:
         if self._schedule is None:
             return
         if self._on_schedule:
             self._position += 1
             entries = self._schedule.entries
-            self._on_schedule = self._position < len(entries) and entries[self._position] == entry
+            if self._position < len(entries):
+                expected = entries[self._position]
+                self._on_schedule = expected.verb is verb and expected.chunks == chunks
+            else:
+                self._on_schedule = False
         self.counts.off_schedule += not self._on_schedule
 
     def _next_use(self, chunk: int, position: int) -> int:
@@ -227,7 +233,9 @@ class CacheState:
         return NEVER - self._last_use[chunk]
 
     def _check_room(self, chunks: tuple[int, ...]) -> None:
-        missing = sum(chunk not in self._where for chunk in chunks)
+        missing = 0
+        for chunk in chunks:
+            missing += chunk not in self._where
         if missing <= len(self._empty):
             return
         kept = self._held.keys() | set(chunks)
@@ -265,12 +273,12 @@ class CacheState:
         if self._schedule is None or not self._on_schedule or not self._prefetch:
             return []
         target = self._schedule.next_acquire(self._position)
-        if target is None or all(chunk in self._where for chunk in self._schedule.entries[target].chunks):
+        if target is None or self._where.keys() >= self._schedule.wanted[target]:
             return []
         loads: list[Load] = []
         held_then, freed = self._held.copy(), False
         for entry in self._schedule.entries[self._position + 1 : target + 1]:
-            _apply(held_then, entry)
+            _apply(held_then, entry.verb, entry.chunks)
             freed |= entry.verb is Verb.FREE
         for chunk in self._schedule.entries[target].chunks:
             if chunk in self._where:
@@ -284,15 +292,16 @@ class CacheState:
         return loads
 
 
-def _apply(held: Counter[int], entry: Entry) -> None:
-    """What an entry does to the holds."""
-    for chunk in entry.chunks:
-        if entry.verb in (Verb.ACQUIRE, Verb.HOLD):
-            held[chunk] += 1
-        elif entry.verb is Verb.FREE or held[chunk] == 1:
+def _apply(held: Counter[int], verb: Verb, chunks: tuple[int, ...]) -> None:
+    """What a request does to the holds."""
+    for chunk in chunks:
+        holds = held.get(chunk, 0)
+        if verb is Verb.ACQUIRE or verb is Verb.HOLD:
+            held[chunk] = holds + 1
+        elif verb is Verb.FREE or holds == 1:
             held.pop(chunk, None)
-        elif chunk in held:
-            held[chunk] -= 1
+        elif holds:
+            held[chunk] = holds - 1
 
 
 def simulate(schedule: Schedule, blocks: int, *, prefetch: bool = True) -> tuple[CacheCounts, list[Load]]:

@@ -19,13 +19,14 @@ from elixir_moe.chunks.agreement import Agreement, Reductions, alone
 from elixir_moe.chunks.chunk import Chunk, ChunkState
 from elixir_moe.chunks.collectives import Ticket
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.chunks.policy import CacheState, Entry, Load, Verb
+from elixir_moe.chunks.policy import CacheState, Load, Verb
 from elixir_moe.chunks.rcache import Block, RCache
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.parallel.dtensor import local_of
 
 _NO_STREAM = nullcontext()
+_READABLE = (ChunkState.GATHERED, ChunkState.GRADIENT)
 _LONGEST_TRACE = 1 << 20
 """Where recording stops, for programs that run forward for ever and never backward."""
 
@@ -50,7 +51,7 @@ class Scheduler:
         """The process groups are gone."""
         self.compare_all = True
         """Look for writes that leave no trace (``parameter.data``) in every chunk, not only in exposed ones."""
-        self.trace: list[Entry] = []
+        self.trace: list[tuple[Verb, tuple[int, ...]]] = []
         """Requests of the training step under way, as `policy` understands them."""
         self.used: set[torch.nn.Parameter] = set()
         """Parameters that got a gradient since the last update, on this rank."""
@@ -65,6 +66,7 @@ class Scheduler:
         self._owner: dict[int, tuple[int, int]] = {}
         self._block_of: dict[int, Block] = dict(rcache.resident)
         self._reductions = Reductions(agreement)
+        self._splits: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._in_flight: list[Ticket] = []
 
     # ------------------------------------------------------------------------------------------------------- unshard
@@ -80,7 +82,7 @@ class Scheduler:
         Raises:
             PlanError: the rCache is too small for them.
         """
-        cached = self._cached(chunks)
+        cached, resident = self._split(chunks)
         if cached:
             self._note(Verb.ACQUIRE, cached, tracked)
             try:
@@ -88,19 +90,23 @@ class Scheduler:
             except PlanError as error:
                 raise PlanError(f"{who} needs chunks {cached}: {error}") from None
             self._carry_out(loads)
-        for index in chunks:
+        for index in cached:
+            self._await(self.chunks[index])
+        for index in resident:
             chunk = self.chunks[index]
-            if chunk.spec.resident and chunk.state in (ChunkState.SHARDED, ChunkState.REDUCING):
-                if chunk.direct and chunk.buffer is not None:
-                    continue
+            if chunk.direct and chunk.buffer is not None:
+                continue
+            if chunk.state in (ChunkState.SHARDED, ChunkState.REDUCING):
                 self._gather(chunk, self._rcache.resident[index])
             self._await(chunk)
 
     def release(self, chunks: tuple[int, ...], *, tracked: bool) -> None:
         """Ends one hold on each of `chunks` that a reduction has not ended before."""
-        cached = tuple(
-            c for c in self._cached(chunks) if self.chunks[c].state in (ChunkState.GATHERED, ChunkState.GRADIENT)
-        )
+        cached, _ = self._split(chunks)
+        for index in cached:
+            if self.chunks[index].state not in _READABLE:
+                cached = tuple(c for c in cached if self.chunks[c].state in _READABLE)
+                break
         if not cached:
             return
         self._note(Verb.RELEASE, cached, tracked)
@@ -110,8 +116,13 @@ class Scheduler:
         """(chunk, index in the chunk) of the gathered parameter that `tensor` is a view of, if any."""
         return self._owner.get(tensor.untyped_storage().data_ptr())
 
-    def _cached(self, chunks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(c for c in chunks if not self.chunks[c].spec.resident)
+    def _split(self, chunks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(those of the rCache, the resident ones)."""
+        found = self._splits.get(chunks)
+        if found is None:
+            cached = tuple(c for c in chunks if not self.chunks[c].spec.resident)
+            found = self._splits[chunks] = cached, tuple(c for c in chunks if self.chunks[c].spec.resident)
+        return found
 
     def _carry_out(self, loads: Iterable[Load]) -> None:
         for load in loads:
@@ -416,7 +427,9 @@ class Scheduler:
                 ticket.wait()
             self._in_flight.clear()
             staging = self._staging[: chunk.spec.nbytes].view(buffer.dtype)
-        return communicator.reduce_scatter(buffer, staging, land)
+        near = chunk.home.compute.device == buffer.device
+        place = chunk.home.free_place if near else lambda: None
+        return communicator.reduce_scatter(buffer, staging, land, place)
 
     # ------------------------------------------------------------------------------------------------------- helpers
 
@@ -431,7 +444,7 @@ class Scheduler:
 
     def _note(self, verb: Verb, chunks: tuple[int, ...], tracked: bool) -> None:
         if tracked and len(self.trace) < _LONGEST_TRACE:
-            self.trace.append(Entry(verb, chunks))
+            self.trace.append((verb, chunks))
 
     def _count(self, chunk: Chunk, collective: str, times: int) -> None:
         self.statistics.collective_bytes[chunk.spec.key.label, collective] += times * chunk.spec.nbytes

@@ -190,6 +190,10 @@ class Home:
         kept = self.compute if self.master is None else self.master
         return torch.equal(shard, kept.to(shard.device, shard.dtype))
 
+    def free_place(self) -> torch.Tensor | None:
+        """Where the next gradient can be summed to save `add_gradient` the copy; None if it is to be added."""
+        return self.compute if self.accumulator is None and self.holds is not Holds.GRADIENT else None
+
     def add_gradient(self, reduced: torch.Tensor) -> None:
         """Adds the gradient summed over the process group, of any dtype and device."""
         if reduced.data_ptr() == self.compute.data_ptr():
