@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -46,6 +47,15 @@ AdamKernel* kernel_of(Isa isa) {
     return adam_scalar;
 }
 
+NormKernel* norm_kernel_of(Isa isa) {
+#ifdef ELIXIR_X86
+    if (isa == Isa::avx512) return norm_avx512;
+    if (isa == Isa::avx2) return norm_avx2;
+#endif
+    (void)isa;
+    return norm_scalar;
+}
+
 }  // namespace
 
 Isa best_isa() noexcept {
@@ -79,6 +89,30 @@ void adam_step(const AdamArrays& arrays, const AdamSettings& settings, Isa isa, 
         // No more threads to be had: the caller's does the rest.
     }
     kernel(arrays, constants, start_of(part), n);
+}
+
+double sum_of_squares(const void* grad, Dtype dtype, std::size_t numel, Isa isa, int threads) {
+    NormKernel* const kernel = norm_kernel_of(isa);
+    const std::size_t rows = numel / kNormRow;
+    const std::size_t parts =
+        std::clamp<std::size_t>(numel / kMinPerThread, 1, static_cast<std::size_t>(std::max(threads, 1)));
+    std::vector<double> sums(parts, 0.0);
+    const auto start_of = [=](std::size_t part) { return rows * part / parts * kNormRow; };
+    {
+        std::vector<std::jthread> others;
+        others.reserve(parts - 1);
+        std::size_t part = 0;
+        try {
+            for (; part + 1 < parts; ++part) {
+                others.emplace_back(
+                    [&, part] { sums[part] = kernel(grad, dtype, start_of(part), start_of(part + 1)); });
+            }
+        } catch (const std::system_error&) {
+            // As in adam_step.
+        }
+        sums[part] = kernel(grad, dtype, start_of(part), numel);
+    }
+    return std::accumulate(sums.begin(), sums.end(), 0.0);
 }
 
 }  // namespace elixir

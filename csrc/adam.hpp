@@ -60,4 +60,8 @@ Isa best_isa() noexcept;
 /// `isa` must be no better than best_isa().
 void adam_step(const AdamArrays& arrays, const AdamSettings& settings, Isa isa, int threads);
 
+/// The sum of squares of `numel` elements of a gradient, of any dtype but none: 16 float sums over kNormRow elements at
+/// a time, element i in sum i % 16, which are added up in double.
+double sum_of_squares(const void* grad, Dtype dtype, std::size_t numel, Isa isa, int threads);
+
 }  // namespace elixir

@@ -48,4 +48,8 @@ void adam_avx2(const AdamArrays& arrays, const AdamConstants& constants, std::si
     simd::adam<Avx2>(arrays, constants, begin, end);
 }
 
+double norm_avx2(const void* grad, Dtype dtype, std::size_t begin, std::size_t end) {
+    return simd::norm<Avx2>(grad, dtype, begin, end);
+}
+
 }  // namespace elixir

@@ -48,4 +48,8 @@ void adam_avx512(const AdamArrays& arrays, const AdamConstants& constants, std::
     simd::adam<Avx512>(arrays, constants, begin, end);
 }
 
+double norm_avx512(const void* grad, Dtype dtype, std::size_t begin, std::size_t end) {
+    return simd::norm<Avx512>(grad, dtype, begin, end);
+}
+
 }  // namespace elixir

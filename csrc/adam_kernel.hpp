@@ -1,4 +1,4 @@
-// What the three Adam kernels share: their constants and their signatures. Included by csrc/adam*.cpp only.
+// What the kernels of the three instruction sets share: constants and signatures. Included by csrc/adam*.cpp only.
 //
 // Nothing here may be an inline function: the kernels are compiled for different instruction sets, and the linker keeps
 // one copy of an inline function, which might be the one this CPU cannot run.
@@ -24,6 +24,17 @@ struct AdamConstants {
 
 /// Updates elements [begin, end).
 using AdamKernel = void(const AdamArrays& arrays, const AdamConstants& constants, std::size_t begin, std::size_t end);
+
+/// What one row of a sum of squares is.
+constexpr std::size_t kNormRow = 4096;
+constexpr std::size_t kNormLanes = 16;
+
+/// The sum of squares of elements [begin, end); `begin` is a multiple of kNormRow.
+using NormKernel = double(const void* grad, Dtype dtype, std::size_t begin, std::size_t end);
+
+NormKernel norm_scalar;
+NormKernel norm_avx2;
+NormKernel norm_avx512;
 
 AdamKernel adam_scalar;
 AdamKernel adam_avx2;

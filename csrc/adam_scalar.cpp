@@ -82,4 +82,18 @@ void adam_scalar(const AdamArrays& a, const AdamConstants& c, std::size_t begin,
     }
 }
 
+double norm_scalar(const void* grad, Dtype dtype, std::size_t begin, std::size_t end) {
+    double total = 0.0;
+    for (std::size_t row = begin; row < end; row += kNormRow) {
+        float sums[kNormLanes] = {};
+        const std::size_t stop = row + kNormRow < end ? row + kNormRow : end;
+        for (std::size_t i = row; i < stop; ++i) {
+            const float x = load(grad, dtype, i);
+            sums[(i - row) % kNormLanes] = std::fma(x, x, sums[(i - row) % kNormLanes]);
+        }
+        for (const float sum : sums) total += sum;
+    }
+    return total;
+}
+
 }  // namespace elixir

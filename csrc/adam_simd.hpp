@@ -12,6 +12,8 @@
 // at every page's end (13 %), and stores of the compute weight that do not read its cache lines first (4 %).
 #pragma once
 
+#include <cstring>
+
 #include "adam_kernel.hpp"
 
 namespace elixir::simd {
@@ -137,6 +139,49 @@ void adam(const AdamArrays& a, const AdamConstants& c, std::size_t begin, std::s
     const std::size_t rest = by_grad<Vec>(a, c, first, end);
     Vec::fence();  // orders the streamed stores before whatever tells another thread that they are done
     adam_scalar(a, c, rest, end);
+}
+
+template <class Vec, Dtype dtype>
+double norm_of(const void* grad, std::size_t begin, std::size_t end) {
+    constexpr std::size_t registers = kNormLanes / Vec::width;
+    double total = 0.0;
+    for (std::size_t row = begin; row < end; row += kNormRow) {
+        typename Vec::F sums[registers];
+        for (auto& sum : sums) sum = Vec::set(0.0f);
+        const std::size_t stop = row + kNormRow < end ? row + kNormRow : end;
+        std::size_t i = row;
+        for (; i + kNormLanes <= stop; i += kNormLanes) {
+            for (std::size_t r = 0; r < registers; ++r) {
+                const auto x = load_grad<Vec, dtype>(grad, i + r * Vec::width);
+                sums[r] = Vec::fma(x, x, sums[r]);
+            }
+        }
+        float lanes[kNormLanes];
+        for (std::size_t r = 0; r < registers; ++r) Vec::store(lanes + r * Vec::width, sums[r]);
+        if (i < stop) {  // fewer than a round: as if zeros followed
+            alignas(kLineBytes) unsigned char padded[kNormLanes * sizeof(float)] = {};
+            constexpr std::size_t element = dtype == Dtype::float32 ? 4 : 2;
+            std::memcpy(padded, static_cast<const unsigned char*>(grad) + i * element, (stop - i) * element);
+            for (std::size_t r = 0; r < registers; ++r) {
+                const auto x = load_grad<Vec, dtype>(padded, r * Vec::width);
+                Vec::store(lanes + r * Vec::width, Vec::fma(x, x, sums[r]));
+            }
+        }
+        for (const float sum : lanes) total += sum;
+    }
+    return total;
+}
+
+template <class Vec>
+double norm(const void* grad, Dtype dtype, std::size_t begin, std::size_t end) {
+    switch (dtype) {
+        case Dtype::bfloat16:
+            return norm_of<Vec, Dtype::bfloat16>(grad, begin, end);
+        case Dtype::float16:
+            return norm_of<Vec, Dtype::float16>(grad, begin, end);
+        default:
+            return norm_of<Vec, Dtype::float32>(grad, begin, end);
+    }
 }
 
 }  // namespace elixir::simd

@@ -114,6 +114,15 @@ void adam_step(Floats master, Floats exp_avg, Floats exp_avg_sq, ConstArray grad
     elixir::adam_step(arrays, settings, isa, threads);
 }
 
+double sum_of_squares(ConstArray grad, int threads, const std::string& isa_name) {
+    on_host("grad", grad);
+    if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + "; at least 1 is needed");
+    const elixir::Dtype dtype = dtype_of("grad", grad.dtype());
+    const elixir::Isa isa = isa_named(isa_name);
+    const nb::gil_scoped_release no_gil;
+    return elixir::sum_of_squares(grad.data(), dtype, grad.size(), isa, threads);
+}
+
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Numbers = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Loads = std::vector<std::tuple<std::int32_t, std::int32_t, std::int32_t>>;
@@ -162,6 +171,9 @@ NB_MODULE(_native, m) {
           "grad"_a.noconvert(), "compute"_a.noconvert().none(), nb::kw_only(), "lr"_a, "beta1"_a, "beta2"_a, "eps"_a,
           "weight_decay"_a, "step"_a, "grad_scale"_a, "decoupled"_a, "maximize"_a, "threads"_a, "isa"_a = "",
           "One Adam or AdamW step on a shard in host memory, in place and in one pass.");
+
+    m.def("sum_of_squares", &sum_of_squares, "grad"_a.noconvert(), nb::kw_only(), "threads"_a, "isa"_a = "",
+          "The sum of squares of a gradient shard in host memory.");
 
     m.def("simulate", &simulate, "verbs"_a.noconvert(), "starts"_a.noconvert(), "chunks"_a.noconvert(), "chunk_count"_a,
           "blocks"_a,

@@ -37,6 +37,7 @@ def adam_step(
             `threads` or `isa` is out of range.
     """
 
+def sum_of_squares(grad: Tensor, *, threads: int, isa: str = "") -> float: ...
 def simulate(
     verbs: array[int], starts: array[int], chunks: array[int], chunk_count: int, blocks: int
 ) -> list[tuple[int, int, int]] | None:

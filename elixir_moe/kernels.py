@@ -50,6 +50,8 @@ def sum_of_squares(gradient: Tensor) -> float:
     Rows of `NORM_ROW_NUMEL` are summed in fp32 and the rows in fp64: one fp32 sum over tens of millions of elements is
     off by 1e-4, and fp64 throughout takes ten times as long on a CPU.
     """
+    if _native is not None and gradient.device.type == "cpu" and gradient.dtype in _GRAD_DTYPES:
+        return _native.sum_of_squares(gradient.detach(), threads=torch.get_num_threads())
     whole = gradient.numel() // NORM_ROW_NUMEL * NORM_ROW_NUMEL
     rows = torch.linalg.vector_norm(gradient[:whole].view(-1, NORM_ROW_NUMEL), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(gradient[whole:], dtype=torch.float32)

@@ -7,6 +7,7 @@ other way (a division, a sum, a division: 1.5 EPS), 2.5 EPS |u|. Added to the we
 move the sum to the next float: EPS |p|. Where torch's CPU code does not fuse multiply-adds, the moments differ too.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -351,3 +352,20 @@ def test_the_sum_of_squares_is_exact_whatever_the_length(dtype: torch.dtype, num
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     wanted = gradient.double().square().sum().item()
     assert kernels.sum_of_squares(gradient) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_instruction_set_sums_the_same_squares(isa: str, dtype: torch.dtype) -> None:
+    for numel in (0, 1, 15, 16, 17, 4095, 4096, 4097, 10_000):
+        gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+        found = _native.sum_of_squares(gradient, threads=1, isa=isa)
+        assert found == _native.sum_of_squares(gradient, threads=1, isa="scalar"), numel
+        # 256 terms to a float sum: an error of at most 256 * 2^-24, in fact of its root
+        assert found == pytest.approx(gradient.double().square().sum().item(), rel=2e-5)
+    assert math.isinf(_native.sum_of_squares(torch.tensor([1.0, float("inf")]), threads=1, isa=isa))
+    assert math.isnan(_native.sum_of_squares(torch.tensor([1.0, float("nan")]), threads=1, isa=isa))
+    long = torch.randn(1 << 18, generator=torch.Generator().manual_seed(1))
+    assert _native.sum_of_squares(long, threads=3, isa=isa) == pytest.approx(
+        _native.sum_of_squares(long, threads=1), rel=1e-12
+    )

@@ -216,6 +216,33 @@ class Chunk:
                 if before != now and index not in self.landed:
                     yield index, self.view(index)
 
+    def keep_written(self, compare: bool) -> bool:
+        """Brings home this rank's part of what user code has written; returns whether there was any that left a trace.
+
+        `compare` looks for what left none in our part of the block.
+        """
+        written = list(self.written())
+        for index, content in written:
+            self.store(index, content)
+        if compare:
+            start, stop = self.spec.shard_bounds(self.communicator.rank)
+            assert self.buffer is not None
+            now = self.buffer[start:stop]
+            if not self.home.shows(now):
+                self.home.store(0, now)
+                self.compare = True
+        return bool(written)
+
+    def store(self, index: int, content: torch.Tensor) -> None:
+        """Brings home this rank's part of what parameter `index` is now."""
+        if self.direct:
+            return
+        low, high = self.spec.shard_bounds(self.communicator.rank)
+        slot = self.spec.slots[index]
+        start, stop = max(slot.start, low), min(slot.stop, high)
+        if start < stop:
+            self.home.store(start - low, content.reshape(-1)[start - slot.start : stop - slot.start])
+
     def settle(self) -> None:
         """What was written is at home; views that nobody holds any more are forgotten."""
         self._versions = self._present_versions()

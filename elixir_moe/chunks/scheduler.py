@@ -206,30 +206,12 @@ class Scheduler:
         """
         if chunk.direct:
             return
-        here = chunk.state is ChunkState.GATHERED
+        gathered = chunk.state is ChunkState.GATHERED
         with torch.inference_mode(False), torch.no_grad():
-            written = list(chunk.written())
-            for index, content in written:
-                self._store(chunk, index, content)
-            if here and (chunk.compare or self.compare_all):
-                start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
-                assert chunk.buffer is not None
-                now = chunk.buffer[start:stop]
-                if not chunk.home.shows(now):
-                    chunk.home.store(0, now)
-                    chunk.compare = True
+            written = chunk.keep_written(gathered and (chunk.compare or self.compare_all))
         if written and self._fetch is not None:
             self._fetch.wait_stream(torch.cuda.current_stream(self._device))
         chunk.settle()
-
-    def _store(self, chunk: Chunk, index: int, content: torch.Tensor) -> None:
-        if chunk.direct:
-            return
-        low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
-        slot = chunk.spec.slots[index]
-        start, stop = max(slot.start, low), min(slot.stop, high)
-        if start < stop:
-            chunk.home.store(start - low, content.reshape(-1)[start - slot.start : stop - slot.start])
 
     def put(self, index: int, position: int, value: torch.Tensor) -> None:
         """Gives parameter `position` of the gathered chunk `index` new values; views of the old ones keep them."""
@@ -242,7 +224,7 @@ class Scheduler:
                 chunk.reseat(block.unread(chunk.buffer), position)
                 self._own(chunk)
             chunk.view(position).copy_(local_of(value))
-            self._store(chunk, position, chunk.view(position))
+            chunk.store(position, chunk.view(position))
             if self._fetch is not None:
                 self._fetch.wait_stream(torch.cuda.current_stream(self._device))
 
