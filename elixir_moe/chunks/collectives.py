@@ -36,6 +36,11 @@ class Ticket:
         self._event = torch.cuda.Event()
         self._event.record(stream)
 
+    @property
+    def pending(self) -> bool:
+        """Whether the host has still to wait for it."""
+        return bool(self._works) or self._finish is not None
+
     def wait(self) -> None:
         """Orders the caller after the operation; a second wait costs nothing."""
         works, self._works = self._works, []
@@ -99,15 +104,18 @@ class Communicator:
         buffer: torch.Tensor,
         staging: torch.Tensor | None,
         land: Callable[[torch.Tensor], None],
-        place: Callable[[], torch.Tensor | None] = lambda: None,
+        place: torch.Tensor | None = None,
+        *,
+        tag: int = 0,
     ) -> Ticket:
         """Sums `buffer` over the ranks and gives `land` this rank's slice when it is complete.
 
         Args:
             buffer: one gradient of every parameter; must stay as it is until the ticket is waited for.
-            staging: as large as `buffer`, needed where `staged`; in use until the ticket is waited for.
+            staging: as large as `buffer`, needed where `needs_staging`; in use until the ticket is waited for.
             land: called once, in `wait` on gloo, at once (in stream order) elsewhere.
-            place: asked right before; where the sum may be written, (numel / size,), so that `land` need not copy it.
+            place: where the sum may be written, (numel / size,), so that `land` need not copy it; on gloo.
+            tag: as in `all_gather`.
         """
         slices = buffer.view(self.size, -1)
         if self.size == 1:
@@ -118,19 +126,26 @@ class Communicator:
             scatter(slices[self.index], buffer, group=self._reduce_group)
             land(slices[self.index])
             return Ticket()
-        assert staging is not None and staging.numel() == buffer.numel(), "gloo reductions need a staging buffer"
-        received = staging.view(self.size, -1)
-        arriving, leaving = received.view(torch.uint8), slices.view(torch.uint8)
+        leaving = slices.view(torch.uint8)
         if self.size > 2:
-            work = dist.all_to_all_single(arriving, leaving, group=self._reduce_group, async_op=True)
-            return Ticket([work], lambda: land(torch.sum(received, 0, out=place())), what=self._reduction)
-        # Of two ranks each needs one slice of the other; its own is read where it lies.
-        own, theirs, peer = slices[self.index], received[1 - self.index], self.ranks[1 - self.index]
+            assert staging is not None
+            received = staging.view(self.size, -1)
+            work = dist.all_to_all_single(received.view(torch.uint8), leaving, group=self._reduce_group, async_op=True)
+            return Ticket([work], lambda: land(torch.sum(received, 0, out=place)), what=self._reduction)
+        # Of two ranks each needs one slice of the other, right where the sum is to be; its own is read where it lies.
+        if place is None:
+            assert staging is not None
+            place = staging.view(2, -1)[1 - self.index]
+        theirs, own, peer = place, slices[self.index], self.ranks[1 - self.index]
         works = [
-            dist.irecv(arriving[1 - self.index], peer, group=self._reduce_group),
-            dist.isend(leaving[1 - self.index], peer, group=self._reduce_group),
+            dist.irecv(theirs.view(torch.uint8), peer, group=self._reduce_group, tag=tag),
+            dist.isend(leaving[1 - self.index], peer, group=self._reduce_group, tag=tag),
         ]
-        return Ticket(works, lambda: land(torch.add(own, theirs, out=place())), what=self._reduction)
+        return Ticket(works, lambda: land(theirs.add_(own)), what=self._reduction)
+
+    def needs_staging(self, place: torch.Tensor | None) -> bool:
+        """Whether a reduction into `place` takes a staging buffer."""
+        return self.staged and (self.size > 2 or place is None)
 
     def all_reduce(self, buffer: torch.Tensor, land: Callable[[torch.Tensor], None]) -> Ticket:
         """Sums `buffer` over the ranks in place and gives it to `land`."""

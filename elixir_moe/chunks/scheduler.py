@@ -10,6 +10,7 @@ copies; compute waits for a gather where it needs it, the update for reductions,
 Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the calling order).
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -27,6 +28,8 @@ from elixir_moe.parallel.dtensor import local_of
 
 _NO_STREAM = nullcontext()
 _READABLE = (ChunkState.GATHERED, ChunkState.GRADIENT)
+_REDUCTIONS_IN_FLIGHT = 3
+"""How many the host leaves under way: none waits for a rank that is a little late, and few wait to be summed."""
 _LONGEST_TRACE = 1 << 20
 """Where recording stops, for programs that run forward for ever and never backward."""
 
@@ -67,7 +70,9 @@ class Scheduler:
         self._block_of: dict[int, Block] = dict(rcache.resident)
         self._reductions = Reductions(agreement)
         self._splits: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._in_flight: list[Ticket] = []
+        self._in_flight: deque[Ticket] = deque()
+        self._behind = Ticket()
+        self._sent = False
 
     # ------------------------------------------------------------------------------------------------------- unshard
 
@@ -308,12 +313,10 @@ class Scheduler:
     def drain(self) -> None:
         """Waits until every gradient is at home; the host too where a home is in host memory."""
         host = any(chunk.home.tier is Tier.HOST for chunk in self.chunks)
-        for ticket in self._in_flight:
-            if host:
-                ticket.synchronize()
-            else:
-                ticket.wait()
+        for ticket in (*self._in_flight, self._behind):
+            ticket.synchronize() if host else ticket.wait()
         self._in_flight.clear()
+        self._sent = False
         if self._fetch is not None:  # a gather of an evaluation may still read a home that is about to be updated
             torch.cuda.current_stream(self._device).wait_stream(self._fetch)
             if host:
@@ -327,17 +330,12 @@ class Scheduler:
     @property
     def in_flight(self) -> bool:
         """Whether a gradient was sent off since the last `drain`."""
-        return bool(self._in_flight)
+        return self._sent
 
     def drop(self, *, frozen: bool = False) -> None:
         """Lets go of what is gathered and trainable, which an update makes stale; of `frozen` chunks too if so told."""
-        gathered = [
-            c
-            for c in self.chunks
-            if c.state in (ChunkState.GATHERED, ChunkState.GATHERING)
-            and not c.direct
-            and (frozen or c.spec.key.trainable)
-        ]
+        droppable = [c for c in self.chunks if not c.direct and (frozen or c.spec.key.trainable)]
+        gathered = [c for c in droppable if c.state in (ChunkState.GATHERED, ChunkState.GATHERING)]
         for chunk in gathered:
             self._reshard(chunk, outdated=chunk.spec.key.trainable)
         self.cache.drop(chunk.spec.index for chunk in gathered)
@@ -383,10 +381,20 @@ class Scheduler:
             ticket = self._marked(self._issue_reduction(chunk, gradients))
         chunk.leaving = ticket
         self._block_of[index].busy = ticket
-        self._in_flight.append(ticket)
+        self._sent = True
+        if ticket.pending:
+            self._in_flight.append(ticket)
+            self._wait_for(_REDUCTIONS_IN_FLIGHT)
+        else:
+            self._behind = ticket
         if not chunk.spec.resident:
             self._note(Verb.FREE, (index,), True)
             self._carry_out(self.cache.free(index))
+
+    def _wait_for(self, most: int) -> None:
+        """Leaves at most so many reductions under way."""
+        while len(self._in_flight) > most:
+            self._in_flight.popleft().wait()
 
     def _issue_reduction(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
         def land(reduced: torch.Tensor) -> None:
@@ -403,15 +411,12 @@ class Scheduler:
             return communicator.all_reduce(buffer, land)
         self._count(chunk, "reduce_scatter", 1)
         staging = None
-        if communicator.staged:
+        place = chunk.home.free_place() if chunk.home.compute.device == buffer.device else None
+        if communicator.needs_staging(place):
             assert self._staging is not None
-            for ticket in self._in_flight:  # the staging buffer serves one reduction at a time
-                ticket.wait()
-            self._in_flight.clear()
+            self._wait_for(0)  # the staging buffer serves one reduction at a time
             staging = self._staging[: chunk.spec.nbytes].view(buffer.dtype)
-        near = chunk.home.compute.device == buffer.device
-        place = chunk.home.free_place if near else lambda: None
-        return communicator.reduce_scatter(buffer, staging, land, place)
+        return communicator.reduce_scatter(buffer, staging, land, place, tag=chunk.spec.index)
 
     # ------------------------------------------------------------------------------------------------------- helpers
 
