@@ -290,6 +290,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             chunk.home.updated()
         self._scheduler.invalidate()
 
+    def outlive(self, control: Callable[[], dist.ProcessGroup]) -> None:
+        """Lets go of all process groups, in the middle of a step. What is at home can still be saved, over `control`.
+
+        A gloo connection is closed when nobody holds its process group any more, and not before: the peers that wait
+        for this rank then fail.
+        """
+        self._scheduler.forget()
+        for chunk in self._scheduler.chunks:
+            chunk.communicator.drop()
+        self._groups.clear()
+        self._background = self._facts = self.pending = None
+        del self._control
+        self._control = control()
+
     def state_dict(self) -> dict[str, Any]:
         """Refused: a rank holds only its shards, and their cut is the plan's."""
         raise ConfigError("the state of a sharded optimizer is not one dict: each rank holds shards of it")

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from elixir_moe.train import settings
+from elixir_moe.train.config import PlanConfig
+from elixir_moe.train.memory import smaller
 from tests.checkpoint_cases import assert_same
 from tests.ranks import RankPool
 from tests.train_cases import last_state, run, settings_of, written
@@ -50,6 +52,50 @@ def test_torchrun_starts_a_killed_rank_again_and_the_run_is_the_unbroken_one(
     found = written(out)
     assert [kind for kind, _ in found["events"]] == ["resumed"] and found["metrics"] == whole["metrics"]
     assert_same(last_state(out), last_state(tmp_path / "whole"), "the last step")
+
+
+@pytest.mark.fault(20, 21)
+def test_a_rank_without_memory_makes_all_redo_the_step_with_less(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """In the forward of step 5, half of which has run: the same samples, and weights to the bit, with a smaller rCache.
+
+    Without clipping: another rCache does not change what is summed.
+    """
+    out = tmp_path / "out"
+    write_settings(out)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [str(ROOT / "tests" / "fault_program.py"), str(out), "1", "5", "memory", "optimizer.clip_norm=null"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, *program], capture_output=True, text=True, env=environment(), timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    found = written(out)
+    kind, text = found["events"][0]
+    assert kind == "out of memory" and text.startswith("rank 1 in step 5; it is redone with micro-batches: 1, rCache")
+    data = {"paths": [str(tmp_path / "text.txt")]}
+    config = settings_of(tmp_path / "whole", data=data, optimizer={"clip_norm": None})
+    whole = ranks(2).run(run, config, None, 0, True)[0]
+    assert found["metrics"] == whole["metrics"]
+    assert_same(last_state(out), last_state(tmp_path / "whole"), "the last step")
+
+
+@pytest.mark.fault(20)
+@pytest.mark.parametrize(
+    ("plan", "blocks", "least", "rows", "expected"),
+    [
+        (PlanConfig(kind="zero2"), 9, 2, 4, [("zero3", 4, 1), ("zero3", 2, 1), ("zero3", 2, 2), ("zero3", 2, 4)]),
+        (PlanConfig(kind="offload"), 3, 3, 6, [("offload", None, 2), ("offload", None, 6)]),
+        (PlanConfig(kind="ddp"), 9, 1, 3, [("ddp", None, 3)]),
+        (PlanConfig(kind="ddp"), 9, 1, 1, []),
+    ],
+)
+def test_the_rcache_shrinks_first_and_then_the_micro_batch(
+    plan: PlanConfig, blocks: int, least: int, rows: int, expected: list[tuple[str, int | None, int]]
+) -> None:
+    """Micro-batches that divide the rows of a rank, each time at least twice as many."""
+    found = [(p.kind, p.rcache_blocks, n) for p, n in smaller(plan, blocks, least, rows, 1)]
+    assert found == expected
 
 
 @pytest.mark.fault(4)

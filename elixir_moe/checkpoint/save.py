@@ -51,6 +51,11 @@ class Saving:
         """Whether this rank's part of it has ended, in whichever way. Not collective."""
         return self._future is None or self._future.done()
 
+    def join(self) -> None:
+        """Blocks until this rank's part has ended, in whichever way. Not collective."""
+        if self._future is not None:
+            self._future.exception()
+
     def poll(self) -> bool:
         """Whether the checkpoint is there, on all ranks alike.
 

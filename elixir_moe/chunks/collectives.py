@@ -163,6 +163,10 @@ class Communicator:
         """Destroys the process groups."""
         for group in self._groups:
             dist.destroy_process_group(group)
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets go of the process groups."""
         self._groups, self._gather_group, self._reduce_group = [], None, None
 
     def broadcast(self, buffer: torch.Tensor) -> None:

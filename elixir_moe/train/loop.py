@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.checkpoint.manifest import Manifest
-from elixir_moe.checkpoint.save import Saving
-from elixir_moe.checkpoint.storage import checkpoints
-from elixir_moe.errors import CheckpointError, ConfigError, ElixirError
+from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.models.gpt import tokens_per_expert
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.state import full_state_dict
-from elixir_moe.train import settings
+from elixir_moe.train import memory, settings
 from elixir_moe.train.bigram import Bigram
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.data import ByteText
-from elixir_moe.train.directory import APART, CHECKPOINTS, CONTROL, Claim, extra_of
+from elixir_moe.train.directory import CONTROL, Claim, extra_of
+from elixir_moe.train.keeper import Keeper
+from elixir_moe.train.memory import Scarcity
 from elixir_moe.train.report import Console, Report, StepRecord, Summary
 from elixir_moe.train.requests import Control, ControlFile, Signals
 from elixir_moe.train.supervisor import Action, Observation, Supervisor, Verdict
@@ -96,12 +96,24 @@ def train(
         watchdog = stack.enter_context(
             Watchdog(store, dist.get_rank(), dist.get_world_size(), config.run.timeout_seconds, end or _end)
         )
-        try:
-            return _train(config, text, claim, console, mesh, signals, watchdog)
-        except Stopped:
-            raise
-        except Exception as error:
-            raise _explained(error, watchdog) from error
+        scarcity = Scarcity(config)
+        while True:
+            loops: list[Loop] = []
+            try:
+                return _train(config, text, claim, console, mesh, signals, watchdog, loops)
+            except Stopped:
+                raise
+            except Exception as error:
+                if not loops or not _is_short(error, watchdog.store, loops[0]):
+                    raise _explained(error, watchdog) from error
+            del mesh
+            memory.release()  # the error, and with it the step's tensors, is gone
+            config = loops[0].rescue(scarcity, watchdog.store)
+            if claim is not None:
+                claim.source = loops[0].keeper.latest
+            loops.clear()
+            memory.release()
+            mesh = init_mesh()
 
 
 def _train(
@@ -112,7 +124,9 @@ def _train(
     mesh: DeviceMesh,
     signals: Signals,
     watchdog: Watchdog,
+    loops: list["Loop"],
 ) -> Summary | None:
+    """Runs a training to its end; puts its `Loop` into `loops`, where it can be found if it fails."""
     with ExitStack() as stack:
         source = [str(claim.source) if claim is not None and claim.source is not None else None]
         dist.broadcast_object_list(source)
@@ -126,6 +140,7 @@ def _train(
             )
             report.write("config.yaml", settings.to_yaml(config))
         loop = Loop(training, report, signals, watchdog, Path(config.run.out))
+        loops.append(loop)
         try:
             summary = loop.run(Path(source[0]) if source[0] is not None else None)
         except Stopped:
@@ -133,6 +148,14 @@ def _train(
             raise
         training.optimizer.close()
         return summary
+
+
+def _is_short(error: Exception, store: Any, loop: "Loop") -> bool:
+    """Whether some rank is out of memory, and the step can be redone."""
+    if memory.is_out_of_memory(error):
+        memory.say_so(store, dist.get_rank(), redoable=not loop.training.updating)
+    found = memory.who(store) if memory.is_out_of_memory(error) or is_broken_collective(error) else None
+    return found is not None and found[1]
 
 
 def _explained(error: Exception, watchdog: Watchdog) -> Exception:
@@ -161,9 +184,8 @@ class Loop:
         self.supervisor = Supervisor(self.config.watch)
         self._signals, self._watchdog = signals, watchdog
         self._control = ControlFile(directory / CONTROL)
-        self._saving: Saving | None = None
-        self._saved: Path | None = None
-        """The latest checkpoint."""
+        tell = partial(self._status, "running")
+        self.keeper = Keeper(training, self.supervisor, self.config.save, directory, self._event, tell)
         self._last: StepRecord | None = None
         self._seconds = 0.0
         self._first = 0
@@ -178,15 +200,12 @@ class Loop:
             self.step()
         self._seconds = time.perf_counter() - begin
         if self.config.save.every is not None:
-            self._save(asynchronous=False, must=True)
+            self.keeper.save(asynchronous=False, must=True)
         return self._conclude()
 
     def _begin(self, source: Path | None) -> None:
         if source is not None:
-            self._load(source)
-            if source.parent == self.directory / CHECKPOINTS:
-                self._saved = source
-                self._move_apart(self.training.progress.step)
+            self.keeper.take(source)
         self._first = self.training.progress.step
         if self.report is not None:
             for line in self.training.description():
@@ -224,6 +243,26 @@ class Loop:
         self.report.finish(summary, sample, weights)
         self._status("done")
         return summary
+
+    def rescue(self, scarcity: Scarcity, store: Any) -> TrainConfig:
+        """Out of memory in a step: saves what was before it; the settings to go on with. Every rank comes here."""
+        training = self.training
+        self.keeper.abandon()
+        who = memory.who(store)
+        training.disconnect()
+        training.optimizer.outlive(lambda: memory.regroup(store, scarcity.tries + 1))
+        memory.forget(store, training.optimizer.control)
+        training.rewind()
+        config = scarcity.next(training)
+        self.keeper.latest = self.keeper.last_good(training.progress.step + 1)
+        self.keeper.save(asynchronous=False, must=True)
+        blocks = config.plan.rcache_blocks
+        self._event(
+            "out of memory",
+            f"{who[0] if who else 'a rank'} in step {training.progress.step + 1}; it is redone with micro-batches: "
+            f"{config.run.accumulation}, rCache blocks: {'as before' if blocks is None else blocks}",
+        )
+        return config
 
     # ---------------------------------------------------------------------------------------------------------- a step
 
@@ -271,9 +310,10 @@ class Loop:
                 asked = self._control.changed()
             except ConfigError as error:
                 asked = error
-        done = self._saving is None or self._saving.done
         group = self.training.optimizer.control
-        mine = torch.tensor([loss, seconds, self._signals.received, done, asked is not None], dtype=torch.float64)
+        mine = torch.tensor(
+            [loss, seconds, self._signals.received, self.keeper.done, asked is not None], dtype=torch.float64
+        )
         table = torch.empty(self.training.ranks, len(mine), dtype=torch.float64)
         dist.all_gather(list(table), mine, group=group)
         losses, busy, signals, saved, changed = table.t().tolist()
@@ -312,30 +352,23 @@ class Loop:
             training.skip()
             return True
         if action.verdict is Verdict.BACK:
-            target = self._last_good(action.before)
+            target = self.keeper.last_good(action.before)
             if target is not None:
                 self._go_back(target, action, reason)
                 return False
             reason += "; there is no checkpoint to go back to"
         training.skip()
-        self._settle()
-        box = [self._free_name(self.directory / APART, training.progress.step)]
-        dist.broadcast_object_list(box, group=training.optimizer.control)
-        path = box[0]
-        training.save(path, self.supervisor.state())
+        path = self.keeper.save_apart()
         self._event("stopped", f"{reason}; the state is saved in {path}")
         self._status("failed", reason)
         raise Stopped(f"{reason}. The state is saved in {path}, the weights are as before that step", DIVERGED)
 
     def _go_back(self, target: Path, action: Action, reason: str) -> None:
         training = self.training
-        self._settle()
         avoid, rate = training.progress.avoid + action.avoid, training.progress.rate * action.rate
-        self._load(target)
+        self.keeper.take(target)
         training.progress.avoid, training.progress.rate = avoid, rate
         step = training.progress.step
-        self._move_apart(step)
-        self._saved = target
         if self.report is not None:
             self.report.go_back(step)
         without = f", without the batches {list(action.avoid)}" if action.avoid else ""
@@ -346,18 +379,18 @@ class Loop:
     def _follow(self, agreed: Agreed) -> None:
         """Saves and ends where that is due."""
         step, every = self.training.progress.step, self.config.save.every
-        if self._saving is not None and agreed.saved:
-            self._settle()
+        if self.keeper.under_way and agreed.saved:
+            self.keeper.settle()
         control = self._apply(agreed.control)
         if agreed.signal or control.stop:
-            self._save(asynchronous=False, must=True)
+            self.keeper.save(asynchronous=False, must=True)
             why = f"signal {agreed.signal}" if agreed.signal else CONTROL
-            text = f"stopped after step {step} by {why}; the state is saved in {self._saved}"
+            text = f"stopped after step {step} by {why}; the state is saved in {self.keeper.latest}"
             self._event("stopped", text)
             self._status("stopped", text)
             raise Stopped(f"{text}; the same command goes on from there", REQUEUE if agreed.signal else 0)
         if control.save or (every is not None and step % every == 0 and step < self.config.run.steps):
-            self._save(asynchronous=self.config.save.asynchronous)
+            self.keeper.save(asynchronous=self.config.save.asynchronous)
 
     def _apply(self, control: Control | None, *, first: bool = False) -> Control:
         """Takes over new settings. What the file asks for once (save, stop) it cannot have asked of this start."""
@@ -371,80 +404,11 @@ class Loop:
                 self._event("control", f"{name} is {value:g} from step {progress.step + 1} on, it was {before}")
         return Control() if first else control
 
-    def _save(self, *, asynchronous: bool, must: bool = False) -> None:
-        """A checkpoint of now, unless there is one. An error is one of the run if it `must` be, or by policy."""
-        self._settle(must=must)
-        step = self.training.progress.step
-        path = self.directory / CHECKPOINTS / f"step-{step:08d}"
-        if self._saved == path:
-            return
-        try:
-            state, keep = self.supervisor.state(), self.config.save.keep
-            saving = self.training.save(path, state, keep=keep, asynchronous=asynchronous)
-        except CheckpointError as error:
-            self._save_failed(error, must)
-            return
-        if asynchronous:
-            self._saving = saving
-        else:
-            self._saved = path
-            self._status("running")
-
-    def _settle(self, *, must: bool = False) -> None:
-        """Ends the save that is under way."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            try:
-                self._saved = saving.wait()
-                self._status("running")
-            except CheckpointError as error:
-                self._save_failed(error, must)
-
-    def _save_failed(self, error: CheckpointError, must: bool) -> None:
-        self._event("save failed", f"{error}; the latest checkpoint is {self._saved}")
-        if must or self.config.save.on_failure == "stop":
-            raise error
-
-    def _load(self, path: Path) -> None:
-        self.supervisor.restore(self.training.load(path))
-
-    def _last_good(self, before: int) -> Path | None:
-        """The latest checkpoint of fewer than `before` steps, by what rank 0 sees."""
-        self._settle()
-        found: list[Path | None] = [None]
-        if self.report is not None and (self.directory / CHECKPOINTS).is_dir():
-            for path, manifest in checkpoints(self.directory / CHECKPOINTS):
-                if isinstance(manifest, Manifest) and extra_of(path)["progress"]["step"] < before:
-                    found[0] = path
-        dist.broadcast_object_list(found, group=self.training.optimizer.control)
-        return found[0]
-
-    def _move_apart(self, step: int) -> None:
-        """Checkpoints of steps after `step` are of another past: rank 0 puts them where none looks for the latest."""
-        if self.report is None:
-            return
-        for path, manifest in checkpoints(self.directory / CHECKPOINTS):
-            own = path.name.removeprefix("step-")
-            if own.isdigit() and int(own) > step:
-                (self.directory / APART).mkdir(exist_ok=True)
-                target = self._free_name(self.directory / APART, int(own))
-                os.rename(path, target)
-                damaged = "" if isinstance(manifest, Manifest) else ", which is damaged,"
-                self._event("moved apart", f"{path.name}{damaged} is now {target}")
-
-    def _free_name(self, room: Path, step: int) -> Path:
-        """A name for a checkpoint in `room` that is not taken."""
-        name, number = f"step-{step:08d}", 1
-        while (room / name).exists():
-            number += 1
-            name = f"step-{step:08d}-{number}"
-        return room / name
-
     def _event(self, kind: str, text: str) -> None:
         if self.report is not None:
             self.report.event(self.training.progress.step, kind, text)
 
     def _status(self, state: str, reason: str = "") -> None:
         if self.report is not None:
-            saved = None if self._saved is None else str(self._saved)
+            saved = None if self.keeper.latest is None else str(self.keeper.latest)
             self.report.status(state, self.training.progress.step, saved, reason)

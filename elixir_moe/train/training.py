@@ -6,7 +6,7 @@ of a run must be saved to go on exactly. Decides nothing: which step comes next,
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.checkpoint.held import held_by, share_of, wrapped_of
 from elixir_moe.checkpoint.load import load
+from elixir_moe.checkpoint.ranks import random_states, read_random_states, set_random_states
 from elixir_moe.checkpoint.save import Saving, save
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.kernels import sum_of_squares
-from elixir_moe.models.gpt import GPT, generate, gpt_patterns, lm_loss
+from elixir_moe.models.gpt import GPT, Meshes, generate, gpt_patterns, lm_loss
 from elixir_moe.optim import ShardedOptimizer
 from elixir_moe.parallel.annotate import annotate, pattern_of
+from elixir_moe.parallel.moe import MoE, Place
 from elixir_moe.train.config import OptimizerConfig, PlanConfig, TrainConfig, identity
 from elixir_moe.train.data import ByteText, batch_at, rows_of, validation_batches
 from elixir_moe.wrap import wrap
@@ -63,7 +65,8 @@ class Training:
     """A model, its optimizer and its text, between the first step and the last."""
 
     def __init__(self, config: TrainConfig, text: ByteText, mesh: DeviceMesh) -> None:
-        self.config, self.text, self.mesh = config, text, mesh
+        self.config, self.text = config, text
+        self.mesh: DeviceMesh | None = mesh
         self.identity = identity(config, text)
         self.rank, self.ranks = mesh.get_local_rank("dp"), mesh.size(0)
         self.device = torch.device(mesh.device_type)
@@ -75,6 +78,9 @@ class Training:
         self.parameters = _count_parameters(model)
         self.model, self.optimizer = self._wrap(model)
         torch.manual_seed(config.run.seed + 1 + self.rank)  # from here on chance is dropout, and differs between ranks
+        self.updating = False
+        """Weights are being written: a step that is cut short here cannot be forgotten."""
+        self.mark()
         self.validation = validation_batches(
             text.validation, batches=config.run.eval_batches, rows=config.micro_batch, seq_len=config.model.seq_len
         )
@@ -127,15 +133,29 @@ class Training:
         lr = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.updating = True
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.progress.step += 1
+        self.mark()
         return lr
 
     def skip(self) -> None:
         """Counts the step, and leaves weights and moments as they are."""
         self.optimizer.zero_grad()
         self.progress.step += 1
+        self.mark()
+
+    def mark(self) -> None:
+        """Between two steps: where `rewind` comes back to."""
+        self.updating = False
+        self._mark = replace(self.progress), random_states()
+
+    def rewind(self) -> None:
+        """Forgets a step that has begun; weights and moments are those before it."""
+        progress, states = self._mark
+        self.progress = replace(progress)
+        set_random_states(read_random_states(states, "the beginning of the step"))
 
     def learning_rate(self) -> float:
         """Of the next update."""
@@ -143,6 +163,15 @@ class Training:
         return progress.lr * progress.rate * lr_factor(progress.step, self.config.run.steps, self.config.optimizer)
 
     # ---------------------------------------------------------------------------------------------- go and come back
+
+    def disconnect(self) -> None:
+        """Lets go of the meshes: no step can be run any more, but the model can be saved."""
+        self.mesh = None
+        for module in self.model.modules():
+            if isinstance(module, GPT):
+                module.meshes = Meshes(self.config.model, None)
+            if isinstance(module, MoE):
+                module.place = Place()
 
     def save(
         self, path: Path, supervisor: dict[str, Any], *, keep: int | None = None, asynchronous: bool = False
@@ -158,6 +187,7 @@ class Training:
         unit = self.ranks * self.progress.accumulation
         if self.config.run.global_batch % unit or self.progress.accumulation < self.config.run.accumulation:
             self.progress.accumulation = self.config.run.accumulation
+        self.mark()
         supervisor: dict[str, Any] = extra["supervisor"]
         return supervisor
 

@@ -84,6 +84,8 @@ class Watchdog:
     """
 
     def __init__(self, store: Any, rank: int, ranks: int, timeout_seconds: float, end: Callable[[str], None]) -> None:
+        self.store = store
+        """For others: what the main thread says and hears beside the process groups."""
         self._store: Any = store.clone() if store is not None and ranks > 1 else None
         self._rank, self._ranks, self._timeout, self._end = rank, ranks, timeout_seconds, end
         self._main = threading.main_thread().ident
