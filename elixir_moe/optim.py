@@ -296,8 +296,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         A gloo connection is closed when nobody holds its process group any more, and not before: the peers that wait
         for this rank then fail.
         """
-        self._scheduler.forget()
+        self._scheduler._in_flight.clear()
         for chunk in self._scheduler.chunks:
+            chunk.forget()
             chunk.communicator.drop()
         self._groups.clear()
         self._background = self._facts = self.pending = None

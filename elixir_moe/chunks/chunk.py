@@ -196,6 +196,16 @@ class Chunk:
         self.release()
         self.buffer = None
 
+    def forget(self) -> None:
+        """The process groups go, whatever the chunk was doing: nothing is left but its home, without a gradient."""
+        self.arriving = self.leaving = None
+        self.lent.clear()
+        self.delayed.clear()
+        self.landed.clear()
+        self.home.clear_gradient()
+        self.state = ChunkState.SHARDED
+        self.detach()
+
     def lend(self, index: int, view: torch.Tensor) -> None:
         """Notes that user code got `view`, all of parameter `index` with a version counter of its own."""
         if not self.direct:

@@ -352,21 +352,6 @@ class Scheduler:
         if self._fetch is not None:
             self._fetch.wait_stream(torch.cuda.current_stream(self._device))
 
-    def forget(self) -> None:
-        """The process groups are gone: nothing is gathered or in flight, and no gradient is left; homes stay."""
-        self._in_flight.clear()
-        self._order.clear()
-        self._pending = {}
-        self.used.clear()
-        for chunk in self.chunks:
-            chunk.arriving = chunk.leaving = None
-            chunk.lent.clear()
-            chunk.delayed.clear()
-            chunk.landed.clear()
-            chunk.home.clear_gradient()
-            chunk.state = ChunkState.SHARDED
-            chunk.detach()
-
     def abandon(self) -> None:
         """Forgets the gradients of a backward that failed; those that have landed at home stay."""
         self.drain()

@@ -247,6 +247,7 @@ class Loop:
     def rescue(self, scarcity: Scarcity, store: Any) -> TrainConfig:
         """Out of memory in a step: saves what was before it; the settings to go on with. Every rank comes here."""
         training = self.training
+        self._watchdog.pause()
         self.keeper.abandon()
         who = memory.who(store)
         training.disconnect()

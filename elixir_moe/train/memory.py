@@ -110,6 +110,9 @@ def regroup(store: Any, attempt: int) -> dist.ProcessGroup:
     backend, rank, ranks = dist.get_backend_config(), dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     release()
+    # A peer may hear of it only when its collective has timed out: something below Python can keep a connection open.
+    store.set(f"here {attempt} {rank}", "")
+    store.wait([f"here {attempt} {other}" for other in range(ranks)], 2 * timeout)
     again = dist.PrefixStore(f"attempt {attempt}", store.clone())
     dist.init_process_group(backend, store=again, rank=rank, world_size=ranks, timeout=timeout)
     return dist.new_group(backend="gloo", timeout=timeout)

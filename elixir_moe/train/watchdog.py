@@ -109,6 +109,10 @@ class Watchdog:
         """The main thread begins `phase`: the clock starts anew."""
         self._phase, self._since = phase, time.monotonic()
 
+    def pause(self) -> None:
+        """What the main thread begins may take as long as it does."""
+        self._since = math.inf
+
     def waited(self) -> float:
         """Share of its samples since the last call in which the main thread was in a collective."""
         share = self._waits / self._samples if self._samples else 0.0
