@@ -19,6 +19,7 @@ Elsewhere. Parameters are guarded while their module does not run. A function th
            other, and has a position, so that its gradient is waited for.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
@@ -83,12 +84,11 @@ class Hooks:
                 unit = units.get(id(module))
                 module.register_forward_pre_hook(Hook(partial(self._enter, unit)))
                 module.register_forward_hook(Hook(partial(self._leave, unit)), always_call=True)
+        # Python cannot see through what autograd keeps: with a strong reference in it, model and homes would never go.
+        landed = partial(_landed, weakref.ref(self))
         for parameter in self._slot_of:
             if parameter.requires_grad:
-                chunk, index = self._slot_of[parameter]
-                who, owners = f"the gradient of {self._names[parameter]!r}", self._owners[chunk, index]
-                run = partial(self._landed, parameter, chunk, index, owners, who)
-                handle = parameter.register_post_accumulate_grad_hook(run)
+                handle = parameter.register_post_accumulate_grad_hook(landed)
                 self._landings.append((handle.id, parameter))
 
     def _land_last(self) -> None:
@@ -334,7 +334,7 @@ class Hooks:
         self._scheduler.unshard(unit.chunks, tracked=True, who=f"backward of module {unit.name!r}")
         self._holds.append((entered, unit.chunks))
 
-    def _landed(self, parameter: nn.Parameter, chunk: int, index: int, owners: list[Unit], who: str, _: Any) -> None:
+    def landed(self, parameter: nn.Parameter) -> None:
         """A gradient is complete: autograd has summed it over all uses of the parameter."""
         self._begin_backward()
         with torch._C.DisableTorchFunctionSubclass():
@@ -343,8 +343,10 @@ class Hooks:
         gradient = placed_like(gradient, parameter)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
+        chunk, index = self._slot_of[parameter]
         awaited = self._backwards_of.unrecomputed
-        final = not awaited or not any(awaited[unit] for unit in owners)
+        final = not awaited or not any(awaited[unit] for unit in self._owners[chunk, index])
+        who = f"the gradient of {self._names[parameter]!r}"
         self._scheduler.add_gradient(chunk, index, gradient, who=who, final=final)
 
     def _pass(self, left: int) -> None:
@@ -420,6 +422,12 @@ class Hooks:
         self._scheduler.cache.rewind()
         self._reset()
         self._saved.updates += 1
+
+
+def _landed(hooks: weakref.ref[Hooks], parameter: nn.Parameter) -> None:
+    alive = hooks()
+    if alive is not None:
+        alive.landed(parameter)
 
 
 def _in_backward() -> bool:

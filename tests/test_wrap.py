@@ -1,6 +1,7 @@
 """What `wrap` refuses, what it says, and how it can be used beside a training step."""
 
 import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -334,3 +335,20 @@ def test_a_plan_that_is_none_is_refused() -> None:
     model = Net()
     with pytest.raises(em.ConfigError, match=r"em\.Plan"):
         em.wrap(model, adamw(model), plan=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("plan", [em.Plan.zero2(chunk_numel=600), em.Plan.offload(rcache_blocks=None, chunk_numel=600)])
+@pytest.mark.parametrize("closed", [True, False])
+def test_nothing_outlives_the_model(plan: em.Plan, closed: bool) -> None:
+    """Model, optimizer and homes go with their last reference, though hooks and parameters point at each other."""
+    model, optimizer = em.wrap(net := Net(), adamw(net), plan=plan)
+    model(torch.randn(2, D)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    kept = [weakref.ref(o) for o in (model, optimizer, optimizer._scheduler, optimizer._hooks)]
+    kept += [weakref.ref(chunk.home) for chunk in optimizer._scheduler.chunks]
+    if closed:
+        optimizer.close()
+    del model, optimizer, net
+    gc.collect()
+    assert [ref() for ref in kept if ref() is not None] == []
