@@ -86,7 +86,9 @@ class Watchdog:
     def __init__(self, store: Any, rank: int, ranks: int, timeout_seconds: float, end: Callable[[str], None]) -> None:
         self.store = store
         """For others: what the main thread says and hears beside the process groups."""
-        self._store: Any = store.clone() if store is not None and ranks > 1 else None
+        self._store: Any = None
+        if store is not None and ranks > 1:  # what an earlier run in these processes has left there is not ours
+            self._store = dist.PrefixStore(f"run {store.add(f'runs of rank {rank}', 1)}", store.clone())
         self._rank, self._ranks, self._timeout, self._end = rank, ranks, timeout_seconds, end
         self._main = threading.main_thread().ident
         self._phase, self._since = "the start", math.inf  # which is as long as the model is large
