@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measure import in_turn
 from benchmarks.workload import SEED
 from elixir_moe.kernels import adam_step
 
@@ -81,14 +82,14 @@ def agree(numel: int, tolerance: float = 1e-6) -> None:
 
 
 def race(mine: Callable[[int], None], other: Callable[[int], None], rounds: int) -> list[tuple[float, float]]:
-    """Seconds (ours, theirs) of each round, the one first in one round and last in the next; a first is thrown away."""
-    times = []
-    for turn in range(rounds + 1):
-        seconds = {}
-        pair = {"ours": mine, "theirs": other}
-        for name in list(pair)[:: 1 if turn % 2 else -1]:
+    """Seconds (ours, theirs) of each round."""
+
+    def seconds_of(step: Callable[[int], None]) -> Callable[[int], float]:
+        def timed(turn: int) -> float:
             start = time.perf_counter()
-            pair[name](turn + 1)
-            seconds[name] = time.perf_counter() - start
-        times.append((seconds["ours"], seconds["theirs"]))
-    return times[1:]
+            step(turn + 1)
+            return time.perf_counter() - start
+
+        return timed
+
+    return in_turn(seconds_of(mine), seconds_of(other), rounds)

@@ -6,7 +6,7 @@ Each step trains on tokens drawn anew: on zeros arithmetic can be faster than in
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -75,12 +75,21 @@ def _compare(what: str, found: dict[str, float], tolerance: float) -> None:
 
 def race(mine: Contender, peer: Contender, workload: Workload, *, rounds: int, steps: int) -> list[tuple[float, float]]:
     """Seconds a step (ours, theirs) in each round, of the slower rank; before them one round that does not count."""
+
+    def seconds_of(contender: Contender) -> Callable[[int], float]:
+        return lambda turn: _time_steps(contender, workload, steps, stream=1 + turn)
+
+    return in_turn(seconds_of(mine), seconds_of(peer), rounds)
+
+
+def in_turn(mine: Callable[[int], float], theirs: Callable[[int], float], rounds: int) -> list[tuple[float, float]]:
+    """Seconds (mine, theirs) that each tells of its round; which begins alternates, and the first does not count."""
     times = []
     for turn in range(rounds + 1):
         seconds = {}
-        pair = {"ours": mine, "theirs": peer}
+        pair = {"ours": mine, "theirs": theirs}
         for name in list(pair)[:: 1 if turn % 2 else -1]:
-            seconds[name] = _time_steps(pair[name], workload, steps, stream=1 + turn)
+            seconds[name] = pair[name](turn)
         times.append((seconds["ours"], seconds["theirs"]))
     return times[1:]
 
