@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec, group_parameters
-from elixir_moe.chunks.layout import ALIGN_BYTES, FUSE_BELOW, WASTE_ENOUGH, Layout, best_chunk_numel, build_layout
+from elixir_moe.chunks.layout import (
+    ALIGN_BYTES,
+    FINEST,
+    FUSE_BELOW,
+    WASTE_ENOUGH,
+    Layout,
+    best_chunk_numel,
+    build_layout,
+)
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig, gpt_config
 from elixir_moe.models.gpt import GPT
@@ -210,7 +218,8 @@ def packed_waste(params: list[ParamSpec], chunk_numel: int) -> float:
 def test_no_length_nearby_wastes_less(params: list[ParamSpec]) -> None:
     chosen = best_chunk_numel(params)
     largest, total = max(p.numel for p in params), sum(p.numel for p in params)
-    lengths = range(largest, max(largest, min(4 * largest, total)) + 1)
+    shortest = max(largest, total // FINEST)
+    lengths = range(shortest, max(shortest, min(4 * shortest, total)) + 1)
     wastes = {length: packed_waste(params, length) for length in lengths}
     assert chosen in wastes
     assert wastes[chosen] <= max(WASTE_ENOUGH, min(wastes.values()) + 0.001) + 1e-9

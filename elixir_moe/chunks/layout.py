@@ -31,6 +31,10 @@ FUSE_BELOW = 1 / 4
 """A chunk group smaller than this part of a chunk becomes one small resident chunk of its own length."""
 WASTE_ENOUGH = 0.02
 """Half of what Elixir v2, 4.2, reports."""
+LATENCY_BYTES = 1 << 24
+"""Shorter collectives are bound by their latency, not by their bytes; torch's DDP fills buckets of 25 MiB."""
+FINEST = 8
+"""But a model is to have at least about so many chunks, or there is nothing left for an rCache to choose from."""
 _SEARCH_SPAN = 4
 
 
@@ -159,10 +163,11 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
 
 
 def best_chunk_numel(params: Sequence[ParamSpec]) -> int:
-    """The smallest chunk length that wastes little, from the largest parameter to a few times that.
+    """The smallest chunk length that wastes little, from the shortest that makes sense to a few times that.
 
-    Little is `WASTE_ENOUGH` of all blocks, or (to 0.1 %) the least there is: below that a finer rCache is worth more
-    than fuller chunks. Waste falls only where a group needs one chunk less, so those lengths are all there is to try.
+    None is shorter than the largest parameter, nor than `LATENCY_BYTES` in a model of `FINEST` times that. Little is
+    `WASTE_ENOUGH` of all blocks, or (to 0.1 %) the least there is: below that a finer rCache is worth more than fuller
+    chunks. Waste falls only where a group needs one chunk less, so those lengths are all there is to try.
     Source: Elixir v1, IV-A, which takes the least waste of a range the user gives.
     """
     streams = [
@@ -170,8 +175,11 @@ def best_chunk_numel(params: Sequence[ParamSpec]) -> int:
         for key, indices in group_parameters(params).items()
     ]
     largest = max((size for stream in streams for size in stream.sizes), default=0)
-    longest = max(largest, min(largest * _SEARCH_SPAN, sum(sum(stream.sizes) for stream in streams)))
-    lengths = sorted({largest, *(length for stream in streams for length in stream.steps(largest, longest))})
+    total = sum(stream.total for stream in streams)
+    widest = max((stream.itemsize for stream in streams), default=1)
+    shortest = max(largest, min(LATENCY_BYTES // widest, total // FINEST))
+    longest = max(shortest, min(shortest * _SEARCH_SPAN, total))
+    lengths = sorted({shortest, *(length for stream in streams for length in stream.steps(shortest, longest))})
     wastes = [_waste(streams, length) for length in lengths]
     enough = max(WASTE_ENOUGH, min(wastes) + 0.001)
     return next(length for length, waste in zip(lengths, wastes, strict=True) if waste <= enough)
