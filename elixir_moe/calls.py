@@ -8,8 +8,8 @@ Also what is remembered of a forward until its backward.
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +33,8 @@ class Call:
     """It, or one around it, runs with gradients."""
     held: bool = False
     """Its chunks were unsharded, and are to be released."""
+    outermost: bool = False
+    """No other call is around it."""
     saving: saved_tensors_hooks | None = None
     """To be taken off when it ends."""
 
@@ -122,3 +124,18 @@ class Hook:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists, tuples, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))

@@ -22,14 +22,13 @@ Elsewhere. Parameters are guarded while their module does not run. A function th
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from elixir_moe.calls import Call, Calls, Forward, Hook
+from elixir_moe.calls import Call, Calls, Forward, Hook, tensors_in
 from elixir_moe.chunks.chunk import ChunkState, Placeholder
 from elixir_moe.chunks.policy import Entry, Schedule
 from elixir_moe.chunks.scheduler import Scheduler
@@ -48,6 +47,7 @@ class Hooks:
     def __init__(self, model: nn.Module, scheduler: Scheduler, placeholder: Placeholder) -> None:
         self._scheduler = scheduler
         self._saved = SavedTensors(scheduler, placeholder, self._unpacking)
+        self._packs = not all(chunk.direct for chunk in scheduler.chunks)  # else weights stay where autograd saw them
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
         self._names = {p: name for name, p in model.named_parameters()}
         self._units = list(find_units(model, self._slot_of))
@@ -129,8 +129,10 @@ class Hooks:
         self._calls.push(call)  # what may fail comes behind it: `_leave` undoes only what was done
         if outermost:
             self._forward = None
-            call.saving = self._saved.hooks()
-            call.saving.__enter__()
+            call.outermost = True
+            if self._packs:
+                call.saving = self._saved.hooks()
+                call.saving.__enter__()
         if unit is None:
             return
         if recomputing:
@@ -192,8 +194,8 @@ class Hooks:
                 self._hook_outputs(output, partial(self._reach, unit, entered, left))
         if call.saving is not None:
             call.saving.__exit__(None, None, None)
-            if call.training:
-                self._hook_outputs(output, partial(self._begin_backward, self._clock))
+        if call.outermost and call.training:
+            self._hook_outputs(output, partial(self._reach_end, self._clock, self._saved.updates))
 
     def _this_forward(self) -> Forward:
         if self._forward is None:
@@ -226,7 +228,7 @@ class Hooks:
         self._scheduler.unshard(chunks, tracked=tracked, who=f"a read of {names}")
         self._guard.open(parameters)
         try:
-            with self._saved.hooks() if training and not self._calls else nullcontext():
+            with self._saved.hooks() if self._packs and training and not self._calls else nullcontext():
                 yield
         finally:
             self._guard.close(parameters)
@@ -267,16 +269,21 @@ class Hooks:
             self._owners[chunk, index].append(unit)
         return unit
 
-    def _hook_outputs(self, output: Any, hook: Callable[[], None]) -> None:
-        for tensor in (output,) if type(output) is torch.Tensor else _tensors(output):
+    def _hook_outputs(self, output: Any, hook: Callable[[torch.Tensor], None]) -> None:
+        for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(lambda _grad: hook())
+                tensor.register_hook(hook)
 
     def _unpacking(self) -> None:
         if _in_backward():
             self._begin_backward()
 
     # ------------------------------------------------------------------------------------------------------ backward
+
+    def _reach_end(self, left: int, updates: int, gradient: torch.Tensor) -> None:
+        """Backward has come to the outermost module, which forward left at this number, behind so many updates."""
+        self._saved.check_current(updates)
+        self._begin_backward(left)
 
     def _begin_backward(self, left: int | None = None) -> None:
         """Backward has come to what forward left at number `left`: what was entered behind it awaits another one."""
@@ -323,7 +330,7 @@ class Hooks:
                         return False
         return False
 
-    def _reach(self, unit: Unit, entered: int, left: int) -> None:
+    def _reach(self, unit: Unit, entered: int, left: int, gradient: torch.Tensor) -> None:
         """Backward has come to a call of `unit` that forward entered and left at these numbers."""
         self._begin_backward(left)
         if (unit, left) in self._reached:
@@ -336,7 +343,8 @@ class Hooks:
 
     def landed(self, parameter: nn.Parameter) -> None:
         """A gradient is complete: autograd has summed it over all uses of the parameter."""
-        self._begin_backward()
+        if not self._backward:
+            self._begin_backward()
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
@@ -346,8 +354,7 @@ class Hooks:
         chunk, index = self._slot_of[parameter]
         awaited = self._backwards_of.unrecomputed
         final = not awaited or not any(awaited[unit] for unit in self._owners[chunk, index])
-        who = f"the gradient of {self._names[parameter]!r}"
-        self._scheduler.add_gradient(chunk, index, gradient, who=who, final=final)
+        self._scheduler.add_gradient(chunk, index, gradient, final=final)
 
     def _pass(self, left: int) -> None:
         """Everything that forward entered behind number `left` has had its backward."""
@@ -370,7 +377,7 @@ class Hooks:
         if any(unit in self._entered for unit in owners):
             return
         if any(unit in self._engaged for unit in owners):
-            self._scheduler.add_gradient(chunk, index, None, who=f"module {owners[0].name!r}")
+            self._scheduler.add_gradient(chunk, index, None)
         else:
             self._scheduler.expect_no_more(chunk, index)
 
@@ -432,18 +439,3 @@ def _landed(hooks: weakref.ref[Hooks], parameter: nn.Parameter) -> None:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))

@@ -58,6 +58,13 @@ class SavedTensors:
         self.updates = 0
         """Number of updates so far."""
 
+    def check_current(self, updates: int) -> None:
+        """Raises PlanError if there have been updates since there were so many."""
+        if updates != self.updates:
+            raise PlanError(
+                "backward through a forward that ran before the last optimizer.step(): its weights are gone"
+            )
+
     def hooks(self) -> saved_tensors_hooks:
         """A context in which weights are packed."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -73,27 +80,25 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> Any:
         local = local_of(tensor)
         if type(local) is torch.Tensor or isinstance(local, nn.Parameter):  # others may have no storage of their own
-            owner = self._scheduler.owner_of(local)
+            address = local.untyped_storage().data_ptr()
+            owner = self._scheduler.owner_of(address)
             if owner is not None:
                 chunk, index = owner
                 return Packed(self._scheduler.chunks[chunk], index, tensor, self.updates)
-            if local.untyped_storage().data_ptr() in self._placeholder.keys:
+            if address in self._placeholder.keys:
                 raise PlanError(
                     f"an autograd function saves a parameter of shape {tuple(tensor.shape)} that it has not read and "
                     f"that is not gathered: read it in forward, or call its module"
                 )
         # An output that is saved as it is would keep its own graph alive, beyond the reach of the garbage collector.
-        return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+        return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, Packed):
             tensor, version = packed
             _check_version(tensor._version, version, tensor.shape)
             return tensor
-        if packed.update != self.updates:
-            raise PlanError(
-                "backward through a forward that ran before the last optimizer.step(): its weights are gone"
-            )
+        self.check_current(packed.update)
         _check_version(packed.chunk.version(packed.index), packed.version, packed.size)
         self._unpacking()
         if packed.chunk.direct or packed.chunk.state in (ChunkState.GATHERED, ChunkState.GRADIENT):

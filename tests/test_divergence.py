@@ -133,7 +133,7 @@ def agree(used: list[list[int]], gathered: list[list[int]]) -> list[int] | str:
     group = dist.group.WORLD
     assert group is not None
     try:
-        return Peers(group, chunks)(used[dist.get_rank()], gathered[dist.get_rank()])
+        return Peers(group, chunks)(used[dist.get_rank()], gathered[dist.get_rank()])()
     except LayoutError as error:
         return str(error)
 

@@ -9,7 +9,7 @@ it here, and no gradient is summed with another's.
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import zip_longest
 from typing import Any
 
@@ -17,17 +17,20 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.chunks.chunk import Chunk
-from elixir_moe.chunks.collectives import naming_failures
+from elixir_moe.chunks.collectives import Ticket, naming_failures
 from elixir_moe.errors import LayoutError
 
-Agreement = Callable[[Sequence[int], Sequence[int]], list[int]]
-"""From the chunks this rank used, in its order, and those it has gathered since the last backward, to all that are to
-be reduced, in the order of all."""
+Agreement = Callable[[Sequence[int], Sequence[int]], Callable[[], list[int]]]
+"""Asks, for the chunks this rank used, in its order, and those it has gathered since the last backward; what it returns
+waits for the answer: all that are to be reduced, in the order of all."""
 
 
-def alone(used: Sequence[int], gathered: Sequence[int]) -> list[int]:
+def alone(used: Sequence[int], gathered: Sequence[int]) -> Callable[[], list[int]]:
     """There is nobody to agree with."""
-    return list(used)
+    return lambda: list(used)
+
+
+_WHAT = "the agreement on a backward"
 
 
 class Peers:
@@ -43,18 +46,23 @@ class Peers:
         self._scattered = [chunk.spec.shards > 1 for chunk in chunks]
         self._names = [f"chunk {chunk.spec.index} ({', '.join(chunk.names[:3])})" for chunk in chunks]
 
-    def __call__(self, used: Sequence[int], gathered: Sequence[int]) -> list[int]:
-        """The order of the first rank, then what others have used besides. Collective.
+    def __call__(self, used: Sequence[int], gathered: Sequence[int]) -> Callable[[], list[int]]:
+        """The order of the first rank, then what others have used besides. Collective; so is what it returns.
 
         Raises:
-            LayoutError: ranks have gathered or used different scattered chunks; on all ranks.
+            LayoutError: ranks have gathered or used different scattered chunks; on all ranks, with the answer.
         """
         chunks = len(self._scattered)
         digest = zlib.crc32(torch.tensor(gathered, dtype=torch.int64).numpy().tobytes())
         mine = torch.tensor([digest, len(gathered), len(used), *used, *[-1] * (chunks - len(used))])
         table = mine.new_empty(self._process_group.size(), len(mine))
-        with naming_failures("the agreement on a backward"):
-            dist.all_gather(list(table), mine, group=self._process_group)
+        with naming_failures(_WHAT):
+            work = dist.all_gather(list(table), mine, group=self._process_group, async_op=True)
+        kept = tuple(gathered)
+        return lambda: self._answer(Ticket([work], what=_WHAT), table, kept)
+
+    def _answer(self, ticket: Ticket, table: torch.Tensor, gathered: Sequence[int]) -> list[int]:
+        ticket.wait()
         orders = [row[3 : 3 + row[2]] for row in table.tolist()]
         if (table[:, :2] != table[0, :2]).any():
             self._raise("gathered", gathered)
@@ -87,21 +95,23 @@ class Reductions:
         self._agreement = agreement
         self.gathered: list[int] = []
         """Chunks whose shards were gathered since the last backward."""
+        self._answer: Callable[[], list[int]] | None = None
         self._order: deque[int] = deque()
         self._awaited: dict[int, set[int]] = {}
-        self._unused: set[int] = set()
+        self._used: Set[int] = frozenset()
+        self._news = False
 
     def begin(self, used: Sequence[int], awaited: Mapping[int, set[int]]) -> None:
-        """A backward begins. Collective.
+        """A backward begins. Collective; nobody is waited for before a first chunk is complete.
 
         Args:
             used: trainable chunks used in its forward on this rank, those used last first.
             awaited: for each, the indices of its parameters whose gradients are awaited.
         """
-        self._order = deque(self._agreement(used, self.gathered))
+        self._answer = self._agreement(used, self.gathered)
         self.gathered.clear()
-        self._awaited = {chunk: awaited.get(chunk, set()) for chunk in self._order}
-        self._unused = self._awaited.keys() - awaited.keys()
+        self._awaited = {chunk: awaited[chunk] for chunk in used}
+        self._used = awaited.keys()
 
     def awaits(self, chunk: int, position: int) -> bool:
         """Whether the gradient of parameter `position` of `chunk` is still expected."""
@@ -109,21 +119,33 @@ class Reductions:
 
     def expect_no_more(self, chunk: int, position: int) -> None:
         """It has come, or will not come in this backward."""
-        if chunk in self._awaited:
-            self._awaited[chunk].discard(position)
+        awaited = self._awaited.get(chunk)
+        if awaited is not None:
+            awaited.discard(position)
+            self._news |= not awaited
 
     def expect_nothing(self) -> None:
         """No gradient can come any more."""
         for positions in self._awaited.values():
             positions.clear()
+        self._news = True
 
     def ready(self) -> Iterator[tuple[int, bool]]:
         """The next chunks that wait for nothing, and whether this rank has not used them though others have."""
-        while self._order and not self._awaited[self._order[0]]:
+        if not self._news:
+            return
+        self._news = False
+        if self._answer is not None:
+            answer, self._answer = self._answer, None
+            self._order = deque(answer())
+        while self._order and not self._awaited.get(self._order[0]):
             chunk = self._order.popleft()
-            yield chunk, chunk in self._unused
+            yield chunk, chunk not in self._used
 
     def clear(self) -> None:
         """The backward is over, or given up."""
+        self._answer = None
         self._order.clear()
         self._awaited = {}
+        self._used = frozenset()
+        self._news = False

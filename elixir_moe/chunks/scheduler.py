@@ -117,9 +117,9 @@ class Scheduler:
         self._note(Verb.RELEASE, cached, tracked)
         self._carry_out(self.cache.release(cached, tracked=tracked))
 
-    def owner_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """(chunk, index in the chunk) of the gathered parameter that `tensor` is a view of, if any."""
-        return self._owner.get(tensor.untyped_storage().data_ptr())
+    def owner_of(self, address: int) -> tuple[int, int] | None:
+        """(chunk, index in the chunk) of the gathered parameter whose storage is at `address`, if any."""
+        return self._owner.get(address)
 
     def _split(self, chunks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(those of the rCache, the resident ones)."""
@@ -239,16 +239,13 @@ class Scheduler:
         """As `Reductions.begin`."""
         self._reductions.begin(used, awaited)
 
-    def add_gradient(
-        self, index: int, position: int, gradient: torch.Tensor | None, *, who: str, final: bool = True
-    ) -> None:
+    def add_gradient(self, index: int, position: int, gradient: torch.Tensor | None, *, final: bool = True) -> None:
         """Takes the gradient of parameter `position` of chunk `index`.
 
         Args:
             index: the chunk.
             position: the parameter's index in it.
             gradient: of the parameter's shape; None if it got none, where others of the process group may have one.
-            who: what it comes from, for messages.
             final: nothing in this backward will ask for the parameter's values, or add to the gradient, any more.
         """
         chunk = self.chunks[index]
@@ -257,7 +254,8 @@ class Scheduler:
             if not final and not chunk.apart:
                 chunk.delay_gradient(position, gradient)
                 return
-        self._begin_gradients(chunk, who)
+        if chunk.state is not ChunkState.GRADIENT:
+            self._begin_gradients(chunk, position)
         if gradient is not None:
             if chunk.lent:
                 self.bring_home(chunk)
@@ -266,13 +264,13 @@ class Scheduler:
         if final:
             self.expect_no_more(index, position)
 
-    def _begin_gradients(self, chunk: Chunk, who: str) -> None:
-        """The chunk is where gradients can land."""
+    def _begin_gradients(self, chunk: Chunk, position: int) -> None:
+        """The chunk gets where gradients can land, that of parameter `position` first."""
         self._settle(chunk)
         index = chunk.spec.index
         borrowed = chunk.state in (ChunkState.SHARDED, ChunkState.GATHERING)
         if borrowed:
-            self.unshard((index,), tracked=True, who=who)
+            self.unshard((index,), tracked=True, who=f"the gradient of {chunk.names[position]!r}")
         if chunk.state is ChunkState.GATHERED:
             self.bring_home(chunk)
             chunk.expect_gradients()
@@ -294,8 +292,8 @@ class Scheduler:
     def _reduce_ready(self) -> None:
         for index, unused in self._reductions.ready():
             chunk = self.chunks[index]
-            if unused:
-                self._begin_gradients(chunk, who="a module that other ranks have run")
+            if unused and chunk.state is not ChunkState.GRADIENT:
+                self._begin_gradients(chunk, 0)
             if chunk.state is ChunkState.GRADIENT:
                 self._reduce_chunk(chunk)
 
@@ -305,7 +303,7 @@ class Scheduler:
         self._reduce_ready()
         for chunk in reversed(self.chunks):
             if chunk.delayed and chunk.state is not ChunkState.GRADIENT:
-                self.add_gradient(chunk.spec.index, min(chunk.delayed), None, who="the end of backward")
+                self.add_gradient(chunk.spec.index, min(chunk.delayed), None)
             if chunk.state is ChunkState.GRADIENT:
                 self._reduce_chunk(chunk)
         self._reductions.clear()
@@ -345,6 +343,8 @@ class Scheduler:
         self.drain()
         self.drop()
         for chunk in self.chunks:
+            if chunk.apart:
+                torch.autograd.graph.increment_version(chunk.locals)  # what autograd has saved of them is void
             if not chunk.direct:
                 chunk.settle()
                 for lent in chunk.lent:
