@@ -3,6 +3,8 @@
 Owns the arguments, exit codes and what goes to which stream. Trains nothing itself. Exit codes: 0 done; 1 failed while
 running; 2 a setting, file or command-line value is wrong, found before anything was started; 3 stopped by the
 supervisor, the state saved apart; 75 stopped by a signal, the state saved, to be started again; 130 interrupted.
+
+What only a training needs is imported when one starts: a plan should be there in seconds.
 """
 
 import argparse
@@ -24,13 +26,7 @@ from elixir_moe.checkpoint import command as ckpt
 from elixir_moe.errors import ConfigError, ElixirError, LayoutError
 from elixir_moe.kernels import cpu_features
 from elixir_moe.planning import add_estimate, add_plan, run_estimate, run_plan
-from elixir_moe.train import config as configs
-from elixir_moe.train import launch, settings
-from elixir_moe.train.config import TrainConfig
-from elixir_moe.train.data import load_text
-from elixir_moe.train.directory import check_directory, claim_directory, leftovers
-from elixir_moe.train.loop import Stopped, train
-from elixir_moe.train.report import Console
+from elixir_moe.train import launch
 
 _SECONDS_FOR_RANK_0 = 10.0
 
@@ -67,10 +63,6 @@ def _main(arguments: Sequence[str] | None) -> int:
     traced = "--traceback" in arguments or os.environ.get("ELIXIR_TRACEBACK") == "1"
     try:
         return _run(arguments)
-    except Stopped as stop:
-        if not (stop.exit_code and launch.leave_error(str(stop), stop.exit_code)) and _rank() == 0:
-            print(f"elixir-moe: {stop}", file=sys.stderr)
-        return stop.exit_code
     except launch.RanksFailed as error:
         print(f"elixir-moe: {error}", file=sys.stderr)
         return error.exit_code
@@ -85,7 +77,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parser = _parser()
+    parser = _parser(_settings_help() if "train" in arguments else None)
     known, rest = parser.parse_known_args(arguments)
     verbs = {"env": _env, "ckpt": ckpt.run, "plan": run_plan, "estimate": run_estimate, "clean": _clean}
     if known.verb in verbs:
@@ -95,14 +87,14 @@ def _run(arguments: Sequence[str]) -> int:
     return _train(known, _overrides(rest), arguments)
 
 
-def _parser() -> _Parser:
+def _parser(settings_help: str | None) -> _Parser:
     parser = _Parser(prog="elixir-moe", description=__doc__.split("\n")[0], allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     train_parser = verbs.add_parser(
         "train",
         help="train a model",
         description="Trains a GPT of dense and mixture-of-experts layers on bytes of text.",
-        epilog=_settings_help(),
+        epilog=settings_help,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -124,6 +116,12 @@ def _parser() -> _Parser:
 
 
 def _train(known: argparse.Namespace, overrides: list[tuple[str, str]], arguments: Sequence[str]) -> int:
+    from elixir_moe.train import config as configs
+    from elixir_moe.train.data import load_text
+    from elixir_moe.train.directory import check_directory, claim_directory
+    from elixir_moe.train.loop import Stopped, train
+    from elixir_moe.train.report import Console
+
     config = configs.load(known.config, overrides)
     ranks = _number_of_ranks(known.nproc)
     config.check_ranks(ranks)
@@ -133,7 +131,12 @@ def _train(known: argparse.Namespace, overrides: list[tuple[str, str]], argument
         launch.launch(ranks, arguments, config.run.threads)
         return 0
     claim = claim_directory(config, text) if _rank() == 0 else None
-    summary = train(config, text, claim, Console(stderr=known.json), _end)
+    try:
+        summary = train(config, text, claim, Console(stderr=known.json), _end)
+    except Stopped as stop:
+        if not (stop.exit_code and launch.leave_error(str(stop), stop.exit_code)) and _rank() == 0:
+            print(f"elixir-moe: {stop}", file=sys.stderr)
+        return stop.exit_code
     if summary is not None and known.json:
         print(json.dumps(summary.as_dict()))
     dist.destroy_process_group()
@@ -141,6 +144,8 @@ def _train(known: argparse.Namespace, overrides: list[tuple[str, str]], argument
 
 
 def _clean(known: argparse.Namespace) -> int:
+    from elixir_moe.train.directory import leftovers
+
     if not known.directory.is_dir():
         raise ConfigError(f"{str(known.directory)!r} is no directory: name one that holds runs")
     removed = [str(path) for path in leftovers(known.directory)]
@@ -215,6 +220,9 @@ def _overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _settings_help() -> str:
+    from elixir_moe.train import settings
+    from elixir_moe.train.config import TrainConfig
+
     lines = ["settings, in the file or as --section.key value:"]
     for setting in settings.settings_of(TrainConfig):
         lines.append(f"  --{setting.key} {setting.type}  (default: {setting.default})")

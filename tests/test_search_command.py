@@ -164,3 +164,11 @@ def test_figures_of_the_machine_we_are_on(tmp_path: Path) -> None:
     assert found["feasible"] and found["predicted"]["step_seconds"] > 0
     (kept,) = (tmp_path / "elixir-moe").iterdir()
     assert json.loads(kept.read_text())["machine"]["ranks"] == 2
+
+
+def test_the_command_line_imports_no_training() -> None:
+    """What it does import is most of the time that a plan takes."""
+    heavy = ["rich", "yaml", "torch._dynamo", "torch.distributed.elastic.multiprocessing", "elixir_moe.train.loop"]
+    code = f"import elixir_moe.cli, sys; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

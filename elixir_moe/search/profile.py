@@ -104,6 +104,7 @@ class _Walk:
                 self._awaited[chunk].add(index)
         self._held: set[int] = set()
         self._gone: set[int] = set()
+        self._made: dict[tuple[Verb, tuple[int, ...]], Entry] = {}  # thousands of entries, of which few are different
 
     def entries(self) -> Iterator[Entry]:
         """Every request in order."""
@@ -135,9 +136,12 @@ class _Walk:
         yield from self._entry(Verb.RELEASE, use)
 
     def _entry(self, verb: Verb, use: Use) -> Iterator[Entry]:
-        chunks = tuple(c for c in self._chunks[use.unit] if verb is Verb.ACQUIRE or c not in self._gone)
+        chunks = self._chunks[use.unit]
+        if verb is Verb.RELEASE and not self._gone.isdisjoint(chunks):
+            chunks = tuple(c for c in chunks if c not in self._gone)
         if chunks:
-            yield Entry(verb, chunks)
+            entry = self._made.get((verb, chunks))
+            yield entry or self._made.setdefault((verb, chunks), Entry(verb, chunks))
 
     def _gradients(self, use: Use, first: dict[int, Use]) -> Iterator[Entry]:
         if first[use.unit] is not use:

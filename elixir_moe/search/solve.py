@@ -126,7 +126,8 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
     """
     movable = [p for p in params if not p.resident]
     largest = max((p.numel for p in movable), default=1)
-    lengths = {largest, best_chunk_numel(params)}
+    default = best_chunk_numel(params)
+    lengths = {largest, default}
     for key, indices in group_parameters(movable).items():
         align = ALIGN_BYTES // key.dtype.itemsize
         sizes = [movable[i].numel for i in indices]
@@ -141,9 +142,7 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
     if len(lengths) <= _LENGTHS:
         return sorted(lengths)
     sizes = [p.numel for p in movable]
-    return sorted(
-        {*sorted(lengths, key=lambda n: (_space(sizes, n), n))[: _LENGTHS - 2], largest, best_chunk_numel(params)}
-    )
+    return sorted({*sorted(lengths, key=lambda n: (_space(sizes, n), n))[: _LENGTHS - 2], largest, default})
 
 
 def _space(sizes: Sequence[int], length: int) -> int:

@@ -12,11 +12,10 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _LAUNCHED = "ELIXIR_LAUNCHED"
 """Set in the environment of ranks whose launcher prints their errors for them."""
@@ -52,6 +51,10 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
         RanksFailed: a rank failed; the others have been ended.
         KeyboardInterrupt: the launcher was told to end, by a signal; so were the ranks.
     """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     # The agent logs each failure, with a traceback of its own; what went wrong is told by the exception below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ[_LAUNCHED] = "1"
@@ -89,10 +92,10 @@ def leave_error(text: str, exit_code: int) -> bool:
     return True
 
 
-def _first_failure(failures: dict[int, ProcessFailure]) -> RanksFailed:
+def _first_failure(failures: dict[int, "ProcessFailure"]) -> RanksFailed:
     """The failure that the others follow from: a rank that was killed, or else the one that raised first."""
 
-    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
+    def order(item: tuple[int, "ProcessFailure"]) -> tuple[bool, float]:
         failure = item[1]
         return failure.exitcode >= 0, _own(failure).get("seconds", failure.timestamp)
 
@@ -104,6 +107,6 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> RanksFailed:
     return RanksFailed(f"[rank {rank}] {reason}", 1)
 
 
-def _own(failure: ProcessFailure) -> dict[str, Any]:
+def _own(failure: "ProcessFailure") -> dict[str, Any]:
     """What `leave_error` wrote; empty if the rank did not get so far."""
     return failure.error_file_data.get("elixir", {})
