@@ -310,7 +310,7 @@ class Hooks:
                     first_use[chunk] = min(first_use.get(chunk, position), position)
                     pending.setdefault(chunk, set()).add(index)
         order = sorted(first_use, key=lambda chunk: (first_use[chunk], chunk), reverse=True)
-        self._scheduler.begin_backward(order, pending)
+        self._scheduler.reductions.begin(order, pending)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _accumulates(self) -> bool:
@@ -372,7 +372,7 @@ class Hooks:
         """The parameter at `slot` will get no gradient any more, if it has none yet and no module of it is to come."""
         chunk, index = slot
         owners = self._owners[slot]
-        if not self._scheduler.awaits(chunk, index):
+        if not self._scheduler.reductions.awaits(chunk, index):
             return
         if any(unit in self._entered for unit in owners):
             return

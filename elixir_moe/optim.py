@@ -10,6 +10,7 @@ forgotten.
 
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -96,8 +97,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._chunks = [chunk for chunk in scheduler.chunks if chunk.spec.key.trainable]
         self._frozen = [p for chunk in scheduler.chunks if not chunk.spec.key.trainable for p in chunk.parameters]
         self._parameters = [p for chunk in self._chunks for p in chunk.parameters]
-        self._segments = cut(self._chunks, self.param_groups)
-        self._update = update_for(inner, self._chunks, self._segments, self.param_groups)
+        pieces = cut(self._chunks, self.param_groups)
+        self._segments = {chunk.spec.index: mine for chunk, mine in zip(self._chunks, pieces, strict=True)}
+        self._update = update_for(inner, self._chunks, pieces, self.param_groups)
+        self._lane = None
+        """The thread on which chunks at home in host memory are updated, while the next forward begins."""
+        if self._update.beside and any(chunk.home.tier is Tier.HOST for chunk in self._chunks):
+            self._lane = ThreadPoolExecutor(1, "elixir-update", torch.set_num_threads, (torch.get_num_threads(),))
         half = any(chunk.spec.key.dtype is torch.float16 for chunk in self._chunks)
         self.loss_scale = LossScale() if half else None
         self._moments = moments_of(inner)
@@ -109,8 +115,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip = 1.0
         self._place_of = {
             segment.parameter: (chunk, segment)
-            for chunk, segments in zip(self._chunks, self._segments, strict=True)
-            for segment in segments
+            for chunk in self._chunks
+            for segment in self._segments[chunk.spec.index]
         }
         self._background: dist.ProcessGroup | None = None
         self.prediction: Any = None
@@ -148,6 +154,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters and uses the gradients up. Collective.
 
+        Adam's updates of chunks at home in host memory may still be under way when it returns: they go on in the order
+        in which the next forward needs the chunks, and whatever looks at one waits for its update. The result is that
+        of updates one after the other, to the bit.
+
         With fp16 parameters the update is skipped on all ranks if any gradient overflowed.
 
         Raises:
@@ -166,8 +176,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ElixirError(self._blame(facts.norm))
         self._scheduler.flush()
         if not overflow:
-            for chunk, segments in zip(self._chunks, self._segments, strict=True):
-                self._update_chunk(chunk, segments, facts.used)
+            for chunk in self._in_order_of_use():
+                self._update_chunk(chunk, self._segments[chunk.spec.index], facts.used)
             self._update.finish()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
@@ -219,9 +229,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def not_finite(self) -> list[str]:
         """Names of the parameters whose gradients are not finite in this rank's shards, in packing order."""
         names = []
-        for chunk, segments in zip(self._chunks, self._segments, strict=True):
+        for chunk in self._chunks:
             if chunk.home.has_gradient:
-                home = chunk.home
+                home, segments = chunk.home, self._segments[chunk.spec.index]
                 names += [s.parameter for s in segments if not home.gradient(s.start, s.stop).isfinite().all()]
         return [self._hooks.name_of(p) for p in names]
 
@@ -238,6 +248,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.pending.wait()
         self._scheduler.drain()
         self._scheduler.closed = True
+        if self._lane is not None:
+            self._lane.shutdown()
         dist.barrier(group=self._control)  # a group destroyed while a peer still joins it fails there
         for group in self._groups.values():
             dist.destroy_process_group(group)
@@ -296,7 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         A gloo connection is closed when nobody holds its process group any more, and not before: the peers that wait
         for this rank then fail.
         """
-        self._scheduler._in_flight.clear()
+        self._scheduler.forget()
         for chunk in self._scheduler.chunks:
             chunk.forget()
             chunk.communicator.drop()
@@ -389,14 +401,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         home = chunk.home
         if not home.has_gradient:
             return
-        self._update(chunk, segments, used, self._unscale(chunk) * self._clip)
+        update = self._update.prepare(chunk, segments, used, self._unscale(chunk) * self._clip)
+        if self._lane is None or home.tier is not Tier.HOST:
+            update()
         for segment in segments:
             segment.steps += segment.parameter in used
         if home.compute.dtype != torch.float32 and home.master is not None:
             for segment in segments:
                 if segment.parameter not in used:
                     home.compute[segment.start : segment.stop] = home.master[segment.start : segment.stop]
-        home.updated()
+        if self._lane is None or home.tier is not Tier.HOST:
+            home.updated()
+        else:
+            home.update_beside(self._lane.submit(update))
+
+    def _in_order_of_use(self) -> list[Chunk]:
+        """Chunks as the next forward will ask for them; those that nobody has to ask for come first."""
+        first: dict[int, int] = {}
+        if self.schedule is not None:
+            for entry in self.schedule.entries:
+                for index in entry.chunks:
+                    first.setdefault(index, len(first))
+        return sorted(self._chunks, key=lambda chunk: (first.get(chunk.spec.index, -1), chunk.spec.index))
 
     def _forget_gradients(self) -> None:
         for chunk in self._chunks:

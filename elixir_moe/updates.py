@@ -7,9 +7,10 @@ segment. Never decides whether or when.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -44,6 +45,9 @@ class Segment:
 class AdamUpdate:
     """Adam and AdamW: flat moments beside each master shard, one pass a run of segments."""
 
+    beside = True
+    """Its updates may run beside training, on another thread."""
+
     def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]], decoupled: bool) -> None:
         self._groups = groups
         self._decoupled = decoupled
@@ -52,16 +56,21 @@ class AdamUpdate:
             assert chunk.home.master is not None
             self._state[chunk.spec.index] = (torch.zeros_like(chunk.home.master), torch.zeros_like(chunk.home.master))
 
-    def __call__(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
+    def prepare(
+        self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float
+    ) -> Callable[[], None]:
+        """The update of a chunk with the options and gradients of now, to be run once, on any thread."""
         home = chunk.home
         assert home.master is not None
         exp_avg, exp_avg_sq = self._state[chunk.spec.index]
         compute = None if home.compute.dtype == torch.float32 else home.compute
+        runs = []
         for start, stop, group, steps in _runs(segments, used, apart=home.pieces is not None):
             here = slice(start, stop)
             options = self._groups[group]
             beta1, beta2 = options["betas"]
-            adam_step(
+            run = partial(
+                adam_step,
                 home.master[here],
                 exp_avg[here],
                 exp_avg_sq[here],
@@ -77,9 +86,12 @@ class AdamUpdate:
                 decoupled=self._decoupled,
                 maximize=options["maximize"],
             )
+            runs.append(run)
+        return lambda: _run_all(runs)
 
     def state(self, chunk: Chunk, segment: Segment) -> dict[str, Any]:
         """What is kept for a segment, live: by name a flat tensor of its elements, or a value for all of it."""
+        chunk.home.finish_update()
         here = slice(segment.start, segment.stop)
         exp_avg, exp_avg_sq = self._state[chunk.spec.index]
         return {"exp_avg": exp_avg[here], "exp_avg_sq": exp_avg_sq[here]}
@@ -103,6 +115,8 @@ class AdamUpdate:
 class ElementwiseUpdate:
     """Any other optimizer of torch: an instance of the user's class on views of the master shards."""
 
+    beside = False
+
     def __init__(
         self,
         inner: torch.optim.Optimizer,
@@ -123,7 +137,13 @@ class ElementwiseUpdate:
                     pieces.append((piece, _cut_state(inner.state.get(part.parameter, {}), part)))
                 self._optimizers[chunk.spec.index, index] = _like(inner, pieces, groups[index])
 
-    def __call__(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
+    def prepare(
+        self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float
+    ) -> Callable[[], None]:
+        """As `AdamUpdate.prepare`, but for the thread of the caller, at once."""
+        return lambda: self._run(chunk, segments, used, scale)
+
+    def _run(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
         home = chunk.home
         assert home.master is not None
         active = [segment for segment in segments if segment.parameter in used]
@@ -166,6 +186,11 @@ class ElementwiseUpdate:
         tensors = {name: torch.empty_like(piece, dtype=dtype) for name, dtype in dtypes.items()}
         self._optimizers[chunk.spec.index, segment.group].state[piece] = {**tensors, **values}
         return tensors
+
+
+def _run_all(runs: Sequence[Callable[[], None]]) -> None:
+    for run in runs:
+        run()
 
 
 def _like(

@@ -54,7 +54,8 @@ def test_json_round_trip(plan: Plan) -> None:
         ({"chunk_numel": "64"}, "chunk_numel='64'"),
         ({"scatter": "no"}, "scatter='no': expected True or False"),
         ({"offloaded": 0}, "offloaded=0: expected True or False"),
-        ({"prefetch": None}, "prefetch=None: expected True or False"),
+        ({"prefetch": None}, "prefetch=None: expected a whole number of at least 0$"),
+        ({"prefetch": True}, "prefetch=True"),
         ({"offloaded": False, "device_chunks": 2}, "device_chunks=2 needs offloaded=True"),
     ],
 )

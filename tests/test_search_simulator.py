@@ -35,14 +35,14 @@ def native(schedule: Schedule, blocks: int) -> list[Load] | None:
 def test_native_decisions_are_the_policys(schedule: Schedule, blocks: int) -> None:
     plain = Schedule(schedule.entries)  # what a frozen chunk leaves for the next step is the policy's own business
     try:
-        expected = simulate(plain, blocks, prefetch=False)[1]
+        expected = simulate(plain, blocks, prefetch=0)[1]
     except PlanError:
         assert native(plain, blocks) is None
         with pytest.raises(PlanError, match="blocks of the rCache are in use at once"):
             Simulator(plain).loads(blocks)
     else:
         assert native(plain, blocks) == expected == Simulator(plain).loads(blocks)
-        assert Simulator(schedule).loads(blocks) == simulate(schedule, blocks, prefetch=False)[1]
+        assert Simulator(schedule).loads(blocks) == simulate(schedule, blocks, prefetch=0)[1]
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "non_reentrant"])
@@ -53,7 +53,7 @@ def test_a_models_step_on_every_number_of_blocks(checkpoint: str) -> None:
     layout = build_layout(profile.params, 1100)
     schedule = profile.schedule(layout)
     for blocks in range(schedule.least_blocks(), len(layout.cached) + 1):
-        assert native(schedule, blocks) == simulate(schedule, blocks, prefetch=False)[1]
+        assert native(schedule, blocks) == simulate(schedule, blocks, prefetch=0)[1]
     assert native(schedule, schedule.least_blocks() - 1) is None
 
 

@@ -13,6 +13,7 @@ from typing import Self
 import torch
 
 from elixir_moe.chunks.layout import ChunkSpec, Layout
+from elixir_moe.chunks.policy import LOOKAHEAD
 from elixir_moe.errors import PlanError
 from elixir_moe.parallel.pattern import is_whole
 
@@ -26,7 +27,12 @@ class Tier(StrEnum):
     """Host memory, pinned where there is a GPU: updates run on the CPU, each gather first fetches the shard."""
 
 
-_WHOLE_NUMBERS = (("rcache_blocks", 1, True), ("device_chunks", 0, False), ("chunk_numel", 1, True))
+_WHOLE_NUMBERS = (
+    ("rcache_blocks", 1, True),
+    ("device_chunks", 0, False),
+    ("chunk_numel", 1, True),
+    ("prefetch", 0, False),
+)
 """(field, least value, may be None)."""
 
 
@@ -44,13 +50,13 @@ class Plan:
     """With `offloaded`: this many chunks, the last in order of first use, are at home on the device all the same."""
     chunk_numel: int | None = None
     """Chunk length C in elements; None takes the length that wastes least."""
-    prefetch: bool = True
-    """Gather the next chunk of the recorded schedule ahead of its use."""
+    prefetch: int = LOOKAHEAD
+    """So many chunks of the recorded schedule are gathered ahead of their use, where blocks are free."""
     explanation: str = field(default="", compare=False, repr=False)
     """Why a search chose this plan; no part of what the plan is, and not in its JSON."""
 
     def __post_init__(self) -> None:
-        for name in ("scatter", "offloaded", "prefetch"):
+        for name in ("scatter", "offloaded"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected True or False")
         for name, least, optional in _WHOLE_NUMBERS:

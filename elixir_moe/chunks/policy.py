@@ -24,6 +24,8 @@ from enum import StrEnum
 from elixir_moe.errors import PlanError
 
 _STEPS_TO_SETTLE = 3
+LOOKAHEAD = 3
+"""Chunks gathered ahead of their use: one that arrives, one on its way, one that waits for an update or a late rank."""
 NEVER = 1 << 62
 """Position of a use that does not come."""
 
@@ -123,7 +125,7 @@ class CacheState:
     counted as `off_schedule`, until `rewind` starts the schedule anew.
     """
 
-    def __init__(self, blocks: int, schedule: Schedule | None = None, *, prefetch: bool = True) -> None:
+    def __init__(self, blocks: int, schedule: Schedule | None = None, *, prefetch: int = LOOKAHEAD) -> None:
         self.blocks = blocks
         self.counts = CacheCounts()
         self._schedule = schedule
@@ -136,6 +138,7 @@ class CacheState:
         self._clock = 0
         self._last_use: dict[int, int] = {}
         self._ahead: set[int] = set()
+        self._present = -1
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -156,7 +159,7 @@ class CacheState:
         """Starts the schedule anew; returns whether the last round kept to it to the end."""
         at_end = self._schedule is not None and self._position + 1 == len(self._schedule.entries)
         complete = at_end and self._on_schedule
-        self._position, self._on_schedule = -1, True
+        self._position, self._present, self._on_schedule = -1, -1, True
         return complete
 
     def acquire(self, chunks: tuple[int, ...], *, tracked: bool = True) -> list[Load]:
@@ -206,6 +209,11 @@ class CacheState:
             self._ahead.discard(chunk)
             if chunk in self._where:
                 self._empty.append(self._where.pop(chunk))
+                self._leaves(chunk)
+
+    def _leaves(self, chunk: int) -> None:
+        if self._schedule is not None:
+            self._present = min(self._present, self._schedule.next_use(chunk, self._position) - 1)
 
     def _settle(self, verb: Verb, chunks: tuple[int, ...], tracked: bool) -> list[Load]:
         if tracked:
@@ -259,6 +267,7 @@ class CacheState:
         else:
             block = self._where.pop(victim)
             self._ahead.discard(victim)
+            self._leaves(victim)
             self.counts.evictions += 1
         self._where[chunk] = block
         self._last_use.setdefault(chunk, self._clock)
@@ -268,26 +277,56 @@ class CacheState:
             self._ahead.add(chunk)
         return Load(chunk, block, victim, ahead)
 
-    def _look_ahead(self) -> list[Load]:
-        """Loads for the next acquire that can be made now without changing what Belady would do then."""
-        if self._schedule is None or not self._on_schedule or not self._prefetch:
-            return []
+    @property
+    def upcoming(self) -> frozenset[int]:
+        """What the next acquire will want, as far as the schedule knows."""
+        if self._schedule is None or not self._on_schedule:
+            return frozenset()
         target = self._schedule.next_acquire(self._position)
-        if target is None or self._where.keys() >= self._schedule.wanted[target]:
-            return []
+        return frozenset() if target is None else self._schedule.wanted[target]
+
+    def _look_ahead(self) -> list[Load]:
+        """Loads that can be made now without changing what Belady would do when their turn comes."""
         loads: list[Load] = []
+        if self._schedule is None or not self._on_schedule:
+            return loads
+        while len(self._ahead) < self._prefetch and (target := self._next_missing()) is not None:
+            made = self._load_for(target)
+            loads += made
+            if not made:
+                break
+        return loads
+
+    def _next_missing(self) -> int | None:
+        """Position of the first acquire to come that needs a chunk in no block; None if there is none.
+
+        Up to `_present` all have what they need; only what leaves a block sets that back.
+        """
+        assert self._schedule is not None
+        target = self._schedule.next_acquire(max(self._position, self._present))
+        while target is not None and self._where.keys() >= self._schedule.wanted[target]:
+            self._present = target
+            target = self._schedule.next_acquire(target)
+        return target
+
+    def _load_for(self, target: int) -> list[Load]:
+        """Loads for the acquire at `target`, before which nothing else is missing."""
+        assert self._schedule is not None
         held_then, freed = self._held.copy(), False
         for entry in self._schedule.entries[self._position + 1 : target + 1]:
             _apply(held_then, entry.verb, entry.chunks)
             freed |= entry.verb is Verb.FREE
+        loads: list[Load] = []
         for chunk in self._schedule.entries[target].chunks:
             if chunk in self._where:
                 continue
+            if len(self._ahead) >= self._prefetch:
+                break
             if not self._empty and (freed or self._where.keys() <= held_then.keys()):
                 break  # a block becomes empty before the use: evicting now would cost a miss
             victim = self._victim(held_then, target)
-            if victim is not None and victim in self._held:
-                break  # the best victim is still in use
+            if victim is not None and (victim in self._held or self._next_use(victim, self._position) < target):
+                break  # the best victim is still in use, or will be before
             loads.append(self._load(chunk, victim, ahead=True))
         return loads
 
@@ -304,7 +343,7 @@ def _apply(held: Counter[int], verb: Verb, chunks: tuple[int, ...]) -> None:
             held[chunk] = holds - 1
 
 
-def simulate(schedule: Schedule, blocks: int, *, prefetch: bool = True) -> tuple[CacheCounts, list[Load]]:
+def simulate(schedule: Schedule, blocks: int, *, prefetch: int = LOOKAHEAD) -> tuple[CacheCounts, list[Load]]:
     """Plays one step of a schedule on a cache of `blocks` blocks; returns the counts and every decision in order.
 
     The cache is empty at first; with kept chunks it holds those that the steps before have left.

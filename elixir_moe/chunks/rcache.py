@@ -32,6 +32,11 @@ class Block:
         self.busy: Ticket | None = None
         """The operation that must end before the block is written again."""
 
+    @property
+    def quiet(self) -> bool:
+        """Whether `claim` would not make the host wait."""
+        return self.busy is None or not self.busy.pending
+
     def claim(self, spec: ChunkSpec) -> torch.Tensor:
         """The buffer for `spec`'s chunk, (numel,) in its compute dtype, safe to write on the current stream."""
         if self.busy is not None:

@@ -5,14 +5,13 @@ Owns the runtime state of all chunks. Knows nothing of modules or autograd (`hoo
 No deadlock by construction. Gathers follow requests, which come from modules every rank runs; what is evicted for
 them is decided by `policy` from the requests alone. Reductions are issued in the order of `agreement`.
 
-Streams, where there is a GPU. `fetch` carries home-to-block copies and gathers, `reduce` reductions and block-to-home
-copies; compute waits for a gather where it needs it, the update for reductions, a refill for the last use of its block.
+Overlap. Compute waits for a gather where it needs it, the update for reductions, a refill for the last use of its
+block; a gather that was decided ahead of time starts when its home's update has ended, and holds up nothing else.
 Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the calling order).
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -23,10 +22,10 @@ from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.policy import CacheState, Load, Verb
 from elixir_moe.chunks.rcache import Block, RCache
 from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.chunks.streams import Streams
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.parallel.dtensor import local_of
 
-_NO_STREAM = nullcontext()
 _READABLE = (ChunkState.GATHERED, ChunkState.GRADIENT)
 _REDUCTIONS_IN_FLIGHT = 3
 """How many the host leaves under way: none waits for a rank that is a little late, and few wait to be summed."""
@@ -58,18 +57,16 @@ class Scheduler:
         """Requests of the training step under way, as `policy` understands them."""
         self.used: set[torch.nn.Parameter] = set()
         """Parameters that got a gradient since the last update, on this rank."""
+        self.reductions = Reductions(agreement)
+        """What the backward under way is to reduce."""
         self._rcache = rcache
         self._staging = staging
-        self._device = device
-        self._cuda = device.type == "cuda"
-        self._fetch = torch.cuda.Stream(device) if self._cuda else None
-        self._reduce = torch.cuda.Stream(device) if self._cuda else None
-        if self._fetch is not None:  # homes and blocks were written on the stream of now
-            self._fetch.wait_stream(torch.cuda.current_stream(device))
+        self._streams = Streams(device)
         self._owner: dict[int, tuple[int, int]] = {}
         self._block_of: dict[int, Block] = dict(rcache.resident)
-        self._reductions = Reductions(agreement)
         self._splits: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._decided: deque[Chunk] = deque()
+        """To be gathered, and not begun."""
         self._in_flight: deque[Ticket] = deque()
         self._behind = Ticket()
         self._sent = False
@@ -95,6 +92,7 @@ class Scheduler:
             except PlanError as error:
                 raise PlanError(f"{who} needs chunks {cached}: {error}") from None
             self._carry_out(loads)
+            self._start_gathers()
         for index in cached:
             self._await(self.chunks[index])
         for index in resident:
@@ -123,11 +121,10 @@ class Scheduler:
 
     def _split(self, chunks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(those of the rCache, the resident ones)."""
-        found = self._splits.get(chunks)
-        if found is None:
-            cached = tuple(c for c in chunks if not self.chunks[c].spec.resident)
-            found = self._splits[chunks] = cached, tuple(c for c in chunks if self.chunks[c].spec.resident)
-        return found
+        if chunks not in self._splits:
+            resident = tuple(c for c in chunks if self.chunks[c].spec.resident)
+            self._splits[chunks] = tuple(c for c in chunks if c not in resident), resident
+        return self._splits[chunks]
 
     def _carry_out(self, loads: Iterable[Load]) -> None:
         for load in loads:
@@ -135,35 +132,64 @@ class Scheduler:
                 self._reshard(self.chunks[load.evicted])
             self._gather(self.chunks[load.chunk], self._rcache.blocks[load.block])
 
+    def forget(self) -> None:
+        """Awaits nothing any more: the process groups go."""
+        self._decided.clear()
+        self._in_flight.clear()
+
     def check_open(self) -> None:
         """Raises ConfigError after ``optimizer.close()``."""
         if self.closed:
             raise ConfigError("optimizer.close() was called: the model cannot run any more; wrap a new one")
 
     def _gather(self, chunk: Chunk, block: Block) -> None:
-        """Starts filling `block`: our shard from its home, then the others' shards."""
+        """Has `block` filled: our shard from its home, then the others' shards."""
         self.check_open()
         if chunk.lent:
             self.bring_home(chunk)
-        with torch.inference_mode(False), torch.no_grad(), self._on(self._fetch):
+        with torch.inference_mode(False), torch.no_grad(), self._streams.fetching():
             self._settle(chunk)
-            chunk.transition(ChunkState.GATHERING)
-            chunk.buffer = block.claim(chunk.spec)
-            if not chunk.spec.in_place:
-                start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
-                chunk.buffer[start:stop].copy_(chunk.home.values(), non_blocking=True)
-                self.statistics.bytes_fetched[chunk.home.tier.value] += chunk.spec.nbytes // chunk.spec.shards
-            if chunk.spec.shards > 1:
-                self._count(chunk, "all_gather", 1)
-                self._reductions.gathered.append(chunk.spec.index)
-                chunk.arriving = self._marked(chunk.communicator.all_gather(block.wire(chunk.spec), chunk.spec.index))
-            else:
-                chunk.arriving = self._marked(Ticket())
+        chunk.transition(ChunkState.GATHERING)
         self._block_of[chunk.spec.index] = block
+        self._decided.append(chunk)
+        if not chunk.spec.in_place:
+            self.statistics.bytes_fetched[chunk.home.tier.value] += chunk.spec.nbytes // chunk.spec.shards
+        if chunk.spec.shards > 1:
+            self._count(chunk, "all_gather", 1)
+            self.reductions.gathered.append(chunk.spec.index)
+        self._start_gathers()
+
+    def _start_gathers(self, until: Chunk | None = None) -> None:
+        """Starts the gathers that were decided, in that order on all ranks; `until` in any case, others when they may.
+
+        Nobody waits for an update whose chunk is not needed yet, nor, but for the next one, for a reduction on its way
+        out of the block.
+        """
+        while self._decided:
+            chunk = self._decided[0]
+            block = self._block_of[chunk.spec.index]
+            ready = not chunk.home.updating and (block.quiet or chunk.spec.index in self.cache.upcoming)
+            if until is None and not ready:
+                break
+            until = None if chunk is until else until
+            self._decided.popleft()
+            with torch.inference_mode(False), torch.no_grad(), self._streams.fetching():
+                self._start_gather(chunk, block)
+
+    def _start_gather(self, chunk: Chunk, block: Block) -> None:
+        chunk.buffer = block.claim(chunk.spec)
+        if not chunk.spec.in_place:
+            start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
+            chunk.buffer[start:stop].copy_(chunk.home.values(), non_blocking=True)
+        several, gather = chunk.spec.shards > 1, chunk.communicator.all_gather
+        ticket = gather(block.wire(chunk.spec), chunk.spec.index) if several else Ticket()
+        chunk.arriving = self._streams.marked(ticket)
 
     def _await(self, chunk: Chunk) -> None:
         if chunk.state is not ChunkState.GATHERING:
             return
+        if chunk.arriving is None:
+            self._start_gathers(until=chunk)
         assert chunk.arriving is not None
         chunk.arriving.wait()
         chunk.arriving = None
@@ -185,7 +211,7 @@ class Scheduler:
 
     def _vacate(self, chunk: Chunk) -> None:
         """The chunk's block may be filled again behind everything computed so far."""
-        self._block_of[chunk.spec.index].busy = self._marked(Ticket())
+        self._block_of[chunk.spec.index].busy = self._streams.marked(Ticket())
 
     def _own(self, chunk: Chunk) -> None:
         for index, address in chunk.addresses():
@@ -214,8 +240,8 @@ class Scheduler:
         gathered = chunk.state is ChunkState.GATHERED
         with torch.inference_mode(False), torch.no_grad():
             written = chunk.keep_written(gathered and (chunk.compare or self.compare_all))
-        if written and self._fetch is not None:
-            self._fetch.wait_stream(torch.cuda.current_stream(self._device))
+        if written:
+            self._streams.fetch_after_compute()
         chunk.settle()
 
     def put(self, index: int, position: int, value: torch.Tensor) -> None:
@@ -230,14 +256,9 @@ class Scheduler:
                 self._own(chunk)
             chunk.view(position).copy_(local_of(value))
             chunk.store(position, chunk.view(position))
-            if self._fetch is not None:
-                self._fetch.wait_stream(torch.cuda.current_stream(self._device))
+            self._streams.fetch_after_compute()
 
     # -------------------------------------------------------------------------------------------------------- reduce
-
-    def begin_backward(self, used: Sequence[int], awaited: dict[int, set[int]]) -> None:
-        """As `Reductions.begin`."""
-        self._reductions.begin(used, awaited)
 
     def add_gradient(self, index: int, position: int, gradient: torch.Tensor | None, *, final: bool = True) -> None:
         """Takes the gradient of parameter `position` of chunk `index`.
@@ -280,17 +301,13 @@ class Scheduler:
         if borrowed:
             self.release((index,), tracked=True)
 
-    def awaits(self, index: int, position: int) -> bool:
-        """Whether the gradient of parameter `position` of chunk `index` is still expected."""
-        return self._reductions.awaits(index, position)
-
     def expect_no_more(self, index: int, position: int) -> None:
         """Parameter `position` of chunk `index` has its gradient, or gets none in this backward."""
-        self._reductions.expect_no_more(index, position)
+        self.reductions.expect_no_more(index, position)
         self._reduce_ready()
 
     def _reduce_ready(self) -> None:
-        for index, unused in self._reductions.ready():
+        for index, unused in self.reductions.ready():
             chunk = self.chunks[index]
             if unused and chunk.state is not ChunkState.GRADIENT:
                 self._begin_gradients(chunk, 0)
@@ -299,14 +316,14 @@ class Scheduler:
 
     def finish_backward(self) -> None:
         """Sends off what is left; to be called when no more gradient can come."""
-        self._reductions.expect_nothing()
+        self.reductions.expect_nothing()
         self._reduce_ready()
         for chunk in reversed(self.chunks):
             if chunk.delayed and chunk.state is not ChunkState.GRADIENT:
                 self.add_gradient(chunk.spec.index, min(chunk.delayed), None)
             if chunk.state is ChunkState.GRADIENT:
                 self._reduce_chunk(chunk)
-        self._reductions.clear()
+        self.reductions.clear()
 
     def drain(self) -> None:
         """Waits until every gradient is at home; the host too where a home is in host memory."""
@@ -315,10 +332,7 @@ class Scheduler:
             ticket.synchronize() if host else ticket.wait()
         self._in_flight.clear()
         self._sent = False
-        if self._fetch is not None:  # a gather of an evaluation may still read a home that is about to be updated
-            torch.cuda.current_stream(self._device).wait_stream(self._fetch)
-            if host:
-                self._fetch.synchronize()
+        self._streams.compute_after_fetch(host=host)  # a gather may still read a home that is about to be updated
 
     @property
     def buffer_bytes(self) -> int:
@@ -349,8 +363,7 @@ class Scheduler:
                 chunk.settle()
                 for lent in chunk.lent:
                     lent.outdated = True
-        if self._fetch is not None:
-            self._fetch.wait_stream(torch.cuda.current_stream(self._device))
+        self._streams.fetch_after_compute()
 
     def abandon(self) -> None:
         """Forgets the gradients of a backward that failed; those that have landed at home stay."""
@@ -365,7 +378,7 @@ class Scheduler:
                 self._vacate(chunk)
                 chunk.transition(chunk.at_rest)
                 self.cache.drop((chunk.spec.index,))
-        self._reductions.clear()
+        self.reductions.clear()
 
     def _reduce_chunk(self, chunk: Chunk) -> None:
         """Sends a chunk of gradients off: every rank gets the sum of its shard."""
@@ -377,8 +390,8 @@ class Scheduler:
             self._disown(chunk)
         with torch.no_grad():
             gradients = chunk.complete_gradients(self._block_of[index])
-        with self._on(self._reduce, after_compute=True):
-            ticket = self._marked(self._issue_reduction(chunk, gradients))
+        with self._streams.reducing():
+            ticket = self._streams.marked(self._issue_reduction(chunk, gradients))
         chunk.leaving = ticket
         self._block_of[index].busy = ticket
         self._sent = True
@@ -435,16 +448,3 @@ class Scheduler:
 
     def _count(self, chunk: Chunk, collective: str, times: int) -> None:
         self.statistics.collective_bytes[chunk.spec.key.label, collective] += times * chunk.spec.nbytes
-
-    def _on(self, stream: "torch.cuda.Stream | None", *, after_compute: bool = False) -> AbstractContextManager[object]:
-        """Issues to `stream` (no-op on CPU), behind all compute issued so far if `after_compute`."""
-        if stream is None:
-            return _NO_STREAM
-        if after_compute:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(stream)
-
-    def _marked(self, ticket: Ticket) -> Ticket:
-        if self._cuda:
-            ticket.mark(torch.cuda.current_stream(self._device))
-        return ticket

@@ -10,6 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable
+from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path
 
@@ -115,8 +116,9 @@ class Home:
     def __init__(self, spec: ChunkSpec, tier: Tier, compute: torch.Tensor, master: torch.Tensor | None) -> None:
         self.spec = spec
         self.tier = tier
-        self.compute = compute
-        self.master = master
+        self._compute = compute
+        self._master = master
+        self._update: Future[None] | None = None
         self.accumulator: torch.Tensor | None = None
         self.pieces: dict[int, torch.Tensor] | None = {} if compute is master else None
         """Of a chunk used in place that no other rank has: by first element, the fp32 gradients as autograd made them,
@@ -125,8 +127,36 @@ class Home:
         self._accumulated = False
 
     @property
+    def compute(self) -> torch.Tensor:
+        """The compute shard. Whoever asks waits for an update that is under way; so it is with `master`."""
+        self.finish_update()
+        return self._compute
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        """The master shard; None of a frozen chunk."""
+        self.finish_update()
+        return self._master
+
+    def update_beside(self, update: "Future[None]") -> None:
+        """An update that ends later takes what is here now; until then nobody gets to see it."""
+        self._update = update
+        self.updated()
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update is under way."""
+        return self._update is not None and not self._update.done()
+
+    def finish_update(self) -> None:
+        """Blocks until an update that is under way has ended; raises what it failed of, each time."""
+        if self._update is not None:
+            self._update.result()
+            self._update = None
+
+    @property
     def _sends_compute(self) -> bool:
-        return self.master is None or self.spec.key.dtype != torch.float32
+        return self._master is None or self.spec.key.dtype != torch.float32
 
     @property
     def shows_master(self) -> bool:
@@ -141,11 +171,11 @@ class Home:
         """`place` is in `memory`, flat uint8, from now on; somebody else keeps the old one and what it shows."""
         place = memory.view(self.compute.dtype)
         if self.pieces is not None:
-            self.compute = self.master = place
+            self._compute = self._master = place
         elif self.place() is self.compute:
-            self.compute = place
+            self._compute = place
         else:
-            self.master = place
+            self._master = place
 
     @property
     def nbytes(self) -> int:

@@ -38,4 +38,4 @@ class Simulator:
             found = _native.simulate(self._verbs, self._starts, self._chunks, count, blocks)
             if found is not None:
                 return [Load(chunk, block, None if out < 0 else out, False) for chunk, block, out in found]
-        return simulate(self._schedule, blocks, prefetch=False)[1]
+        return simulate(self._schedule, blocks, prefetch=0)[1]

@@ -1,0 +1,195 @@
+"""Fetch, reduction and update overlap compute: shown by the order of events, never by time."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import elixir_moe as em
+from elixir_moe.chunks.collectives import Communicator, Ticket
+from elixir_moe.optim import ShardedOptimizer
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+D, LAYERS = 16, 6
+CHUNK = D * D + D
+"""One layer."""
+PATIENCE_SECONDS = 60
+
+
+class Stack(nn.Module):
+    """Equal layers, each a chunk of its own; tells when each begins forward and when its gradient has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(LAYERS))
+        self.events: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            self.events.append(f"forward {index}")
+            x = layer(x).tanh()
+            x.register_hook(lambda _, index=index: self.events.append(f"backward {index}"))
+        return x
+
+
+def sharded(plan: em.Plan) -> tuple[Stack, ShardedOptimizer]:
+    model = Stack()
+    return em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan)
+
+
+def take_step(model: Stack, optimizer: ShardedOptimizer, seed: int) -> None:
+    model(torch.randn(4, D, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+    optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Logged:
+    """A communicator that tells when a collective begins, and when somebody has to have it ended."""
+
+    def __init__(self, communicator: Communicator, events: list[str]) -> None:
+        self._communicator = communicator
+        self._events = events
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._communicator, name)
+
+    def all_gather(self, buffer: Tensor, tag: int) -> Ticket:
+        self._events.append(f"gather {tag}")
+        return self._told(self._communicator.all_gather(buffer, tag), f"gathered {tag}")
+
+    def reduce_scatter(self, *args: Any, tag: int) -> Ticket:
+        self._events.append(f"reduce {tag}")
+        return self._told(self._communicator.reduce_scatter(*args, tag=tag), f"reduced {tag}")
+
+    def _told(self, ticket: Ticket, end: str) -> Ticket:
+        events = self._events
+
+        class Told(Ticket):
+            def wait(self) -> None:
+                if ticket.pending:
+                    events.append(end)
+                ticket.wait()
+
+            @property
+            def pending(self) -> bool:
+                return ticket.pending
+
+        return Told()
+
+
+def events_of_a_step(plan: em.Plan) -> list[str]:
+    model, optimizer = sharded(plan)
+    take_step(model, optimizer, 0)  # which records the schedule
+    for chunk in optimizer._scheduler.chunks:
+        chunk.communicator = Logged(chunk.communicator, model.events)  # type: ignore[assignment]
+    model.events.clear()
+    take_step(model, optimizer, 1)
+    optimizer.close()
+    return model.events
+
+
+def test_gathers_overlap_the_layers_before(ranks: Ranks) -> None:
+    """In forward three ahead, and again in backward as blocks become free; there are half as many as layers."""
+    for events in ranks(2).run(events_of_a_step, em.Plan.zero3(rcache_blocks=3, chunk_numel=CHUNK)):
+        assert events.count("gather 0") == 2, "the cache is too small to keep it until its backward"
+        for layer in range(1, LAYERS):
+            begun, ended = events.index(f"gather {layer}"), events.index(f"gathered {layer}")
+            assert begun < events.index(f"forward {layer - 1}") or layer < 3
+            assert events.index(f"forward {layer - 1}") < ended
+        again = events[events.index(f"backward {LAYERS - 1}") :]
+        for layer in range(LAYERS - 4, -1, -1):
+            begun, ended = again.index(f"gather {layer}"), again.index(f"gathered {layer}")
+            assert again.index(f"backward {layer + 1}") < begun < again.index(f"reduce {layer + 1}") < ended
+
+
+def test_reductions_overlap_the_layers_behind(ranks: Ranks) -> None:
+    for events in ranks(2).run(events_of_a_step, em.Plan.zero2(chunk_numel=CHUNK)):
+        for layer in range(LAYERS - 1, 0, -1):
+            begun, ended = events.index(f"reduce {layer}"), events.index(f"reduced {layer}")
+            assert begun < events.index(f"backward {layer - 1}") < ended
+
+
+def updates_held_back(plan: em.Plan) -> list[str]:
+    """Holds the updates of all layers but the first back until the next forward is in the first."""
+    model, optimizer = sharded(plan)
+    take_step(model, optimizer, 0)
+    begun = threading.Event()
+    prepare = optimizer._update.prepare
+
+    def held_back(chunk: Any, *args: Any) -> Callable[[], None]:
+        run, index = prepare(chunk, *args), chunk.spec.index
+
+        def update() -> None:
+            assert index == 0 or begun.wait(PATIENCE_SECONDS), "forward waits for updates that it does not need yet"
+            run()
+            model.events.append(f"updated {index}")
+
+        return update
+
+    optimizer._update.prepare = held_back  # type: ignore[method-assign]
+    take_step(model, optimizer, 1)
+    for chunk in optimizer._scheduler.chunks:
+        chunk.communicator = Logged(chunk.communicator, model.events)  # type: ignore[assignment]
+    model.layers[0].register_forward_hook(lambda *_: begun.set())
+    model(torch.randn(4, D))
+    optimizer.close()
+    events = model.events
+    return events[len(events) - events[::-1].index("backward 0") :]  # what followed the last backward
+
+
+def test_updates_overlap_the_next_forward(ranks: Ranks) -> None:
+    """Each gather waits for its own update and for no other; the order of gathers is that of the plan."""
+    plan = em.Plan.offload(rcache_blocks=None, chunk_numel=CHUNK)
+    for events in ranks(2).run(updates_held_back, plan):
+        assert events.index("forward 0") < events.index("updated 1")
+        gathers = [event for event in events if event.startswith("gather ")]
+        assert gathers == [f"gather {layer}" for layer in range(LAYERS)]
+        for layer in range(LAYERS):
+            assert events.index(f"updated {layer}") < events.index(f"gather {layer}")
+
+
+def weights_after(plan: em.Plan, beside: bool) -> dict[str, Tensor]:
+    model, optimizer = sharded(plan)
+    if not beside:
+        optimizer._lane = None
+    for seed in range(4):
+        take_step(model, optimizer, seed)
+    state = em.full_state_dict(model)
+    optimizer.close()
+    return state
+
+
+def test_updates_beside_training_change_no_bit(ranks: Ranks) -> None:
+    for plan in (em.Plan.offload(rcache_blocks=2, chunk_numel=CHUNK), em.Plan.offload(rcache_blocks=None)):
+        for beside, serial in zip(*(ranks(2).run(weights_after, plan, b) for b in (True, False)), strict=True):
+            assert all(torch.equal(beside[name], serial[name]) for name in serial)
+
+
+def failing_update(plan: em.Plan) -> str:
+    model, optimizer = sharded(plan)
+    prepare = optimizer._update.prepare
+
+    def fail(chunk: Any, *args: Any) -> Callable[[], None]:
+        def update() -> None:
+            raise MemoryError("no room for an update")
+
+        return update if chunk.spec.index == 2 else prepare(chunk, *args)
+
+    optimizer._update.prepare = fail  # type: ignore[method-assign]
+    take_step(model, optimizer, 0)
+    messages = []
+    for _ in range(2):
+        try:
+            em.full_state_dict(model)
+        except MemoryError as error:
+            messages.append(str(error))
+    return " ".join(messages)
+
+
+def test_an_update_that_fails_is_told_to_whoever_looks() -> None:
+    assert failing_update(em.Plan.offload(rcache_blocks=None, chunk_numel=CHUNK)).count("no room") == 2
