@@ -10,6 +10,7 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
+from torch.utils.dlpack import to_dlpack
 
 try:
     from elixir_moe import _native
@@ -51,7 +52,7 @@ def sum_of_squares(gradient: Tensor) -> float:
     off by 1e-4, and fp64 throughout takes ten times as long on a CPU.
     """
     if _native is not None and gradient.device.type == "cpu" and gradient.dtype in _GRAD_DTYPES:
-        return _native.sum_of_squares(gradient.detach(), threads=torch.get_num_threads())
+        return _native.sum_of_squares(to_dlpack(gradient.detach()), threads=torch.get_num_threads())
     whole = gradient.numel() // NORM_ROW_NUMEL * NORM_ROW_NUMEL
     rows = torch.linalg.vector_norm(gradient[:whole].view(-1, NORM_ROW_NUMEL), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(gradient[whole:], dtype=torch.float32)
@@ -127,8 +128,15 @@ def adam_step(
     if _native is None or master.device.type != "cpu":
         _torch_step(master, exp_avg, exp_avg_sq, grad, compute, **settings)
     else:
-        threads = torch.get_num_threads()
-        _native.adam_step(master, exp_avg, exp_avg_sq, grad, compute, **settings, threads=threads)
+        _native.adam_step(  # capsules: the arrays' own `__dlpack__` would cost more than a short shard's step
+            to_dlpack(master),
+            to_dlpack(exp_avg),
+            to_dlpack(exp_avg_sq),
+            to_dlpack(grad),
+            None if compute is None else to_dlpack(compute),
+            **settings,
+            threads=torch.get_num_threads(),
+        )
 
 
 def _check(name: str, array: Tensor, master: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
