@@ -176,12 +176,8 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> 
     accumulators = dict(shards)
     for chunk in layout.chunks:
         tier = plan.home(layout, chunk).value
-        per_element = 0 if chunk.keeps_pieces else chunk.key.dtype.itemsize
-        if chunk.key.trainable:
-            per_element += 4 * (1 + moments)
-            if chunk.key.dtype != torch.float32:
-                accumulators[tier] += 4 * chunk.shard_numel
-        shards[tier] += per_element * chunk.shard_numel
+        shards[tier] += home_bytes(chunk, moments)
+        accumulators[tier] += accumulator_bytes(chunk)
     return Footprint(
         rcache_bytes=plan.blocks(layout) * layout.block_bytes,
         resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.resident and not chunk.in_place),
@@ -190,6 +186,18 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> 
         gradient_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.keeps_pieces),
         accumulator_bytes=accumulators,
     )
+
+
+def home_bytes(chunk: ChunkSpec, moments: int) -> int:
+    """Bytes of a rank's long-lived state of a chunk: compute or gradient shard, master shard and moments."""
+    per_element = 0 if chunk.keeps_pieces else chunk.key.dtype.itemsize
+    return (per_element + 4 * (1 + moments) * chunk.key.trainable) * chunk.shard_numel
+
+
+def accumulator_bytes(chunk: ChunkSpec) -> int:
+    """Bytes of a rank's fp32 sum of a chunk's gradients, which a step of several backwards has."""
+    narrow = chunk.key.trainable and chunk.key.dtype != torch.float32
+    return 4 * chunk.shard_numel if narrow else 0
 
 
 def staging_bytes(layout: Layout) -> int:

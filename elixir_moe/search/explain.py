@@ -6,7 +6,7 @@ Owns the text. Computes nothing but what each choice saves: the step without it,
 from dataclasses import replace
 from typing import Any
 
-from elixir_moe.chunks.plan import Plan
+from elixir_moe.chunks.plan import Plan, home_bytes
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.solve import Choice, Task, price
@@ -58,6 +58,5 @@ def group_rows(task: Task, choice: Choice) -> list[dict[str, Any]]:
         row = rows.setdefault((label, tier), empty)
         row["chunks"] += 1
         row["numel"] += sum(slot.numel for slot in chunk.slots)
-        per_element = chunk.key.dtype.itemsize + 4 * (1 + task.moments) * chunk.key.trainable
-        row["shard_bytes"] += per_element * chunk.shard_numel
+        row["shard_bytes"] += home_bytes(chunk, task.moments)
     return list(rows.values())

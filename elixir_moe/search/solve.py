@@ -5,15 +5,14 @@ blocks, fills what is left of the device with chunks, and keeps what is fastest.
 Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache), section 5 (device against rCache).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-
-import torch
+from itertools import pairwise
 
 from elixir_moe.chunks.group import ParamSpec, group_parameters
-from elixir_moe.chunks.layout import ALIGN_BYTES, Layout, best_chunk_numel, build_layout
-from elixir_moe.chunks.plan import Footprint, Plan, Tier, footprint
+from elixir_moe.chunks.layout import ALIGN_BYTES, FUSE_BELOW, ChunkSpec, Layout, best_chunk_numel, build_layout
+from elixir_moe.chunks.plan import Footprint, Plan, Tier, accumulator_bytes, footprint, home_bytes, staging_bytes
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
@@ -23,7 +22,9 @@ from elixir_moe.search.simulator import Simulator
 _LENGTH_SPAN = 4
 """Chunks are tried up to this many times the largest parameter: longer ones only coarsen the rCache."""
 _LENGTHS = 12
-"""Chunk lengths that are tried, those that waste least first."""
+"""Chunk lengths that are tried at least, those that waste least first."""
+_PARAMETERS = 4000
+"""Of a small model more are: as many as have so many parameters between them, as least waste is not always best."""
 _DENSE = 48
 """Up to so many numbers of blocks each is tried; of more, some, and then all near the best."""
 
@@ -87,7 +88,7 @@ def solve(task: Task) -> Choice:
     searches = [_Length(task, length) for length in chunk_lengths(task.profile.params)]
     found = [choice for choice in (search.best() for search in searches) if choice is not None]
     if not found:
-        raise PlanError(_why_not(task, [search.shortage() for search in searches]))
+        raise PlanError(_why_not(task, [short for search in searches for short in search.shortages()]))
     return min(found, key=_rank)
 
 
@@ -120,7 +121,7 @@ def shortage(task: Task, size: Footprint) -> dict[Tier, int]:
 
 
 def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
-    """Chunk lengths worth trying: only those that some run of consecutive parameters fills exactly can be best.
+    """Chunk lengths worth trying: those that a run of consecutive parameters fills exactly, or that first fuse a group.
 
     A length between two of them packs as the shorter one does and makes every block longer.
     """
@@ -131,6 +132,9 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
     for key, indices in group_parameters(movable).items():
         align = ALIGN_BYTES // key.dtype.itemsize
         sizes = [movable[i].numel for i in indices]
+        fused = int(sum(sizes) / FUSE_BELOW) + 1
+        if largest < fused <= largest * _LENGTH_SPAN:
+            lengths.add(fused)
         for first in range(len(sizes)):
             used = 0
             for size in sizes[first:]:
@@ -139,10 +143,11 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
                     break
                 if used > largest:
                     lengths.add(used)
-    if len(lengths) <= _LENGTHS:
+    most = max(_LENGTHS, _PARAMETERS // max(len(movable), 1))
+    if len(lengths) <= most:
         return sorted(lengths)
     sizes = [p.numel for p in movable]
-    return sorted({*sorted(lengths, key=lambda n: (_space(sizes, n), n))[: _LENGTHS - 2], largest, default})
+    return sorted({*sorted(lengths, key=lambda n: (_space(sizes, n), n))[: most - 2], largest, default})
 
 
 def _space(sizes: Sequence[int], length: int) -> int:
@@ -155,6 +160,23 @@ def _space(sizes: Sequence[int], length: int) -> int:
     return chunks * length
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a rank holds with so many chunks at home on the device, whatever the number of blocks."""
+
+    device_bytes: int
+    """All but the blocks."""
+    host_bytes: int
+    cached: int
+    """Chunks that go through the rCache."""
+    block_bytes: int
+
+    def missing(self, task: Task, blocks: int) -> dict[Tier, int]:
+        """By tier: bytes that are too few, at most 0 where there are enough."""
+        device = self.device_bytes + min(blocks, self.cached) * self.block_bytes
+        return {Tier.DEVICE: device - task.allowed_bytes, Tier.HOST: self.host_bytes - task.host_bytes}
+
+
 class _Length:
     """The search at one chunk length."""
 
@@ -162,25 +184,36 @@ class _Length:
         self._task = task
         self._layout = build_layout(task.profile.params, chunk_numel)
         self._numel = chunk_numel
-        schedule = task.profile.schedule(self._layout)
-        self._simulator = Simulator(schedule)
-        self.least = schedule.least_blocks()
-        self.most = len(self._layout.cached)
-        everything = Plan.offload(rcache_blocks=None, device_chunks=len(self._layout.chunks), chunk_numel=chunk_numel)
-        whole = footprint(everything, self._layout, moments=task.moments, staged=task.staged)
-        self._fixed = whole.resident_bytes + whole.staging_bytes
-        self._tail = self._tails()
+        self._held = list(self._by_device_chunks())
+        self._steps: dict[int, tuple[Simulator, int]] = {}
         self._found: dict[int, Choice | None] = {}
 
-    def _tails(self) -> list[int]:
-        """Bytes at home of the last d chunks, for every d."""
-        sizes = []
-        for chunk in reversed(self._layout.chunks):
-            per_element = chunk.key.dtype.itemsize + 4 * (1 + self._task.moments) * chunk.key.trainable
-            if self._task.accumulation > 1 and chunk.key.trainable and chunk.key.dtype != torch.float32:
-                per_element += 4
-            sizes.append(per_element * chunk.shard_numel)
-        return list(accumulate(sizes, initial=0))
+    def _by_device_chunks(self) -> Iterator[_Held]:
+        """For each number of chunks on the device, from none to all: the last ones in order of first use.
+
+        A chunk that is whole there is used in place and needs no block any more.
+        """
+        task, layout = self._task, self._layout
+        on_device = Plan.zero2().place(layout).chunks
+
+        def home(chunk: ChunkSpec) -> int:
+            return home_bytes(chunk, task.moments) + (task.accumulation > 1) * accumulator_bytes(chunk)
+
+        device = sum(c.nbytes for c in layout.chunks if c.resident) + staging_bytes(layout) * task.staged
+        host = sum(home(chunk) for chunk in layout.chunks)
+        widths = Counter(chunk.key.dtype.itemsize for chunk in layout.cached)
+        for chunk in (*reversed(layout.chunks), None):
+            widest = max((width for width, count in widths.items() if count), default=0)
+            yield _Held(device, host, widths.total(), layout.chunk_numel * widest)
+            if chunk is None:
+                return
+            there = on_device[chunk.index]
+            host -= home(chunk)
+            device += home(there) + there.keeps_pieces * there.nbytes
+            if there.in_place and chunk.resident:
+                device -= chunk.nbytes
+            elif there.in_place:
+                widths[chunk.key.dtype.itemsize] -= 1
 
     def best(self) -> Choice | None:
         """The fastest plan of this length that fits; None if none does."""
@@ -188,20 +221,20 @@ class _Length:
             self._at(blocks)
         while True:
             tried = set(self._found)
-            fits = [choice for choice in self._found.values() if choice is not None]
+            fits = {blocks: choice for blocks, choice in self._found.items() if choice is not None}
             if not fits:
                 return None
-            winner = min(fits, key=_rank)
-            near = self._near(winner.plan.blocks(self._layout))
-            for blocks in near:
+            winner = min(fits, key=lambda blocks: _rank(fits[blocks]))
+            for blocks in self._near(winner):
                 self._at(blocks)
             if set(self._found) == tried:
-                return winner
+                return fits[winner]
 
     def _grid(self) -> list[int]:
-        if self.most - self.least < _DENSE:
-            return list(range(self.least, self.most + 1))
-        return sorted({self.least + (self.most - self.least) * i // 16 for i in range(17)})
+        least, most = self._step(len(self._layout.chunks))[1], len(self._layout.cached)
+        if most - least < _DENSE:
+            return list(range(least, most + 1))
+        return sorted({least + (most - least) * i // 16 for i in range(17)})
 
     def _near(self, blocks: int) -> Iterator[int]:
         """Numbers between the neighbours of the best one that were not tried."""
@@ -214,42 +247,63 @@ class _Length:
         """The best plan with this many blocks: as many chunks on the device as fit."""
         if blocks in self._found:
             return
-        room = self._task.allowed_bytes - self._fixed - blocks * self._layout.block_bytes
-        count = sum(nbytes <= room for nbytes in self._tail) - 1
-        if count < 0 or self._tail[-1] - self._tail[count] > self._task.host_bytes:
-            self._found[blocks] = None
+        self._found[blocks] = None
+        fits = [d for d, held in enumerate(self._held) if max(held.missing(self._task, blocks).values()) <= 0]
+        if not fits:
             return
-        cached = None if blocks == self.most else max(blocks, 1)
+        count = fits[-1]
+        simulator, least = self._step(count)
+        if blocks < least:
+            return
+        cached = None if blocks >= self._held[count].cached else blocks
         if count == len(self._layout.chunks):
             plan = Plan(scatter=True, offloaded=False, rcache_blocks=cached, chunk_numel=self._numel)
         else:
             plan = Plan.offload(rcache_blocks=cached, device_chunks=count, chunk_numel=self._numel)
         layout = plan.place(self._layout)
-        loads = [load.chunk for load in self._simulator.loads(blocks)] if layout == self._layout else None
+        loads = [load.chunk for load in simulator.loads(plan.blocks(layout))]
         self._found[blocks] = price(self._task, plan, layout, loads)
 
-    def shortage(self) -> dict[Tier, int]:
-        """What is missing with the fewest blocks."""
-        room = self._task.allowed_bytes - self._fixed - self.least * self._layout.block_bytes
-        if room < 0:
-            return {Tier.DEVICE: -room}
-        count = sum(nbytes <= room for nbytes in self._tail) - 1
-        return {Tier.HOST: self._tail[-1] - self._tail[count] - self._task.host_bytes}
+    def _step(self, device_chunks: int) -> tuple[Simulator, int]:
+        """The step with so many chunks on the device, and the fewest blocks it can be played on."""
+        cached = self._held[device_chunks].cached
+        if cached not in self._steps:
+            plan = Plan.offload(rcache_blocks=None, device_chunks=device_chunks)
+            schedule = self._task.profile.schedule(plan.place(self._layout))
+            self._steps[cached] = Simulator(schedule), schedule.least_blocks()
+        return self._steps[cached]
+
+    def shortages(self) -> Iterator[dict[Tier, int]]:
+        """What is missing with the fewest blocks, for each number of chunks on the device."""
+        chunks = len(self._layout.chunks)
+        for count, held in enumerate(self._held):
+            yield held.missing(self._task, self._step(chunks if count == chunks else 0)[1])
 
 
 def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
-    """By how many bytes no plan fits, in which tier, and the smallest change that would make one fit."""
-    tier, missing = min((item for s in shortages for item in s.items()), key=lambda item: (item[0], item[1]))
-    host = [s[Tier.HOST] for s in shortages if Tier.HOST in s]
-    if host:
-        tier, missing = Tier.HOST, min(host)
-        more = f"give each rank {missing} bytes more host memory, or use more GPUs or nodes"
-    else:
-        more = f"give the device {int(missing / cost.F_ALLOC) + 1} bytes more"
-        freed = missing / (cost.F_ALLOC * cost.F_FRAG * max(cost.activations(task.profile, task.imbalance), 1))
-        if freed < 1:
-            more += f", or make the batch {100 * freed:.0f} % smaller, which frees as much of the activations"
-    return f"no plan fits {task.gpus} x {task.hardware.name}: {missing} bytes too few in {tier.value} memory; {more}"
+    """By how many bytes no plan fits, in which tier, and what would make one fit, the smallest change first."""
+    device = min((s[Tier.DEVICE] for s in shortages if s[Tier.HOST] <= 0), default=None)
+    host = min((s[Tier.HOST] for s in shortages if s[Tier.DEVICE] <= 0), default=None)
+    answers: list[tuple[int, str, str]] = []
+    if host is not None:
+        answers.append((host, "host", f"give each rank {host} bytes more host memory"))
+    if device is not None:
+        change = f"give the device {int(device / cost.F_ALLOC) + 2} bytes more"
+        held, freed = cost.activations(task.profile, task.imbalance), int(device / (cost.F_ALLOC * cost.F_FRAG)) + 2
+        if freed <= held:
+            change += f", or free {freed} of the {held} bytes of activations by a smaller batch or shorter sequences"
+        answers.append((device, "device", change))
+    start = f"no plan fits {task.gpus} x {task.hardware.name}:"
+    if not answers:  # however much one tier had, the other is too small
+        both = min(shortages, key=lambda s: (s[Tier.DEVICE], s[Tier.HOST]))
+        device, host = both[Tier.DEVICE], both[Tier.HOST]
+        return (
+            f"{start} {device} bytes too few in device memory and {host} in host memory; give the device "
+            f"{int(device / cost.F_ALLOC) + 2} bytes more and each rank {host} more of host memory"
+        )
+    answers.sort()
+    changes = ", or ".join(change for *_, change in answers)
+    return f"{start} {answers[0][0]} bytes too few in {answers[0][1]} memory; {changes}"
 
 
 def _rank(choice: Choice) -> tuple[float, int]:
