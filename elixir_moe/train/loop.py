@@ -211,11 +211,12 @@ class Loop:
             for line in self.training.description():
                 self.report.say(line)
             optimizer = self.training.optimizer
-            self.report.plan(optimizer.plan_table(), optimizer.plan.to_json())
+            before = self.report.plan(optimizer.plan_table(), optimizer.plan.to_json())
             if optimizer.plan.explanation:
                 self.report.say(optimizer.plan.explanation)
             if source is not None:
-                self.report.event(self._first, "resumed", f"from {source}, step {self._first}")
+                other = "" if before is None else f", under another plan than {before}: {optimizer.plan.to_json()}"
+                self.report.event(self._first, "resumed", f"from {source}, step {self._first}{other}")
         self._apply(self._agree(0.0, 0.0).control, first=True)
         self._status("running")
 

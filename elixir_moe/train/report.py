@@ -111,15 +111,21 @@ class Report:
         """A line for the reader."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def plan(self, rows: Sequence[Mapping[str, Any]], plan_json: str) -> None:
-        """Shows the plan as a table, a row for each chunk group, and keeps it as it is."""
+    def plan(self, rows: Sequence[Mapping[str, Any]], plan_json: str) -> str | None:
+        """Shows the plan as a table, a row for each chunk group, and keeps it as it is.
+
+        Returns the plan of the run's start before this one, in JSON, if that was another; else None.
+        """
         table = Table(title="plan, on rank 0", title_justify="left")
         for name, value in rows[0].items() if rows else ():
             table.add_column(name.replace("_", " "), justify="right" if type(value) is int else "left")
         for row in rows:
             table.add_row(*(f"{v:,}" if type(v) is int else str(v) for v in row.values()))
         self._console.print(table)
+        path = self._directory / "plan.json"
+        before = path.read_text(encoding="utf-8").strip() if path.exists() else plan_json
         self.write("plan.json", plan_json + "\n")
+        return before if before != plan_json else None
 
     def step(self, record: StepRecord) -> None:
         """Keeps a step and shows it where it is due."""
