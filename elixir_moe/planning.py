@@ -6,6 +6,7 @@ Owns their arguments and what they print. Decides nothing: `search` finds the pl
 import argparse
 import gc
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,8 +59,10 @@ def run_plan(known: argparse.Namespace) -> int:
     for name in ("gpus", "batch", "seq"):
         if getattr(known, name) < 1:
             raise ConfigError(f"--{name}: expected at least 1, got {getattr(known, name)}")
-    if known.imbalance < 1 or (known.budget_gib is not None and known.budget_gib <= 0):
-        raise ConfigError("--imbalance is at least 1 and --budget-gib above 0")
+    if not 1 <= known.imbalance < math.inf:
+        raise ConfigError(f"--imbalance: expected a finite number of at least 1, got {known.imbalance}")
+    if known.budget_gib is not None and not 0 < known.budget_gib < math.inf:
+        raise ConfigError(f"--budget-gib: expected a finite number above 0, got {known.budget_gib}")
     hardware = measured_here(known.gpus) if known.hardware == "here" else Hardware.named(known.hardware)
     hardware.links(known.gpus)
     with _few_collections():
@@ -101,8 +104,9 @@ def _few_collections() -> Iterator[None]:
 
 def _task(known: argparse.Namespace, hardware: Hardware) -> tuple[Task, str]:
     """The traced model on the machine."""
-    with _pretended(known.gpus if known.model and presets.is_mixture(known.model) else 1) as mesh:
-        if known.model:
+    named = known.model is not None
+    with _pretended(known.gpus if named and presets.is_mixture(known.model) else 1) as mesh:
+        if named:
             given = presets.named_model(known.model, batch=known.batch, seq=known.seq, mesh=mesh)
         else:
             given = presets.huggingface_model(known.config, batch=known.batch, seq=known.seq)

@@ -69,16 +69,6 @@ def test_what_cannot_fit_is_an_answer(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["parameters"] == 174_604_468_224  # OPTForCausalLM has as many
 
 
-def test_experts_are_spread_over_ranks_that_do_not_exist() -> None:
-    """In a process of its own: it pretends to be a cluster, and this one may have a process group already."""
-    arguments = [*PLAN, "--model", "pr-moe-16b", "--gpus", "4", "--batch", "1", "--imbalance", "1.2", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "elixir_moe", *arguments], capture_output=True, check=True, timeout=200
-    )
-    found = json.loads(done.stdout)
-    assert found["feasible"] and 15.5e9 < found["parameters"] < 17e9
-
-
 def test_a_hugging_face_config_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL))
@@ -94,6 +84,9 @@ def test_a_hugging_face_config_is_enough(tmp_path: Path, capsys: pytest.CaptureF
         (["--model", "opt-13b", "--gpus", "9"], "lacks by_gpus.9"),
         (["--model", "gpt2-4b", "--seq", "4096"], "gpt2-4b has 1024 positions"),
         (["--model", "gpt2-4b", "--batch", "0"], "--batch: expected at least 1"),
+        (["--model", "gpt2-4b", "--budget-gib", "nan"], "--budget-gib: expected a finite number above 0"),
+        (["--model", "gpt2-4b", "--imbalance", "inf"], "--imbalance: expected a finite number of at least 1"),
+        (["--model", ""], "no model is called ''"),
         (["--config", "/no/such"], "no such file"),
         ([], "one of the arguments --model --config is required"),
     ],
@@ -149,26 +142,92 @@ def test_a_trillion_parameters_on_512_gpus(tmp_path: Path) -> None:
     assert sum(row["shard_bytes"] for row in groups) == pytest.approx(14 * (dense / 512 + experts / 8), rel=1e-3)
 
 
-def test_figures_of_the_machine_we_are_on(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(SMALL))
-    arguments = ["plan", "--hardware", "here", "--config", str(path), "--gpus", "2", "--batch", "1", "--seq", "16"]
+APART = """
+import sys, elixir_moe.cli
+if __name__ == "__main__":
+    heavy = ["rich", "yaml", "torch._dynamo", "torch.distributed.elastic.multiprocessing", "elixir_moe.train.loop"]
+    print([name for name in heavy if name in sys.modules])
+    for arguments in {commands}:
+        assert elixir_moe.cli.main(arguments) == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Commands that pretend to be a cluster or start ranks, in a process that is no rank: its folder and its lines."""
+    folder = tmp_path_factory.mktemp("apart")
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    mixture = [*PLAN, "--model", "pr-moe-16b", "--gpus", "4", "--batch", "1", "--imbalance", "1.2", "--json"]
+    here = ["plan", "--hardware", "here", "--config", str(folder / "config.json"), "--gpus", "2", "--batch", "1"]
+    script = folder / "script.py"
+    script.write_text(APART.format(commands=[mixture, [*here, "--seq", "16", "--json"]]))
     done = subprocess.run(
-        [sys.executable, "-m", "elixir_moe", *arguments, "--json"],
+        [sys.executable, str(script)],
         capture_output=True,
         check=True,
-        timeout=200,
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        timeout=400,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder)},
     )
-    found = json.loads(done.stdout)
-    assert found["feasible"] and found["predicted"]["step_seconds"] > 0
-    (kept,) = (tmp_path / "elixir-moe").iterdir()
+    return folder, done.stdout.splitlines()
+
+
+def test_the_command_line_imports_no_training(apart: tuple[Path, list[str]]) -> None:
+    """What it does import is most of the time that a plan takes."""
+    assert apart[1][0] == "[]"
+
+
+def test_experts_are_spread_over_ranks_that_do_not_exist(apart: tuple[Path, list[str]]) -> None:
+    found = json.loads(apart[1][1])
+    assert found["feasible"] and 15.5e9 < found["parameters"] < 17e9
+
+
+def test_figures_of_the_machine_we_are_on(apart: tuple[Path, list[str]]) -> None:
+    folder, lines = apart
+    found = json.loads(lines[2])
+    assert len(lines) == 3 and found["feasible"] and found["predicted"]["step_seconds"] > 0
+    (kept,) = (folder / "elixir-moe").iterdir()
     assert json.loads(kept.read_text())["machine"]["ranks"] == 2
 
 
-def test_the_command_line_imports_no_training() -> None:
-    """What it does import is most of the time that a plan takes."""
-    heavy = ["rich", "yaml", "torch._dynamo", "torch.distributed.elastic.multiprocessing", "elixir_moe.train.loop"]
-    code = f"import elixir_moe.cli, sys; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+DAMAGED = {
+    "nan": ({"gpu_bytes": math.nan}, "gpu_bytes (found nan, expected a number above 0)"),
+    "half a GPU": ({"gpus_per_node": 1.5}, "gpus_per_node (found 1.5, expected a whole number)"),
+    "text": ({"peak_tflops": "many"}, "peak_tflops (found 'many'"),
+    "misspelt": ({"node_bandwith": 10}, "node_bandwith (unknown: did you mean 'node_bandwidth'?)"),
+    "wires": ({"wires": "x"}, "wires (found 'x', expected a list)"),
+    "none": ({"fitted": None}, "fitted.device_efficiency"),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGED, "bytes"])
+def test_a_hardware_file_that_is_wrong_says_where(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "machine.json"
+    changes, message = DAMAGED.get(damage, ({}, "cannot be read"))
+    shipped = resources.files("elixir_moe.search").joinpath("machines", "a100-80g-pcie-x4.json").read_text()
+    path.write_text(json.dumps({**json.loads(shipped), **changes}))
+    if damage == "bytes":
+        path.write_bytes(b"\xff\xfe\x00")
+    arguments = ["--hardware", str(path), "--seq", "8", "--gpus", "4", "--batch", "1", "--model", "opt-2.7b"]
+    assert main(["plan", *arguments, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "ConfigError" in err and message in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 65}, "is not the config of a causal language model"),
+        ({"model_type": "vit"}, "is not the config of a causal language model"),
+        ({"max_position_embeddings": 512}, "has 512 positions, choose at most that many"),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_wrong_says_how(
+    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **change}))
+    assert main([*PLAN, "--config", str(tmp_path), "--gpus", "2", "--batch", "1"]) == 2
+    assert message in capsys.readouterr().err

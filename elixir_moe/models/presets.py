@@ -130,7 +130,8 @@ def huggingface_model(path: str, *, batch: int, seq: int) -> Planned:
     """The causal language model that a Hugging Face ``config.json`` describes, with activation checkpointing.
 
     Raises:
-        ConfigError: transformers is not installed, or the file is not the config of such a model.
+        ConfigError: transformers is not installed, or the file is not the config of such a model, or `seq` is longer
+            than it allows.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -143,8 +144,12 @@ def huggingface_model(path: str, *, batch: int, seq: int) -> Planned:
         config.use_cache = False
         with torch.device("meta"), _Undrawn():
             model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path!r} is not the config of a causal language model: {error}") from error
+    except Exception as error:  # transformers checks its settings with error types of its own
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"{path!r} is not the config of a causal language model: {why}") from error
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and seq > positions:
+        raise ConfigError(f"seq={seq}: {path} has {positions} positions, choose at most that many")
     model.train()
     if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

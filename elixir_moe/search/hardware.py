@@ -9,7 +9,7 @@ say of single process groups what `by_gpus` says of their number of ranks.
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib import resources
@@ -102,7 +102,10 @@ class Hardware:
             return cls.parse(folder.joinpath(f"{name}.json").read_text(encoding="utf-8"), name)
         path = Path(name)
         if path.is_file():
-            return cls.parse(path.read_text(encoding="utf-8"), name)
+            try:
+                return cls.parse(path.read_text(encoding="utf-8"), name)
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"hardware {name!r} cannot be read: {error}") from error
         near = get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"no hardware is called {name!r} and no such file exists{hint} There are: {', '.join(known)}")
@@ -118,6 +121,14 @@ class Hardware:
         plain = _figures(
             data, ("gpu_bytes", "cpu_bytes", "gpus_per_node", "peak_tflops", "memory_bandwidth"), "", problems
         )
+        whole = ("gpu_bytes", "cpu_bytes", "gpus_per_node")
+        problems += [
+            f"{name} (found {plain[name]!r}, expected a whole number)" for name in whole if plain.get(name, 0) % 1
+        ]
+        problems += _unknown(data, {*cls.__dataclass_fields__} - {"name"}, "")
+        problems += _unknown(
+            data.get("fitted") if isinstance(data, dict) else None, Fitted.__dataclass_fields__, "fitted."
+        )
         fitted = _figures(_part(data, "fitted"), Fitted.__dataclass_fields__, "fitted.", problems)
         optional = {name: data[name] for name in _OPTIONAL if isinstance(data, dict) and data.get(name) is not None}
         optional = _figures(optional, optional, "", problems)
@@ -125,6 +136,7 @@ class Hardware:
         for gpus, figures in _part(data, "by_gpus").items():
             needed = [f for f in Links.__dataclass_fields__ if f != "b_g2g" or gpus != "1"]
             found = _figures(figures, needed, f"by_gpus.{gpus}.", problems)
+            problems += _unknown(figures, Links.__dataclass_fields__, f"by_gpus.{gpus}.")
             if not str(gpus).isdecimal() or int(gpus) < 1:
                 problems.append(f"by_gpus.{gpus} (a number of GPUs is expected)")
             elif len(found) == len(needed):
@@ -241,13 +253,24 @@ def _part(data: Any, key: str) -> dict[str, Any]:
 
 def _wires(data: Any, problems: list[str]) -> Iterator[Wire]:
     listed = data.get("wires", []) if isinstance(data, dict) else []
-    for number, wire in enumerate(listed if isinstance(listed, list) else []):
+    if not isinstance(listed, list):
+        problems.append(f"wires (found {listed!r}, expected a list)")
+        return
+    for number, wire in enumerate(listed):
         found = _figures(wire, ("latency_us", "bandwidth"), f"wires.{number}.", problems)
         ranks = wire.get("ranks") if isinstance(wire, dict) else None
         if not isinstance(ranks, list) or not all(isinstance(rank, int) for rank in ranks):
             problems.append(f"wires.{number}.ranks (a list of ranks is expected)")
         elif len(found) == 2:
             yield Wire(ranks=tuple(ranks), **found)
+
+
+def _unknown(data: Any, names: Collection[str], where: str) -> Iterator[str]:
+    """What nobody would read, with the name that was meant perhaps."""
+    for name in data if isinstance(data, dict) else ():
+        if name not in names and not name.startswith("_"):  # those are notes
+            near = get_close_matches(name, names, n=1)
+            yield f"{where}{name} (unknown{f': did you mean {near[0]!r}?' if near else ''})"
 
 
 def _figures(data: Any, names: Any, where: str, problems: list[str]) -> dict[str, float]:
