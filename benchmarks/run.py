@@ -9,13 +9,14 @@ import importlib.util
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks import adam
+from benchmarks import adam, checkpoint
 from benchmarks.contenders import Build, start_rank
 from benchmarks.measure import check_agreement, host_microseconds, race
 from benchmarks.report import describe, host_row, machine, markdown, race_row, unmeasured_row, write
@@ -36,18 +37,19 @@ def main(arguments: list[str] | None = None) -> int:
     workloads = QUICK if options.quick else FULL
     rounds, steps = options.rounds or (2 if options.quick else 9), options.steps or 1
     wanted = [row for row in ROWS if options.only is None or options.only in (row.name, row.peer)]
-    kernels = {HOST_ROW: _host_rows, ADAM_ROW: _adam_rows}
-    kernels = {name: measure for name, measure in kernels.items() if options.only in (None, name)}
-    if not wanted and not kernels:
-        names = sorted({row.name for row in ROWS} | {row.peer for row in ROWS} | {HOST_ROW, ADAM_ROW})
-        print(f"no row is called {options.only!r}; there are: {', '.join(names)}", file=sys.stderr)
+    parts = {HOST_ROW: (1, _host_rows), ADAM_ROW: (1, _adam_rows)}
+    parts |= {name: (2, partial(checkpoint.rows, name)) for name in checkpoint.ROWS}
+    names = {row.name for row in ROWS} | {row.peer for row in ROWS} | set(parts)
+    parts = {name: part for name, part in parts.items() if options.only in (None, name)}
+    if not wanted and not parts:
+        print(f"no row is called {options.only!r}; there are: {', '.join(sorted(names))}", file=sys.stderr)
         return 2
     rows: list[dict[str, Any]] = []
     for ranks, key in dict.fromkeys((row.ranks, row.workload) for row in wanted):
         those = [row for row in wanted if (row.ranks, row.workload) == (ranks, key)]
         rows += _spawn(ranks, _step_rows, those, workloads[key], rounds, steps)
-    for measure in kernels.values():
-        rows += _spawn(1, measure, options.quick, workloads["gpt"], rounds)
+    for ranks, measure in parts.values():
+        rows += _spawn(ranks, measure, options.quick, workloads["gpt"], rounds)
     described = {key: describe(workloads[key]) for key in dict.fromkeys(row.workload for row in wanted)}
     result = {"machine": machine(THREADS), "rounds": rounds, "steps": steps, "workloads": described, "rows": rows}
     write(result, Path(options.out))

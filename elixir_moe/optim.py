@@ -297,6 +297,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.zero_grad()
         self._hooks.updated()
         self._scheduler.drop(frozen=True)
+        for chunk in self._scheduler.chunks:
+            chunk.home.await_reader()
         yield
         for chunk in self._scheduler.chunks:
             chunk.home.updated()
@@ -401,6 +403,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         home = chunk.home
         if not home.has_gradient:
             return
+        home.await_reader()
         update = self._update.prepare(chunk, segments, used, self._unscale(chunk) * self._clip)
         if self._lane is None or home.tier is not Tier.HOST:
             update()

@@ -9,10 +9,12 @@ import math
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from elixir_moe.checkpoint import save as save_module
 from elixir_moe.checkpoint.load import load
 from elixir_moe.checkpoint.save import save
 from elixir_moe.checkpoint.storage import read_manifest, verify
+from elixir_moe.checkpoint.tensors import FileImage
 from elixir_moe.checkpoint.whole import Whole
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
@@ -205,12 +208,47 @@ def beside_training(directory: Path) -> dict[str, Any]:
     return {"error": text, "synchronous": synchronous, "left": left}
 
 
+def held_back(directory: Path, ep: int, plan: str) -> None:
+    """Saves beside a training that goes on at once; the copying begins when something waits for its end, or later."""
+
+    def by_hand(run: Run) -> None:
+        for parameter in run.model.parameters():
+            parameter.data.mul_(2)
+        em.full_state_dict(run.model)  # brings home what was written
+
+    def update(run: Run) -> None:
+        run.train(1)
+        assert go.is_set(), "an update waits for the copying"
+
+    run = Run(ep, plan)
+    write = FileImage.write
+    for change in (update, by_hand, update):
+        run.train(1)
+        name, go = f"{run.step}-{change.__name__}", threading.Event()
+        run.save(directory / f"{name}-at-once")
+        with mock.patch.object(FileImage, "write", lambda *of, go=go: (go.wait(), write(*of))[1]):
+            saving = run.save(directory / f"{name}-beside", asynchronous=True)
+            (copied,) = {chunk.home.reader for chunk in run.model.elixir.scheduler.chunks}
+            copied.wait = lambda copied=copied, go=go: (go.set(), threading.Event.wait(copied))
+            change(run)
+            go.set()
+            saving.wait()
+        at_once, beside = everything(directory / f"{name}-at-once"), everything(directory / f"{name}-beside")
+        assert_same(at_once, beside, name)
+    after = everything(saving.path)
+    run.save(directory / "after")
+    changed = everything(directory / "after")
+    moved = [name for name in after if name.endswith(" exp_avg")]
+    assert moved and not any(torch.equal(after[name], changed[name]) for name in moved), "the update was one"
+    run.close()
+
+
 def dying(directory: Path) -> None:
     """Rank 1 is killed when it would write its file."""
     run = Run(1, "zero2")
     run.save(directory / "good")
     if dist.get_rank() == 1:
-        save_module.write_tensors = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        save_module.FileImage.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     run.save(directory / "bad")
 
 

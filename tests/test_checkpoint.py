@@ -15,6 +15,7 @@ from tests.checkpoint_cases import (
     buffers,
     dying,
     everything,
+    held_back,
     load_and_save,
     refused,
     sliced,
@@ -118,6 +119,12 @@ def test_a_save_beside_the_training_holds_the_moment_it_began(ranks: Ranks, tmp_
         assert found["left"] == ["at-once", "beside"]
     assert [path.name for path in tmp_path.iterdir()] == ["next"]
     assert latest(tmp_path) == tmp_path / "next"
+
+
+@pytest.mark.parametrize(("ep", "plan"), [(2, "zero3"), (1, "ddp")])
+def test_what_comes_after_a_save_has_begun_is_not_in_it(ep: int, plan: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Updates and writes of users, of chunks that are gathered and of those used in place, before the copying began."""
+    ranks(2).run(held_back, tmp_path, ep, plan)
 
 
 @pytest.mark.fault(7, 8, 30)

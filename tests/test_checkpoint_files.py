@@ -19,20 +19,12 @@ import pytest
 import torch
 
 import elixir_moe as em
-from elixir_moe.checkpoint import storage
+from elixir_moe.checkpoint import storage, tensors
 from elixir_moe.checkpoint.boxes import Span, flaw, meet
-from elixir_moe.checkpoint.manifest import Entry, FileRecord, Manifest, Piece, digest_of, dump, parse
-from elixir_moe.checkpoint.storage import (
-    Draft,
-    Item,
-    latest,
-    moment_after_all,
-    partial_of,
-    read_manifest,
-    retain,
-    verify,
-    write_tensors,
-)
+from elixir_moe.checkpoint.hashing import digest_of
+from elixir_moe.checkpoint.manifest import Entry, FileRecord, Manifest, Piece, dump, parse
+from elixir_moe.checkpoint.storage import Draft, latest, moment_after_all, partial_of, read_manifest, retain, verify
+from elixir_moe.checkpoint.tensors import Item, write_tensors
 from elixir_moe.checkpoint.values import decode, encode
 from elixir_moe.checkpoint.whole import Whole
 from elixir_moe.cli import main
@@ -214,23 +206,7 @@ def test_a_small_checkpoint_is_a_directory_of_safetensors(tmp_path: Path) -> Non
     whole = Whole(tmp_path / "a", manifest)
     assert torch.equal(whole.parameter("w"), torch.arange(512.0).view(8, 64))
     assert torch.equal(load_file(tmp_path / "a" / "rank-00001.safetensors")["b[0]+0/weight"], torch.arange(7.0))
-    assert json.loads((tmp_path / "a" / "manifest.json").read_bytes())["version"] == 1, "plain JSON"
-
-
-@pytest.mark.parametrize("segment", [1, 7, 4096])
-def test_the_hash_is_that_of_the_segments_of_the_file(
-    segment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage, "_SEGMENT_BYTES", segment)
-    values = torch.arange(100.0)
-    items = [Item(key=str(n), dtype="F32", shape=(n,), tensor=lambda n=n: values[:n]) for n in (0, 3, 100)]
-    record = write_tensors(tmp_path / "x.safetensors", items)
-    data = (tmp_path / "x.safetensors").read_bytes()
-    pieces = [data[i : i + segment] for i in range(0, len(data), segment)]
-    assert record == storage.hash_file(tmp_path / "x.safetensors")
-    assert record == FileRecord(
-        nbytes=len(data), digest=digest_of(b"".join(bytes.fromhex(digest_of(piece)) for piece in pieces))
-    )
+    assert json.loads((tmp_path / "a" / "manifest.json").read_bytes())["version"] == 2, "plain JSON"
 
 
 def test_an_existing_target_is_never_touched(tmp_path: Path) -> None:
@@ -274,7 +250,8 @@ def renamed(name: str) -> Callable[[dict[str, Any]], None]:
         (renamed("/etc/other.safetensors"), "not the name of a file"),
         (renamed("a\n.safetensors"), "not the name of a file"),
         (renamed("other.pt"), "not the name of a file"),
-        (lambda f: f.update(version=2), "version '?2'? of the format"),
+        (lambda f: f.update(version=1), "version '1' of the format, this elixir_moe reads 2: use the elixir_moe that"),
+        (lambda f: f.update(version=3), "version '?3'? of the format"),
         (lambda f: f.update(format="other"), "not the manifest"),
         (lambda f: f.update(more=1), r"unknown fields \['more'\]"),
         (lambda f: f.pop("rng"), "rng is missing"),
@@ -348,7 +325,7 @@ def test_a_pickle_is_refused_and_does_not_run(tmp_path: Path, monkeypatch: pytes
     path.write_bytes(data)
     with pytest.raises(em.CheckpointError, match=r"rank-00000\.safetensors is damaged: "):
         verify(tmp_path / "a", read_manifest(tmp_path / "a"))
-    record = asdict(storage.hash_file(path))
+    record = asdict(tensors.hash_file(path))
     spoilt(tmp_path / "a", lambda f: f["files"].update({path.name: record}))
     manifest = read_manifest(tmp_path / "a")
     verify(tmp_path / "a", manifest)
@@ -439,13 +416,13 @@ def test_what_is_saved_now_is_later_than_all_there_is(tmp_path: Path) -> None:
     assert moment_after_all(tmp_path) == 4 * 10**18 + 1
 
 
-def lines_of_storage(act: Callable[[], None], die_at: int | None = None) -> int:
-    """Runs `act` and counts the lines it executes in storage.py; the process dies at line `die_at`."""
+def lines_of_writing(act: Callable[[], None], die_at: int | None = None) -> int:
+    """Runs `act` and counts the lines it executes in the two files that write; the process dies at line `die_at`."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal count
-        if frame.f_code.co_filename != storage.__file__:
+        if frame.f_code.co_filename not in (storage.__file__, tensors.__file__):
             return None
         if event == "line":
             count += 1
@@ -465,14 +442,14 @@ def lines_of_storage(act: Callable[[], None], die_at: int | None = None) -> int:
 def test_death_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
     """Fault 2: SIGKILL at 24 seeded lines of a save that removes the checkpoint before it."""
     write_small(tmp_path / "count" / "step-1", 1, fill=1.0)
-    lines = lines_of_storage(lambda: write_small(tmp_path / "count" / "step-2", 2, fill=2.0, keep=1))
+    lines = lines_of_writing(lambda: write_small(tmp_path / "count" / "step-2", 2, fill=2.0, keep=1))
     outcomes = set()
     for i, die_at in enumerate([*sorted(random.Random(0).sample(range(1, lines), 24)), lines + 1]):
         directory = tmp_path / str(i)
         write_small(directory / "step-1", 1, fill=1.0)
         child = os.fork()
         if child == 0:
-            lines_of_storage(lambda at=directory: write_small(at / "step-2", 2, fill=2.0, keep=1), die_at)
+            lines_of_writing(lambda at=directory: write_small(at / "step-2", 2, fill=2.0, keep=1), die_at)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status) == (die_at <= lines)

@@ -3,7 +3,9 @@
 boxes      which part of a parameter a run of elements is; pure
 values     plain Python values as JSON and back; no pickle
 manifest   what a checkpoint says of itself, and what is believed of it
-storage    files, hashes, and how a directory comes to be whole or absent
+hashing    what the hash of a file is
+tensors    files of tensors: written around the cache and hashed beside it, and read
+storage    how a directory comes to be whole or absent
 save       from shards to files, now or beside the training
 load       from files to shards of another layout
 command    `elixir-moe ckpt`

@@ -20,7 +20,8 @@ from elixir_moe.checkpoint.held import Held, buffers_of, held_by, wrapped_of
 from elixir_moe.checkpoint.manifest import WEIGHT, Buffer, Entry, Manifest, Piece
 from elixir_moe.checkpoint.ranks import read_random_states, seed_new_rank, set_random_states, together
 from elixir_moe.checkpoint.save import UPDATES
-from elixir_moe.checkpoint.storage import MANIFEST, Files, read_manifest, verify
+from elixir_moe.checkpoint.storage import MANIFEST, read_manifest, verify
+from elixir_moe.checkpoint.tensors import Files
 from elixir_moe.checkpoint.values import DTYPES, decode
 from elixir_moe.errors import CheckpointError
 from elixir_moe.optim import LossScale, ShardedOptimizer

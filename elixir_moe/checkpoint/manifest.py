@@ -6,20 +6,20 @@ nothing: names of files stay inside the directory, each element of each paramete
 the wrong type, twice there or unknown is refused.
 """
 
-import hashlib
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn, TypeVar
 
 from elixir_moe.checkpoint.boxes import Span, flaw
+from elixir_moe.checkpoint.hashing import digest_of
 from elixir_moe.checkpoint.values import DTYPES
 from elixir_moe.errors import CheckpointError
 
 FORMAT = "elixir-moe checkpoint"
-VERSION = 1
+VERSION = 2
 WEIGHT = "weight"
 """Name of the parameter itself among what is kept for it; all other names are the optimizer's."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
@@ -84,7 +84,7 @@ class FileRecord:
 
     nbytes: int
     digest: str
-    """blake2b of 256 bits, in hexadecimal: of those of its segments, see `storage`."""
+    """As `hashing.file_digest` gives it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,15 +123,10 @@ class Manifest:
         return sum(entry.numel for entry in self.parameters.values())
 
 
-def digest_of(data: bytes) -> str:
-    """The hash that manifests use."""
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
-
-
 def dump(manifest: Manifest) -> bytes:
     """The manifest as the bytes of its file."""
-    fields = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
-    text = json.dumps(fields, allow_nan=False, separators=(",", ":")).removeprefix("{") + "\n"
+    whole = {"format": FORMAT, "version": VERSION, **_fields_of(manifest)}
+    text = json.dumps(whole, allow_nan=False, separators=(",", ":"), default=_fields_of).removeprefix("{") + "\n"
     return _first_line(text.encode()) + text.encode()
 
 
@@ -147,6 +142,10 @@ def parse(data: bytes, where: str) -> Manifest:
         raise CheckpointError(f"{where}: nested too deep for a manifest") from error
     except ValueError as error:
         raise CheckpointError(f"{where} is no manifest: {error}") from error
+
+
+def _fields_of(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def _first_line(rest: bytes) -> bytes:

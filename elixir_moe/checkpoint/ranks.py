@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from elixir_moe.checkpoint.manifest import digest_of
+from elixir_moe.checkpoint.hashing import digest_of
 from elixir_moe.checkpoint.values import decode, encode
 from elixir_moe.chunks.collectives import naming_failures
 from elixir_moe.errors import CheckpointError, ElixirError

@@ -6,14 +6,20 @@ Why not `torch.distributed.checkpoint`. Its planner knows boxes, and a shard of 
 tensor would be cut into several for it; its metadata is a pickle and its files have no hash, so reader, writer and
 metadata would be ours in any case. What would be left of it is the intersection of boxes, which is `boxes`.
 
-Why a thread. A save beside the training is writing and hashing, which Python's lock does not hold up. A process of its
-own would need the shards in shared memory, and could be left over. The thread has a process group of its own, so that
-its agreements stand in no order with those of the training.
+Why a thread. A save beside the training is copying, writing and hashing, which Python's lock does not hold up. A
+process of its own would need the shards in shared memory, and could be left over. The thread has a process group of its
+own, so that its agreements stand in no order with those of the training.
+
+What is copied before `save` returns is what user code can change unseen: buffers, and weights used in place. All else
+is changed by an update, by a load, or by what brings home what users have written; each waits until the thread has
+copied it (`Home.await_reader`).
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +28,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir_moe.checkpoint.hashing import digest_of
 from elixir_moe.checkpoint.held import Held, buffers_of, held_by, loss_scale_of, share_of, wrapped_of
-from elixir_moe.checkpoint.manifest import WEIGHT, Buffer, Entry, FileRecord, Manifest, Piece, digest_of, dump, parse
+from elixir_moe.checkpoint.manifest import WEIGHT, Buffer, Entry, FileRecord, Manifest, Piece, dump, parse
 from elixir_moe.checkpoint.ranks import random_states, together
-from elixir_moe.checkpoint.storage import MANIFEST, Draft, Item, moment_after_all, partial_of, retain, write_tensors
+from elixir_moe.checkpoint.storage import MANIFEST, Draft, moment_after_all, partial_of, retain
+from elixir_moe.checkpoint.tensors import FileImage, Item
 from elixir_moe.checkpoint.values import NAMES, encode
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.optim import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.state import Wrapped
 
-_COPIERS = 4
 UPDATES = "updates"
 """Name, among a piece's scalars, of the number of updates it has had."""
 
@@ -40,11 +47,18 @@ UPDATES = "updates"
 class Saving:
     """A save under way. Its methods are collective."""
 
-    def __init__(self, path: Path, optimizer: ShardedOptimizer, future: "Future[None] | None") -> None:
+    def __init__(
+        self,
+        path: Path,
+        optimizer: ShardedOptimizer,
+        future: "Future[None] | None" = None,
+        copied: threading.Event | None = None,
+    ) -> None:
         self.path = path
         """The directory."""
         self._optimizer = optimizer
         self._future = future
+        self._copied = copied
 
     @property
     def done(self) -> bool:
@@ -55,6 +69,11 @@ class Saving:
         """Blocks until this rank's part has ended, in whichever way. Not collective."""
         if self._future is not None:
             self._future.exception()
+
+    def wait_for_copy(self) -> None:
+        """Blocks until the next update need not wait for this save. Not collective."""
+        if self._copied is not None:
+            self._copied.wait()
 
     def poll(self) -> bool:
         """Whether the checkpoint is there, on all ranks alike.
@@ -100,7 +119,8 @@ def save(
         extra: whatever else `load` is to return, the same on all ranks: None, numbers, texts, bytes, lists, tuples,
             dicts, small tensors and arrays; of an LR scheduler its ``state_dict()``.
         keep: afterwards remove all but the `keep` latest checkpoints in the directory around `path`.
-        asynchronous: return when the shards have been copied to host memory, and write beside the training.
+        asynchronous: copy to host memory (as many bytes as this rank's file) and write beside the training, whose next
+            update waits for the copy if it comes before its end.
 
     Returns:
         A `Saving`, which has ended unless `asynchronous`. A save that is still under way ends before the next begins.
@@ -120,28 +140,61 @@ def save(
     control = optimizer.control
     facts = together(control, "looked at what to save", lambda: _facts(target, model, optimizer, extra, wrapped))
     _compare(facts)
-    contents = _Contents(model, optimizer, wrapped, facts)
+    contents: list[_Contents] = []
     drafts: list[Draft] = []
-    together(control, "began a checkpoint", lambda: _begin(target, drafts))
 
-    def write(process_group: dist.ProcessGroup) -> None:
-        try:
-            _write(process_group, target, contents, drafts, facts[0].fixed, keep)
-        except BaseException:
-            for draft in drafts:
-                draft.abandon()
-            raise
+    def begin() -> None:
+        if dist.get_rank() == 0:
+            drafts.append(Draft(target))
+        contents.append(_Contents(model, optimizer, wrapped, facts, bounded=not asynchronous))
+        if asynchronous:
+            contents[0].take_what_may_change()
 
+    def write(process_group: dist.ProcessGroup, taken: Callable[[], None]) -> None:
+        _write(process_group, target, contents[0], drafts, facts[0].fixed, keep, taken)
+
+    with _abandoning(drafts):
+        together(control, "began a checkpoint", begin)
     if not asynchronous:
-        write(control)
-        return Saving(target, optimizer, None)
-    background = optimizer.background()
-    contents.copy()
+        with _abandoning(drafts):
+            write(control, lambda: None)
+        return Saving(target, optimizer)
+    background, copied, stream = optimizer.background(), threading.Event(), _stream_behind(wrapped)
+
+    def write_beside() -> None:
+        try:
+            with _abandoning(drafts), stream:
+                write(background, copied.set)
+        finally:
+            copied.set()
+
+    for chunk in wrapped.scheduler.chunks:
+        chunk.home.reader = copied
     executor = ThreadPoolExecutor(1, thread_name_prefix="elixir-save")
-    saving = Saving(target, optimizer, executor.submit(write, background))
+    optimizer.pending = saving = Saving(target, optimizer, executor.submit(write_beside), copied)
     executor.shutdown(wait=False)
-    optimizer.pending = saving
     return saving
+
+
+@contextmanager
+def _abandoning(drafts: list[Draft]) -> Iterator[None]:
+    """Removes what was written if the rest of the save fails."""
+    try:
+        yield
+    except BaseException:
+        for draft in drafts:
+            draft.abandon()
+        raise
+
+
+def _stream_behind(wrapped: Wrapped) -> AbstractContextManager[object]:
+    """What a thread enters to copy from a GPU beside its work, behind all that has been issued up to now."""
+    device = next((c.home.compute.device for c in wrapped.scheduler.chunks if c.home.compute.is_cuda), None)
+    if device is None:
+        return nullcontext()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
 
 
 # ---------------------------------------------------------------------------------------------------- what all agree on
@@ -209,9 +262,12 @@ def _compare(facts: list[_Facts]) -> None:
 class _Contents:
     """What this rank writes: the tensors, and their places in the logical parameters."""
 
-    def __init__(self, model: nn.Module, optimizer: ShardedOptimizer, wrapped: Wrapped, facts: list[_Facts]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: ShardedOptimizer, wrapped: Wrapped, facts: list[_Facts], *, bounded: bool
+    ) -> None:
         self.file = f"rank-{dist.get_rank():05d}.safetensors"
-        self.items: list[Item] = []
+        self._items: list[Item] = []
+        self._may_change: list[str] = []
         self.entries: dict[str, Entry] = {}
         self.rng = tuple(found.rng for found in facts)
         names: dict[nn.Parameter, list[str]] = {}
@@ -229,12 +285,12 @@ class _Contents:
         self.buffers: dict[str, Buffer] = {}
         for name, buffer in buffers_of(model, wrapped).items():
             self._add_buffer(name, buffer, [found.buffer_digests[name] for found in facts])
+        self.image = FileImage(self._items, bounded=bounded) if self._items else None
 
-    def copy(self) -> None:
-        """Takes the values of now."""
-        with ThreadPoolExecutor(_COPIERS) as pool:  # what takes the time is the system's giving out of memory
-            copies = list(pool.map(lambda item: item.tensor().detach().to("cpu", copy=True), self.items))
-        self.items = [replace(item, tensor=_giver(copy)) for item, copy in zip(self.items, copies, strict=True)]
+    def take_what_may_change(self) -> None:
+        """Copies what user code can change without anybody seeing it."""
+        if self.image is not None:
+            self.image.take(self._may_change)
 
     def _pieces(self, held: Held, optimizer: ShardedOptimizer) -> Iterator[Piece]:
         """One, or none if this rank has nothing of it to write."""
@@ -255,7 +311,9 @@ class _Contents:
         piece = Piece(file=self.file, span=written.span, state=dtypes, scalars=scalars)
         for name, tensor in tensors.items():
             key = piece.key(held.name, name)
-            self.items.append(Item(key=key, dtype=dtypes[name], shape=(written.span.numel,), tensor=_giver(tensor)))
+            self._items.append(Item(key=key, dtype=dtypes[name], shape=(written.span.numel,), tensor=_giver(tensor)))
+            if name == WEIGHT and held.chunk.direct:
+                self._may_change.append(key)
         yield piece
 
     def _add_buffer(self, name: str, buffer: torch.Tensor, digests: list[str]) -> None:
@@ -265,7 +323,8 @@ class _Contents:
         files = tuple(f"rank-{rank:05d}.safetensors" for rank in writers)
         self.buffers[name] = Buffer(shape=shape, dtype=dtype, file_of_rank=files)
         if dist.get_rank() in writers:
-            self.items.append(Item(key=Buffer.key(name), dtype=dtype, shape=shape, tensor=_giver(buffer)))
+            self._items.append(Item(key=Buffer.key(name), dtype=dtype, shape=shape, tensor=_giver(buffer)))
+            self._may_change.append(Buffer.key(name))
 
 
 def _giver(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -285,11 +344,6 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-def _begin(target: Path, drafts: list[Draft]) -> None:
-    if dist.get_rank() == 0:
-        drafts.append(Draft(target))
-
-
 def _write(
     process_group: dist.ProcessGroup,
     target: Path,
@@ -297,6 +351,7 @@ def _write(
     drafts: list[Draft],
     fixed: Mapping[str, Any],
     keep: int | None,
+    taken: Callable[[], None],
 ) -> None:
     """Writes this rank's file; rank 0 writes the manifest when all files are there. Collective."""
 
@@ -306,7 +361,8 @@ def _write(
             raise CheckpointError(
                 f"{directory}, made by rank 0, is not there: a checkpoint must be on storage that all ranks share"
             )
-        return (contents.file, write_tensors(directory / contents.file, contents.items)) if contents.items else None
+        image = contents.image
+        return None if image is None else (contents.file, image.write(directory / contents.file, taken))
 
     records = together(process_group, "wrote their files", write_file)
     everything: list[Any] | None = [None] * dist.get_world_size(process_group) if drafts else None

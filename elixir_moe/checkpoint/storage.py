@@ -1,6 +1,6 @@
-"""Files, their hashes, and how a directory comes to be whole or absent.
+"""How a directory comes to be whole or absent.
 
-Owns everything about a checkpoint that a file system sees. A checkpoint is a directory::
+Owns all of a checkpoint that a file system sees, but for the inside of its files (`tensors`). It is a directory::
 
     step-100/   manifest.json            written last
                 rank-00000.safetensors   flat tensors, one for each run of elements that rank held
@@ -11,181 +11,22 @@ rename makes it appear. The manifest is locked (flock) from the first moment of 
 is not locked belongs to nobody alive, and is collected. Removing goes the same way back: one rename makes it partial.
 """
 
-import errno
 import fcntl
-import json
-import math
 import os
 import re
-import stat
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from elixir_moe.checkpoint.manifest import FileRecord, Manifest, digest_of, parse
-from elixir_moe.checkpoint.values import DTYPES
+from elixir_moe.checkpoint.manifest import Manifest, parse
+from elixir_moe.checkpoint.tensors import hash_file, open_regular, sync_directory
 from elixir_moe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
-_SEGMENT_BYTES = 1 << 24
-"""A file's hash is that of the hashes of its segments, so that several threads can share a file."""
-_HASHERS = 4
-_SEGMENTS_BEHIND = 16
-"""How far hashing may lag behind writing: what bounds the memory of tensors that were brought to the host for it."""
 _HEAD_BYTES = 512
 """In so many bytes a manifest says when it was saved."""
-
-
-# ------------------------------------------------------------------------------------------------------------- tensors
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Item:
-    """A tensor that is to be written."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    tensor: Callable[[], torch.Tensor]
-    """Gives it when its turn has come."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Writes a new safetensors file and syncs it, hashing beside the writing (the library's own writer does not hash).
-
-    Args:
-        path: of the file.
-        items: its tensors.
-        metadata: texts for the header.
-
-    Raises:
-        OSError: the disk is full, the file exists, and the like.
-    """
-    ordered = sorted(items, key=lambda item: -DTYPES[item.dtype].itemsize)  # so each tensor is aligned to its dtype
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
-    for item in ordered:
-        header[item.key] = {
-            "dtype": item.dtype,
-            "shape": list(item.shape),
-            "data_offsets": [at, at := at + item.nbytes],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    digests: list[bytes] = []
-    behind: deque[Future[bytes]] = deque()
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(_HASHERS) as hashers:
-        for segment in _segments(_contents(text, ordered)):
-            behind.append(hashers.submit(_digest, segment))
-            for part in segment:
-                while part:
-                    part = part[file.write(part) :]
-            if len(behind) > _SEGMENTS_BEHIND:
-                digests.append(behind.popleft().result())
-        os.fsync(file.fileno())
-        digests += [future.result() for future in behind]
-    sync_directory(path.parent)
-    return FileRecord(nbytes=8 + len(text) + at, digest=digest_of(b"".join(digests)))
-
-
-def hash_file(path: Path) -> FileRecord:
-    """Size and hash of a file as it is. Raises CheckpointError if it is missing, a link or no file."""
-    with open(_open(path), "rb") as file, ThreadPoolExecutor(_HASHERS) as hashers:
-        nbytes = os.fstat(file.fileno()).st_size
-        starts = range(0, nbytes, _SEGMENT_BYTES)
-        digests = hashers.map(lambda start: _digest([_read(file.fileno(), start)]), starts)
-        return FileRecord(nbytes=nbytes, digest=digest_of(b"".join(digests)))
-
-
-def _contents(header: bytes, items: Iterable[Item]) -> Iterator[memoryview]:
-    yield memoryview(len(header).to_bytes(8, "little") + header)
-    for item in items:
-        flat = item.tensor().detach().cpu().contiguous().reshape(-1)
-        data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        assert data.nbytes == item.nbytes, f"{item.key} has {data.nbytes} bytes, not {item.nbytes}"
-        yield data
-
-
-def _segments(contents: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes, in pieces of `_SEGMENT_BYTES` and a last one, each of several parts."""
-    segment, room = list[memoryview](), _SEGMENT_BYTES
-    for data in contents:
-        while data:
-            part, data = data[:room], data[room:]
-            segment.append(part)
-            room -= len(part)
-            if not room:
-                yield segment
-                segment, room = [], _SEGMENT_BYTES
-    if segment:
-        yield segment
-
-
-def _digest(parts: Iterable[memoryview]) -> bytes:
-    digest = blake2b(digest_size=32)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
-
-
-def _read(descriptor: int, start: int) -> memoryview:
-    """The segment from `start` on, as far as there is one."""
-    segment = memoryview(bytearray(_SEGMENT_BYTES))
-    filled = 0
-    while count := os.preadv(descriptor, [segment[filled:]], start + filled):
-        filled += count
-    return segment[:filled]
-
-
-class Files:
-    """The files of one checkpoint, opened when they are first read, and read only where they are asked for."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._open: dict[str, Any] = {}
-
-    def check(self, file: str, key: str, dtype: str, shape: tuple[int, ...]) -> None:
-        """Raises CheckpointError unless `file` has such a tensor."""
-        path = self._directory / file
-        try:
-            found = self._handle(file).get_slice(key)
-        except Exception as error:  # the type is safetensors' own, which is not to be imported here
-            raise CheckpointError(f"{path}: tensor {key!r} cannot be read: {error}") from error
-        if (found.get_dtype(), tuple(found.get_shape())) != (dtype, shape):
-            raise CheckpointError(
-                f"{path}: tensor {key!r} is {found.get_dtype()} of shape {tuple(found.get_shape())}, but the manifest "
-                f"says {dtype} of shape {shape}"
-            )
-
-    def read(self, file: str, key: str) -> torch.Tensor:
-        """The tensor, mapped from the file: only what is used of it is read."""
-        tensor: torch.Tensor = self._handle(file).get_tensor(key)
-        return tensor
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            from safetensors import safe_open
-
-            os.close(_open(self._directory / file))  # no link
-            self._open[file] = safe_open(self._directory / file, framework="pt")
-        return self._open[file]
-
-
-# ----------------------------------------------------------------------------------------------------------- directory
 
 
 class Draft:
@@ -257,7 +98,7 @@ def moment_after_all(directory: Path) -> int:
     for path in directory.glob(f"[!.]*/{MANIFEST}"):
         if path.is_symlink():
             continue
-        with open(_open(path), "rb") as file:
+        with open(open_regular(path), "rb") as file:
             found = re.search(rb'"saved_ns":(\d{1,19}),', file.read(_HEAD_BYTES))
         moments += [int(found[1]) + 1] if found else []
     return max(moments)
@@ -312,7 +153,7 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises CheckpointError if there is none, or it is damaged."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such checkpoint")
-    with open(_open(path / MANIFEST), "rb") as file:
+    with open(open_regular(path / MANIFEST), "rb") as file:
         return parse(file.read(), str(path / MANIFEST))
 
 
@@ -325,28 +166,6 @@ def verify(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -
             raise CheckpointError(f"{path / name} is damaged: {wrong}; use another checkpoint")
         if found.digest != record.digest:
             raise CheckpointError(f"{path / name} is damaged: its hash is not the manifest's; use another checkpoint")
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the entries of a directory last."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _open(path: Path) -> int:
-    """A descriptor of a regular file, for reading. Raises CheckpointError for links and all that is none."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        reason = "is a link" if error.errno == errno.ELOOP else f"cannot be read: {error.strerror}"
-        raise CheckpointError(f"{path} {reason}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path} is no regular file")
-    return descriptor
 
 
 def partials(directory: Path) -> list[Path]:

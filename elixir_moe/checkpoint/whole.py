@@ -16,7 +16,8 @@ import torch
 
 from elixir_moe.checkpoint.boxes import Span, meet
 from elixir_moe.checkpoint.manifest import WEIGHT, Buffer, Entry, Manifest, Piece, dump
-from elixir_moe.checkpoint.storage import Draft, Files, Item, write_tensors
+from elixir_moe.checkpoint.storage import Draft
+from elixir_moe.checkpoint.tensors import Files, Item, write_tensors
 from elixir_moe.checkpoint.values import DTYPES, NAMES
 from elixir_moe.errors import CheckpointError
 

@@ -7,6 +7,7 @@ v2, 4.1.
 
 import contextlib
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -124,6 +125,8 @@ class Home:
         """Of a chunk used in place that no other rank has: by first element, the fp32 gradients as autograd made them,
         never copied and in no one piece of memory."""
         self.holds = Holds.VALUES if self._sends_compute else Holds.STALE
+        self.reader: threading.Event | None = None
+        """Set when a save beside the training has copied what is kept here; whoever changes it waits for that."""
         self._accumulated = False
 
     @property
@@ -199,11 +202,17 @@ class Home:
             self.holds = Holds.VALUES
         return self.compute
 
+    def await_reader(self) -> None:
+        """Returns when values, master and moments may be changed."""
+        if self.reader is not None:
+            self.reader.wait()
+
     def store(self, start: int, written: torch.Tensor) -> None:
         """Takes values that user code wrote, for the elements from `start` of the shard.
 
         What it left alone keeps its master's precision.
         """
+        self.await_reader()
         here = slice(start, start + written.numel())
         if self.master is None:
             self.compute[here].copy_(written)

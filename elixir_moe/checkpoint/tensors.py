@@ -1,0 +1,267 @@
+"""Files of tensors: written, hashed and read.
+
+Owns the format (safetensors, whose own writer does not hash) and the way of bytes to the disk: taken from tensors into
+segments, each hashed and written by another thread while the next is taken. Writes go around the system's cache where
+the file system lets them: the cache would cost a copy, and drop what training has in it.
+"""
+
+import errno
+import json
+import math
+import mmap
+import os
+import stat
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from elixir_moe.checkpoint.hashing import SEGMENT_BYTES, file_digest, segment_digest
+from elixir_moe.checkpoint.manifest import FileRecord
+from elixir_moe.checkpoint.values import DTYPES
+from elixir_moe.errors import CheckpointError
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_WRITERS = 2
+_SEGMENTS_AHEAD = 4
+"""How far taking may run ahead of writing where tensors wait for it: what bounds the memory."""
+_PAGE_BYTES = 4096
+"""What sizes must be multiples of to go around the cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """A tensor that is to be written."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    tensor: Callable[[], torch.Tensor]
+    """Gives it when its turn has come."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class FileImage:
+    """The bytes of a file of tensors, on their way from tensors to the disk."""
+
+    def __init__(
+        self, items: Iterable[Item], metadata: Mapping[str, str] | None = None, *, bounded: bool = True
+    ) -> None:
+        """Of `items`, with texts for the header. Unless it is `bounded`, taking never waits for writing."""
+        ordered = sorted(items, key=lambda item: -DTYPES[item.dtype].itemsize)  # so each tensor is aligned to its dtype
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        at = 0
+        for item in ordered:
+            header[item.key] = {
+                "dtype": item.dtype,
+                "shape": list(item.shape),
+                "data_offsets": [at, at := at + item.nbytes],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        head = np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8)
+        self._places = {item.key: len(head) + header[item.key]["data_offsets"][0] for item in ordered}
+        self._left = {item.key: item for item in ordered}
+        self._nbytes = len(head) + at
+        self._missing = [min(SEGMENT_BYTES, self._nbytes - at) for at in range(0, self._nbytes, SEGMENT_BYTES)]
+        self._bounded = bounded
+        self._segments: dict[int, Bytes] = {}
+        self._free: list[Bytes] = []
+        self._whole = list(self._put(0, head))
+
+    def take(self, keys: Iterable[str]) -> None:
+        """Copies these tensors now."""
+        for key in keys:
+            self._whole += self._take(key)
+
+    def write(self, path: Path, taken: Callable[[], None] = lambda: None) -> FileRecord:
+        """Writes the new file and syncs it, calling `taken` when the last tensor has been copied.
+
+        Raises:
+            OSError: the disk is full, the file exists, and the like.
+        """
+        digests: dict[int, Future[bytes]] = {}
+        behind: deque[Future[bytes]] = deque()
+        with _Sink(path) as sink, ThreadPoolExecutor(_WRITERS) as writers:
+            rest = chain.from_iterable(map(self._take, list(self._left)))
+            for index in chain(self._whole, rest):
+                digests[index] = writers.submit(self._bring, sink, index, self._segments.pop(index))
+                behind.append(digests[index])
+                if self._bounded and len(behind) > _SEGMENTS_AHEAD:
+                    behind.popleft().result()
+            taken()
+            digest = file_digest(digests[index].result() for index in range(len(self._missing)))
+            sink.finish(self._nbytes)
+        sync_directory(path.parent)
+        return FileRecord(nbytes=self._nbytes, digest=digest)
+
+    def _take(self, key: str) -> Iterator[int]:
+        item = self._left.pop(key)
+        data = item.tensor().detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        assert len(data) == item.nbytes, f"{key} has {len(data)} bytes, not {item.nbytes}"
+        return self._put(self._places[key], data)
+
+    def _put(self, at: int, data: Bytes) -> Iterator[int]:
+        """Copies `data` to its place; yields each segment that is whole with it."""
+        while len(data):
+            index, start = divmod(at, SEGMENT_BYTES)
+            if index not in self._segments:
+                self._segments[index] = self._free.pop() if self._free else _aligned(self._length(index))
+            part = data[: SEGMENT_BYTES - start]
+            np.copyto(self._segments[index][start : start + len(part)], part)
+            data, at = data[len(part) :], at + len(part)
+            self._missing[index] -= len(part)
+            if not self._missing[index]:
+                yield index
+
+    def _length(self, index: int) -> int:
+        return min(SEGMENT_BYTES, self._nbytes - index * SEGMENT_BYTES)
+
+    def _bring(self, sink: "_Sink", index: int, segment: Bytes) -> bytes:
+        """Writes a segment; returns its hash."""
+        sink.write(index * SEGMENT_BYTES, segment, self._length(index))
+        digest = segment_digest(memoryview(segment)[: self._length(index)])  # type: ignore[arg-type]
+        self._free.append(segment)
+        return digest
+
+
+class _Sink:
+    """A new file that several threads write, around the system's cache if they can."""
+
+    def __init__(self, path: Path) -> None:
+        self._through = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        self._around: int | None = None
+        with suppress(OSError):  # a file system that has no way around
+            self._around = os.open(path, os.O_WRONLY | os.O_DIRECT)
+
+    def __enter__(self) -> "_Sink":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in (self._through, self._around):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def write(self, at: int, segment: Bytes, length: int) -> None:
+        """Writes the first `length` bytes of an aligned `segment` to `at`; what is in the last page goes with them."""
+        try:
+            if self._around is not None:
+                return _write(self._around, at, memoryview(segment)[: _pages(length)])  # type: ignore[arg-type]
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # larger pages than ours
+                raise
+        _write(self._through, at, memoryview(segment)[:length])  # type: ignore[arg-type]
+
+    def finish(self, nbytes: int) -> None:
+        """Cuts the file to its length; returns when it will last."""
+        os.ftruncate(self._through, nbytes)
+        os.fsync(self._through)
+
+
+def _write(descriptor: int, at: int, data: memoryview) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, at)
+        data, at = data[written:], at + written
+
+
+def _pages(length: int) -> int:
+    return -(-length // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _aligned(length: int) -> Bytes:
+    """At least `length` bytes of memory of its own, in whole pages."""
+    memory = mmap.mmap(-1, _pages(length))
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # few large pages: the system's giving out of small ones takes most of a copy
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> FileRecord:
+    """Writes a new safetensors file with these tensors and texts, and syncs it. Raises OSError as `FileImage.write`."""
+    return FileImage(items, metadata).write(path)
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Size and hash of a file as it is. Raises CheckpointError if it is missing, a link or no file."""
+    with open(open_regular(path), "rb") as file, ThreadPoolExecutor(_WRITERS) as readers:
+        nbytes = os.fstat(file.fileno()).st_size
+        starts = range(0, nbytes, SEGMENT_BYTES)
+        digests = readers.map(lambda start: segment_digest(_read(file.fileno(), start)), starts)
+        return FileRecord(nbytes=nbytes, digest=file_digest(digests))
+
+
+def _read(descriptor: int, start: int) -> memoryview:
+    """The segment from `start` on, as far as there is one."""
+    segment = memoryview(_aligned(SEGMENT_BYTES))  # type: ignore[arg-type]
+    filled = 0
+    while count := os.preadv(descriptor, [segment[filled:]], start + filled):
+        filled += count
+    return segment[:filled]
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the entries of a directory last."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Files:
+    """The files of one checkpoint, opened when they are first read, and read only where they are asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open: dict[str, Any] = {}
+
+    def check(self, file: str, key: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError unless `file` has such a tensor."""
+        path = self._directory / file
+        try:
+            found = self._handle(file).get_slice(key)
+        except Exception as error:  # the type is safetensors' own, which is not to be imported here
+            raise CheckpointError(f"{path}: tensor {key!r} cannot be read: {error}") from error
+        if (found.get_dtype(), tuple(found.get_shape())) != (dtype, shape):
+            raise CheckpointError(
+                f"{path}: tensor {key!r} is {found.get_dtype()} of shape {tuple(found.get_shape())}, but the manifest "
+                f"says {dtype} of shape {shape}"
+            )
+
+    def read(self, file: str, key: str) -> torch.Tensor:
+        """The tensor, mapped from the file: only what is used of it is read."""
+        tensor: torch.Tensor = self._handle(file).get_tensor(key)
+        return tensor
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            from safetensors import safe_open
+
+            os.close(open_regular(self._directory / file))  # no link
+            self._open[file] = safe_open(self._directory / file, framework="pt")
+        return self._open[file]
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file, for reading. Raises CheckpointError for links and all that is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        reason = "is a link" if error.errno == errno.ELOOP else f"cannot be read: {error.strerror}"
+        raise CheckpointError(f"{path} {reason}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is no regular file")
+    return descriptor
