@@ -12,6 +12,7 @@ import torch
 from tests.cases import with_further
 
 ROOT = Path(__file__).parent.parent
+BESIDE = "asynchronous save: what it blocks training for"
 ROW = {"name", "peer", "workload", "ranks", "limit", "ratio", "spread", "unit", "ours", "theirs", "note"}
 
 
@@ -25,7 +26,10 @@ def number(value: object) -> bool:
     return isinstance(value, float | int) and not isinstance(value, bool)
 
 
-@pytest.mark.parametrize(("only", "ranks"), with_further([("zero2", {2}), (None, {1, 2})], [("zero2", {2})]))
+@pytest.mark.parametrize(
+    ("only", "ranks"),
+    with_further([("zero2", {2}), (BESIDE, {2}), (None, {1, 2})], [("zero2", {2}), (BESIDE, {2})]),
+)
 def test_a_quick_run_measures_every_row(only: str | None, ranks: set[int], tmp_path: Path) -> None:
     path = tmp_path / "deeper" / "bench.json"
     run = bench("--quick", "--rounds", "1", "--out", str(path), *(["--only", only] if only else []))
