@@ -496,7 +496,6 @@ def train_all(names: list[str], plans: dict[str, em.Plan]) -> dict[tuple[str, st
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.fault(22, 26)
 def test_scenario(name: str, world: int, ranks: Ranks) -> None:
     """On one rank the plans differ in blocks and tiers alone: the one with the most of both is enough."""
     wanted = train(SCENARIOS[name], None)

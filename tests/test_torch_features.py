@@ -328,7 +328,6 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.fault(27, 28)
 def test_case(name: str, ranks: Ranks, alone: None) -> None:
     wanted, tolerance = train(name, None), CASES[name].tolerance
     for found in (train_all(name), *ranks(2).run(train_all, name)):
