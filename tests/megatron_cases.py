@@ -377,16 +377,18 @@ def plain(case: Case, accumulation: int, clip: float | None, parts: int = 1) -> 
         return {**result, "start": start, "state": state_of(model)}
 
 
-def wrapped(
-    case: Case, plan: em.Plan, accumulation: int, clip: float | None, start: dict[str, Tensor]
-) -> dict[str, Any]:
-    """The same run on this rank under `plan`."""
+def wrapped(case: Case, plan: Any, accumulation: int, clip: float | None, start: dict[str, Tensor]) -> dict[str, Any]:
+    """The same run on this rank under `plan`, which "auto" finds for a machine of four GPUs."""
     with shims(), model_parallel(case):
         model = build(case)
         load(model, start, case)
         megatron.annotate(model)
-        model, optimizer = em.wrap(model, make_optimizer(model), plan=plan)
         rank, world = place()["dp"]
+        options: dict[str, Any] = {}
+        if plan == "auto":
+            sample = tokens(0, 0, SEQ, VOCAB)[: ROWS // world]
+            options = {"sample": sample, "step": lm_loss, "hardware": "a100-80g-pcie-x4"}
+        model, optimizer = em.wrap(model, make_optimizer(model), plan=plan, **options)
         result = train(model, optimizer, accumulation, clip, rank, world)
         losses = torch.tensor(result["loss"], dtype=torch.float64)
         dist.all_reduce(losses)

@@ -125,7 +125,8 @@ def _run(
             raise
         except Exception as error:
             raise ConfigError(
-                f"the step cannot run on tensors without data: {type(error).__name__}: {error}"
+                f"the step cannot run on tensors without data: {type(error).__name__}: {error}; a step that reads "
+                "values of tensors needs a plan that is given"
             ) from error
     return recorder.marks
 

@@ -1,0 +1,20 @@
+"""``plan="auto"`` on Megatron-core's own models: dense ones are traced and trained exactly."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.megatron_cases import Case, plain, wrapped
+from tests.parity import compare
+from tests.ranks import RankPool
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+Ranks = Callable[[int], RankPool]
+
+
+def test_tensor_parallelism_is_planned_and_exact(ranks: Ranks) -> None:
+    case = Case(tp=2)
+    (wanted,) = ranks(1).run(plain, case, 1, 0.5)
+    for found in ranks(2).run(wrapped, case, "auto", 1, 0.5, wanted["start"]):
+        compare(found, wanted, "tp 2")
+        assert found["statistics"]["off_schedule"] == 0
