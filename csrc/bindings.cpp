@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "adam.hpp"
-#include "blake2b.hpp"
 #include "cache.hpp"
 
 namespace nb = nanobind;
@@ -125,21 +124,6 @@ double sum_of_squares(ConstArray grad, int threads, const std::string& isa_name)
 }
 
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-nb::bytes blake2b(Bytes messages, std::size_t length, const std::string& isa_name) {
-    if (length == 0 || length % elixir::kBlake2bBlock != 0 || messages.size() % length != 0) {
-        throw std::invalid_argument("messages of " + std::to_string(length) + " bytes in " +
-                                    std::to_string(messages.size()) + "; a multiple of 128 that divides it is needed");
-    }
-    const elixir::Isa isa = isa_named(isa_name);
-    const std::size_t count = messages.size() / length;
-    std::vector<std::uint8_t> digests(count * elixir::kBlake2bDigest);
-    {
-        const nb::gil_scoped_release no_gil;
-        elixir::blake2b(messages.data(), count, length, digests.data(), isa);
-    }
-    return nb::bytes(digests.data(), digests.size());
-}
-
 using Numbers = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Loads = std::vector<std::tuple<std::int32_t, std::int32_t, std::int32_t>>;
 
@@ -190,9 +174,6 @@ NB_MODULE(_native, m) {
 
     m.def("sum_of_squares", &sum_of_squares, "grad"_a.noconvert(), nb::kw_only(), "threads"_a, "isa"_a = "",
           "The sum of squares of a gradient shard in host memory.");
-
-    m.def("blake2b", &blake2b, "messages"_a.noconvert(), nb::kw_only(), "length"_a, "isa"_a = "",
-          "The BLAKE2b digests, of 32 bytes each, of all messages of `length` bytes.");
 
     m.def("simulate", &simulate, "verbs"_a.noconvert(), "starts"_a.noconvert(), "chunks"_a.noconvert(), "chunk_count"_a,
           "blocks"_a,

@@ -38,13 +38,6 @@ def adam_step(
     """
 
 def sum_of_squares(grad: Tensor, *, threads: int, isa: str = "") -> float: ...
-def blake2b(messages: bytes | memoryview, *, length: int, isa: str = "") -> bytes:
-    """The BLAKE2b digests, 32 bytes each, of messages of `length` bytes, a multiple of 128, one behind the other.
-
-    Raises:
-        ValueError: `messages` is no multiple of `length`, or `length` none of 128.
-    """
-
 def simulate(
     verbs: array[int], starts: array[int], chunks: array[int], chunk_count: int, blocks: int
 ) -> list[tuple[int, int, int]] | None:

@@ -1,11 +1,10 @@
-"""The optimizer's arithmetic on one shard, wherever it lies, and the hash of many messages.
+"""The optimizer's arithmetic on one shard, wherever it lies.
 
-Owns the choice between native kernels (csrc/adam.*, csrc/blake2b.*) and plain torch or Python; never decides when a
-step is taken, and holds no state. The compute shard is written in the same pass as the master shard, which is what
-keeps an offloaded parameter's traffic at six bytes a step.
+Owns the choice between the native kernel (csrc/adam.*) and plain torch; never decides when a step is taken, and holds
+no state. The compute shard is written in the same pass as the master shard, which is what keeps an offloaded
+parameter's traffic at six bytes a step.
 """
 
-import hashlib
 from typing import TypedDict, Unpack
 
 import torch
@@ -58,14 +57,6 @@ def sum_of_squares(gradient: Tensor) -> float:
     rows = torch.linalg.vector_norm(gradient[:whole].view(-1, NORM_ROW_NUMEL), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(gradient[whole:], dtype=torch.float32)
     return (rows.double().square().sum() + rest.double().square()).item()
-
-
-def blake2b_each(messages: memoryview, length: int) -> bytes:
-    """The BLAKE2b digests, 32 bytes each, of messages of `length` bytes, a multiple of 128, one behind the other."""
-    if _native is not None:
-        return _native.blake2b(messages, length=length) if len(messages) else b""
-    parts = (messages[at : at + length] for at in range(0, len(messages), length))
-    return b"".join(hashlib.blake2b(part, digest_size=32).digest() for part in parts)
 
 
 def adam_step(

@@ -1,28 +1,19 @@
 """Files of tensors: what their hash is, and that they hold what was put in, however the disk takes it."""
 
 import errno
-import hashlib
 import os
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 
-from elixir_moe import _native, kernels
-from elixir_moe.checkpoint import hashing, tensors
-from elixir_moe.checkpoint.hashing import segment_digest
+from elixir_moe.checkpoint import tensors
 from elixir_moe.checkpoint.manifest import FileRecord
 from elixir_moe.checkpoint.tensors import FileImage, Item, hash_file, write_tensors
 
 PAGE = 4096
-ISAS = ["scalar", "avx2", "avx512"]
-ISAS = ISAS[: ISAS.index(_native.cpu_features()) + 1]
-
-
-def plain(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=32).digest()
 
 
 def pieces(data: bytes, length: int) -> list[bytes]:
@@ -31,34 +22,6 @@ def pieces(data: bytes, length: int) -> list[bytes]:
 
 def items_of(values: torch.Tensor, numels: tuple[int, ...] = (0, 3, 5000, 9000)) -> list[Item]:
     return [Item(key=str(n), dtype="F32", shape=(n,), tensor=lambda n=n: values[:n]) for n in numels]
-
-
-@pytest.mark.parametrize("isa", [*ISAS, "none"])
-def test_messages_side_by_side_have_the_hashes_of_hashlib(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = random.Random(0).randbytes(13 * 4096)
-    if isa == "none":
-        monkeypatch.setattr(kernels, "_native", None)
-    for length in (128, 384, 4096):
-        for count in (0, 1, 3, 4, 7, 8, 13):
-            messages = memoryview(data)[5 : 5 + count * length] if count * length < len(data) else memoryview(data)
-            messages = messages[: count * length]
-            wanted = b"".join(map(plain, pieces(bytes(messages), length)))
-            if isa == "none" or not count:
-                assert kernels.blake2b_each(messages, length) == wanted
-            else:
-                assert _native.blake2b(messages, length=length, isa=isa) == wanted
-
-
-@pytest.mark.parametrize(("nbytes", "length"), [(100, 128), (256, 100), (0, 0)])
-def test_messages_of_another_length_are_refused(nbytes: int, length: int) -> None:
-    with pytest.raises(ValueError, match="a multiple of 128 that divides it"):
-        _native.blake2b(bytes(nbytes), length=length)
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, PAGE - 1, PAGE, PAGE + 1, 9 * PAGE + 77])
-def test_the_hash_of_a_segment_is_that_of_its_leaves(nbytes: int) -> None:
-    data = random.Random(1).randbytes(nbytes)
-    assert segment_digest(memoryview(data)) == plain(b"".join(map(plain, pieces(data, hashing.LEAF_BYTES))))
 
 
 @pytest.mark.parametrize("segment", [PAGE, 5 * PAGE, 1 << 22])
@@ -90,8 +53,8 @@ def test_the_hash_is_that_of_the_segments_of_the_file(
     record = write_tensors(tmp_path / "x.safetensors", items_of(values))
     data = (tmp_path / "x.safetensors").read_bytes()
     assert record == hash_file(tmp_path / "x.safetensors")
-    segments = [plain(b"".join(map(plain, pieces(part, PAGE)))) for part in pieces(data, segment)]
-    assert record == FileRecord(nbytes=len(data), digest=plain(b"".join(segments)).hex())
+    segments = [blake3(part).digest() for part in pieces(data, segment)]
+    assert record == FileRecord(nbytes=len(data), digest=blake3(b"".join(segments)).hexdigest())
     from safetensors.torch import load_file
 
     found = load_file(tmp_path / "x.safetensors")

@@ -1,31 +1,24 @@
-"""The hash of a file: BLAKE2b of 256 bits, of leaves first, so that it keeps up with disks and threads can share it.
+"""The hash of a file: BLAKE3 of 256 bits, of its segments first, so that threads can share the work.
 
-Owns its definition. A file is cut into segments of `SEGMENT_BYTES`, a segment into leaves of `LEAF_BYTES`; the last of
-each may be shorter. A segment's hash is that of its leaves' hashes one behind the other, the file's that of its
-segments' hashes. Leaves are hashed side by side (csrc/blake2b.*); where nothing was built, hashlib gives the same.
+Owns its definition. A file is cut into segments of `SEGMENT_BYTES`, of which the last may be shorter; its hash is that
+of its segments' hashes, one behind the other.
 """
 
-import hashlib
 from collections.abc import Iterable
 
-from elixir_moe.kernels import blake2b_each
-
 SEGMENT_BYTES = 1 << 22
-LEAF_BYTES = 1 << 12
+
+
+def segment_digest(segment: bytes | memoryview) -> bytes:
+    """The hash of a segment, without Python's lock."""
+    from blake3 import blake3  # not before a checkpoint is written or read: nothing else needs it
+
+    return blake3(segment).digest()
 
 
 def digest_of(data: bytes) -> str:
     """The hash of a text, in hexadecimal."""
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
-
-
-def segment_digest(segment: memoryview) -> bytes:
-    """The hash of a segment; as much of the work as can be is done without Python's lock."""
-    whole = len(segment) // LEAF_BYTES * LEAF_BYTES
-    leaves = hashlib.blake2b(blake2b_each(segment[:whole], LEAF_BYTES), digest_size=32)
-    if whole < len(segment):
-        leaves.update(hashlib.blake2b(segment[whole:], digest_size=32).digest())
-    return leaves.digest()
+    return segment_digest(data).hex()
 
 
 def file_digest(segments: Iterable[bytes]) -> str:
