@@ -98,6 +98,24 @@ def test_the_rcache_shrinks_first_and_then_the_micro_batch(
     assert found == expected
 
 
+@pytest.mark.fault(36)
+def test_a_signal_to_the_launcher_of_the_short_form_saves_too(tmp_path: Path) -> None:
+    """It comes when a step has been told of; there are more steps than any test can wait for."""
+    out = tmp_path / "out"
+    write_settings(out, steps=10**6)
+    command = [sys.executable, "-m", "elixir_moe", "train", "--nproc", "2", "--config", f"{out}.yaml"]
+    options = environment(PYTHONUNBUFFERED="1")
+    with subprocess.Popen(command, env=options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert any("  loss " in line for line in run.stdout), "a line for a step"
+        run.send_signal(signal.SIGTERM)
+        _, said = run.communicate(timeout=200)
+    status = written(out)["status"]
+    assert run.returncode == 75, said
+    assert f"stopped after step {status['step']} by signal 15" in said and status["state"] == "stopped"
+    assert Path(status["checkpoint"]).name == f"step-{status['step']:08d}" and Path(status["checkpoint"]).is_dir()
+
+
 @pytest.mark.fault(4)
 def test_a_stopped_rank_is_named_by_the_others_which_end(tmp_path: Path) -> None:
     """Rank 1 gets SIGSTOP in step 2; rank 0 waits for it as long as it was told to, and not for ever."""

@@ -1,17 +1,22 @@
 """Several ranks on this machine: the short form of `torchrun --standalone --nproc-per-node N -m elixir_moe ...`.
 
 Owns the start of the ranks through torchrun's own agent, and how a rank's error reaches the user: each rank leaves its
-error in the file torchrun gave it, and the launcher prints the one that came first, once. Never restarts anything.
+error in the file torchrun gave it, and the launcher prints the one that came first, once. SIGTERM and SIGUSR1 to the
+launcher go to the ranks, which save and end with an exit code that says so; torchrun's own agent would give them 30
+seconds and forget the code. Never restarts anything.
 """
 
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,8 +53,8 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
         threads: CPU threads of each.
 
     Raises:
-        RanksFailed: a rank failed; the others have been ended.
-        KeyboardInterrupt: the launcher was told to end, by a signal; so were the ranks.
+        RanksFailed: a rank failed, or stopped as a signal asked it to; the others have been ended.
+        KeyboardInterrupt: the launcher was interrupted, or told to end before it had ranks; so were the ranks.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -67,13 +72,45 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # those that are not passed on
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "elixir_moe", *arguments)
+        with _passing_on():
+            elastic_launch(config, sys.executable)("-m", "elixir_moe", *arguments)
     except ChildFailedError as error:
         raise _first_failure(error.failures) from None
     except SignalException as error:
         raise KeyboardInterrupt(str(error)) from None
+
+
+@contextmanager
+def _passing_on() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 go to the processes that this one has started."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        ranks = _children()
+        if not ranks:
+            raise KeyboardInterrupt(f"signal {number} before the ranks had started")
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _children() -> list[int]:
+    """Processes whose parent is this one, but for those that have ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
+            found += [int(path.parent.name)] if int(parent) == os.getpid() and state != "Z" else []
+    return found
 
 
 def leave_error(text: str, exit_code: int) -> bool:
