@@ -75,6 +75,7 @@ def adam_step(
     grad_scale: float = 1.0,
     decoupled: bool = True,
     maximize: bool = False,
+    threads: int | None = None,
 ) -> None:
     """Take one Adam (or, `decoupled`, AdamW) step on a shard, in place, and write the compute shard.
 
@@ -100,6 +101,7 @@ def adam_step(
         grad_scale: Factor on the gradient: one over the loss scale, the clipping coefficient, or their product.
         decoupled: AdamW's weight decay rather than Adam's.
         maximize: Ascend rather than descend.
+        threads: On how many the native kernel runs; by default as many as torch uses on this thread.
 
     Raises:
         ValueError: The arrays do not fit together as said above, or `step` is below 1.
@@ -135,7 +137,7 @@ def adam_step(
             to_dlpack(grad),
             None if compute is None else to_dlpack(compute),
             **settings,
-            threads=torch.get_num_threads(),
+            threads=torch.get_num_threads() if threads is None else threads,
         )
 
 

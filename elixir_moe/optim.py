@@ -103,7 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._lane = None
         """The thread on which chunks at home in host memory are updated, while the next forward begins."""
         if self._update.beside and any(chunk.home.tier is Tier.HOST for chunk in self._chunks):
-            self._lane = ThreadPoolExecutor(1, "elixir-update", torch.set_num_threads, (torch.get_num_threads(),))
+            self._lane = ThreadPoolExecutor(1, "elixir-update")
         half = any(chunk.spec.key.dtype is torch.float16 for chunk in self._chunks)
         self.loss_scale = LossScale() if half else None
         self._moments = moments_of(inner)
@@ -176,6 +176,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ElixirError(self._blame(facts.norm))
         self._scheduler.flush()
         if not overflow:
+            self._scheduler.drop()  # what an interrupted update leaves gathered would be stale
             for chunk in self._in_order_of_use():
                 self._update_chunk(chunk, self._segments[chunk.spec.index], facts.used)
             self._update.finish()

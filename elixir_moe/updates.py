@@ -85,6 +85,7 @@ class AdamUpdate:
                 grad_scale=scale,
                 decoupled=self._decoupled,
                 maximize=options["maximize"],
+                threads=torch.get_num_threads(),
             )
             runs.append(run)
         return lambda: _run_all(runs)

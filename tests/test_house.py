@@ -24,7 +24,7 @@ STOREYS: list[set[str]] = [
     {"chunks.statistics", "chunks.streams", "chunks.tiers"},
     {"chunks.rcache"},
     {"chunks.chunk"},
-    {"chunks.agreement"},
+    {"chunks.agreement", "chunks.gathers"},
     {"chunks.scheduler"},
     {"units", "state", "guard", "saved", "updates", "specs"},
     {"calls"},

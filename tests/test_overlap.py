@@ -4,11 +4,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.chunks.collectives import Communicator, Ticket
+from elixir_moe.chunks.tiers import Home
 from elixir_moe.optim import ShardedOptimizer
 from tests.ranks import RankPool
 
@@ -32,7 +34,8 @@ class Stack(nn.Module):
         for index, layer in enumerate(self.layers):
             self.events.append(f"forward {index}")
             x = layer(x).tanh()
-            x.register_hook(lambda _, index=index: self.events.append(f"backward {index}"))
+            if x.requires_grad:
+                x.register_hook(lambda _, index=index: self.events.append(f"backward {index}"))
         return x
 
 
@@ -170,26 +173,62 @@ def test_updates_beside_training_change_no_bit(ranks: Ranks) -> None:
             assert all(torch.equal(beside[name], serial[name]) for name in serial)
 
 
-def failing_update(plan: em.Plan) -> str:
-    model, optimizer = sharded(plan)
-    prepare = optimizer._update.prepare
+def fails(chunk: Any, *args: Any) -> Callable[[], None]:
+    def update() -> None:
+        raise MemoryError("no room for an update")
 
-    def fail(chunk: Any, *args: Any) -> Callable[[], None]:
-        def update() -> None:
-            raise MemoryError("no room for an update")
-
-        return update if chunk.spec.index == 2 else prepare(chunk, *args)
-
-    optimizer._update.prepare = fail  # type: ignore[method-assign]
-    take_step(model, optimizer, 0)
-    messages = []
-    for _ in range(2):
-        try:
-            em.full_state_dict(model)
-        except MemoryError as error:
-            messages.append(str(error))
-    return " ".join(messages)
+    return update
 
 
 def test_an_update_that_fails_is_told_to_whoever_looks() -> None:
-    assert failing_update(em.Plan.offload(rcache_blocks=None, chunk_numel=CHUNK)).count("no room") == 2
+    model, optimizer = sharded(em.Plan.offload(rcache_blocks=2, chunk_numel=CHUNK))
+    optimizer._update.prepare = fails  # type: ignore[method-assign]
+    take_step(model, optimizer, 0)
+    for look in (lambda: model(torch.zeros(1, D)), lambda: em.full_state_dict(model), lambda: model(torch.zeros(1, D))):
+        with pytest.raises(MemoryError, match="no room"):
+            look()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("plan", [em.Plan.offload(rcache_blocks=blocks, chunk_numel=CHUNK) for blocks in (2, None)])
+def test_an_interrupt_while_an_update_is_waited_for(plan: em.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one between the updates and what follows them: nothing stale is read afterwards."""
+    expected = weights_after(plan, beside=True)
+    model, optimizer = sharded(plan)
+    take_step(model, optimizer, 0)
+    take_step(model, optimizer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Home, "finish_update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.zeros(1, D))
+    optimizer.zero_grad()
+    take_step(model, optimizer, 2)
+    model(torch.randn(4, D, generator=torch.Generator().manual_seed(3))).square().mean().backward()
+    optimizer.clip_grad_norm_(0.1)
+    with torch.no_grad():
+        model(torch.zeros(1, D))  # which gathers old weights
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._hooks, "updated", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    optimizer.zero_grad()
+    assert all(torch.equal(value, expected[name]) for name, value in em.full_state_dict(model).items())
+    seen = model(torch.ones(1, D))
+    optimizer.close()
+    plain = Stack()
+    plain.load_state_dict(expected)
+    assert torch.equal(seen, plain(torch.ones(1, D)))
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("plan", [em.Plan.offload(rcache_blocks=None, chunk_numel=CHUNK), em.Plan.ddp()])
+def test_nothing_runs_after_close(plan: em.Plan) -> None:
+    model, optimizer = sharded(plan)
+    take_step(model, optimizer, 0)
+    model(torch.zeros(1, D))
+    optimizer.close()
+    with pytest.raises(em.ConfigError, match=r"optimizer\.close\(\) was called"):
+        model(torch.zeros(1, D))

@@ -43,11 +43,10 @@ class Ticket:
 
     def wait(self) -> None:
         """Orders the caller after the operation; a second wait costs nothing."""
-        works, self._works = self._works, []
-        if works:
+        while self._works:
             with naming_failures(self.what):
-                for work in works:
-                    work.wait()
+                self._works[0].wait()
+            del self._works[0]  # not before: what interrupts the wait leaves it to be waited for
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -78,6 +77,8 @@ class Communicator:
         if groups:
             self._gather_group, self._reduce_group = groups
         self.staged = device is not None and bool(groups) and backend_of(groups[0], device) == "gloo"
+        self.tagged = self.staged or not groups
+        """Messages find their place by their tags: the order among process groups may differ from rank to rank."""
 
     def all_gather(self, buffer: torch.Tensor, tag: int) -> Ticket:
         """In place: slice `index` of `buffer`'s `size` equal slices is ours, the others arrive.

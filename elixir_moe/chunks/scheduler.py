@@ -18,6 +18,7 @@ import torch
 from elixir_moe.chunks.agreement import Agreement, Reductions, alone
 from elixir_moe.chunks.chunk import Chunk, ChunkState
 from elixir_moe.chunks.collectives import Ticket
+from elixir_moe.chunks.gathers import Gathers
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.policy import CacheState, Load, Verb
 from elixir_moe.chunks.rcache import Block, RCache
@@ -65,8 +66,7 @@ class Scheduler:
         self._owner: dict[int, tuple[int, int]] = {}
         self._block_of: dict[int, Block] = dict(rcache.resident)
         self._splits: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._decided: deque[Chunk] = deque()
-        """To be gathered, and not begun."""
+        self._gathers = Gathers(cache, self._begin_gather)
         self._in_flight: deque[Ticket] = deque()
         self._behind = Ticket()
         self._sent = False
@@ -83,7 +83,9 @@ class Scheduler:
 
         Raises:
             PlanError: the rCache is too small for them.
+            ConfigError: `optimizer.close` was called.
         """
+        self.check_open()
         cached, resident = self._split(chunks)
         if cached:
             self._note(Verb.ACQUIRE, cached, tracked)
@@ -91,10 +93,14 @@ class Scheduler:
                 loads = self.cache.acquire(cached, tracked=tracked)
             except PlanError as error:
                 raise PlanError(f"{who} needs chunks {cached}: {error}") from None
-            self._carry_out(loads)
-            self._start_gathers()
-        for index in cached:
-            self._await(self.chunks[index])
+            try:
+                self._carry_out(loads)
+                self._gathers.begin()
+                for index in cached:
+                    self._await(self.chunks[index])
+            except BaseException:  # an update that failed, a rank that is gone, an interrupt: nobody will release them
+                self.cache.release(cached, tracked=False)
+                raise
         for index in resident:
             chunk = self.chunks[index]
             if chunk.direct and chunk.buffer is not None:
@@ -134,7 +140,7 @@ class Scheduler:
 
     def forget(self) -> None:
         """Awaits nothing any more: the process groups go."""
-        self._decided.clear()
+        self._gathers.clear()
         self._in_flight.clear()
 
     def check_open(self) -> None:
@@ -144,52 +150,36 @@ class Scheduler:
 
     def _gather(self, chunk: Chunk, block: Block) -> None:
         """Has `block` filled: our shard from its home, then the others' shards."""
-        self.check_open()
         if chunk.lent:
             self.bring_home(chunk)
         with torch.inference_mode(False), torch.no_grad(), self._streams.fetching():
             self._settle(chunk)
         chunk.transition(ChunkState.GATHERING)
         self._block_of[chunk.spec.index] = block
-        self._decided.append(chunk)
         if not chunk.spec.in_place:
             self.statistics.bytes_fetched[chunk.home.tier.value] += chunk.spec.nbytes // chunk.spec.shards
         if chunk.spec.shards > 1:
             self._count(chunk, "all_gather", 1)
             self.reductions.gathered.append(chunk.spec.index)
-        self._start_gathers()
+        self._gathers.add(chunk, block)
 
-    def _start_gathers(self, until: Chunk | None = None) -> None:
-        """Starts the gathers that were decided, in that order on all ranks; `until` in any case, others when they may.
-
-        Nobody waits for an update whose chunk is not needed yet, nor, but for the next one, for a reduction on its way
-        out of the block.
-        """
-        while self._decided:
-            chunk = self._decided[0]
-            block = self._block_of[chunk.spec.index]
-            ready = not chunk.home.updating and (block.quiet or chunk.spec.index in self.cache.upcoming)
-            if until is None and not ready:
-                break
-            until = None if chunk is until else until
-            self._decided.popleft()
-            with torch.inference_mode(False), torch.no_grad(), self._streams.fetching():
-                self._start_gather(chunk, block)
-
-    def _start_gather(self, chunk: Chunk, block: Block) -> None:
-        chunk.buffer = block.claim(chunk.spec)
-        if not chunk.spec.in_place:
-            start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
-            chunk.buffer[start:stop].copy_(chunk.home.values(), non_blocking=True)
-        several, gather = chunk.spec.shards > 1, chunk.communicator.all_gather
-        ticket = gather(block.wire(chunk.spec), chunk.spec.index) if several else Ticket()
-        chunk.arriving = self._streams.marked(ticket)
+    def _begin_gather(self, chunk: Chunk, block: Block) -> None:
+        self.check_open()
+        with torch.inference_mode(False), torch.no_grad(), self._streams.fetching():
+            values = chunk.home.values()
+            chunk.buffer = block.claim(chunk.spec)
+            if not chunk.spec.in_place:
+                start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
+                chunk.buffer[start:stop].copy_(values, non_blocking=True)
+            several, gather = chunk.spec.shards > 1, chunk.communicator.all_gather
+            ticket = gather(block.wire(chunk.spec), chunk.spec.index) if several else Ticket()
+            chunk.arriving = self._streams.marked(ticket)
 
     def _await(self, chunk: Chunk) -> None:
         if chunk.state is not ChunkState.GATHERING:
             return
         if chunk.arriving is None:
-            self._start_gathers(until=chunk)
+            self._gathers.begin(until=chunk)
         assert chunk.arriving is not None
         chunk.arriving.wait()
         chunk.arriving = None

@@ -147,14 +147,20 @@ class Home:
         self.updated()
 
     @property
+    def has_update(self) -> bool:
+        """Whether an update was begun that nobody has waited for yet, be it under way or not."""
+        return self._update is not None
+
+    @property
     def updating(self) -> bool:
         """Whether an update is under way."""
         return self._update is not None and not self._update.done()
 
     def finish_update(self) -> None:
         """Blocks until an update that is under way has ended; raises what it failed of, each time."""
-        if self._update is not None:
-            self._update.result()
+        update = self._update
+        if update is not None:
+            update.result()
             self._update = None
 
     @property
