@@ -63,7 +63,7 @@ def test_a_rank_without_memory_makes_all_redo_the_step_with_less(
     Without clipping: another rCache does not change what is summed.
     """
     out = tmp_path / "out"
-    write_settings(out, timeout_seconds=20.0)
+    write_settings(out, timeout_seconds=12.0)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = [str(ROOT / "tests" / "fault_program.py"), str(out), "1", "5", "memory", "optimizer.clip_norm=null"]
     done = subprocess.run(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import elixir_moe as em
+from tests.cases import with_further
 from tests.ranks import RankPool
 from tests.test_habits import D, Layer, Net, adamw, mean_square, sgd
 
@@ -327,7 +328,18 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", CASES)
+FURTHER = {
+    "custom-function-by-view",
+    "recurrent",
+    "old-weight-norm",
+    "compiled-wrappers",
+    "module-hooks-before",
+    "parameter-hooks-before",
+}
+"""Much like others that run every time."""
+
+
+@pytest.mark.parametrize("name", with_further(CASES, CASES.keys() - FURTHER))
 def test_case(name: str, ranks: Ranks, alone: None) -> None:
     wanted, tolerance = train(name, None), CASES[name].tolerance
     for found in (train_all(name), *ranks(2).run(train_all, name)):
