@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not wanted and not parts:
         print(f"no row is called {options.only!r}; there are: {', '.join(sorted(names))}", file=sys.stderr)
         return 2
+    _own_extensions(Path(options.out).resolve().parent / "torch_extensions")
     rows: list[dict[str, Any]] = []
     for ranks, key in dict.fromkeys((row.ranks, row.workload) for row in wanted):
         those = [row for row in wanted if (row.ranks, row.workload) == (ranks, key)]
@@ -55,6 +56,13 @@ def main(arguments: list[str] | None = None) -> int:
     write(result, Path(options.out))
     print(markdown(result), end="")
     return 0
+
+
+def _own_extensions(folder: Path) -> None:
+    """Where DeepSpeed compiles its kernels: a folder of ours, without the locks that a run that was killed has left."""
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
+    for lock in folder.glob("**/lock"):
+        lock.unlink()
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -212,8 +212,8 @@ class CacheState:
                 self._leaves(chunk)
 
     def _leaves(self, chunk: int) -> None:
-        if self._schedule is not None:
-            self._present = min(self._present, self._schedule.next_use(chunk, self._position) - 1)
+        if self._schedule is not None and (use := self._schedule.next_use(chunk, self._position)) != NEVER:
+            self._present = min(self._present, use - 1, len(self._schedule.entries) - 1)
 
     def _settle(self, verb: Verb, chunks: tuple[int, ...], tracked: bool) -> list[Load]:
         if tracked:
@@ -288,7 +288,7 @@ class CacheState:
     def _look_ahead(self) -> list[Load]:
         """Loads that can be made now without changing what Belady would do when their turn comes."""
         loads: list[Load] = []
-        if self._schedule is None or not self._on_schedule:
+        if self._present == NEVER or self._schedule is None or not self._on_schedule:
             return loads
         while len(self._ahead) < self._prefetch and (target := self._next_missing()) is not None:
             made = self._load_for(target)
@@ -300,13 +300,15 @@ class CacheState:
     def _next_missing(self) -> int | None:
         """Position of the first acquire to come that needs a chunk in no block; None if there is none.
 
-        Up to `_present` all have what they need; only what leaves a block sets that back.
+        Up to `_present` all have what they need, to the end if it is NEVER; only what leaves a block sets that back.
         """
         assert self._schedule is not None
         target = self._schedule.next_acquire(max(self._position, self._present))
         while target is not None and self._where.keys() >= self._schedule.wanted[target]:
             self._present = target
             target = self._schedule.next_acquire(target)
+        if target is None:
+            self._present = NEVER
         return target
 
     def _load_for(self, target: int) -> list[Load]:
