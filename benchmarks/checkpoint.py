@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import elixir_moe as em
 from benchmarks.contenders import Contender, ours
-from benchmarks.measure import batches, in_turn
+from benchmarks.measure import batches, in_turn, slowest
 from benchmarks.report import race_row
 from benchmarks.workload import Workload
 
@@ -54,7 +54,7 @@ def _synchronous(directory: Path, contender: Contender) -> Callable[[int], float
         dist.barrier()
         start = time.perf_counter()
         em.save(directory / f"save-{turn}", contender.model, contender.optimizer)
-        seconds = _slowest(time.perf_counter() - start)
+        seconds = slowest(time.perf_counter() - start)
         if dist.get_rank() == 0:
             shutil.rmtree(directory / f"save-{turn}")
         return seconds
@@ -77,7 +77,7 @@ def _plain(directory: Path, contender: Contender) -> Callable[[int], float]:
             while written < nbytes:
                 written += file.write(content[written : written + _PLAIN_BYTES])
             os.fsync(file.fileno())
-        seconds = _slowest(time.perf_counter() - start)
+        seconds = slowest(time.perf_counter() - start)
         path.unlink()
         return seconds
 
@@ -100,13 +100,7 @@ def _asynchronous(directory: Path, contender: Contender, workload: Workload, tur
         blocked += time.perf_counter() - before
         contender.optimizer.step()
     watch.join()
-    return _slowest(blocked), _slowest(end[0] - start)
-
-
-def _slowest(seconds: float) -> float:
-    slowest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+    return slowest(blocked), slowest(end[0] - start)
 
 
 def _of_rank_0(own: str) -> str:

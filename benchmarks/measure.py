@@ -101,9 +101,14 @@ def _time_steps(contender: Contender, workload: Workload, steps: int, *, stream:
     start = time.perf_counter()
     for batch in drawn:
         contender.step(batch)
-    seconds = torch.tensor((time.perf_counter() - start) / steps, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item()
+    return slowest((time.perf_counter() - start) / steps)
+
+
+def slowest(seconds: float) -> float:
+    """The most that any rank says. Collective."""
+    most = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.item()
 
 
 def host_microseconds(workload: Workload, *, rounds: int) -> list[float]:

@@ -38,22 +38,40 @@ AdamConstants constants_of(const AdamSettings& s) {
     return c;
 }
 
-AdamKernel* kernel_of(Isa isa) {
+struct Kernels {
+    AdamKernel* adam;
+    NormKernel* norm;
+};
+
+Kernels kernels_of(Isa isa) {
 #ifdef ELIXIR_X86
-    if (isa == Isa::avx512) return adam_avx512;
-    if (isa == Isa::avx2) return adam_avx2;
+    if (isa == Isa::avx512) return {adam_avx512, norm_avx512};
+    if (isa == Isa::avx2) return {adam_avx2, norm_avx2};
 #endif
     (void)isa;
-    return adam_scalar;
+    return {adam_scalar, norm_scalar};
 }
 
-NormKernel* norm_kernel_of(Isa isa) {
-#ifdef ELIXIR_X86
-    if (isa == Isa::avx512) return norm_avx512;
-    if (isa == Isa::avx2) return norm_avx2;
-#endif
-    (void)isa;
-    return norm_scalar;
+std::size_t parts_of(std::size_t numel, int threads) {
+    return std::clamp<std::size_t>(numel / kMinPerThread, 1, static_cast<std::size_t>(std::max(threads, 1)));
+}
+
+// Calls work(part, begin, end) for all parts of `numel` elements, each but the last on a thread of its own.
+// Threads are started per call: a pool would be one more thing to survive a fork, and would save little.
+template <class StartOf, class Work>
+void in_parts(std::size_t parts, std::size_t numel, const StartOf& start_of, const Work& work) {
+    std::vector<std::jthread> others;
+    others.reserve(parts - 1);
+    std::size_t part = 0;
+    try {
+        for (; part + 1 < parts; ++part) {
+            others.emplace_back(
+                [&work, part, begin = start_of(part), end = start_of(part + 1)] { work(part, begin, end); });
+        }
+    } catch (const std::system_error&) {
+        // No more threads to be had: the caller's does the rest.
+    }
+    work(part, start_of(part), numel);
 }
 
 }  // namespace
@@ -69,49 +87,24 @@ Isa best_isa() noexcept {
 
 void adam_step(const AdamArrays& arrays, const AdamSettings& settings, Isa isa, int threads) {
     const AdamConstants constants = constants_of(settings);
-    AdamKernel* const kernel = kernel_of(isa);
+    AdamKernel* const kernel = kernels_of(isa).adam;
     const std::size_t n = arrays.numel;
-    const std::size_t parts =
-        std::clamp<std::size_t>(n / kMinPerThread, 1, static_cast<std::size_t>(std::max(threads, 1)));
+    const std::size_t parts = parts_of(n, threads);
     // Cut at whole pages of the smallest element type, so that no two threads share a cache line of an aligned array.
     const auto start_of = [=](std::size_t part) { return n / kPageNumel * part / parts * kPageNumel; };
-
-    // Threads are started per call: a pool would be one more thing to survive a fork, and would save little.
-    std::vector<std::jthread> others;
-    others.reserve(parts - 1);
-    std::size_t part = 0;
-    try {
-        for (; part + 1 < parts; ++part) {
-            others.emplace_back(
-                [&, begin = start_of(part), end = start_of(part + 1)] { kernel(arrays, constants, begin, end); });
-        }
-    } catch (const std::system_error&) {
-        // No more threads to be had: the caller's does the rest.
-    }
-    kernel(arrays, constants, start_of(part), n);
+    in_parts(parts, n, start_of,
+             [&](std::size_t, std::size_t begin, std::size_t end) { kernel(arrays, constants, begin, end); });
 }
 
 double sum_of_squares(const void* grad, Dtype dtype, std::size_t numel, Isa isa, int threads) {
-    NormKernel* const kernel = norm_kernel_of(isa);
+    NormKernel* const kernel = kernels_of(isa).norm;
     const std::size_t rows = numel / kNormRow;
-    const std::size_t parts =
-        std::clamp<std::size_t>(numel / kMinPerThread, 1, static_cast<std::size_t>(std::max(threads, 1)));
+    const std::size_t parts = parts_of(numel, threads);
     std::vector<double> sums(parts, 0.0);
     const auto start_of = [=](std::size_t part) { return rows * part / parts * kNormRow; };
-    {
-        std::vector<std::jthread> others;
-        others.reserve(parts - 1);
-        std::size_t part = 0;
-        try {
-            for (; part + 1 < parts; ++part) {
-                others.emplace_back(
-                    [&, part] { sums[part] = kernel(grad, dtype, start_of(part), start_of(part + 1)); });
-            }
-        } catch (const std::system_error&) {
-            // As in adam_step.
-        }
-        sums[part] = kernel(grad, dtype, start_of(part), numel);
-    }
+    in_parts(parts, numel, start_of, [&](std::size_t part, std::size_t begin, std::size_t end) {
+        sums[part] = kernel(grad, dtype, begin, end);
+    });
     return std::accumulate(sums.begin(), sums.end(), 0.0);
 }
 

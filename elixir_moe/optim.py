@@ -406,18 +406,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         home.await_reader()
         update = self._update.prepare(chunk, segments, used, self._unscale(chunk) * self._clip)
-        if self._lane is None or home.tier is not Tier.HOST:
-            update()
-        for segment in segments:
-            segment.steps += segment.parameter in used
         if home.compute.dtype != torch.float32 and home.master is not None:
             for segment in segments:
                 if segment.parameter not in used:
                     home.compute[segment.start : segment.stop] = home.master[segment.start : segment.stop]
-        if self._lane is None or home.tier is not Tier.HOST:
-            home.updated()
-        else:
+        if self._lane is not None and home.tier is Tier.HOST:
             home.update_beside(self._lane.submit(update))
+        else:
+            update()
+            home.updated()
+        for segment in segments:
+            segment.steps += segment.parameter in used
 
     def _in_order_of_use(self) -> list[Chunk]:
         """Chunks as the next forward will ask for them; those that nobody has to ask for come first."""
