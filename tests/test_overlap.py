@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -190,15 +191,19 @@ def test_an_update_that_fails_is_told_to_whoever_looks() -> None:
     optimizer.close()
 
 
+@pytest.mark.parametrize("waits", range(4))
 @pytest.mark.parametrize("plan", [em.Plan.offload(rcache_blocks=blocks, chunk_numel=CHUNK) for blocks in (2, None)])
-def test_an_interrupt_while_an_update_is_waited_for(plan: em.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one between the updates and what follows them: nothing stale is read afterwards."""
+def test_an_interrupt_while_an_update_is_waited_for(plan: em.Plan, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes, also between the updates and what follows them: nothing stale is read afterwards."""
     expected = weights_after(plan, beside=True)
     model, optimizer = sharded(plan)
     take_step(model, optimizer, 0)
     take_step(model, optimizer, 1)
+    assert optimizer._lane is not None
+    optimizer._lane.submit(int).result()  # all updates have ended, so that gathers begin as soon as they may
+    finish, calls = Home.finish_update, count()
     with monkeypatch.context() as patch:
-        patch.setattr(Home, "finish_update", interrupted)
+        patch.setattr(Home, "finish_update", lambda home: interrupted() if next(calls) == waits else finish(home))
         with pytest.raises(KeyboardInterrupt):
             model(torch.zeros(1, D))
     optimizer.zero_grad()

@@ -22,9 +22,8 @@ class Gathers:
         self._line: deque[tuple[Chunk, Block]] = deque()
 
     def add(self, chunk: Chunk, block: Block) -> None:
-        """Puts a gather last in line, and begins those that may."""
+        """Puts a gather last in line."""
         self._line.append((chunk, block))
-        self.begin()
 
     def begin(self, until: Chunk | None = None) -> None:
         """Begins gathers as long as the first in line may; in any case up to `until`, which is in line."""

@@ -66,6 +66,7 @@ class Scheduler:
         self._owner: dict[int, tuple[int, int]] = {}
         self._block_of: dict[int, Block] = dict(rcache.resident)
         self._splits: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._decided: deque[Load] = deque()
         self._gathers = Gathers(cache, self._begin_gather)
         self._in_flight: deque[Ticket] = deque()
         self._behind = Ticket()
@@ -95,7 +96,6 @@ class Scheduler:
                 raise PlanError(f"{who} needs chunks {cached}: {error}") from None
             try:
                 self._carry_out(loads)
-                self._gathers.begin()
                 for index in cached:
                     self._await(self.chunks[index])
             except BaseException:  # an update that failed, a rank that is gone, an interrupt: nobody will release them
@@ -133,13 +133,18 @@ class Scheduler:
         return self._splits[chunks]
 
     def _carry_out(self, loads: Iterable[Load]) -> None:
-        for load in loads:
-            if load.evicted is not None:
+        self._decided.extend(loads)
+        while self._decided:
+            load = self._decided[0]
+            if load.evicted is not None and self.chunks[load.evicted].state is not ChunkState.SHARDED:
                 self._reshard(self.chunks[load.evicted])
             self._gather(self.chunks[load.chunk], self._rcache.blocks[load.block])
+            self._decided.popleft()  # not before: what interrupts a load leaves it to the next request
+        self._gathers.begin()
 
     def forget(self) -> None:
         """Awaits nothing any more: the process groups go."""
+        self._decided.clear()
         self._gathers.clear()
         self._in_flight.clear()
 
