@@ -23,7 +23,7 @@ from elixir_moe.chunks.collectives import (
     world_timeout,
 )
 from elixir_moe.chunks.group import ParamSpec
-from elixir_moe.chunks.layout import ChunkSpec, Layout, build_layout
+from elixir_moe.chunks.layout import ChunkSpec, Layout
 from elixir_moe.chunks.plan import Plan, footprint
 from elixir_moe.chunks.policy import CacheState
 from elixir_moe.chunks.rcache import RCache
@@ -144,7 +144,7 @@ def wrap(
     order = order_of_first_use(model, calls)
     specs = param_specs(model, order, everywhere=replicated_everywhere(), compute_dtype=compute_dtype)
     parameters = list(specs)
-    layout = plan.place(build_layout(list(specs.values()), plan.chunk_numel, scatter=plan.scatter))
+    layout = plan.layout(list(specs.values()))
     peers = _agree(model, plan, specs)
     _check_blocks(model, calls, plan, layout, parameters)
     pretrained = None

@@ -124,6 +124,15 @@ def test_tied_parameters_have_resident_chunks_of_their_own() -> None:
     assert best_chunk_numel(params) == LINE, "a resident parameter does not make the blocks longer"
 
 
+def test_what_stays_in_place_does_not_make_chunks_longer() -> None:
+    """A mixture: most of it are experts that no other rank has, and that need no block where they are on the device."""
+    alone = replace(KEY, ranks=(0,))
+    params = [param(LINE), param(2 * LINE, alone)] * 8 * FINEST
+    assert best_chunk_numel(params) > best_chunk_numel(params, stay=True) == 8 * LINE
+    experts = [p for p in params if p.key == alone]
+    assert best_chunk_numel(experts, stay=True) == best_chunk_numel(experts), "nothing else is there to look at"
+
+
 def test_small_groups_are_fused_into_a_resident_chunk() -> None:
     other = replace(KEY, dtype=torch.float16)
     chunk_numel = 64 * LINE

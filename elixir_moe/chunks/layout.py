@@ -162,8 +162,11 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
     )
 
 
-def best_chunk_numel(params: Sequence[ParamSpec]) -> int:
+def best_chunk_numel(params: Sequence[ParamSpec], *, stay: bool = False) -> int:
     """The smallest chunk length that wastes little, from the shortest that makes sense to a few times that.
+
+    Where groups of a single rank `stay` in place, on the device, and others do not, only those others are looked at:
+    a mixture's experts are most of it, but what they need no block for does not make its dense chunks longer.
 
     None is shorter than the largest parameter, nor than `LATENCY_BYTES` in a model of `FINEST` times that. Little is
     `WASTE_ENOUGH` of all blocks, or (to 0.1 %) the least there is: below that a finer rCache is worth more than fuller
@@ -175,6 +178,8 @@ def best_chunk_numel(params: Sequence[ParamSpec]) -> int:
         for key, indices in group_parameters(params).items()
     ]
     largest = max((size for stream in streams for size in stream.sizes), default=0)
+    if stay:
+        streams = [stream for stream in streams if stream.ranks > 1] or streams
     total = sum(stream.total for stream in streams)
     widest = max((stream.itemsize for stream in streams), default=1)
     shortest = max(largest, min(LATENCY_BYTES // widest, total // FINEST))
@@ -192,6 +197,7 @@ class _Stream:
         self.sizes = sizes
         self.total = sum(sizes)
         self.itemsize = key.dtype.itemsize
+        self.ranks = len(key.ranks)
         starts = list(accumulate((_round_up(size, _align(key)) for size in sizes), initial=0))
         self._starts = starts[:-1]
         self._stops = [start + size for start, size in zip(starts, sizes, strict=False)]

@@ -6,13 +6,15 @@ L_os * F_os those of master and moments.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Self
 
 import torch
 
-from elixir_moe.chunks.layout import ChunkSpec, Layout
+from elixir_moe.chunks.group import ParamSpec
+from elixir_moe.chunks.layout import ChunkSpec, Layout, best_chunk_numel, build_layout
 from elixir_moe.chunks.policy import LOOKAHEAD
 from elixir_moe.errors import PlanError
 from elixir_moe.parallel.pattern import is_whole
@@ -115,6 +117,15 @@ class Plan:
         if not isinstance(data, dict) or set(data) - known or {"scatter", "offloaded", "rcache_blocks"} - set(data):
             raise PlanError(f"not a plan: expected an object with the keys {sorted(known)}, got {text[:200]}")
         return cls(**data)
+
+    def layout(self, params: Sequence[ParamSpec]) -> Layout:
+        """Where this plan puts parameters that are given in order of first use.
+
+        Raises:
+            PlanError: its chunk length is smaller than the largest parameter.
+        """
+        length = best_chunk_numel(params, stay=not self.offloaded) if self.chunk_numel is None else self.chunk_numel
+        return self.place(build_layout(params, length, scatter=self.scatter))
 
     def place(self, layout: Layout) -> Layout:
         """`layout` with every chunk that is whole at home on the device used in place: no block, no copy."""

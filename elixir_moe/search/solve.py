@@ -99,7 +99,7 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
         PlanError: it cannot be carried out: a chunk too short, an rCache too small.
     """
     if layout is None:
-        layout = plan.place(build_layout(task.profile.params, plan.chunk_numel, scatter=plan.scatter))
+        layout = plan.layout(task.profile.params)
     if loads is None:
         loads = [load.chunk for load in Simulator(task.profile.schedule(layout)).loads(plan.blocks(layout))]
     moved = cost.traffic(plan, layout, loads)
@@ -127,8 +127,8 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
     """
     movable = [p for p in params if not p.resident]
     largest = max((p.numel for p in movable), default=1)
-    default = best_chunk_numel(params)
-    lengths = {largest, default}
+    defaults = {best_chunk_numel(params, stay=stay) for stay in (False, True)}
+    lengths = {largest, *defaults}
     for key, indices in group_parameters(movable).items():
         align = ALIGN_BYTES // key.dtype.itemsize
         sizes = [movable[i].numel for i in indices]
@@ -147,7 +147,7 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
     if len(lengths) <= most:
         return sorted(lengths)
     sizes = [p.numel for p in movable]
-    return sorted({*sorted(lengths, key=lambda n: (_space(sizes, n), n))[: most - 2], largest, default})
+    return sorted({*sorted(lengths, key=lambda n: (_space(sizes, n), n))[: most - 3], largest, *defaults})
 
 
 def _space(sizes: Sequence[int], length: int) -> int:
