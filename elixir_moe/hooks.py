@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -298,7 +299,7 @@ class Hooks:
                 self._backwards_of.entered = forward.entered | self._backwards_of.entered
                 self._backwards_of.left |= forward.left
                 self._backwards_of.unrecomputed += forward.unrecomputed
-        self._entered = dict(self._backwards_of.entered)
+        self._entered = dict(sorted(self._backwards_of.entered.items(), key=itemgetter(1)))
         self._round_is_open = torch._C._autograd._get_current_graph_task_keep_graph()
         if not self._round_is_open:
             self._forwards = [forward for forward in self._forwards if forward not in mine]
@@ -358,8 +359,11 @@ class Hooks:
 
     def _pass(self, left: int) -> None:
         """Everything that forward entered behind number `left` has had its backward."""
-        for unit in [unit for unit, entered in self._entered.items() if entered > left]:
-            del self._entered[unit]
+        while self._entered:
+            unit, entered = self._entered.popitem()  # the one entered last
+            if entered <= left:
+                self._entered[unit] = entered
+                break
             for slot in unit.slots:
                 self._give_up(slot)
         if self._holds:
