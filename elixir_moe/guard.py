@@ -115,6 +115,12 @@ class Guard:
             if not times:
                 parameter.__class__ = self._classes[parameter][1]
 
+    def close_all(self) -> None:
+        """Undoes every `open`, also one that was interrupted."""
+        self._opened.clear()
+        for parameter, (_, guarded) in self._classes.items():
+            parameter.__class__ = guarded
+
 
 class Guarded(nn.Parameter):
     """A parameter outside its module's forward."""

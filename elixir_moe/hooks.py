@@ -413,6 +413,7 @@ class Hooks:
     def abandon(self) -> None:
         """Forgets what did not come to its end: forwards that were interrupted, a backward that failed."""
         self._calls.unwind()
+        self._guard.close_all()
         self.torn = False
         if self._backward:
             self._abandon_backward()

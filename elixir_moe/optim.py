@@ -192,6 +192,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scheduler.drain()
         self._hooks.abandon()
         self._forget_gradients()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                parameter.grad = None  # what came in a backward that failed, and was not taken away
 
     def statistics(self) -> Statistics:
         """A snapshot of what has been moved so far on this rank; subtract two of them."""

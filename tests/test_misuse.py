@@ -5,7 +5,7 @@ import gc
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.chunks.collectives import Ticket
+from elixir_moe.guard import Guard, Guarded
 from tests.test_habits import D, Net, adamw, mean_square
 
 wrapping = sys.modules["elixir_moe.wrap"]  # the name in the package is the function
@@ -233,6 +234,41 @@ def test_a_failed_backward_and_no_zero_grad(pair: Pair) -> None:
     pair[1].zero_grad()
     backward(pair)
     pair[1].step()
+
+
+def test_a_gradient_that_a_hook_has_held_up_is_forgotten(pair: Pair) -> None:
+    """It fails when the gradient has come, and before it is taken away."""
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    backward(pair)
+    norm = pair[1].clip_grad_norm_(1e9)
+    pair[1].zero_grad()
+    handle = pair[0].first.weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        backward(pair)
+    handle.remove()
+    pair[1].zero_grad()
+    assert pair[0].first.weight.grad is None
+    backward(pair)
+    assert pair[1].clip_grad_norm_(1e9) == norm
+    pair[1].step()
+
+
+def test_an_interrupted_entry_leaves_no_parameter_unguarded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Guard.open
+
+    def interrupted(guard: Guard, parameters: Iterable[nn.Parameter]) -> None:
+        opened(guard, list(parameters)[:1])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Guard, "open", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair[0](rows())
+    pair[1].zero_grad()
+    assert all(isinstance(parameter, Guarded) for parameter in pair[0].parameters())
 
 
 def test_an_interrupted_forward_leaves_nothing_on_any_stack(pair: Pair) -> None:
