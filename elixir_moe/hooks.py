@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -107,6 +106,7 @@ class Hooks:
         self._backwards_of = Forward(0)
         self._entered: dict[Unit, int] = {}
         self._round_is_open = False
+        self._unfinished = 0
         self._reset_backward()
 
     def _reset_backward(self) -> None:
@@ -156,7 +156,7 @@ class Hooks:
     def notice_torn(self) -> None:
         """Gives up a backward that is over without having come to its end."""
         if self._backward and not _in_backward():
-            self._abandon_backward()
+            self._restart()
             self.torn = True
 
     def _recompute(self, unit: Unit) -> None:
@@ -175,9 +175,13 @@ class Hooks:
             )
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
+        self._unfinished += 1  # what an interrupt leaves behind on the stack tells of itself; this does not
         call = self._calls.pop(module)
-        if call is None:
-            return
+        if call is not None:
+            self._end_call(call, unit, output)
+        self._unfinished -= 1
+
+    def _end_call(self, call: Call, unit: Unit | None, output: Any) -> None:
         recomputing = _in_backward()
         if unit is not None and call.held:
             self._take_back(unit)
@@ -226,6 +230,7 @@ class Hooks:
                 self._clock += 1
                 self._this_forward().entered.setdefault(self._borrower(chunk, index), self._clock)
         tracked = training or backward
+        self._unfinished += 1
         self._scheduler.unshard(chunks, tracked=tracked, who=f"a read of {names}")
         self._guard.open(parameters)
         try:
@@ -237,6 +242,7 @@ class Hooks:
                 if self._scheduler.chunks[index].state is ChunkState.GRADIENT:
                     self._scheduler.bring_home(self._scheduler.chunks[index])
             self._scheduler.release(chunks, tracked=tracked)
+            self._unfinished -= 1
 
     def _gave(self, parameter: nn.Parameter, view: torch.Tensor | None) -> None:
         index, position = self._slot_of[parameter]
@@ -299,7 +305,7 @@ class Hooks:
                 self._backwards_of.entered = forward.entered | self._backwards_of.entered
                 self._backwards_of.left |= forward.left
                 self._backwards_of.unrecomputed += forward.unrecomputed
-        self._entered = dict(sorted(self._backwards_of.entered.items(), key=itemgetter(1)))
+        self._entered = dict(sorted(self._backwards_of.entered.items(), key=lambda item: item[1]))
         self._round_is_open = torch._C._autograd._get_current_graph_task_keep_graph()
         if not self._round_is_open:
             self._forwards = [forward for forward in self._forwards if forward not in mine]
@@ -412,16 +418,14 @@ class Hooks:
 
     def abandon(self) -> None:
         """Forgets what did not come to its end: forwards that were interrupted, a backward that failed."""
+        if self._calls or self._backward or self._unfinished:
+            self._restart()
+        self.torn = False
+
+    def _restart(self) -> None:
+        self._scheduler.restart()
         self._calls.unwind()
         self._guard.close_all()
-        self.torn = False
-        if self._backward:
-            self._abandon_backward()
-
-    def _abandon_backward(self) -> None:
-        for _, chunks in self._holds:
-            self._scheduler.release(chunks, tracked=False)
-        self._scheduler.abandon()
         self._reset()
 
     def updated(self) -> None:

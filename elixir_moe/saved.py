@@ -27,10 +27,9 @@ class Packed:
     __slots__ = ("_readers", "chunk", "dtype", "index", "offset", "size", "spec", "stride", "update", "version")
 
     def __init__(self, chunk: Chunk, index: int, tensor: torch.Tensor, update: int) -> None:
-        self._readers = chunk.readers
-        self._readers[index] += 1
+        chunk.readers[index] += 1
+        self._readers, self.index = chunk.readers, index
         self.chunk = chunk
-        self.index = index
         self.spec, tensor = spec_of(tensor), local_of(tensor)
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = int(tensor.storage_offset())

@@ -1,6 +1,7 @@
 """Steps traced on tensors without data: against the same on real ones, and against what the runtime asks for."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -156,6 +157,41 @@ def test_a_step_that_reads_values_is_refused() -> None:
         trace(nn.Linear(2, 2), lambda m, x: m(x).sum() * x.sum().item(), torch.ones(1, 2))
     with pytest.raises(ConfigError, match="expected the loss, a tensor of one element"):
         trace(nn.Linear(2, 2), lambda m, x: m(x), torch.ones(1, 2))
+
+
+class Caching(nn.Linear):
+    """Keeps a table in an attribute, and another in a forward that is memoised, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self._table: torch.Tensor | None = None
+        self.memo = Memo()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._table is None:
+            self._table = torch.ones(2)
+        return super().forward(x) * self._table * self.memo(2)
+
+
+class Memo(nn.Module):
+    @lru_cache  # noqa: B019  what Megatron's rotary embedding does
+    def forward(self, n: int) -> torch.Tensor:
+        return torch.ones(n)
+
+
+def test_nothing_without_data_outlives_the_trace() -> None:
+    model = Caching()
+    trace(model, lambda m, x: m(x).sum(), torch.ones(1, 2))
+    assert model._table is None
+    assert torch.equal(model(torch.ones(1, 2)), nn.functional.linear(torch.ones(1, 2), model.weight, model.bias))
+    kept: list[torch.Tensor] = []
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        kept.append(model(x))
+        return kept[-1].sum()
+
+    with pytest.raises(ConfigError, match="keeps tensors it has made outside the model"):
+        trace(nn.Linear(2, 2), step, torch.ones(1, 2))
 
 
 def run_recorded(checkpoint: Any, shape: dict[str, Any]) -> dict[str, Any]:

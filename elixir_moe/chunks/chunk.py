@@ -196,6 +196,16 @@ class Chunk:
         self.release()
         self.buffer = None
 
+    def restart(self) -> None:
+        """Leaves the block, whatever the chunk was doing; what shows its home goes on doing so."""
+        self.arriving = None
+        self.delayed.clear()
+        self.landed.clear()
+        if not self.direct or self.state is ChunkState.GATHERING:
+            self.detach()
+            self.settle()
+        self.state = ChunkState.SHARDED if self.buffer is None else ChunkState.GATHERED
+
     def forget(self) -> None:
         """The process groups go, whatever the chunk was doing: nothing is left but its home, without a gradient."""
         self.arriving = self.leaving = None

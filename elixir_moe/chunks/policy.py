@@ -211,6 +211,14 @@ class CacheState:
                 self._empty.append(self._where.pop(chunk))
                 self._leaves(chunk)
 
+    def restart(self) -> None:
+        """Empties all blocks and ends all holds, wherever the schedule was."""
+        self._where.clear()
+        self._empty = deque(range(self.blocks))
+        self._held.clear()
+        self._ahead.clear()
+        self.rewind()
+
     def _leaves(self, chunk: int) -> None:
         if self._schedule is not None and (use := self._schedule.next_use(chunk, self._position)) != NEVER:
             self._present = min(self._present, use - 1, len(self._schedule.entries) - 1)

@@ -187,11 +187,11 @@ class Scheduler:
             self._gathers.begin(until=chunk)
         assert chunk.arriving is not None
         chunk.arriving.wait()
-        chunk.arriving = None
-        chunk.transition(ChunkState.GATHERED)
         with torch.inference_mode(False), torch.no_grad():
             chunk.attach()
         self._own(chunk)
+        chunk.arriving = None
+        chunk.transition(ChunkState.GATHERED)
 
     def _reshard(self, chunk: Chunk, *, outdated: bool = False) -> None:
         """Drops a gathered chunk: nothing is written, the home has it all, unless user code wrote."""
@@ -360,20 +360,23 @@ class Scheduler:
                     lent.outdated = True
         self._streams.fetch_after_compute()
 
-    def abandon(self) -> None:
-        """Forgets the gradients of a backward that failed; those that have landed at home stay."""
+    def restart(self) -> None:
+        """Gives up what was begun and left half done; what user code wrote and gradients at home stay."""
         self.drain()
+        self.forget()
         for chunk in self.chunks:
-            chunk.delayed.clear()
-            if chunk.state is ChunkState.GRADIENT:
-                if not chunk.direct:
-                    self._disown(chunk)
-                with torch.no_grad():
-                    chunk.complete_gradients(self._block_of[chunk.spec.index])
+            if chunk.arriving is not None:
+                chunk.arriving.wait()
+            elif chunk.lent or chunk.state is ChunkState.GATHERED:
+                self.bring_home(chunk)
+            if chunk.spec.index in self._block_of:
                 self._vacate(chunk)
-                chunk.transition(chunk.at_rest)
-                self.cache.drop((chunk.spec.index,))
+            with torch.inference_mode(False), torch.no_grad():
+                chunk.restart()
+        self._owner.clear()
         self.reductions.clear()
+        self.cache.restart()
+        self.trace.clear()
 
     def _reduce_chunk(self, chunk: Chunk) -> None:
         """Sends a chunk of gradients off: every rank gets the sum of its shard."""

@@ -71,6 +71,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.marks: list[Mark] = []
+        self.alive = 0
+        """Tensors made in it whose memory somebody still holds."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listening = True
         self._handles: list[Any] = []
@@ -124,12 +126,14 @@ class Recorder(TorchDispatchMode):
         if storage in self._known:
             return False
         self._known.add(storage)
+        self.alive += 1
         nbytes = storage.nbytes()
         self.marks.append(Mark(Kind.MEMORY, nbytes=nbytes))
         weakref.finalize(storage, self._give_back, nbytes).atexit = False
         return True
 
     def _give_back(self, nbytes: int) -> None:
+        self.alive -= 1
         if self._listening:
             self.marks.append(Mark(Kind.MEMORY, nbytes=-nbytes))
 

@@ -10,6 +10,7 @@ from its entry to the next period's, in backward from the gradient of its output
 one period allocates and another frees is counted just as often as in the whole run.
 """
 
+import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elixir_moe.chunks.group import ParamSpec
 from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.parallel import megatron
 from elixir_moe.parallel.annotate import pattern_of
 from elixir_moe.parallel.dtensor import local_of, placed_as
 from elixir_moe.parallel.moe import MoE
@@ -106,9 +108,10 @@ def _run(
     cuts: Sequence[Cut],
 ) -> list[Mark]:
     boundaries = [pair for cut in cuts for pair in cut.boundaries]
+    recorder = Recorder(model, units, boundaries)
     with ExitStack() as stack:
-        recorder = Recorder(model, units, boundaries)
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(megatron.with_buffers_apart())
         for cut in cuts:
             stack.enter_context(cut.applied())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -128,12 +131,23 @@ def _run(
                 f"the step cannot run on tensors without data: {type(error).__name__}: {error}; a step that reads "
                 "values of tensors needs a plan that is given"
             ) from error
+    del loss, batch
+    if recorder.alive:
+        gc.collect()
+    if recorder.alive:
+        raise ConfigError(
+            "the step keeps tensors it has made outside the model (in a list, a cache of a function), which have no "
+            "data here and would be read later as if they had: keep none of them, or give a plan"
+        )
     return recorder.marks
 
 
 @contextmanager
 def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: FakeTensorMode) -> Iterator[None]:
-    """Parameters, buffers and tensor attributes are tensors without data for a while; all that changes is undone."""
+    """Parameters, buffers and tensor attributes are tensors without data for a while; all that changes is undone.
+
+    What a forward that is memoised has seen meanwhile is forgotten.
+    """
     before = [
         (module, dict(module._parameters), dict(module._buffers), dict(vars(module))) for module in model.modules()
     ]
@@ -162,7 +176,11 @@ def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: 
             module._buffers.update(buffers)
             for name in vars(module).keys() - attributes.keys():
                 del vars(module)[name]
-            vars(module).update({name: value for name, value in attributes.items() if not name.startswith("_")})
+            vars(module).update(attributes)
+            getattr(type(module).forward, "cache_clear", _nothing)()
+
+
+def _nothing() -> None: ...
 
 
 def _fake(value: Any) -> Any:
