@@ -77,7 +77,8 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parser = _parser(_settings_help() if "train" in arguments else None)
+    helped = "train" in arguments and not {"-h", "--help"}.isdisjoint(arguments)
+    parser = _parser(_settings_help() if helped else None)
     known, rest = parser.parse_known_args(arguments)
     verbs = {"env": _env, "ckpt": ckpt.run, "plan": run_plan, "estimate": run_estimate, "clean": _clean}
     if known.verb in verbs:
@@ -223,11 +224,7 @@ def _settings_help() -> str:
     from elixir_moe.train import settings
     from elixir_moe.train.config import TrainConfig
 
-    lines = ["settings, in the file or as --section.key value:"]
-    for setting in settings.settings_of(TrainConfig):
-        lines.append(f"  --{setting.key} {setting.type}  (default: {setting.default})")
-        lines.append(f"        {setting.doc}")
-    return "\n".join(lines)
+    return settings.help_of(TrainConfig)
 
 
 def _tell(error: Exception, exit_code: int, traced: bool) -> None:

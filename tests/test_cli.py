@@ -5,11 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 from elixir_moe.cli import main
+from elixir_moe.train.config import TrainConfig
 
 SETTINGS = """
 model: {seq_len: 16, n_layers: 2, d_model: 16, n_heads: 2, experts: [0, 2], ep: [1, 2]}
@@ -30,17 +33,20 @@ def config(tmp_path: Path) -> str:
     [
         (["--run.stepz", "3"], "unknown setting 'run.stepz'; did you mean 'run.steps'?"),
         (["--steps", "3"], "unknown setting 'steps'; did you mean 'run.steps'?"),
-        (["--modle.n_layers", "3"], "unknown setting 'modle'; did you mean 'model'?"),
-        (["--run.steps", "many"], "run.steps: expected int, got text 'many'"),
-        (["--run.steps", "1.5"], "run.steps: expected int, got float 1.5"),
-        (["--run.overwrite", "perhaps"], "run.overwrite: expected bool, got text 'perhaps'"),
-        (["--optimizer.lr", "nan"], "optimizer.lr: expected a finite number, got nan"),
+        (["--modle.n_layers", "3"], "unknown setting 'modle.n_layers'; did you mean 'model.n_layers'?"),
+        (["--run.step", "3"], "unknown setting 'run.step'; did you mean 'run.steps'?"),
+        (["--run", "{steps: 3}"], "unknown setting 'run'; did you mean 'run"),
+        (["--model", "other.yaml"], "unknown setting 'model'; did you mean 'model"),
+        (["--run.steps", "many"], "run.steps: expected int, got 'many'"),
+        (["--run.steps", "1.5"], "run.steps: expected int, got '1.5'"),
+        (["--run.overwrite", "perhaps"], "run.overwrite: expected bool, got 'perhaps'"),
+        (["--optimizer.lr", "nan"], "optimizer.lr: expected float, got 'nan'"),
+        (["--optimizer.lr", "1e999"], "optimizer.lr: expected a finite number, got 1e999"),
+        (["--optimizer.betas", "0.9,.nan"], "optimizer.betas: expected a finite number, got ['0.9', '.nan']"),
+        (["--optimizer.clip_norm", "much"], "optimizer.clip_norm: expected float | None, got 'much'"),
         (["--optimizer.lr", "-1"], "optimizer.lr: expected a finite number above 0, got -1.0"),
-        (["--optimizer.betas", "0.9"], "optimizer.betas: expected [float, float]"),
-        (
-            ["--plan.kind", "zero5"],
-            "plan.kind: expected ddp, zero2, zero3, offload, auto, got 'zero5'; did you mean",
-        ),
+        (["--optimizer.betas", "0.9"], "optimizer.betas: expected tuple[float, float], got '0.9'"),
+        (["--watch.on_nan", "halt"], "watch.on_nan: expected Literal['skip', 'back', 'stop'], got 'halt'"),
         (["--plan.kind", "ddp"], "plan.rcache_blocks means nothing for plan.kind=ddp"),
         (["--plan.rcache_blocks", "0"], "plan.rcache_blocks: expected at least 1 block, got 0"),
         (["--model.vocab_size", "300"], "model.vocab_size: expected 256, since tokens are bytes, got 300"),
@@ -68,15 +74,27 @@ def test_a_mistake_is_told_once_and_nothing_starts(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("run: [1, 2]", "run: expected a section with keys, got list [1, 2]"),
-        ("- 1", "must hold sections with keys, got list [1]"),
+        ("run: [1, 2]", "run: expected a section with keys, got [1, 2]"),
+        ("- 1", "must hold sections with keys, got [1]"),
         ("run: {out: x, out: y}", "key 'out' stands twice"),
         ("run: {", "is not valid YAML"),
-        ("run: {steps: 3}", "'run.out' is missing and has no default: give text"),
-        ("run: {out: x, steps: true}", "run.steps: expected int, got bool True"),
-        ("run: {out: 3}", "run.out: expected text, got int 3"),
+        ("run: {steps: 3}", "'run.out' is missing and has no default: give str"),
+        ("run: {out: x, steps: true}", "run.steps: expected int, got True"),
+        ("run: {out: x, steps: null}", "run.steps: expected int, got None"),
+        ("run: {out: x, steps: 1.0}", "run.steps: expected int, got 1.0"),
+        ("run: other.yaml", "run: expected a section with keys, got 'other.yaml'"),
+        ("run:", "run: expected a section with keys, got None"),
+        ("run.steps: 3", "unknown setting 'run.steps'"),
+        ("planner: {}", "unknown setting 'planner'; did you mean 'plan'?"),
+        ("optimizer: {lr: .inf}\nrun: {out: x}", "optimizer.lr: expected a finite number, got inf"),
+        (f"optimizer: {{lr: 1{'0' * 400}}}\nrun: {{out: x}}", "optimizer.lr: expected float, got 1000"),
+        ("run: {out: x, steps: {class_path: antigravity.fly}}", "run.steps: expected int, got {'class_path'"),
+        ("model: {class_path: antigravity.fly}", "unknown setting 'model.class_path'"),
+        ("run: {out: 2024-02-30}", "is not valid YAML"),
+        ("run: {out: \x00}", "is not valid YAML"),
+        ("run: {out: 3}", "run.out: expected str, got 3"),
         ("run: !!python/object/apply:os.system [true]", "is not valid YAML"),
-        ("model: {experts: 4}\nrun: {out: x}", "model.experts: expected [int, ...], got int 4"),
+        ("model: {experts: 4}\nrun: {out: x}", "model.experts: expected tuple[int, ...], got 4"),
     ],
 )
 def test_a_mistake_in_the_file_is_told(
@@ -116,14 +134,18 @@ def test_no_verb_and_a_wrong_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'trian'" in capsys.readouterr().err
 
 
-def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as end:
         main(["train", "--help"])
     assert end.value.code == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--run.steps STEPS Optimizer steps. (type: int, default: 100)" in shown
     assert (
-        "--run.steps int  (default: 100)\n        Optimizer steps." in shown and "--model.experts [int, ...]" in shown
+        "(required, type: str)" in shown and "one number a layer, or empty: all dense. (type: tuple[int, ...]" in shown
     )
+    for section, kind in get_type_hints(TrainConfig).items():
+        assert all(f"--{section}.{field.name} " in shown for field in fields(kind))
 
 
 def test_env_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,21 @@ def test_settings_survive_the_way_to_yaml_and_back(path: Path) -> None:
     assert settings.build(TrainConfig, yaml.safe_load(settings.to_yaml(config))) == config
 
 
+def test_text_that_looks_like_something_else_survives_too() -> None:
+    values = {
+        "model": {},
+        "data": {"paths": ["*.txt", "2024", "a,b", "null", "[1"]},
+        "plan": {"kind": "auto", "hardware": "3"},
+        "optimizer": {"lr": "1e-7", "betas": [0, 1e-30], "clip_norm": None},
+        "run": {"out": "1e3", "resume": "{x: y}"},
+    }
+    config = settings.build(TrainConfig, values)
+    assert config.data.paths == ("*.txt", "2024", "a,b", "null", "[1")
+    assert (config.plan.hardware, config.run.out, config.run.resume) == ("3", "1e3", "{x: y}")
+    assert config.optimizer == OptimizerConfig(lr=1e-7, betas=(0.0, 1e-30), clip_norm=None)
+    assert settings.build(TrainConfig, yaml.safe_load(settings.to_yaml(config))) == config
+
+
 def test_overrides_win_over_the_file_and_are_read_by_their_settings_type() -> None:
     pairs = [
         ("run.steps", "7"),

@@ -268,7 +268,7 @@ def identity(config: TrainConfig, text: ByteText) -> dict[str, object]:
 def load(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> TrainConfig:
     """The settings in a YAML file, with (dotted key, text) pairs laid over them. Raises ConfigError."""
     values = settings.read_yaml(path) if path is not None else {}
-    return settings.build(TrainConfig, settings.with_overrides(values, overrides))
+    return settings.build(TrainConfig, values, overrides)
 
 
 def _check(holds: bool, key: str, found: object, expected: str) -> None:
