@@ -48,6 +48,7 @@ class Case:
     layers: int = 2
     aux: float = 0.0
     recompute: bool = False
+    rope: bool = False
 
     def one(self) -> "Case":
         """The same model in one process."""
@@ -225,7 +226,7 @@ def build(case: Case, config: Any = None) -> nn.Module:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=case.tie,
-        position_embedding_type="learned_absolute",
+        position_embedding_type="rope" if case.rope else "learned_absolute",
     )
     for module in model.modules():
         if getattr(

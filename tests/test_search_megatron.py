@@ -14,8 +14,8 @@ Ranks = Callable[[int], RankPool]
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallelism_is_planned_and_exact(ranks: Ranks, sequence_parallel: bool) -> None:
-    """Sequence parallelism gathers into a buffer that all layers share, and that outlives the trace."""
-    case = Case(tp=2, sequence_parallel=sequence_parallel)
+    """Sequence parallelism gathers into a buffer that outlives the trace; so does what rotary embeddings memoise."""
+    case = Case(tp=2, sequence_parallel=sequence_parallel, rope=sequence_parallel)
     (wanted,) = ranks(1).run(plain, case, 1, 0.5)
     for found in ranks(2).run(wrapped, case, "auto", 1, 0.5, wanted["start"]):
         compare(found, wanted, "tp 2")
