@@ -82,6 +82,8 @@ class Pretrained:
         name = self._found(tensor)
         assert name is not None, f"{self._names[tensor]} was found when the folder was opened"
         source, pattern = self._sources[name], pattern_of(tensor)
+        if pattern is not None and pattern.view is not None:
+            raise CheckpointError(f"{name!r} has a pattern with a view: load the folder before the model is cut")
         offset = pattern.local_offset(tensor.shape) if pattern is not None else (0,) * tensor.dim()
         part = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
         if source.converter is None:

@@ -96,11 +96,13 @@ def _join(
     """The logical parameter from the slices of all ranks it is sharded over; the innermost axis is joined first."""
     if pattern is None:
         return local
+    shape = pattern.global_shape(local.shape)
+    local = local.view(pattern.cell_shape(local.shape))
     for axis, dim in reversed(pattern.shard):
         ranks = pattern.mesh.ranks_along((axis,))
         if len(ranks) > 1:
             local = torch.cat(_all(local, groups[ranks]), dim)
-    return local
+    return local.view(shape)
 
 
 def _all(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -165,7 +165,7 @@ def write_small(target: Path, saved_ns: int, fill: float = 0.0, keep: int | None
             values = torch.arange(start, stop, dtype=torch.float32) + fill
             key = pieces[-1].key(name, "weight")
             items[file].append(Item(key=key, dtype="F32", shape=(stop - start,), tensor=lambda values=values: values))
-        entries[name] = Entry(names=(name,), shape=shape, dtype="F32", trainable=True, pieces=tuple(pieces))
+        entries[name] = Entry(names=(name,), shape=shape, grid=shape, dtype="F32", trainable=True, pieces=tuple(pieces))
     records = {file: write_tensors(draft.path / file, tensors) for file, tensors in items.items()}
     draft.commit(dump(small_manifest(entries, records, saved_ns)))
     if keep is not None:
@@ -206,7 +206,7 @@ def test_a_small_checkpoint_is_a_directory_of_safetensors(tmp_path: Path) -> Non
     whole = Whole(tmp_path / "a", manifest)
     assert torch.equal(whole.parameter("w"), torch.arange(512.0).view(8, 64))
     assert torch.equal(load_file(tmp_path / "a" / "rank-00001.safetensors")["b[0]+0/weight"], torch.arange(7.0))
-    assert json.loads((tmp_path / "a" / "manifest.json").read_bytes())["version"] == 2, "plain JSON"
+    assert json.loads((tmp_path / "a" / "manifest.json").read_bytes())["version"] == 3, "plain JSON"
 
 
 def test_an_existing_target_is_never_touched(tmp_path: Path) -> None:
@@ -250,8 +250,8 @@ def renamed(name: str) -> Callable[[dict[str, Any]], None]:
         (renamed("/etc/other.safetensors"), "not the name of a file"),
         (renamed("a\n.safetensors"), "not the name of a file"),
         (renamed("other.pt"), "not the name of a file"),
-        (lambda f: f.update(version=1), "version '1' of the format, this elixir_moe reads 2: use the elixir_moe that"),
-        (lambda f: f.update(version=3), "version '?3'? of the format"),
+        (lambda f: f.update(version=1), "version '1' of the format, this elixir_moe reads 3: use the elixir_moe that"),
+        (lambda f: f.update(version=4), "version '?4'? of the format"),
         (lambda f: f.update(format="other"), "not the manifest"),
         (lambda f: f.update(more=1), r"unknown fields \['more'\]"),
         (lambda f: f.pop("rng"), "rng is missing"),
@@ -259,9 +259,10 @@ def renamed(name: str) -> Callable[[dict[str, Any]], None]:
         (lambda f: f.update(world=3), "2 states of random generators for 3 ranks"),
         (lambda f: f.update(saved_ns=-1), "no size"),
         (lambda f: f.update(saved_ns=10**30), "no size"),
+        (lambda f: f["parameters"]["w"].update(grid=[2, 4, 65]), "cannot be seen as .2, 4, 65."),
         (lambda f: f["parameters"]["w"]["pieces"].pop(), "'w' of shape .8, 64. is not whole"),
         (lambda f: f["parameters"]["w"]["pieces"].append(f["parameters"]["w"]["pieces"][0]), "is not whole"),
-        (lambda f: f["parameters"]["w"].update(shape=[8, 2**61]), "is not whole"),
+        (lambda f: f["parameters"]["w"].update(shape=[8, 2**61], grid=[8, 2**61]), "is not whole"),
         (lambda f: f["parameters"]["w"].update(shape=[8, True]), "expected int, got bool"),
         (lambda f: f["parameters"]["w"].update(dtype="F31"), "dtype is 'F31', which is not known"),
         (lambda f: f["parameters"]["w"]["pieces"][0].update(file="x.safetensors"), "file is 'x.safetensors'"),
@@ -348,7 +349,7 @@ def test_files_that_are_not_what_the_manifest_says_are_refused(what: str, tmp_pa
             a, b = list(files)
             files[a], files[b] = files[b], files[a]
         else:
-            fields["parameters"]["b"].update(shape=[8])
+            fields["parameters"]["b"].update(shape=[8], grid=[8])
             fields["parameters"]["b"]["pieces"][0]["span"].update(shape=[8], stop=8)
 
     spoilt(tmp_path / "a", change)

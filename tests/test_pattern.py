@@ -146,6 +146,22 @@ class TestPattern:
         assert outer_ep.local_offset((5,)) == (10,) and outer_tp.local_offset((5,)) == (5,)
         assert outer_ep != outer_tp
 
+    def test_with_a_view_slices_tile_another_shape_of_the_same_elements(self) -> None:
+        """Gate and up of a rank, one behind the other: all gates come first in the logical parameter."""
+        whole = torch.arange(8 * 3).view(8, 3)
+        gates, ups = whole.chunk(2)
+        for rank in (0, 1):
+            local = torch.cat([gates.chunk(2)[rank], ups.chunk(2)[rank]])
+            pattern = Pattern(mesh(rank, tp=2), replicate=(), shard={"tp": 1}, view=(2, 2, 3))
+            assert pattern.global_shape(local.shape) == (8, 3) and pattern.grid_shape(local.shape) == (2, 4, 3)
+            offset, cell = pattern.local_offset(local.shape), pattern.cell_shape(local.shape)
+            window = tuple(slice(o, o + n) for o, n in zip(offset, cell, strict=True))
+            assert torch.equal(whole.view(2, 4, 3)[window], local.view(cell))
+        assert pattern != Pattern(mesh(1, tp=2), replicate=(), shard={"tp": 1}) and "view=(2, 2, 3)" in str(pattern)
+        for shape in ((4, 4), ()):
+            with pytest.raises(LayoutError, match=r"growing on dim 0, is of no tensor of shape"):
+                pattern.global_shape(shape)
+
     def test_replicas_have_the_same_slice(self) -> None:
         for rank in range(8):
             pattern = Pattern(expert(rank), replicate=("edp",), shard={"ep": 0, "tp": 1})
@@ -200,6 +216,9 @@ class TestPattern:
             ({"replicate": "dp", "shard": {"tp": True}}, "shard={'tp': True}: expected a mapping"),
             ({"replicate": "dp", "shard": {"tp": 0.0}}, "shard={'tp': 0.0}: expected a mapping"),
             ({"replicate": "dp", "shard": {1: 0}}, "shard={1: 0}: expected a mapping"),
+            ({"replicate": ("dp", "tp"), "view": (2, -1)}, r"view=\(2, -1\): expected a shape without -1"),
+            ({"replicate": ("dp", "tp"), "view": 2}, "view=2: expected a shape"),
+            ({"replicate": ("dp", "tp"), "grows": -1}, "grows=-1: expected a tensor dim"),
             ({"replicate": ("dp", "tp"), "dtype": "bf16"}, "dtype='bf16': expected a torch.dtype"),
         ],
     )

@@ -44,6 +44,12 @@ class Held:
         return tuple(shape) if pattern is None else pattern.global_shape(shape)
 
     @property
+    def grid(self) -> tuple[int, ...]:
+        """The same elements in the shape of which `span` is a part."""
+        pattern, shape = pattern_of(self.parameter), self.chunk.locals[self.index].shape
+        return tuple(shape) if pattern is None else pattern.grid_shape(shape)
+
+    @property
     def values(self) -> torch.Tensor:
         """The elements at home: fp32 masters of what is trainable, else in the compute dtype; flat, live."""
         home = self.chunk.home
@@ -71,7 +77,8 @@ def _held(name: str, chunk: Chunk, index: int, slot: Slot, low: int, high: int) 
     stop = max(start, min(slot.stop, high))
     shape, pattern = tuple(chunk.locals[index].shape), pattern_of(chunk.parameters[index])
     offset = (0,) * len(shape) if pattern is None else pattern.local_offset(shape)
-    span = Span(offset=offset, shape=shape, start=start - slot.start, stop=stop - slot.start)
+    cell = shape if pattern is None else pattern.cell_shape(shape)
+    span = Span(offset=offset, shape=cell, start=start - slot.start, stop=stop - slot.start)
     return Held(name=name, chunk=chunk, index=index, span=span, here=slice(start - low, stop - low))
 
 

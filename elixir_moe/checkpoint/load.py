@@ -168,6 +168,8 @@ def _differences(
         if entry.names != tied:
             yield f"parameter {name!r} has the names {list(entry.names)} in the checkpoint, {list(tied)} in the model"
         yield from _unlike(f"parameter {name!r}", entry, held.global_shape, held.values.dtype)
+        if entry.shape == held.global_shape and entry.grid != held.grid:
+            yield f"parameter {name!r} is cut as {entry.grid} in the checkpoint, as {held.grid} in the model"
     for name, buffer in buffers.items():
         if name in manifest.buffers:
             yield from _unlike(f"buffer {name!r}", manifest.buffers[name], tuple(buffer.shape), buffer.dtype)

@@ -19,7 +19,7 @@ from elixir_moe.checkpoint.values import DTYPES
 from elixir_moe.errors import CheckpointError
 
 FORMAT = "elixir-moe checkpoint"
-VERSION = 2
+VERSION = 3
 WEIGHT = "weight"
 """Name of the parameter itself among what is kept for it; all other names are the optimizer's."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
@@ -52,6 +52,8 @@ class Entry:
     """All its names, in order of registration; several where it is tied."""
     shape: tuple[int, ...]
     """Of the whole parameter, experts of all ranks included."""
+    grid: tuple[int, ...]
+    """The same elements in the shape of which pieces are parts; another one where a pattern has a `view`."""
     dtype: str
     """What it was before `wrap`, and is exported as."""
     trainable: bool
@@ -267,6 +269,7 @@ def _entry(name: str, fields: _Fields, files: Mapping[str, FileRecord]) -> Entry
     entry = Entry(
         names=fields.each("names", str),
         shape=fields.sizes("shape"),
+        grid=fields.sizes("grid"),
         dtype=fields.one_of("dtype", DTYPES),
         trainable=fields.take("trainable", bool),
         pieces=tuple(_piece(item, files) for item in fields.rows("pieces")),
@@ -274,9 +277,11 @@ def _entry(name: str, fields: _Fields, files: Mapping[str, FileRecord]) -> Entry
     fields.end()
     if not entry.names or entry.names[0] != name:
         raise CheckpointError(f"{fields.where}: its names are {entry.names}")
-    problem = flaw(entry.shape, (piece.span for piece in entry.pieces))
+    if math.prod(entry.grid) != entry.numel:
+        raise CheckpointError(f"{fields.where} of shape {entry.shape} cannot be seen as {entry.grid}")
+    problem = flaw(entry.grid, (piece.span for piece in entry.pieces))
     if problem is not None:
-        raise CheckpointError(f"{fields.where} of shape {entry.shape} is not whole: {problem}")
+        raise CheckpointError(f"{fields.where} of shape {entry.grid} is not whole: {problem}")
     return entry
 
 

@@ -278,6 +278,7 @@ class _Contents:
             self.entries[held.name] = Entry(
                 names=tuple(names[held.parameter]),
                 shape=held.global_shape,
+                grid=held.grid,
                 dtype=_name_of(held.chunk.original_dtypes[held.index], held.name),
                 trainable=held.chunk.spec.key.trainable,
                 pieces=tuple(pieces),

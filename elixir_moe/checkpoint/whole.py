@@ -32,7 +32,7 @@ class Whole:
     def parameter(self, name: str, kept: str = WEIGHT) -> torch.Tensor:
         """A whole parameter by its first name, or what the optimizer keeps for its elements, in the dtype saved."""
         entry = self._manifest.parameters[name]
-        span = Span(offset=(0,) * len(entry.shape), shape=entry.shape, start=0, stop=entry.numel)
+        span = Span(offset=(0,) * len(entry.grid), shape=entry.grid, start=0, stop=entry.numel)
         return self._cell(name, kept, entry.pieces, span).view(entry.shape)
 
     def buffer(self, name: str, rank: int = 0) -> torch.Tensor:

@@ -61,7 +61,7 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
                 f"({first_pattern}, not {pattern}): one tensor has one pattern"
             )
         try:
-            pattern.check_rank(parameter.dim())
+            pattern.check_shape(parameter.shape)
         except LayoutError as error:
             problems.append(f"parameter {name!r}: {error}")
     for rule in rules:

@@ -17,6 +17,13 @@ mean over the batches is 1 / dp of it, whatever ep and etp are.
 
 What an expert is a slice of. Ranks along ep hold other experts under the same names, so its logical parameter is theirs
 stacked along dim 0, which the pattern algebra can say. `as_one_process` gives the names one process would use.
+
+What is no slice along a dim of the tensor is one of a `Pattern.view` (F: a rank's part of the hidden features)::
+
+    first weight of a gated MLP     (2 F, n)          gate and up: seen as (2, F, n), cut on F
+    the same of an expert                             seen as (1, 2, F, n): ep stacks, tp cuts F
+    GroupedMLP.weight1              (hidden, e g F)   whose memory is (e, hidden, g, F), g = 2 if gated: ep e, tp F
+    GroupedMLP.weight2              (e F, hidden)     whose memory is (e, F, hidden)
 """
 
 import sys
@@ -27,7 +34,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -127,26 +133,20 @@ def with_buffers_apart() -> Iterator[None]:
 
 
 def as_one_process(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`state`, as `full_state_dict` gave it for an annotated Megatron model, as one process would name and order it.
+    """`state`, as `full_state_dict` gave it for an annotated Megatron model, as one process would name it.
 
-    Experts get their number among all of the layer, and what Megatron cut in strides (gate and up of a gated MLP) is
-    put back together. Layers keep the numbers of their pipeline stage. Local.
+    Experts get their number among all of the layer. Layers keep the numbers of their pipeline stage. Local.
     """
     whole: dict[str, Tensor] = {}
     found = {item.name: item for item in _owned(model)}
     for name, value in state.items():
         item = found.get(name)
         pattern = None if item is None else pattern_of(item.parameter)
-        if item is None or pattern is None:
+        if item is None or pattern is None or not item.expert or _named_so(type(item.owner), ("GroupedMLP",)):
             whole[name] = value
-        elif not item.expert:
-            whole[name] = _unstride(value, item, pattern)
-        elif "weight1" in name or "weight2" in name:
-            whole[name] = _ungroup(value, item, pattern)
         else:
-            ep = pattern.mesh.size(EXPERT_AXIS)
-            for rank, part in enumerate(value.chunk(ep)):
-                whole[_renumber(model, item, rank)] = _unstride(part, item, pattern)
+            for rank, part in enumerate(value.chunk(pattern.mesh.size(EXPERT_AXIS))):
+                whole[_renumber(model, item, rank)] = part
     return whole
 
 
@@ -241,17 +241,37 @@ def _inside_latent_attention(model: nn.Module, path: str) -> bool:
 
 def _pattern(item: Owned, grid: Grid) -> Pattern:
     mesh = grid.expert if item.expert else grid.dense
-    cut = {} if item.cut is None else {"tp": item.cut}
+    view, dim = _view(item)
+    cut = {} if dim is None else {"tp": dim}
+    seen: dict[str, Any] = {} if view is None else {"view": view, "grows": item.cut}
     if item.expert:
         return Pattern(
             mesh,
             replicate=("edp",) if cut else ("edp", "tp"),
             shard={EXPERT_AXIS: 0, **cut},
             divisor=grid.dense.size("dp"),
+            **seen,
         )
     if cut:
-        return Pattern(mesh, replicate=("dp",), shard=cut)
+        return Pattern(mesh, replicate=("dp",), shard=cut, **seen)
     return Pattern(mesh, replicate=("dp", "tp"), partial=("tp",) if item.partial else ())
+
+
+def _view(item: Owned) -> tuple[tuple[int, ...] | None, int | None]:
+    """`Pattern.view`, and the dim of it that tensor-parallel ranks cut (see the top of this file)."""
+    owner: Any = item.owner
+    shape = item.parameter.shape
+    gated = bool(getattr(getattr(owner, "config", None), "gated_linear_unit", False))
+    if item.cut is not None and _named_so(type(owner), ("GroupedMLP",)):
+        experts, hidden = owner.num_local_experts, owner.config.hidden_size
+        if item.cut == 0:
+            return (experts, shape[0] // experts, hidden), 1
+        pieces = 1 + gated
+        return (experts, hidden, pieces, shape[1] // experts // pieces), 3
+    pieces = 2 if gated and "linear_fc1" in item.name.split(".") else getattr(item.parameter, "partition_stride", 1)
+    if item.cut != 0 or pieces == 1:
+        return None, item.cut
+    return (*(1,) * item.expert, pieces, shape[0] // pieces, *shape[1:]), 1 + item.expert
 
 
 def _cut(owner: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
@@ -348,7 +368,7 @@ def _meaning(pattern: Pattern) -> tuple[Any, ...]:
     """What a pattern says whatever its axes are called."""
     mesh = pattern.mesh
     cuts = [(mesh.ranks_along((axis,)), dim) for axis, dim in pattern.shard if mesh.size(axis) > 1]
-    return pattern.replicate_ranks, pattern.gradient_divisor, tuple(cuts)
+    return pattern.replicate_ranks, pattern.gradient_divisor, tuple(cuts), pattern.view
 
 
 # ------------------------------------------------------------------------------------------------- back to one process
@@ -367,32 +387,3 @@ def _renumber(model: nn.Module, item: Owned, rank: int) -> str:
         return item.name
     local = int(item.owner.num_gemms)  # type: ignore[arg-type]
     return f"{stem}{rank * local + int(item.name[len(stem) :])}"
-
-
-def _unstride(value: Tensor, item: Owned, pattern: Pattern) -> Tensor:
-    """Puts together what each tensor-parallel rank holds several pieces of."""
-    stride = getattr(item.parameter, "partition_stride", 1)
-    if item.cut is None or stride == 1:
-        return value
-    pieces = [part.chunk(stride, item.cut) for part in value.chunk(pattern.mesh.size("tp"), item.cut)]
-    return torch.cat([piece for several in zip(*pieces, strict=True) for piece in several], item.cut)
-
-
-def _ungroup(value: Tensor, item: Owned, pattern: Pattern) -> Tensor:
-    """GroupedMLP: one matrix in whose memory the experts lie one behind the other."""
-    owner: Any = item.owner
-    ep, tp, local = pattern.mesh.size(EXPERT_AXIS), pattern.mesh.size("tp"), owner.num_local_experts
-    hidden = owner.config.hidden_size
-    assert item.cut is not None
-    of_ranks = []
-    for mine in value.chunk(ep):
-        parts = [part.contiguous().view(local, -1) for part in mine.chunk(tp, item.cut)]
-        if item.cut == 0:
-            of_ranks.append(torch.cat([part.view(local, -1, hidden) for part in parts], 1).reshape(-1, hidden))
-        else:
-            gates = 2 if owner.config.gated_linear_unit else 1
-            pieces = [part.view(local, hidden, -1).chunk(gates, 2) for part in parts]
-            joined = torch.cat([piece for several in zip(*pieces, strict=True) for piece in several], 2)
-            of_ranks.append(joined.reshape(-1))
-    whole = torch.cat(of_ranks)
-    return whole if item.cut == 0 else whole.view(hidden, -1)

@@ -130,6 +130,11 @@ class Pattern:
     """Overrides the derived gradient divisor; needed where the axes' names do not tell who shares a batch."""
     dtype: torch.dtype | None = field(default=None, kw_only=True)
     """Compute dtype of this parameter whatever `wrap` says; None follows `wrap`."""
+    view: tuple[int, ...] | None = field(default=None, kw_only=True)
+    """Another shape of this rank's slice, whose dims `shard` means; for what is no slice along a dim of the tensor:
+    ``(2, n, k)``, cut on dim 1, of a ``(2 n, k)`` weight that holds gate and up one behind the other."""
+    grows: int = field(default=0, kw_only=True)
+    """With a `view`, the tensor dim that is longer in the logical parameter than in the slice."""
 
     if TYPE_CHECKING:  # what it accepts; the fields above are what it holds
 
@@ -142,6 +147,8 @@ class Pattern:
             partial: str | Sequence[str] = (),
             divisor: int | None = None,
             dtype: torch.dtype | None = None,
+            view: Sequence[int] | None = None,
+            grows: int = 0,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -169,6 +176,12 @@ class Pattern:
             raise LayoutError(
                 f"Pattern: dtype={self.dtype!r}: expected a torch.dtype, such as torch.bfloat16, or None to follow wrap"
             )
+        if self.view is not None:
+            if not isinstance(self.view, Sequence) or not all(is_whole(n, least=0) for n in self.view):
+                raise LayoutError(f"Pattern: view={self.view!r}: expected a shape without -1, such as (2, 128, 64)")
+            object.__setattr__(self, "view", tuple(self.view))
+        if not is_whole(self.grows, least=0):
+            raise LayoutError(f"Pattern: grows={self.grows!r}: expected a tensor dim, which counts from 0")
         named = self.replicate + tuple(axis for axis, _ in shard)
         unknown = [axis for axis in (*named, *self.partial) if axis not in mesh.axes]
         if unknown:
@@ -187,7 +200,12 @@ class Pattern:
         sizes = ", ".join(f"{a}={n}" for a, n in zip(self.mesh.axes, self.mesh.sizes, strict=True))
         extra = "".join(
             f", {name}={value}"
-            for name, value in (("shard", dict(self.shard)), ("partial", self.partial), ("dtype", self.dtype))
+            for name, value in (
+                ("shard", dict(self.shard)),
+                ("partial", self.partial),
+                ("dtype", self.dtype),
+                ("view", self.view),
+            )
             if value
         )
         return f"Pattern(mesh({sizes}), replicate={self.replicate}{extra})"
@@ -212,15 +230,26 @@ class Pattern:
 
     def global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the logical parameter whose slice on each rank has `local_shape`."""
-        self.check_rank(len(local_shape))
-        return tuple(n * self.shards_of(dim) for dim, n in enumerate(local_shape))
+        grid = self.grid_shape(local_shape)
+        if self.view is None:
+            return grid
+        more = math.prod(self.mesh.size(axis) for axis, _ in self.shard)
+        return tuple(n * more if dim == self.grows else n for dim, n in enumerate(local_shape))
+
+    def grid_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape in which the slices of all ranks are equal boxes side by side: with a `view` another one."""
+        return tuple(n * self.shards_of(dim) for dim, n in enumerate(self.cell_shape(local_shape)))
+
+    def cell_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
+        """That of this rank's slice among them."""
+        self.check_shape(local_shape)
+        return tuple(local_shape) if self.view is None else self.view
 
     def local_offset(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """Where this rank's slice starts in the logical parameter, one index per tensor dim."""
-        self.check_rank(len(local_shape))
+        """Where this rank's slice starts in `grid_shape`, one index per dim."""
         coordinate = dict(zip(self.mesh.axes, self.mesh.coordinate, strict=True))
         offset = []
-        for dim, n in enumerate(local_shape):
+        for dim, n in enumerate(self.cell_shape(local_shape)):
             index = 0
             for axis, d in self.shard:
                 if d == dim:
@@ -228,11 +257,16 @@ class Pattern:
             offset.append(index * n)
         return tuple(offset)
 
-    def check_rank(self, tensor_dims: int) -> None:
-        """Raises LayoutError if a sharded dim does not exist in a tensor of `tensor_dims` dims."""
-        missing = [(axis, dim) for axis, dim in self.shard if dim >= tensor_dims]
+    def check_shape(self, local_shape: Sequence[int]) -> None:
+        """Raises LayoutError if a slice of `local_shape` lacks a sharded dim, or cannot be seen as `view`."""
+        dims = len(local_shape)
+        if self.view is not None:
+            if math.prod(self.view) != math.prod(local_shape) or self.grows >= dims:
+                raise LayoutError(f"{self}, growing on dim {self.grows}, is of no tensor of shape {tuple(local_shape)}")
+            dims = len(self.view)
+        missing = [(axis, dim) for axis, dim in self.shard if dim >= dims]
         if missing:
-            raise LayoutError(f"{self} shards {missing}, but the tensor has only {tensor_dims} dims")
+            raise LayoutError(f"{self} shards {missing}, but the tensor has only {dims} dims")
 
     def describe(self) -> str:
         """The same text on every rank of the mesh: what ranks compare to find out whether they agree."""
