@@ -13,6 +13,7 @@ import pytest
 from elixir_moe.train import settings
 from elixir_moe.train.config import PlanConfig
 from elixir_moe.train.memory import smaller
+from tests.cases import with_further
 from tests.checkpoint_cases import assert_same
 from tests.ranks import RankPool
 from tests.train_cases import last_state, run, settings_of, written
@@ -117,20 +118,33 @@ def test_a_signal_to_the_launcher_of_the_short_form_saves_too(tmp_path: Path) ->
 
 
 @pytest.mark.fault(4)
-def test_a_stopped_rank_is_named_by_the_others_which_end(tmp_path: Path) -> None:
-    """Rank 1 gets SIGSTOP in step 2; rank 0 waits for it as long as it was told to, and not for ever."""
+@pytest.mark.parametrize(("rank", "fault"), with_further([(1, "stop"), (0, "stop"), (1, "hang")], [(1, "stop")]))
+def test_a_rank_that_stands_still_is_named_by_the_others_which_end(rank: int, fault: str, tmp_path: Path) -> None:
+    """In step 2; the other waits for it as long as it was told to, and not for ever: that of rank 0, in which the store
+    stands still too, as well. A rank that hangs ends itself.
+    """
     out = tmp_path / "out"
     write_settings(out, timeout_seconds=12.0)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    command = [sys.executable, str(ROOT / "tests" / "fault_program.py"), str(out), "1", "2", "stop"]
+    command = [sys.executable, str(ROOT / "tests" / "fault_program.py"), str(out), str(rank), "2", fault]
     options = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
     both = [subprocess.Popen(command, env=environment(RANK=str(r), **address), **options) for r in range(2)]  # type: ignore[call-overload]
+    ended = []
     try:
-        _, said = both[0].communicate(timeout=300)
+        for process in (both[1 - rank], *([both[rank]] if fault == "hang" else [])):
+            _, said = process.communicate(timeout=300)  # a hang, whatever the machine
+            ended.append((process.returncode, said))
     finally:
-        both[1].send_signal(signal.SIGKILL)
-        both[1].communicate()
-    assert both[0].returncode == 1
-    assert "ElixirError: " in said and "rank 1 is stopped or dead; it was last seen in" in said, said
+        both[rank].send_signal(signal.SIGKILL)
+        both[rank].communicate()
+    code, said = ended[0]
+    assert code == 1 and "ElixirError: " in said and "Timed out waiting 12000ms" in said, said
+    if fault == "hang":
+        assert "rank 1 lives: step 2, runs fault_program.py" in said, said
+        assert ended[1][0] == 1 and "step 2, in fault_program.py" in ended[1][1], ended[1][1]
+    elif rank:
+        assert "rank 1 is stopped or dead; it was last seen in" in said, said
+    else:
+        assert "the store that brought the ranks together, of rank 0 or of its launcher, does not answer" in said, said

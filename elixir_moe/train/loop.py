@@ -104,7 +104,7 @@ def train(
             except Stopped:
                 raise
             except Exception as error:
-                if not loops or not _is_short(error, watchdog.store, loops[0]):
+                if not loops or not _is_short(error, watchdog, loops[0]):
                     raise _explained(error, watchdog) from error
             del mesh
             memory.release()  # the error, and with it the step's tensors, is gone
@@ -150,11 +150,17 @@ def _train(
         return summary
 
 
-def _is_short(error: Exception, store: Any, loop: "Loop") -> bool:
+def _is_short(error: Exception, watchdog: Watchdog, loop: "Loop") -> bool:
     """Whether some rank is out of memory, and the step can be redone."""
-    if memory.is_out_of_memory(error):
-        memory.say_so(store, dist.get_rank(), redoable=not loop.training.updating)
-    found = memory.who(store) if memory.is_out_of_memory(error) or is_broken_collective(error) else None
+    short, store = memory.is_out_of_memory(error), watchdog.store
+    if not short and not is_broken_collective(error):
+        return False
+    try:
+        if short:
+            watchdog.ask(lambda: memory.say_so(store, dist.get_rank(), redoable=not loop.training.updating))
+        found = watchdog.ask(lambda: memory.who(store))
+    except TimeoutError:
+        return False
     return found is not None and found[1]
 
 

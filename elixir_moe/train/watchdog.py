@@ -15,10 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -29,10 +31,13 @@ _SAMPLE_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
 """How long a rank that should meet an error by itself is given for it."""
+_ANSWER_SECONDS = 2.0
+"""How long the store is waited for."""
 _COLLECTIVES = ("distributed_c10d.py",)
 _AROUND = ("c10d_logger.py", "contextlib.py")
 _BROKEN = ("gloo", "onnection", "Timed out", "timed out", "Broken pipe", "Socket")
 _LIBRARY = os.path.join("elixir_moe", "")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,37 @@ def is_broken_collective(error: BaseException) -> bool:
     )
 
 
+class _Line:
+    """Asks the store on a thread of its own: one whose host is stopped never answers."""
+
+    def __init__(self) -> None:
+        self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._open: Future[Any] = Future()
+        """The last one that was not answered in time; `ask` waits no more until it has been."""
+        self._open.cancel()
+        threading.Thread(target=self._run, name="elixir-store", daemon=True).start()
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """What `question` returns or raises. Raises TimeoutError when there is no answer, and forgets the question."""
+        answer: Future[T] = Future()
+        self._questions.put((question, answer))
+        try:
+            return answer.result(_ANSWER_SECONDS if self._open.done() else 0)
+        except TimeoutError:
+            if not answer.cancel():
+                self._open = answer
+            raise TimeoutError(f"no answer within {_ANSWER_SECONDS:g} s") from None
+
+    def _run(self) -> None:
+        while True:
+            question, answer = self._questions.get()
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(question())
+                except RuntimeError as error:
+                    answer.set_exception(error)
+
+
 class Watchdog:
     """Watches the main thread of this rank; a context.
 
@@ -89,6 +125,7 @@ class Watchdog:
         self._store: Any = None
         if store is not None and ranks > 1:  # what an earlier run in these processes has left there is not ours
             self._store = dist.PrefixStore(f"run {store.add(f'runs of rank {rank}', 1)}", store.clone())
+        self._line = _Line()
         self._rank, self._ranks, self._timeout, self._end = rank, ranks, timeout_seconds, end
         self._main = threading.main_thread().ident
         self._phase, self._since = "the start", math.inf  # which is as long as the model is large
@@ -98,8 +135,9 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         if self._store is not None:
-            self._store.set_timeout(timedelta(seconds=_BEAT_SECONDS))
-            self._tell()
+            self._store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
+            with contextlib.suppress(TimeoutError):
+                self.ask(self._tell)
         self._thread.start()
         return self
 
@@ -121,24 +159,28 @@ class Watchdog:
         self._samples = self._waits = 0
         return share
 
+    def ask(self, question: Callable[[], T]) -> T:
+        """What `question`, which talks to a store, returns. Raises TimeoutError when the store's host is stopped."""
+        return self._line.ask(question)
+
     def failed(self, text: str) -> None:
         """Tells the others that this rank is about to end, and why."""
         if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # the store's host may be what has failed
-                self._store.compare_set("failed", "", f"rank {self._rank} has failed: {text}")
+            told = f"rank {self._rank} has failed: {text}"
+            with contextlib.suppress(RuntimeError, TimeoutError):  # the store's host may be what has failed
+                self.ask(lambda: self._store.compare_set("failed", "", told))
 
     def explain(self) -> str:
         """After the failure of a collective: which ranks have ended, stand still, or are elsewhere. Takes 2 s."""
         if self._store is None:
             return ""
         try:
-            before = self._beats()
+            before = self.ask(self._beats)
             self._closing.wait(2 * _BEAT_SECONDS)
-            now = self._beats()
-            told = [self._store.get("failed").decode(errors="replace")] if self._store.check(["failed"]) else []
-        except RuntimeError as error:
-            return f"the store of rank 0 does not answer: {str(error).splitlines()[0]}"
-        return "; ".join([*told, *self._findings(before, now)])
+            now, told = self.ask(self._beats), self.ask(self._told)
+        except (RuntimeError, TimeoutError) as error:
+            return _silent(error)
+        return "; ".join([*([told] if told else []), *self._findings(before, now)])
 
     # ------------------------------------------------------------------------------------------------------ the thread
 
@@ -147,13 +189,20 @@ class Watchdog:
         while not self._closing.wait(_SAMPLE_SECONDS):
             self._samples += 1
             self._waits += self._place().waiting
-            if self._store is not None and time.monotonic() - beat >= _BEAT_SECONDS:
-                beat = time.monotonic()
-                try:
-                    self._tell()
-                    self._look()
-                except RuntimeError as error:
-                    self._give_up(f"the store of rank 0 does not answer: {str(error).splitlines()[0]}")
+            if self._store is None or time.monotonic() - beat < _BEAT_SECONDS:
+                continue
+            beat = time.monotonic()
+            try:
+                self.ask(self._tell)
+                told = self.ask(self._told)
+                if told:
+                    self._give_up(told)
+            except TimeoutError:  # it may be slow: the clock decides
+                pass
+            except RuntimeError as error:
+                self._give_up(_silent(error))
+            if time.monotonic() - self._since > self._timeout + _GRACE_SECONDS:
+                self._late()
 
     def _place(self) -> Place:
         return place_of(sys._current_frames().get(self._main or 0))
@@ -163,15 +212,15 @@ class Watchdog:
         verb = "waits in" if place.waiting else "runs"
         self._store.set(f"beat {self._rank}", f"{time.monotonic_ns()} {self._phase}, {verb} {place.what}")
 
-    def _look(self) -> None:
-        if self._store.check(["failed"]):
-            self._give_up(self._store.get("failed").decode(errors="replace"))
-        elif time.monotonic() - self._since > self._timeout + _GRACE_SECONDS:
-            waits = self._place()
-            found = self.explain()
-            text = f"{self._phase} has taken {self._timeout:.0f} s, in {waits.what}"
-            self.failed(text)
-            self._leave(f"{text}. {found}")
+    def _told(self) -> str:
+        """Which rank has said that it is about to end, and why; nothing if none has."""
+        return self._store.get("failed").decode(errors="replace") if self._store.check(["failed"]) else ""
+
+    def _late(self) -> None:
+        text = f"{self._phase} has taken {self._timeout:.0f} s, in {self._place().what}"
+        found = self.explain()
+        self.failed(text)
+        self._leave(f"{text}. {found}")
 
     def _give_up(self, reason: str) -> None:
         """The main thread should fail by itself, its peer being gone; where it cannot, the process ends here."""
@@ -200,6 +249,11 @@ class Watchdog:
                 yield f"rank {rank} is stopped or dead; it was last seen in {where}"
             else:
                 yield f"rank {rank} lives: {where}"
+
+
+def _silent(error: Exception) -> str:
+    why = str(error).splitlines()[0]
+    return f"the store that brought the ranks together, of rank 0 or of its launcher, does not answer: {why}"
 
 
 def _where(frame: FrameType) -> str:
