@@ -318,7 +318,6 @@ def run_count() -> list[list[str]]:
     return counts
 
 
-@pytest.mark.fault(15, 16, 17)
 def test_collectives_do_not_depend_on_routing(ranks: Ranks) -> None:
     want = ["c10d::allgather_"] + ["c10d::alltoall_base_"] * 4
     assert ranks(2).run(run_count) == [[want] * 4] * 2

@@ -92,13 +92,21 @@ def test_a_slow_rank_gets_a_score_and_one_line() -> None:
         assert not kinds(supervisor.observe(seen(step, busy_seconds=(1.0, 1.1, 1.0))))
 
 
-def test_norms_scales_and_experts_are_watched() -> None:
+def test_norms_and_scales_are_watched() -> None:
     supervisor = after(Supervisor(WatchConfig(window=10)))
     assert kinds(supervisor.observe(seen(21, norm=500.0))) == ["norm"]
     assert not kinds(supervisor.observe(seen(22, scales={"w": 0.1})))
     assert kinds(supervisor.observe(seen(23, scales={"w": 2.0}))) == ["scale"]
-    said = [kinds(supervisor.observe(seen(step, tokens_per_expert={"mlp": [3, 0]}))) for step in range(24, 40)]
-    assert said.count(["expert"]) == 1 and said[9] == ["expert"]
+
+
+@pytest.mark.fault(16)
+def test_an_expert_without_a_token_for_a_window_of_steps_is_told_of_once_each_time() -> None:
+    supervisor = Supervisor(WatchConfig(window=4))
+    counts = [[3, 0]] * 6 + [[3, 1]] + [[3, 0]] * 4  # one token, and the steps are counted anew
+    actions = [supervisor.observe(seen(step, tokens_per_expert={"mlp": n})) for step, n in enumerate(counts, 1)]
+    text = "expert 1 of mlp has had no token for 4 steps"
+    assert [(step, note.text) for step, a in enumerate(actions, 1) for note in a.notes] == [(4, text), (11, text)]
+    assert all(action.verdict is Verdict.GO for action in actions)
 
 
 @pytest.mark.fault(13)

@@ -151,6 +151,14 @@ def _nan_once() -> Callable[..., Any]:
     return hook
 
 
+def _starve(training: Training, _here: bool) -> None:
+    """From now on expert 2 gets no token of any rank."""
+    router = dict(training.model.named_modules())["blocks.1.mlp.router"]
+    router.register_forward_hook(
+        lambda _module, _args, out: out._replace(experts=out.experts.masked_fill(out.experts == 2, 0))
+    )
+
+
 FAULTS: dict[str, Callable[[Training, bool], None]] = {
     "SIGTERM": _signal(signal.SIGTERM),
     "SIGUSR1": _signal(signal.SIGUSR1),
@@ -159,6 +167,7 @@ FAULTS: dict[str, Callable[[Training, bool], None]] = {
     "room free": lambda training, _: _room(training).unlink() if dist.get_rank() == 0 else None,
     "end": _end,
     "poison": _poison,
+    "starve": _starve,
 }
 
 
