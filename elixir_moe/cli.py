@@ -117,6 +117,23 @@ def _parser(settings_help: str | None) -> _Parser:
 
 
 def _train(known: argparse.Namespace, overrides: list[tuple[str, str]], arguments: Sequence[str]) -> int:
+    from elixir_moe.train.requests import leaving
+
+    with leaving(_requeue):  # until there is something to save, or there are ranks
+        return _start(known, overrides, arguments)
+
+
+def _requeue(number: int) -> NoReturn:
+    """Ends this process on a signal that comes so early that there is nothing to save."""
+    from elixir_moe.train import requests
+
+    text = launch.ended_early(number)
+    if not launch.leave_error(text, requests.REQUEUE):
+        print(f"elixir-moe: {text}", file=sys.stderr)
+    _leave(requests.REQUEUE)
+
+
+def _start(known: argparse.Namespace, overrides: list[tuple[str, str]], arguments: Sequence[str]) -> int:
     from elixir_moe.train import config as configs
     from elixir_moe.train.data import load_text
     from elixir_moe.train.directory import check_directory, claim_directory

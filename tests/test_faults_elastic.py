@@ -117,6 +117,32 @@ def test_a_signal_to_the_launcher_of_the_short_form_saves_too(tmp_path: Path) ->
     assert Path(status["checkpoint"]).name == f"step-{status['step']:08d}" and Path(status["checkpoint"]).is_dir()
 
 
+EARLY = {
+    "a rank that starts": ("RANK", "os.kill(os.getppid(), signal.SIGTERM); signal.pause()"),
+    "the launcher that starts": ("", "import elixir_moe.train.directory as d; d.check_directory = end"),
+    "a rank that takes the directory": ("RANK", "import elixir_moe.train.directory as d; d.claim_directory = end"),
+}
+"""Where the signal comes: (what the environment of that process has, what it runs before all else)."""
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("where", EARLY)
+def test_a_signal_before_there_is_anything_to_save_asks_to_be_started_again(where: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_settings(out)
+    has, code = EARLY[where]
+    end = "def end(*_): os.kill(os.getpid(), signal.SIGTERM); signal.pause()"
+    condition = "os.environ.get('RANK') == '0'" if has else "'train' in sys.orig_argv and 'RANK' not in os.environ"
+    lines = ["import os, signal, sys", end, f"if {condition}:", f"    {code}", ""]
+    (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "elixir_moe", "train", "--nproc", "2", "--config", f"{out}.yaml"]
+    options = environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    done = subprocess.run(command, env=options, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 75, done.stderr
+    assert "ended by signal 15 before the first step; the same command starts it again" in done.stderr
+    assert "Traceback" not in done.stderr and not list(out.glob("checkpoints/*"))
+
+
 @pytest.mark.fault(4)
 @pytest.mark.parametrize(("rank", "fault"), with_further([(1, "stop"), (0, "stop"), (1, "hang")], [(1, "stop")]))
 def test_a_rank_that_stands_still_is_named_by_the_others_which_end(rank: int, fault: str, tmp_path: Path) -> None:

@@ -51,6 +51,20 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_same_command_goes_on(
     assert_like(found, tmp_path / "out", unbroken)
 
 
+@pytest.mark.fault(36)
+def test_a_signal_before_the_first_step_changes_nothing(
+    unbroken: tuple[Path, dict[str, Any]], ranks: Ranks, tmp_path: Path
+) -> None:
+    """While the model is wrapped: in a new run, and in one that goes on."""
+    config = settings_of(tmp_path / "out")
+    for saved, step in (([], 1), (["step-00000002", "step-00000004"], 5)):
+        for found in ranks(2).run(run, config, {0: "SIGTERM"}, 1):
+            assert found["ended"].startswith(f"75 stopped before step {step} by signal 15; the same command goes on")
+            assert found["status"]["state"] == "stopped" and found["checkpoints"] == saved
+        found = ranks(2).run(run, config, {3: "SIGTERM"} if not saved else None)[0]
+    assert_like(found, tmp_path / "out", unbroken)
+
+
 @pytest.mark.fault(1, 38, 39)
 def test_what_follows_the_last_checkpoint_is_done_again(
     unbroken: tuple[Path, dict[str, Any]], ranks: Ranks, tmp_path: Path

@@ -55,10 +55,16 @@ class Ending(Exception):  # noqa: N818
 def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0, whole_text: bool = False) -> dict[str, Any]:
     """Runs, or goes on with, a training; `at` names by step what happens behind its update, on rank `on`.
 
-    Returns how it ended, what the last checkpoint holds, and what rank 0 wrote.
+    What happens at 0 happens while the model is wrapped. Returns how it ended, what the last checkpoint holds, and what
+    rank 0 wrote.
     """
-    update = Training.update
+    update, wrapping = Training.update, Training._wrap
     done: set[int] = set()
+
+    def beginning(training: Training, model: Any) -> Any:
+        if at and 0 in at:
+            FAULTS[at[0]](training, dist.get_rank() == on)
+        return wrapping(training, model)
 
     def updating(training: Training) -> float:
         lr = update(training)
@@ -73,7 +79,7 @@ def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0, whol
                 FAULTS[what](training, dist.get_rank() == on)
         return lr
 
-    Training.update = updating  # type: ignore[method-assign]
+    Training.update, Training._wrap = updating, beginning  # type: ignore[method-assign]
     console, ended, claim = Console(file=io.StringIO()), "", None
     try:
         data = (config.data.paths, config.data.validation, config.model.seq_len)
@@ -85,7 +91,7 @@ def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0, whol
     except (ElixirError, Ending) as error:
         ended = f"{type(error).__name__} {error}"
     finally:
-        Training.update = update  # type: ignore[method-assign]
+        Training.update, Training._wrap = update, wrapping  # type: ignore[method-assign]
         if claim is not None:
             claim.release()
     dist.barrier()

@@ -9,12 +9,11 @@ seconds and forget the code. Never restarts anything.
 import json
 import logging
 import os
-import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -54,11 +53,24 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
 
     Raises:
         RanksFailed: a rank failed, or stopped as a signal asked it to; the others have been ended.
-        KeyboardInterrupt: the launcher was interrupted, or told to end before it had ranks; so were the ranks.
+        KeyboardInterrupt: the launcher was interrupted; so were the ranks.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from elixir_moe.train.requests import REQUEUE, answering
+
+    received: list[int] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        ranks = _children()
+        if not ranks:
+            raise KeyboardInterrupt
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, number)
 
     # The agent logs each failure, with a traceback of its own; what went wrong is told by the exception below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -75,32 +87,22 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # those that are not passed on
     )
     try:
-        with _passing_on():
+        with answering(pass_on):
             elastic_launch(config, sys.executable)("-m", "elixir_moe", *arguments)
     except ChildFailedError as error:
-        raise _first_failure(error.failures) from None
-    except SignalException as error:
+        failure = _first_failure(error.failures, asked=bool(received))
+        if failure is None:  # they had not come so far as to answer it
+            failure = RanksFailed(ended_early(received[0]), REQUEUE)
+        raise failure from None
+    except (SignalException, KeyboardInterrupt) as error:
+        if received:
+            raise RanksFailed(ended_early(received[0]), REQUEUE) from None
         raise KeyboardInterrupt(str(error)) from None
 
 
-@contextmanager
-def _passing_on() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 go to the processes that this one has started."""
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        ranks = _children()
-        if not ranks:
-            raise KeyboardInterrupt(f"signal {number} before the ranks had started")
-        for rank in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(rank, number)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def ended_early(number: int) -> str:
+    """What is said of a run that a signal ended while it started."""
+    return f"ended by signal {number} before the first step; the same command starts it again"
 
 
 def _children() -> list[int]:
@@ -129,17 +131,23 @@ def leave_error(text: str, exit_code: int) -> bool:
     return True
 
 
-def _first_failure(failures: dict[int, "ProcessFailure"]) -> RanksFailed:
-    """The failure that the others follow from: a rank that was killed, or else the one that raised first."""
+def _first_failure(failures: dict[int, "ProcessFailure"], *, asked: bool) -> RanksFailed | None:
+    """The failure that the others follow from: a rank that was killed, or else the one that raised first.
+
+    If the ranks were `asked` to end, it is one that says so, and None if none does.
+    """
 
     def order(item: tuple[int, "ProcessFailure"]) -> tuple[bool, float]:
         failure = item[1]
-        return failure.exitcode >= 0, _own(failure).get("seconds", failure.timestamp)
+        own = _own(failure)
+        return (not own if asked else failure.exitcode >= 0), own.get("seconds", failure.timestamp)
 
     rank, failure = min(failures.items(), key=order)
     own = _own(failure)
     if own:
         return RanksFailed(f"[rank {rank}] {own['text']}", own["exit_code"])
+    if asked:
+        return None
     reason = failure.message if failure.exitcode < 0 else f"exit code {failure.exitcode}, without a message"
     return RanksFailed(f"[rank {rank}] {reason}", 1)
 

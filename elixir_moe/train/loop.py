@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,13 @@ from elixir_moe.train.directory import CONTROL, Claim, extra_of
 from elixir_moe.train.keeper import Keeper
 from elixir_moe.train.memory import Scarcity
 from elixir_moe.train.report import Console, Report, StepRecord, Summary
-from elixir_moe.train.requests import Control, ControlFile, Signals
+from elixir_moe.train.requests import REQUEUE, Control, ControlFile, Signals
 from elixir_moe.train.supervisor import Action, Observation, Supervisor, Verdict
 from elixir_moe.train.training import Training
 from elixir_moe.train.watchdog import Watchdog, is_broken_collective
 
-DIVERGED, REQUEUE = 3, 75
-"""Exit codes of runs that were stopped with their state saved: by the supervisor; by a signal, to be started again."""
+DIVERGED = 3
+"""Exit code of a run that the supervisor has stopped with its state saved."""
 
 
 class Stopped(Exception):  # noqa: N818 (no error: it was asked for, or decided)
@@ -90,8 +90,8 @@ def train(
     """
     torch.set_num_threads(config.run.threads)
     with ExitStack() as stack:
-        signals = stack.enter_context(Signals())
         mesh = init_mesh(timeout=timedelta(seconds=config.run.timeout_seconds))
+        signals = stack.enter_context(Signals())
         store = dist.distributed_c10d._get_default_store()
         watchdog = stack.enter_context(
             Watchdog(store, dist.get_rank(), dist.get_world_size(), config.run.timeout_seconds, end or _end)
@@ -223,8 +223,11 @@ class Loop:
             if source is not None:
                 other = "" if before is None else f", under another plan than {before}: {optimizer.plan.to_json()}"
                 self.report.event(self._first, "resumed", f"from {source}, step {self._first}{other}")
-        self._apply(self._agree(0.0, 0.0).control, first=True)
+        agreed = self._agree(0.0, 0.0)
+        self._apply(agreed.control, first=True)
         self._status("running")
+        if agreed.signal:
+            self._stop(f"stopped before step {self._first + 1} by signal {agreed.signal}", REQUEUE)
 
     def _conclude(self) -> Summary | None:
         """The sample, the weights and the summary; whatever communicates comes before rank 0 goes its own way."""
@@ -394,11 +397,14 @@ class Loop:
             self.keeper.save(asynchronous=False, must=True)
             why = f"signal {agreed.signal}" if agreed.signal else CONTROL
             text = f"stopped after step {step} by {why}; the state is saved in {self.keeper.latest}"
-            self._event("stopped", text)
-            self._status("stopped", text)
-            raise Stopped(f"{text}; the same command goes on from there", REQUEUE if agreed.signal else 0)
+            self._stop(text, REQUEUE if agreed.signal else 0)
         if control.save or (every is not None and step % every == 0 and step < self.config.run.steps):
             self.keeper.save(asynchronous=self.config.save.asynchronous)
+
+    def _stop(self, text: str, exit_code: int) -> NoReturn:
+        self._event("stopped", text)
+        self._status("stopped", text)
+        raise Stopped(f"{text}; the same command goes on from there", exit_code)
 
     def _apply(self, control: Control | None, *, first: bool = False) -> Control:
         """Takes over new settings. What the file asks for once (save, stop) it cannot have asked of this start."""

@@ -1,11 +1,14 @@
 """What the world outside asks of a run: to end, by a signal; other settings or a save, by `control.yaml`.
 
-Owns the signal handlers and the reading of the file. Answers nothing: `loop` asks between two steps, on all ranks.
+Owns the signal handlers and the reading of the file. Answers nothing: `loop` asks between two steps, on all ranks; and
+before there are steps, a signal ends the process.
 """
 
+import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -15,6 +18,8 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.train import settings
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+REQUEUE = 75
+"""Exit code of a run that a signal has ended and that has lost nothing: to be started again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,22 +63,64 @@ class ControlFile:
         return settings.build(Control, settings.read_yaml(self._path))
 
 
+@contextmanager
+def answering(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """While it is open, SIGTERM and SIGUSR1 call `handler`; in threads other than the first, nothing."""
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # Python takes handlers from no other
+        before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def leaving(leave: Callable[[int], object]) -> Iterator[None]:
+    """While it is open, and no other handler is in its place, SIGTERM and SIGUSR1 call `leave` at once, on a thread.
+
+    The main thread may wait in a library, for other ranks perhaps, where it hears of no signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def heard(_number: int, _frame: FrameType | None) -> None: ...
+
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+
+    def listen() -> None:
+        while byte := os.read(ear, 1):
+            if signal.getsignal(byte[0]) is heard:
+                leave(byte[0])
+        os.close(ear)
+
+    threading.Thread(target=listen, name="elixir-signals", daemon=True).start()
+    before = signal.set_wakeup_fd(mouth)
+    try:
+        with answering(heard):
+            yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(mouth)
+
+
 class Signals:
     """SIGTERM and SIGUSR1 are noted and change nothing else; a context. A second one finds the first one noted."""
 
     def __init__(self) -> None:
         self.received = 0
         """Number of the first signal; 0 if there was none."""
-        self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
+        self._answering = answering(self._note)
 
     def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():  # Python takes handlers from no other
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._answering.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def __exit__(self, *error: Any) -> None:
+        self._answering.__exit__(*error)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.received = self.received or number
