@@ -14,6 +14,7 @@ is not locked belongs to nobody alive, and is collected. Removing goes the same 
 import fcntl
 import os
 import re
+import shutil
 import time
 import warnings
 from collections.abc import Iterable
@@ -41,6 +42,8 @@ class Draft:
         """
         self.target, self.path = target, partial_of(target)
         self.committed = False
+        if target.name.endswith(_PARTIAL):
+            raise CheckpointError(f"{target}: what ends in {_PARTIAL} is no whole checkpoint: save under another name")
         if os.path.lexists(target):
             raise CheckpointError(f"{target} exists: save under another name, or remove it first")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -82,13 +85,18 @@ def collect(directory: Path) -> list[Path]:
     return [path for path in partials(directory) if _remove_if_dead(path)]
 
 
+def discard(path: Path) -> None:
+    """Removes a checkpoint: whole or absent, wherever this ends."""
+    os.rename(path, partial_of(path))
+    sync_directory(path.parent)
+    _remove_if_dead(partial_of(path))
+
+
 def retain(directory: Path, keep: int) -> list[Path]:
     """Removes all checkpoints in `directory` but the `keep` latest; returns them. Damaged manifests stay."""
     whole = [path for path, manifest in checkpoints(directory) if isinstance(manifest, Manifest)]
     for path in whole[:-keep]:
-        os.rename(path, partial_of(path))
-        sync_directory(directory)
-        _remove_if_dead(partial_of(path))
+        discard(path)
     return whole[:-keep]
 
 
@@ -194,7 +202,9 @@ def _remove_if_dead(partial: Path) -> bool:
 def _remove(partial: Path) -> bool:
     """Deletes a partial checkpoint, its manifest, by which it is known, last."""
     for path in partial.iterdir():
-        if path.name != MANIFEST:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MANIFEST:
             path.unlink()
     (partial / MANIFEST).unlink(missing_ok=True)
     partial.rmdir()

@@ -20,12 +20,11 @@ no communication; rank 0 alone claims a directory.
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from elixir_moe.checkpoint.storage import MANIFEST, collect, latest, partials, read_manifest
+from elixir_moe.checkpoint.storage import MANIFEST, collect, discard, latest, partials, read_manifest
 from elixir_moe.checkpoint.values import decode
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.train.config import TrainConfig, identity
@@ -183,8 +182,7 @@ def _empty(directory: Path) -> None:
             collect(room)
             for path in list(room.iterdir()):
                 if (path / MANIFEST).exists() and not path.is_symlink():
-                    (path / MANIFEST).unlink()  # from here on it is none
-                    shutil.rmtree(path)
+                    discard(path)
             if not any(room.iterdir()):
                 room.rmdir()
 

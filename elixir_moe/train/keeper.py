@@ -66,7 +66,7 @@ class Keeper:
         self.supervisor.restore(self.training.load(source))
         if source.parent == self.room:
             self.latest = source
-            self.move_apart(self.training.progress.step)
+        self.move_apart(self.training.progress.step)
 
     def save_apart(self) -> Path:
         """The state of a run that diverged, where none looks for the latest."""
@@ -128,16 +128,19 @@ class Keeper:
         return found[0]
 
     def move_apart(self, step: int) -> None:
-        """Checkpoints of steps after `step` are of another past: rank 0 puts them where none looks for the latest."""
-        if not self._writes:
+        """Checkpoints of steps after `step` are of another past, or what is left of some: rank 0 puts them where none
+        looks for the latest.
+        """
+        if not self._writes or not self.room.is_dir():
             return
-        for path, manifest in checkpoints(self.room):
+        whole = {path for path, manifest in checkpoints(self.room) if isinstance(manifest, Manifest)}
+        for path in sorted(self.room.iterdir()):
             own = path.name.removeprefix("step-")
-            if own.isdigit() and int(own) > step:
+            if path.name != own and own.isdecimal() and int(own) > step:
                 self._apart.mkdir(exist_ok=True)
                 target = self._free_name(self._apart, int(own))
                 os.rename(path, target)
-                damaged = "" if isinstance(manifest, Manifest) else ", which is damaged,"
+                damaged = "" if path in whole else ", which is damaged,"
                 self._event("moved apart", f"{path.name}{damaged} is now {target}")
 
     def _free_name(self, room: Path, step: int) -> Path:

@@ -212,6 +212,8 @@ class Loop:
     def _begin(self, source: Path | None) -> None:
         if source is not None:
             self.keeper.take(source)
+        else:
+            self.keeper.move_apart(0)
         self._first = self.training.progress.step
         if self.report is not None:
             for line in self.training.description():

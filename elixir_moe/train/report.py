@@ -123,7 +123,7 @@ class Report:
             table.add_row(*(f"{v:,}" if type(v) is int else str(v) for v in row.values()))
         self._console.print(table)
         path = self._directory / "plan.json"
-        before = path.read_text(encoding="utf-8").strip() if path.exists() else plan_json
+        before = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else plan_json
         self.write("plan.json", plan_json + "\n")
         return before if before != plan_json else None
 
@@ -147,8 +147,8 @@ class Report:
 
     def _go_back(self, step: int) -> None:
         path = self._directory / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() and step else []
-        whole = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() and step else ""
+        whole = [(line, record) for line in text.splitlines(keepends=True) if (record := _record(line))]
         kept = [(line, record) for line, record in whole if record["step"] <= step]
         self.write("metrics.jsonl", "".join(line for line, _ in kept))
         self._train_losses = [(r["step"], r["loss"]) for _, r in kept if r["loss"] is not None]
@@ -217,6 +217,15 @@ def _beside(prediction: dict[str, Any]) -> str:
         expected, held = prediction[f"predicted_{tier}_bytes"], prediction[f"held_{tier}_bytes"]
         lines.append(f"{f'bytes held, {tier}':24} {expected:>14,} {held:>14,}")
     return "\n".join(lines)
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None for one that is cut short, or that a loss of power has left as something else."""
+    try:
+        record = json.loads(line) if line.endswith("\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and {"step", "loss", "val_loss"} <= record.keys() else None
 
 
 def _finite(value: Any) -> Any:

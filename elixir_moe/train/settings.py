@@ -26,6 +26,8 @@ T = TypeVar("T")
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ConfigError if there is none, or a key stands twice."""
     try:
+        if Path(path).is_fifo():  # which would be waited for
+            raise OSError("it is a pipe")
         values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_OnceLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the settings file {str(path)!r}: {error}") from error
