@@ -22,11 +22,14 @@ $(BENCH_STAMP): $(STAMP)
 	DS_BUILD_OPS=0 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[dev,bench]'
 	touch $@
 
+# Two files at a time: while ranks of one wait for each other, the other computes.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-all: setup
-	$(BIN)/python -m pytest -m '' $(PYTEST_ARGS)
+	$(PYTEST) -m '' $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -210,7 +210,7 @@ def reads_a_value(model: nn.Module, batch: Tensor) -> Tensor:
         ({"accumulation": 0}, "ConfigError", "accumulation=0"),
         ({"step": reads_a_value}, "ConfigError", "cannot run on tensors without data"),
     ],
-    ids=str,
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
 )
 def test_what_cannot_be_planned_says_why(options: dict[str, Any], kind: str, message: str, ranks: Ranks) -> None:
     for found in ranks(2).run(refused, options):
