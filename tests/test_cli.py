@@ -7,11 +7,13 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
+from types import SimpleNamespace
+from typing import Any, get_type_hints
 
 import pytest
 
 from elixir_moe.cli import main
+from elixir_moe.train import launch
 from elixir_moe.train.config import TrainConfig
 
 SETTINGS = """
@@ -182,3 +184,25 @@ def test_an_error_of_the_ranks_reaches_the_user_once(config: str) -> None:
     )
     assert done.returncode == 1 and done.stderr.count("PlanError") == 1
     assert re.search(r"^elixir-moe: \[rank [01]\] PlanError: ", done.stderr, re.MULTILINE)
+
+
+def ended(code: int, at: float, **own: Any) -> Any:
+    """What the agent tells of a rank."""
+    data = {"elixir": {"seconds": at, **own}} if own else {}
+    return SimpleNamespace(exitcode=code, timestamp=at, message="killed", error_file_data=data)
+
+
+@pytest.mark.parametrize(
+    ("failures", "exit_code", "text"),
+    [
+        ({0: ended(75, 2.0, text="asked to", exit_code=75), 1: ended(-15, 1.0)}, 75, r"\[rank 0\] asked to"),
+        ({0: ended(1, 2.0), 1: ended(-15, 1.0)}, 1, r"\[rank 0\] exit code 1, without a message"),
+        ({0: ended(1, 1.0, text="wrong", exit_code=1), 1: ended(-9, 2.0)}, 1, r"\[rank 1\] killed"),
+        ({1: ended(-15, 1.0)}, 75, "ended by signal 15 before the first step"),
+    ],
+)
+def test_the_failure_that_others_follow_from_is_told(failures: dict[int, Any], exit_code: int, text: str) -> None:
+    """The launcher ends the other ranks with SIGTERM, which one that is just starting dies of."""
+    found = launch._first_failure(failures, asked=False)
+    assert found is not None and found.exit_code == exit_code
+    assert re.match(text, str(found))

@@ -134,13 +134,18 @@ def leave_error(text: str, exit_code: int) -> bool:
 def _first_failure(failures: dict[int, "ProcessFailure"], *, asked: bool) -> RanksFailed | None:
     """The failure that the others follow from: a rank that was killed, or else the one that raised first.
 
-    If the ranks were `asked` to end, it is one that says so, and None if none does.
+    Last comes one that has answered a signal by dying of it: with SIGTERM the others are ended. If the ranks were
+    `asked` to end, it is one that says so, and None if none does.
     """
 
-    def order(item: tuple[int, "ProcessFailure"]) -> tuple[bool, float]:
+    from elixir_moe.train.requests import REQUEUE, SIGNALS
+
+    def order(item: tuple[int, "ProcessFailure"]) -> tuple[bool, bool, float]:
         failure = item[1]
         own = _own(failure)
-        return (not own if asked else failure.exitcode >= 0), own.get("seconds", failure.timestamp)
+        killed = failure.exitcode < 0
+        told = -failure.exitcode in SIGNALS
+        return told, (not own if asked else not killed), own.get("seconds", failure.timestamp)
 
     rank, failure = min(failures.items(), key=order)
     own = _own(failure)
@@ -148,6 +153,8 @@ def _first_failure(failures: dict[int, "ProcessFailure"], *, asked: bool) -> Ran
         return RanksFailed(f"[rank {rank}] {own['text']}", own["exit_code"])
     if asked:
         return None
+    if -failure.exitcode in SIGNALS:
+        return RanksFailed(ended_early(-failure.exitcode), REQUEUE)
     reason = failure.message if failure.exitcode < 0 else f"exit code {failure.exitcode}, without a message"
     return RanksFailed(f"[rank {rank}] {reason}", 1)
 

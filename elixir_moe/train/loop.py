@@ -142,12 +142,10 @@ def _train(
         loop = Loop(training, report, signals, watchdog, Path(config.run.out))
         loops.append(loop)
         try:
-            summary = loop.run(Path(source[0]) if source[0] is not None else None)
+            return loop.run(Path(source[0]) if source[0] is not None else None)
         except Stopped:
             training.optimizer.close()
             raise
-        training.optimizer.close()
-        return summary
 
 
 def _is_short(error: Exception, watchdog: Watchdog, loop: "Loop") -> bool:
@@ -237,6 +235,8 @@ class Loop:
         training, last = self.training, self._last
         val_loss = training.evaluate() if last is None or last.val_loss is None else last.val_loss
         sample, weights = training.sample(), full_state_dict(training.model)
+        training.optimizer.close()
+        self._watchdog.pause()  # nobody waits for rank 0 while it writes
         if self.report is None:
             return None
         steps = self.config.run.steps
