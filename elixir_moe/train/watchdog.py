@@ -81,7 +81,7 @@ class _Line:
     """Asks the store on a thread of its own: one whose host is stopped never answers."""
 
     def __init__(self) -> None:
-        self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._open: Future[Any] = Future()
         """The last one that was not answered in time; `ask` waits no more until it has been."""
         self._open.cancel()
@@ -98,9 +98,13 @@ class _Line:
                 self._open = answer
             raise TimeoutError(f"no answer within {_ANSWER_SECONDS:g} s") from None
 
+    def close(self) -> None:
+        """Nothing will be asked any more: the thread ends behind what has been, if that is ever answered."""
+        self._questions.put(None)
+
     def _run(self) -> None:
-        while True:
-            question, answer = self._questions.get()
+        while (asked := self._questions.get()) is not None:
+            question, answer = asked
             if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(question())
@@ -144,6 +148,7 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._closing.set()
         self._thread.join()
+        self._line.close()
 
     def at(self, phase: str) -> None:
         """The main thread begins `phase`: the clock starts anew."""
