@@ -367,7 +367,7 @@ class Scheduler:
         for chunk in self.chunks:
             if chunk.arriving is not None:
                 chunk.arriving.wait()
-            elif chunk.lent or chunk.state is ChunkState.GATHERED:
+            if chunk.lent or chunk.state is ChunkState.GATHERED:
                 self.bring_home(chunk)
             if chunk.spec.index in self._block_of:
                 self._vacate(chunk)
