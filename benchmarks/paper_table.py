@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from elixir_moe.chunks.plan import Tier
 from elixir_moe.models.presets import named_model
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Fitted, Hardware
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     off = errors(fitted)
     for (model, gpus, batch, tflops), (_, choice), error in zip(table, found, off, strict=True):
         blocks, chunks = choice.plan.blocks(choice.layout), len(choice.layout.chunks)
-        plan = f"{blocks} blocks, {choice.device_chunks} of {chunks} chunks on the device"
+        plan = f"{blocks} blocks, {choice.chunks_in(Tier.DEVICE)} of {chunks} chunks on the device"
         print(f"{model:10} {gpus:4} {batch:5} {tflops:9.1f} {tflops * (1 + error):9.1f} {error:+7.1%}  {plan}")
     print(
         f"mean error {sum(map(abs, off)) / len(off):.1%}, largest {max(map(abs, off)):.1%}, {len(off)} rows; {fitted}"

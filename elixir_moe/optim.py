@@ -9,7 +9,7 @@ forgotten.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,10 +21,12 @@ from torch import nn
 
 from elixir_moe.chunks.chunk import Chunk
 from elixir_moe.chunks.collectives import naming_failures, world_timeout
+from elixir_moe.chunks.home import Kept
 from elixir_moe.chunks.layout import Layout
-from elixir_moe.chunks.plan import Footprint, Plan, Tier
+from elixir_moe.chunks.plan import Footprint, Plan, Tier, home_bytes
 from elixir_moe.chunks.policy import Schedule
 from elixir_moe.chunks.scheduler import Scheduler
+from elixir_moe.chunks.spill import Spill
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.hooks import Hooks
@@ -82,6 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         plan: Plan,
         layout: Layout,
         footprint: Footprint,
+        spill: Spill | None = None,
     ) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
@@ -94,6 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._control = control
         self._peers = peers
         self._groups = groups
+        self._spill = spill
         self._chunks = [chunk for chunk in scheduler.chunks if chunk.spec.key.trainable]
         self._frozen = [p for chunk in scheduler.chunks if not chunk.spec.key.trainable for p in chunk.parameters]
         self._parameters = [p for chunk in self._chunks for p in chunk.parameters]
@@ -101,8 +105,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._segments = {chunk.spec.index: mine for chunk, mine in zip(self._chunks, pieces, strict=True)}
         self._update = update_for(inner, self._chunks, pieces, self.param_groups)
         self._lane = None
-        """The thread on which chunks at home in host memory are updated, while the next forward begins."""
-        if self._update.beside and any(chunk.home.tier is Tier.HOST for chunk in self._chunks):
+        """The thread on which updates of chunks that are not at home on the device begin, while the next forward does.
+        """
+        if self._update.beside and any(chunk.home.tier is not Tier.DEVICE for chunk in self._chunks):
             self._lane = ThreadPoolExecutor(1, "elixir-update")
         half = any(chunk.spec.key.dtype is torch.float16 for chunk in self._chunks)
         self.loss_scale = LossScale() if half else None
@@ -218,16 +223,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
             row["chunks"] += 1
             row["numel"] += sum(slot.numel for slot in spec.slots)
-            row["shard_bytes"] += spec.shard_numel * spec.key.dtype.itemsize
-            row["shard_bytes"] += spec.shard_numel * 4 * (1 + self._moments) if spec.key.trainable else 0
+            row["shard_bytes"] += sum(home_bytes(spec, chunk.home.tier, self._moments).values())
         return list(rows.values())
 
     def held_bytes(self) -> dict[str, int]:
         """By tier: bytes the library holds on this rank at the end of a backward."""
         held = {tier.value: 0 for tier in Tier}
         held[Tier.DEVICE] = self._scheduler.buffer_bytes
+        held[Tier.HOST] = 0 if self._spill is None else self._spill.buffer_bytes
         for chunk in self._scheduler.chunks:
-            held[chunk.home.tier] += chunk.home.nbytes + self._update.state_bytes(chunk)
+            for tier, nbytes in chunk.home.held_bytes().items():
+                held[tier] += nbytes
+            held[chunk.home.tier.of_compute] += self._update.state_bytes(chunk)
         return held
 
     def not_finite(self) -> list[str]:
@@ -254,6 +261,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scheduler.closed = True
         if self._lane is not None:
             self._lane.shutdown()
+        if self._spill is not None:
+            self._spill.close()
         dist.barrier(group=self._control)  # a group destroyed while a peer still joins it fails there
         for group in self._groups.values():
             dist.destroy_process_group(group)
@@ -286,13 +295,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._place_of[parameter][1] if parameter in self._place_of else None
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What is kept for `segment_of(parameter)`, live: by name a flat tensor of its elements or a value for all."""
+        """What is kept for `segment_of(parameter)`: by name its flat elements (`Kept`), or a value for all of it."""
         return self._update.state(*self._place_of[parameter])
 
     def replace_state(
         self, parameter: nn.Parameter, dtypes: dict[str, torch.dtype], values: dict[str, Any]
-    ) -> dict[str, torch.Tensor]:
-        """Makes room for another state of an optimizer of the same `kind`; returns its flat tensors, to be filled."""
+    ) -> Mapping[str, Kept]:
+        """Makes room for another state of an optimizer of the same `kind`; returns its flat elements, to be written."""
         return self._update.replace_state(*self._place_of[parameter], dtypes, values)
 
     @contextmanager
@@ -409,11 +418,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         home.await_reader()
         update = self._update.prepare(chunk, segments, used, self._unscale(chunk) * self._clip)
-        if home.compute.dtype != torch.float32 and home.master is not None:
-            for segment in segments:
-                if segment.parameter not in used:
-                    home.compute[segment.start : segment.stop] = home.master[segment.start : segment.stop]
-        if self._lane is not None and home.tier is Tier.HOST:
+        if self._lane is not None and home.tier is not Tier.DEVICE:
             home.update_beside(self._lane.submit(update))
         else:
             update()

@@ -125,6 +125,7 @@ def _task(known: argparse.Namespace, hardware: Hardware) -> tuple[Task, str]:
         gpus=known.gpus,
         capacity_bytes=capacity,
         host_bytes=hardware.host_bytes_per_rank(known.gpus),
+        disk_bytes=hardware.disk_bytes_per_rank(known.gpus),
         imbalance=known.imbalance,
     )
     return task, given.name
@@ -160,15 +161,12 @@ def _report(known: argparse.Namespace, name: str, task: Task, choice: Choice | N
     keys = ("chunk_numel", "waste_fraction", "rcache_blocks", "chunks", "device_chunks", "host_chunks", "disk_chunks")
     if choice is None:
         return report | dict.fromkeys(keys) | {"plan": None, "predicted": None, "groups": None}
-    chunks = len(choice.layout.chunks)
     values = (
         choice.layout.chunk_numel,
         choice.layout.waste_fraction,
         choice.plan.blocks(choice.layout),
-        chunks,
-        choice.device_chunks,
-        chunks - choice.device_chunks,
-        0,
+        len(choice.layout.chunks),
+        *(choice.chunks_in(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)),
     )
     report |= dict(zip(keys, values, strict=True))
     report["reason"] = "the fastest of all plans that fit"
@@ -185,7 +183,7 @@ def _predicted(task: Task, choice: Choice) -> dict[str, Any]:
         "tflops_per_gpu": cost.tflops_per_gpu(task.profile, step),
         "device_peak_bytes": cost.device_peak(task.profile, choice.size.device_bytes, task.imbalance),
         "host_bytes_per_rank": choice.size.host_bytes,
-        "disk_bytes": 0,
+        "disk_bytes": choice.size.disk_bytes,
     }
 
 

@@ -67,7 +67,7 @@ def full_parameters(wrapped: Wrapped) -> Iterator[tuple[nn.Parameter, torch.Tens
     wrapped.scheduler.check_open()
     wrapped.scheduler.flush()
     for chunk in wrapped.scheduler.chunks:
-        source = (chunk.home.compute if chunk.home.master is None else chunk.home.master).cpu()
+        source = chunk.home.weights.read().cpu()
         whole = torch.cat(_all(source, wrapped.groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
         owned = zip(chunk.spec.slots, chunk.parameters, chunk.locals, chunk.original_dtypes, strict=True)
         for slot, parameter, shaped, dtype in owned:

@@ -7,7 +7,8 @@ segment. Never decides whether or when.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from elixir_moe.chunks.chunk import Chunk
+from elixir_moe.chunks.home import InMemory, Kept, OnDisk
 from elixir_moe.errors import ConfigError
 from elixir_moe.kernels import adam_step
 from elixir_moe.parallel.dtensor import local_of
@@ -42,6 +44,16 @@ class Segment:
     """Updates so far; what Adam's bias correction goes by."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """Neighbours in a shard that are updated alike."""
+
+    start: int
+    stop: int
+    gradient: torch.Tensor
+    settings: dict[str, Any]
+
+
 class AdamUpdate:
     """Adam and AdamW: flat moments beside each master shard, one pass a run of segments."""
 
@@ -51,66 +63,102 @@ class AdamUpdate:
     def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]], decoupled: bool) -> None:
         self._groups = groups
         self._decoupled = decoupled
-        self._state = {}
+        self._state: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Of chunks whose master is in memory."""
         for chunk in chunks:
-            assert chunk.home.master is not None
-            self._state[chunk.spec.index] = (torch.zeros_like(chunk.home.master), torch.zeros_like(chunk.home.master))
+            master = chunk.home.master
+            if master is not None:
+                self._state[chunk.spec.index] = torch.zeros_like(master), torch.zeros_like(master)
 
     def prepare(
         self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float
-    ) -> Callable[[], None]:
-        """The update of a chunk with the options and gradients of now, to be run once, on any thread."""
+    ) -> "Callable[[], Sequence[Future[None]]]":
+        """The update of a chunk with the options and gradients of now, to be run once, on any thread.
+
+        It returns what it has begun and not ended: the update of slices on disk.
+        """
         home = chunk.home
-        assert home.master is not None
-        exp_avg, exp_avg_sq = self._state[chunk.spec.index]
-        compute = None if home.compute.dtype == torch.float32 else home.compute
+        compute = home.compute if home.sends_compute else None
         runs = []
         for start, stop, group, steps in _runs(segments, used, apart=home.pieces is not None):
-            here = slice(start, stop)
             options = self._groups[group]
             beta1, beta2 = options["betas"]
-            run = partial(
-                adam_step,
-                home.master[here],
-                exp_avg[here],
-                exp_avg_sq[here],
-                home.gradient(start, stop),
-                None if compute is None else compute[here],
-                lr=float(options["lr"]),
-                beta1=float(beta1),
-                beta2=float(beta2),
-                eps=options["eps"],
-                weight_decay=options["weight_decay"],
-                step=steps + 1,
-                grad_scale=scale,
-                decoupled=self._decoupled,
-                maximize=options["maximize"],
-                threads=torch.get_num_threads(),
-            )
-            runs.append(run)
-        return lambda: _run_all(runs)
+            settings = {
+                "lr": float(options["lr"]),
+                "beta1": float(beta1),
+                "beta2": float(beta2),
+                "eps": options["eps"],
+                "weight_decay": options["weight_decay"],
+                "step": steps + 1,
+                "grad_scale": scale,
+                "decoupled": self._decoupled,
+                "maximize": options["maximize"],
+                "threads": torch.get_num_threads() if home.spilled is None else 1,
+            }
+            runs.append(_Run(start=start, stop=stop, gradient=home.gradient(start, stop), settings=settings))
+        unused = [] if compute is None else [(s.start, s.stop) for s in segments if s.parameter not in used]
+        work = partial(_adam, runs, unused, compute)
+        if home.spilled is not None:
+            return partial(home.spilled.change, work)
+        assert home.master is not None
+        return partial(_at_once, partial(work, 0, [home.master, *self._state[chunk.spec.index]]))
 
     def state(self, chunk: Chunk, segment: Segment) -> dict[str, Any]:
-        """What is kept for a segment, live: by name a flat tensor of its elements, or a value for all of it."""
+        """What is kept for a segment: by name its flat elements, or a value for all of it."""
         chunk.home.finish_update()
+        spilled = chunk.home.spilled
+        if spilled is not None:
+            ends = segment.start, segment.stop
+            return {"exp_avg": OnDisk(spilled, 1, *ends), "exp_avg_sq": OnDisk(spilled, 2, *ends)}
         here = slice(segment.start, segment.stop)
         exp_avg, exp_avg_sq = self._state[chunk.spec.index]
-        return {"exp_avg": exp_avg[here], "exp_avg_sq": exp_avg_sq[here]}
+        return {"exp_avg": InMemory(exp_avg[here]), "exp_avg_sq": InMemory(exp_avg_sq[here])}
 
     def replace_state(
         self, chunk: Chunk, segment: Segment, dtypes: dict[str, torch.dtype], values: dict[str, Any]
-    ) -> dict[str, torch.Tensor]:
-        """Makes room for another state of the same names; returns the flat tensors, to be filled."""
+    ) -> Mapping[str, Kept]:
+        """Makes room for another state of the same names; returns its flat elements, to be written."""
         state = self.state(chunk, segment)
         assert state.keys() == dtypes.keys() and not values, "a state that another class of update has left"
         return state
 
     def state_bytes(self, chunk: Chunk) -> int:
-        """Bytes of what is kept for a chunk."""
+        """Bytes in memory of what is kept for a chunk."""
         return sum(t.nbytes for t in self._state.get(chunk.spec.index, ()))
 
     def finish(self) -> None:
         """Every chunk has had its update."""
+
+
+def _adam(
+    runs: list[_Run],
+    unused: list[tuple[int, int]],
+    compute: torch.Tensor | None,
+    first: int,
+    arrays: Sequence[torch.Tensor],
+) -> None:
+    """Updates a part of a shard: `arrays` are master and moments of the elements from `first` on.
+
+    What is `unused` gets its values back, where a gradient of zeros has lain.
+    """
+    last = first + arrays[0].numel()
+    for run in runs:
+        start, stop = max(run.start, first), min(run.stop, last)
+        if start >= stop:
+            continue
+        gradient = run.gradient[start - run.start : stop - run.start]
+        here = [array[start - first : stop - first] for array in arrays]
+        shown = None if compute is None else compute[start:stop]
+        narrow = None if shown is None or shown.dtype == torch.float32 else shown
+        master, exp_avg, exp_avg_sq = here
+        adam_step(master, exp_avg, exp_avg_sq, gradient, narrow, **run.settings)
+        if shown is not None and narrow is None:
+            shown.copy_(master)
+    for start, stop in unused:
+        start, stop = max(start, first), min(stop, last)
+        if start < stop:
+            assert compute is not None
+            compute[start:stop] = arrays[0][start - first : stop - first]
 
 
 class ElementwiseUpdate:
@@ -140,9 +188,9 @@ class ElementwiseUpdate:
 
     def prepare(
         self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float
-    ) -> Callable[[], None]:
+    ) -> "Callable[[], Sequence[Future[None]]]":
         """As `AdamUpdate.prepare`, but for the thread of the caller, at once."""
-        return lambda: self._run(chunk, segments, used, scale)
+        return partial(_at_once, partial(self._run, chunk, segments, used, scale))
 
     def _run(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
         home = chunk.home
@@ -177,21 +225,23 @@ class ElementwiseUpdate:
 
     def state(self, chunk: Chunk, segment: Segment) -> dict[str, Any]:
         """As `AdamUpdate.state`; the names are those of the user's optimizer, none before its first step."""
-        return dict(self._optimizers[chunk.spec.index, segment.group].state.get(self._pieces[id(segment)], {}))
+        state = self._optimizers[chunk.spec.index, segment.group].state.get(self._pieces[id(segment)], {})
+        return {n: InMemory(v) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in state.items()}
 
     def replace_state(
         self, chunk: Chunk, segment: Segment, dtypes: dict[str, torch.dtype], values: dict[str, Any]
-    ) -> dict[str, torch.Tensor]:
+    ) -> Mapping[str, Kept]:
         """As `AdamUpdate.replace_state`, of any names."""
         piece = self._pieces[id(segment)]
         tensors = {name: torch.empty_like(piece, dtype=dtype) for name, dtype in dtypes.items()}
         self._optimizers[chunk.spec.index, segment.group].state[piece] = {**tensors, **values}
-        return tensors
+        return {name: InMemory(tensor) for name, tensor in tensors.items()}
 
 
-def _run_all(runs: Sequence[Callable[[], None]]) -> None:
-    for run in runs:
-        run()
+def _at_once(work: Callable[[], None]) -> tuple[()]:
+    """Does the work; nothing of it is left to be waited for."""
+    work()
+    return ()
 
 
 def _like(
@@ -286,11 +336,16 @@ def update_for(
     inner: torch.optim.Optimizer, chunks: Sequence[Chunk], segments: list[list[Segment]], groups: list[dict[str, Any]]
 ) -> AdamUpdate | ElementwiseUpdate:
     """The way to update that suits the user's optimizer."""
-    kind = type(inner)
-    if kind in (torch.optim.Adam, torch.optim.AdamW) and not any(group["amsgrad"] for group in groups):
-        decoupled = kind is torch.optim.AdamW or any(group.get("decoupled_weight_decay") for group in groups)
+    if is_adam(inner):
+        decoupled = isinstance(inner, torch.optim.AdamW) or any(group.get("decoupled_weight_decay") for group in groups)
         return AdamUpdate(chunks, groups, decoupled)
     return ElementwiseUpdate(inner, segments, chunks, groups)
+
+
+def is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `AdamUpdate` does what this optimizer does."""
+    plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    return plain and not any(group["amsgrad"] for group in optimizer.param_groups)
 
 
 def cut(chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> list[list[Segment]]:

@@ -23,14 +23,16 @@ from elixir_moe.chunks.collectives import (
     world_timeout,
 )
 from elixir_moe.chunks.group import ParamSpec
+from elixir_moe.chunks.home import Home, build_homes
 from elixir_moe.chunks.layout import ChunkSpec, Layout
-from elixir_moe.chunks.plan import Plan, footprint
+from elixir_moe.chunks.plan import Plan, Tier, footprint
 from elixir_moe.chunks.policy import CacheState
 from elixir_moe.chunks.rcache import RCache
 from elixir_moe.chunks.scheduler import Scheduler
+from elixir_moe.chunks.spill import Spill
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.chunks.tiers import Home, build_homes, check_fits, host_bytes_left
-from elixir_moe.errors import ConfigError, LayoutError, PlanError
+from elixir_moe.chunks.tiers import check_fits, host_bytes_left
+from elixir_moe.errors import ConfigError, LayoutError, PlanError, TierError
 from elixir_moe.guard import Guarded
 from elixir_moe.hooks import Hooks
 from elixir_moe.huggingface import Pretrained, leave_meta
@@ -53,7 +55,7 @@ from elixir_moe.units import (
     registered_calls,
     traced_calls,
 )
-from elixir_moe.updates import check_optimizer, moments_of
+from elixir_moe.updates import check_optimizer, is_adam, moments_of
 
 M = TypeVar("M", bound=nn.Module)
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
@@ -73,6 +75,8 @@ def wrap(
     hardware: str | os.PathLike[str] | None = None,
     budget_bytes: int | None = None,
     accumulation: int = 1,
+    spill: str | os.PathLike[str] | None = None,
+    check_spill: bool = False,
 ) -> tuple[M, ShardedOptimizer]:
     """Shards `model` and `optimizer` by `plan`, in place: the model keeps its class and its training loop.
 
@@ -100,6 +104,9 @@ def wrap(
         budget_bytes: for "auto", device memory of each rank for the library, activations and buffers; None takes what
             is free. On CPUs the rest of the ranks' equal parts of memory is the host tier.
         accumulation: for "auto", backwards in a step; more than one need fp32 sums of narrower gradients.
+        spill: the folder in which each rank makes the file for its chunks on disk, if the plan has any; "auto" puts
+            chunks there if host memory is too small. A fast disk of each host's own is best. Nothing is left in it.
+        check_spill: keep checksums of what is written there, and compare them when it is read.
 
     Returns:
         The model and a `ShardedOptimizer` with the same `param_groups`.
@@ -109,11 +116,12 @@ def wrap(
             fits: by how many bytes, in which tier, and what would help.
         LayoutError: patterns do not fit the ranks, or ranks disagree.
         ConfigError: the optimizer is not elementwise, has been stepped, or does not belong to the model.
-        TierError: host memory is too small.
+        TierError: host memory or the disk is too small.
         CheckpointError: `weights` lacks something the model has on meta, or has it in another shape.
     """
     _check_arguments(model, optimizer, plan, sample, step, compute_dtype)
     _check_search(plan, step, hardware, budget_bytes, accumulation)
+    _check_spill(plan, optimizer, spill, check_spill)
     device = _device(device)
     if not dist.is_initialized():
         init_mesh()
@@ -138,6 +146,8 @@ def wrap(
             hardware=None if hardware is None else os.fspath(hardware),
             budget_bytes=budget_bytes,
             accumulation=accumulation,
+            spill=None if spill is None else os.fspath(spill),
+            adam=is_adam(optimizer),
         )
         prediction = Prediction(*forecast(model, request))
         plan, calls = prediction.forecast.plan, calls_of(model, prediction.forecast.calls)
@@ -155,8 +165,9 @@ def wrap(
     size = footprint(plan, layout, moments=moments_of(optimizer), staged=staged)
     _check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
 
+    file = _open_spill(plan, layout, 1 + moments_of(optimizer), spill, check_spill)
     communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
-    homes = build_homes([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device)
+    homes = build_homes([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device, file)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
     statistics = Statistics(cache=cache.counts)
     rcache = RCache(layout, plan.blocks(layout), homes, device, statistics)
@@ -182,7 +193,7 @@ def wrap(
     model.elixir = Wrapped(scheduler=scheduler, groups=groups, keys=keys)  # type: ignore[assignment]
     refuse_plain_state_dicts(model)
     sharded = ShardedOptimizer(
-        optimizer, scheduler, hooks, control, groups, peers=peers, plan=plan, layout=layout, footprint=size
+        optimizer, scheduler, hooks, control, groups, peers=peers, plan=plan, layout=layout, footprint=size, spill=file
     )
     if prediction is not None:
         sharded.prediction = prediction
@@ -244,6 +255,27 @@ def _check_search(plan: Any, step: Any, hardware: Any, budget_bytes: Any, accumu
         raise ConfigError(f"budget_bytes={budget_bytes!r}: expected a whole number of bytes, at least 1, or None")
     if not is_whole(accumulation, least=1):
         raise ConfigError(f"accumulation={accumulation!r}: expected the number of backwards in a step, at least 1")
+
+
+def _check_spill(plan: Any, optimizer: torch.optim.Optimizer, spill: Any, check_spill: Any) -> None:
+    on_disk = plan.disk_chunks if isinstance(plan, Plan) else None
+    if not isinstance(check_spill, bool):
+        raise ConfigError(f"check_spill={check_spill!r}: expected True or False")
+    if spill is None:
+        if on_disk:
+            raise ConfigError(f"the plan has disk_chunks={on_disk}: say with spill= in which folder their file goes")
+        if check_spill:
+            raise ConfigError("check_spill=True means nothing without spill=, the folder of what is on disk")
+        return
+    if not isinstance(spill, (str, os.PathLike)):
+        raise ConfigError(f"spill={spill!r}: expected a folder, or None")
+    if on_disk == 0:
+        raise ConfigError(f"spill={os.fspath(spill)!r} means nothing for a plan without disk_chunks: leave it out")
+    if not is_adam(optimizer):
+        raise ConfigError(
+            f"chunks on disk are updated by Adam and AdamW of torch, without amsgrad; this is "
+            f"{type(optimizer).__name__}: use one of them, or leave spill and disk_chunks out"
+        )
 
 
 def _check_modules(model: nn.Module) -> None:
@@ -354,6 +386,28 @@ def _check_host_memory(nbytes: int) -> None:
         check_fits(sum(theirs for theirs, _ in needs), min(left for _, left in needs), f"{len(needs)} ranks on {host}")
 
 
+def _open_spill(
+    plan: Plan, layout: Layout, arrays: int, directory: str | os.PathLike[str] | None, checked: bool
+) -> Spill | None:
+    """The file for chunks on disk; None without such. Raises TierError on all ranks if one of them cannot have it."""
+    numels = [chunk.shard_numel for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
+    if not numels:
+        return None
+    assert directory is not None, "checked with the other arguments"
+    file, problem = None, ""
+    try:
+        file = Spill(os.fspath(directory), numels, arrays, checked=checked)
+    except TierError as error:
+        problem = f"rank {dist.get_rank()} on {socket.gethostname()}: {error}"
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if found := next(filter(None, problems), None):
+        if file is not None:
+            file.close()
+        raise TierError(found)
+    return file
+
+
 @torch.no_grad()
 def _move_in(
     spec: ChunkSpec,
@@ -377,6 +431,4 @@ def _move_in(
             place.copy_(pretrained.read(parameter))
     communicator.broadcast(whole)
     start, stop = spec.shard_bounds(communicator.rank)
-    home.compute.copy_(whole[start:stop])
-    if home.master is not None:
-        home.master.copy_(whole[start:stop])
+    home.fill(whole[start:stop])

@@ -1,9 +1,12 @@
-"""Which cases of a parametrised test run every time, and which only with `make test-all`."""
+"""Which cases of a parametrised test run only with `make test-all`; what a plan needs in `wrap`."""
 
+import tempfile
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+import elixir_moe as em
 
 
 def with_further(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
@@ -15,3 +18,8 @@ def with_further(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
         return pytest.param(*values, marks=[] if case in quick else further)
 
     return [one(case) for case in cases]
+
+
+def spill_of(plan: em.Plan) -> dict[str, Any]:
+    """A folder for a plan with chunks on disk; nothing for others."""
+    return {"spill": tempfile.gettempdir()} if plan.disk_chunks else {}

@@ -29,6 +29,7 @@ from elixir_moe.checkpoint.tensors import FileImage
 from elixir_moe.checkpoint.whole import Whole
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from tests.cases import spill_of
 from tests.parity import make_optimizer, mesh_of_world, tokens
 
 ROWS = 4
@@ -37,6 +38,7 @@ PLANS = {
     "zero2": em.Plan.zero2(),
     "zero3": em.Plan.zero3(rcache_blocks=4, chunk_numel=2500),
     "offload": em.Plan.offload(rcache_blocks=6, device_chunks=1, chunk_numel=4096),
+    "disk": em.Plan.offload(rcache_blocks=6, disk_chunks=3, chunk_numel=4096),
 }
 
 
@@ -65,7 +67,8 @@ class Run:
         model = GPT(self.config, mesh_of_world())
         model.positions.weight.requires_grad_(False)
         em.annotate(model, gpt_patterns(model))
-        self.model, self.optimizer = em.wrap(model, make_optimizer_of_trainable(model), plan=PLANS[plan], **options)
+        options |= {"plan": PLANS[plan], **spill_of(PLANS[plan])}
+        self.model, self.optimizer = em.wrap(model, make_optimizer_of_trainable(model), **options)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         torch.manual_seed(100 + dist.get_rank())
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import elixir_moe as em
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from tests.cases import spill_of
 
 STEPS = 5
 ROWS = 4
@@ -95,7 +96,7 @@ def wrapped(config: GPTConfig, plan: em.Plan, accumulation: int, clip: float | N
     torch.manual_seed(5)
     model = GPT(config, mesh)
     em.annotate(model, gpt_patterns(model))
-    model, optimizer = em.wrap(model, make_optimizer(model), plan=plan, **options)
+    model, optimizer = em.wrap(model, make_optimizer(model), plan=plan, **options, **spill_of(plan))
     rank, world = dist.get_rank(), dist.get_world_size()
     result: dict[str, Any] = run(model, optimizer, config, accumulation, clip, rank, world)
     losses = torch.tensor(result["loss"], dtype=torch.float64)

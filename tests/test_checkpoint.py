@@ -25,7 +25,15 @@ from tests.checkpoint_cases import (
 from tests.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
-LAYOUTS = [(2, 2, "ddp"), (3, 1, "zero3"), (1, 1, "offload"), (2, 1, "zero2"), (4, 2, "zero3"), (4, 1, "offload")]
+LAYOUTS = [
+    (2, 2, "ddp"),
+    (3, 1, "zero3"),
+    (1, 1, "offload"),
+    (2, 1, "zero2"),
+    (4, 2, "zero3"),
+    (4, 1, "offload"),
+    (2, 2, "disk"),
+]
 """(ranks, ep, plan), each loading what the one before has saved; 4 -> 2 -> 3 -> 1 ranks, ep 4 -> 2 -> 1 -> 2 -> 1."""
 
 

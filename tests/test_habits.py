@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
+from elixir_moe.updates import is_adam
+from tests.cases import spill_of
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -451,6 +453,7 @@ PLANS = {
     "small": em.Plan.offload(rcache_blocks=6, chunk_numel=600),
     "offload": em.Plan.offload(rcache_blocks=7, device_chunks=2, chunk_numel=700),
     "ddp": em.Plan.ddp(),
+    "disk": em.Plan.offload(rcache_blocks=7, disk_chunks=3, chunk_numel=700),
 }
 
 
@@ -461,7 +464,7 @@ def train(scenario: Scenario, plan: em.Plan | None) -> dict[str, Any]:
     optimizer: Any = scenario.optimizer(model)
     rank, world = (dist.get_rank(), dist.get_world_size()) if plan else (0, 1)
     if plan is not None:
-        model, optimizer = em.wrap(model, optimizer, plan=plan)
+        model, optimizer = em.wrap(model, optimizer, plan=plan, **spill_of(plan))
     norms = [scenario.between(model)]
     for step in range(STEPS):
         rows = torch.randn(ROWS, D, generator=torch.Generator().manual_seed(step))[rank * ROWS // world :][
@@ -499,7 +502,9 @@ def train_all(names: list[str], plans: dict[str, em.Plan]) -> dict[tuple[str, st
 def test_scenario(name: str, world: int, ranks: Ranks) -> None:
     """On one rank the plans differ in blocks and tiers alone: the one with the most of both is enough."""
     wanted = train(SCENARIOS[name], None)
-    plans = PLANS if world > 1 else {plan: PLANS[plan] for plan in ("offload",)}
+    on_disk = {"disk"} if is_adam(SCENARIOS[name].optimizer(SCENARIOS[name].model())) else set()
+    chosen = {*PLANS} - {"disk"} if world > 1 else {"offload"} | on_disk
+    plans = {plan: PLANS[plan] for plan in sorted(chosen)}
     for found in ranks(world).run(train_all, [name], plans):
         for case, result in found.items():
             assert result["norms"] == pytest.approx(wanted["norms"], rel=1e-5, abs=1e-5), case

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.optim import ShardedOptimizer
+from tests.cases import spill_of
 
 D = 16
 PLANS = {
     "ddp": em.Plan.ddp(),
     "offload": em.Plan.offload(rcache_blocks=3, chunk_numel=800),
+    "disk": em.Plan.offload(rcache_blocks=3, disk_chunks=2, chunk_numel=800),
 }
 
 
@@ -75,7 +77,7 @@ def gradients(model: nn.Module, optimizer: ShardedOptimizer, seed: int) -> None:
 def train(plan: em.Plan, at: int | None) -> tuple[dict[str, Tensor], int]:
     """The weights after three steps, the second of which is interrupted; and the lines it has run."""
     model = Tied()
-    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan, **spill_of(plan))
     lines = 0
     for step in range(3):
         with Interrupt(at if step == 1 else None) as interrupt:

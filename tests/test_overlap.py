@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.chunks.collectives import Communicator, Ticket
-from elixir_moe.chunks.tiers import Home
+from elixir_moe.chunks.home import Home
 from elixir_moe.optim import ShardedOptimizer
 from tests.ranks import RankPool
 
@@ -125,13 +125,14 @@ def updates_held_back(plan: em.Plan) -> list[str]:
     begun = threading.Event()
     prepare = optimizer._update.prepare
 
-    def held_back(chunk: Any, *args: Any) -> Callable[[], None]:
+    def held_back(chunk: Any, *args: Any) -> Callable[[], Any]:
         run, index = prepare(chunk, *args), chunk.spec.index
 
-        def update() -> None:
+        def update() -> Any:
             assert index == 0 or begun.wait(PATIENCE_SECONDS), "forward waits for updates that it does not need yet"
-            run()
+            begun_beside = run()
             model.events.append(f"updated {index}")
+            return begun_beside
 
         return update
 

@@ -51,6 +51,7 @@ def plans(least: int, least_offloaded: int, every: int) -> dict[str, em.Plan]:
         f"offload-{least_offloaded}": em.Plan.offload(rcache_blocks=least_offloaded, chunk_numel=CHUNK),
         f"offload-{middle}-mixed": em.Plan.offload(rcache_blocks=middle, device_chunks=3, chunk_numel=CHUNK),
         "offload-all": em.Plan.offload(rcache_blocks=None, chunk_numel=CHUNK),
+        "disk": em.Plan.offload(rcache_blocks=middle, device_chunks=2, disk_chunks=every // 2, chunk_numel=CHUNK),
     }
 
 

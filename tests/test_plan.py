@@ -15,10 +15,11 @@ from torch import nn
 import elixir_moe as em
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.layout import Layout, build_layout
-from elixir_moe.chunks.plan import Plan, Tier, footprint
+from elixir_moe.chunks.plan import SPILL_ALIGN_NUMEL, SPILL_LANES, Plan, Tier, footprint
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from tests.cases import spill_of
 from tests.parity import mesh_of_world
 from tests.ranks import RankPool
 
@@ -32,6 +33,7 @@ PRESETS = [
     Plan.zero2(chunk_numel=4096),
     Plan.zero3(rcache_blocks=3),
     Plan.offload(rcache_blocks=3, device_chunks=2, chunk_numel=64),
+    Plan.offload(rcache_blocks=3, device_chunks=2, disk_chunks=4, chunk_numel=64),
     Plan.offload(rcache_blocks=None),
 ]
 
@@ -57,6 +59,8 @@ def test_json_round_trip(plan: Plan) -> None:
         ({"prefetch": None}, "prefetch=None: expected a whole number of at least 0$"),
         ({"prefetch": True}, "prefetch=True"),
         ({"offloaded": False, "device_chunks": 2}, "device_chunks=2 needs offloaded=True"),
+        ({"offloaded": False, "disk_chunks": 2}, "disk_chunks=2 needs offloaded=True"),
+        ({"disk_chunks": -1}, "disk_chunks=-1: expected a whole number of at least 0$"),
     ],
 )
 def test_wrong_fields_are_named(change: dict[str, Any], message: str) -> None:
@@ -93,6 +97,10 @@ def test_homes_and_blocks() -> None:
     assert Plan.zero3(rcache_blocks=2).blocks(layout) == 2
     homes = [Plan.offload(rcache_blocks=1, device_chunks=n).home(layout, layout.chunks[1]) for n in (0, 1, 2, 9)]
     assert homes == [Tier.HOST, Tier.HOST, Tier.DEVICE, Tier.DEVICE]
+    mixed = Plan.offload(rcache_blocks=1, device_chunks=1, disk_chunks=1)
+    assert [mixed.home(layout, chunk) for chunk in layout.chunks] == [Tier.HOST, Tier.DISK, Tier.DEVICE]
+    frozen = tiny_layout(trainable=False)
+    assert [mixed.home(frozen, chunk) for chunk in frozen.chunks] == [Tier.HOST, Tier.HOST, Tier.DEVICE]
 
 
 def tiny_layout(dtype: torch.dtype = torch.bfloat16, *, trainable: bool = True, scatter: bool = True) -> Layout:
@@ -116,8 +124,8 @@ def test_bytes_of_a_footprint(dtype: torch.dtype, trainable: bool, per_element: 
     assert size.rcache_bytes == 2 * 64 * dtype.itemsize
     assert size.resident_bytes == 0
     assert size.staging_bytes == 64 * dtype.itemsize * trainable
-    assert size.shard_bytes == {"device": 32 * per_element, "host": 64 * per_element}
-    assert size.accumulator_bytes == {"device": 32 * accumulator, "host": 64 * accumulator}
+    assert size.shard_bytes == {"device": 32 * per_element, "host": 64 * per_element, "disk": 0}
+    assert size.accumulator_bytes == {"device": 32 * accumulator, "host": 64 * accumulator, "disk": 0}
     assert size.device_bytes == size.rcache_bytes + size.staging_bytes + 32 * per_element
     assert size.host_bytes == 64 * per_element
     whole = tiny_layout(dtype, trainable=trainable, scatter=False)
@@ -139,7 +147,8 @@ class Run:
         self.model = GPT(config, mesh_of_world())
         em.annotate(self.model, gpt_patterns(self.model))
         inner = make(self.model.parameters(), lr=1e-3)
-        self.model, self.optimizer = em.wrap(self.model, inner, plan=plan, compute_dtype=torch.bfloat16, device="cpu")
+        options: dict[str, Any] = {"plan": plan, "compute_dtype": torch.bfloat16, "device": "cpu"}
+        self.model, self.optimizer = em.wrap(self.model, inner, **options, **spill_of(plan))
         self.batch = torch.arange(18).view(2, 9) % 32
 
     def step(self, backwards: int = 1) -> dict[str, Any]:
@@ -275,7 +284,7 @@ def test_traffic_and_memory_of_the_papers_table(world: int, ranks: Ranks) -> Non
 
     for step in ddp["steps"]:
         assert wire(step) == {"all_reduce": 2 * L_C * ddp["sum_numel"]}
-    assert ddp["footprint"].shard_bytes == {"device": (L_C + L_OS_F_OS) * ddp["sum_numel"], "host": 0}
+    assert ddp["footprint"].shard_bytes == {"device": (L_C + L_OS_F_OS) * ddp["sum_numel"], "host": 0, "disk": 0}
 
     for found in (zero2, offload_all):
         for step in found["steps"]:
@@ -289,7 +298,7 @@ def test_traffic_and_memory_of_the_papers_table(world: int, ranks: Ranks) -> Non
         assert found["footprint"].rcache_bytes == blocks * least
 
     for found, home, other in ((zero2, "device", "host"), (zero3, "device", "host"), (offload, "host", "device")):
-        assert found["footprint"].shard_bytes == {home: (L_C + L_OS_F_OS) * s // world, other: 0}
+        assert found["footprint"].shard_bytes == {home: (L_C + L_OS_F_OS) * s // world, other: 0, "disk": 0}
         for step in found["steps"]:
             assert step["bytes_fetched"] == {home: wire(step)["all_gather"] // world}, "each rank brings its shard"
             assert step["bytes_offloaded"] == {home: wire(step)["reduce_scatter"] // world}
@@ -321,6 +330,18 @@ def test_accumulators_appear_with_a_second_backward(ranks: Ranks) -> None:
         assert more == 4 * found["sum_numel"] // 2
         assert [step["held"] - base for step in found["steps"]] == [0, more, more, more], "kept once they are there"
         assert found["addresses"][1] == found["addresses"][2] == found["addresses"][3]
+
+
+def test_what_is_on_disk_is_not_in_memory(ranks: Ranks) -> None:
+    """Of its chunks only values or gradients are, and what their updates go through."""
+    in_memory, on_disk = (Plan.offload(rcache_blocks=None, disk_chunks=n, chunk_numel=CHUNK) for n in (0, 3))
+    for found, other in zip(*(ranks(2).run(measure, plan) for plan in (on_disk, in_memory)), strict=True):
+        held_as_promised(found)
+        size, page = found["footprint"], 4 * SPILL_ALIGN_NUMEL
+        assert size.disk_bytes == 3 * 3 * page, "of three chunks three arrays, each filled up to a page"
+        assert size.spill_buffer_bytes == SPILL_LANES * 3 * page
+        less = other["footprint"].host_bytes - (size.host_bytes - size.spill_buffer_bytes)
+        assert less <= 3 * L_OS_F_OS * CHUNK // 2
 
 
 def test_a_tied_parameter_needs_no_accumulator(ranks: Ranks) -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elixir_moe as em
+from tests.cases import spill_of
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -25,6 +26,7 @@ PLANS = {
     "zero2": em.Plan.zero2(),
     "offload": em.Plan.offload(rcache_blocks=3, chunk_numel=1100),
     "ddp": em.Plan.ddp(),
+    "disk": em.Plan.offload(rcache_blocks=3, disk_chunks=2, chunk_numel=1100),
 }
 
 
@@ -68,7 +70,9 @@ def by_hand(dtype: torch.dtype, accumulation: int, scale: float) -> tuple[list[f
 def wrapped(plan: em.Plan, dtype: torch.dtype, accumulation: int) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = make_model()
-    model, optimizer = em.wrap(model, make_optimizer(model.parameters()), plan=plan, compute_dtype=dtype)
+    model, optimizer = em.wrap(
+        model, make_optimizer(model.parameters()), plan=plan, compute_dtype=dtype, **spill_of(plan)
+    )
     assert {p.dtype for p in model.parameters()} == {dtype}
     part = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
     losses = []
@@ -91,7 +95,9 @@ def overflow(plan: em.Plan) -> dict[str, Any]:
     """One step in which only the last rank's gradient overflows, then an ordinary one."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = make_model()
-    model, optimizer = em.wrap(model, make_optimizer(model.parameters()), plan=plan, compute_dtype=torch.float16)
+    model, optimizer = em.wrap(
+        model, make_optimizer(model.parameters()), plan=plan, compute_dtype=torch.float16, **spill_of(plan)
+    )
     before = em.full_state_dict(model)
     loss = loss_of(model, 0, 0, torch.float16, slice(None)) * (1e6 if rank == world - 1 else 1)
     optimizer.scale(loss).backward()

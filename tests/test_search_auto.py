@@ -74,6 +74,7 @@ def auto(model: nn.Module, step: Any, sample: Any, budget: int) -> Any:
             device=torch.device("cpu"),
             compute_dtype=None,
             moments=2,
+            adam=True,
             staged=True,
             hardware=MACHINE,
             budget_bytes=budget,
@@ -130,7 +131,7 @@ def test_exact_and_to_the_byte(world: int, name: str, tight: bool, ranks: Ranks,
     for found in ranks(world).run(trained, name, tight):
         compare(found, oracle[name], f"{name} on {world}")
         device, host = found["predicted"]
-        assert found["counted"] == {"device": device, "host": host}
+        assert found["counted"] == {"device": device, "host": host, "disk": 0}
         assert found["held"] == device + host - found["gradients"], "between two steps"
         assert (host > 0) == tight and found["plan"].offloaded == tight
         assert found["statistics"]["off_schedule"] == 0 and found["statistics"]["blocks_replaced"] == 0
@@ -249,7 +250,42 @@ def accumulated() -> tuple[dict[str, int], tuple[int, int]]:
 
 def test_sums_of_several_backwards_are_planned_for(ranks: Ranks) -> None:
     ((counted, (device, host)),) = ranks(1).run(accumulated)
-    assert counted == {"device": device, "host": host}
+    assert counted == {"device": device, "host": host, "disk": 0}
+
+
+def on_disk(folder: str, hardware: str | None) -> dict[str, Any]:
+    """(rank) A training whose host memory is too small for what its budget leaves over, with a disk beside it."""
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=32, seq_len=8, n_layers=4, d_model=64, n_heads=2, tie_embeddings=False)
+    model, plainer = GPT(config), GPT(config)
+    plainer.load_state_dict(model.state_dict())
+    sample, budget = tokens(0, 0, 8, 32), 1_200_000
+    room = budget + 1_600_000
+    options: dict[str, Any] = {"sample": sample, "step": lm_loss, "hardware": hardware, "budget_bytes": budget}
+    with mock.patch("elixir_moe.search.auto.host_bytes_left", return_value=room):
+        with pytest.raises(PlanError, match=r"or \d+ more on a disk"):
+            em.wrap(plainer, make_optimizer(plainer), plan="auto", **options)
+        model, optimizer = em.wrap(model, make_optimizer(model), plan="auto", spill=folder, **options)
+    plain = make_optimizer(plainer)
+    for step in range(3):
+        for each, stepped in ((model, optimizer), (plainer, plain)):
+            lm_loss(each, tokens(step, 0, 8, 32)).backward()
+            stepped.step()
+            stepped.zero_grad()
+    found = em.full_state_dict(model)
+    worst = max((found[name] - value).abs().max().item() for name, value in plainer.state_dict().items())
+    result = {"worst": worst, "plan": optimizer.plan, "counted": optimizer.held_bytes()}
+    expected = optimizer.prediction
+    result["predicted"] = {"device": expected.device_bytes, "host": expected.host_bytes, "disk": expected.disk_bytes}
+    optimizer.close()
+    return result
+
+
+def test_what_host_memory_cannot_take_goes_to_disk(ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = ranks(1).run(on_disk, str(tmp_path), MACHINE)
+    assert found["plan"].disk_chunks > 0 and found["counted"] == found["predicted"]
+    assert found["counted"]["disk"] > 0
+    assert found["worst"] < 1e-6
 
 
 def measured(folder: str) -> list[dict[str, Any]]:
@@ -300,7 +336,14 @@ def test_what_compute_explains_is_corrected() -> None:
         device_efficiency=0.5, exposed_collectives=1.0, host_update_slowdown=1.0, overhead_ns_per_parameter=0.1
     )
     expected = Seconds(
-        compute=1.0, fetch=0.5, offload=0.0, collectives=0.2, exposed=0.2, device_update=0.1, host_update=0.0
+        compute=1.0,
+        fetch=0.5,
+        offload=0.0,
+        collectives=0.2,
+        exposed=0.2,
+        device_update=0.1,
+        host_update=0.0,
+        disk_update=0.0,
     )
     assert prediction.corrected(fitted, expected, 2.3).device_efficiency == pytest.approx(0.25)
     assert prediction.corrected(fitted, expected, 0.4).device_efficiency == pytest.approx(1.0), "transfers stay"
@@ -390,7 +433,7 @@ def tensor_parallel(plan: Any) -> list[float]:
     options = {"sample": sample, "step": mean_square, "hardware": MACHINE} if plan == "auto" else {}
     model, sharded = em.wrap(model, optimizer, plan=plan, **options)
     if plan == "auto":
-        assert sharded.held_bytes() == {"device": sharded.prediction.device_bytes, "host": 0}
+        assert sharded.held_bytes() == {"device": sharded.prediction.device_bytes, "host": 0, "disk": 0}
     losses = []
     for _ in range(3):
         loss = mean_square(model, sample)

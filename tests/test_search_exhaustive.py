@@ -4,6 +4,8 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -59,7 +61,7 @@ def drawn(rng: random.Random) -> Task:
     )
     plenty = Task(
         profile=profile,
-        hardware=Hardware.named("a100-80g-pcie-x4"),
+        hardware=replace(Hardware.named("a100-80g-pcie-x4"), disk_read=2.0, disk_write=1.0),
         gpus=world,
         capacity_bytes=PLENTY,
         host_bytes=PLENTY,
@@ -70,7 +72,8 @@ def drawn(rng: random.Random) -> Task:
     return replace(
         plenty,
         capacity_bytes=int(rng.uniform(0.1, 1.1) * most / 0.95 + 1.25 * profile.activation_bytes),
-        host_bytes=rng.choice([PLENTY, PLENTY, most, most // 2]),
+        host_bytes=(host := rng.choice([PLENTY, PLENTY, most, most // 2, most // 4])),
+        disk_bytes=None if host is PLENTY else rng.choice([None, 0, most // 2, PLENTY]),
     )
 
 
@@ -80,9 +83,11 @@ def every_plan(task: Task, rng: random.Random) -> Iterator[Choice]:
     others = [rng.randint(lengths[0], 4 * lengths[0]) for _ in range(3)]
     for length in {*rng.sample(lengths, min(len(lengths), 12)), *others}:
         chunks = len(price(task, Plan.zero2(chunk_numel=length), loads=()).layout.chunks)
-        for device_chunks in range(chunks + 1):
-            for blocks in range(1, chunks + 1):
-                plan = Plan.offload(rcache_blocks=blocks, device_chunks=device_chunks, chunk_numel=length)
+        for device_chunks, blocks in product(range(chunks + 1), range(1, chunks + 1)):
+            for disk_chunks in range(chunks - device_chunks + 1 if task.disk_bytes else 1):
+                plan = Plan.offload(
+                    rcache_blocks=blocks, device_chunks=device_chunks, disk_chunks=disk_chunks, chunk_numel=length
+                )
                 try:
                     found = price(task, plan)
                 except PlanError:
@@ -103,9 +108,21 @@ def what_would_help(task: Task, message: str) -> Iterator[Task]:
         yield replace(task, capacity_bytes=task.capacity_bytes + int(more))
     for more in re.findall(r"give each rank (\d+) bytes more host memory", changes):
         yield replace(task, host_bytes=task.host_bytes + int(more))
+    for more in re.findall(r"(\d+) more on a disk", changes):
+        yield replace(task, disk_bytes=(task.disk_bytes or 0) + int(more))
     for less in re.findall(r"free (\d+) of the", changes):
         freed = task.profile.activation_bytes - int(less)
         yield replace(task, profile=replace(task.profile, activation_bytes=freed))
+
+
+@pytest.fixture(autouse=True)
+def short_pages() -> Iterator[None]:
+    """As short beside the chunks here as they are beside those of a model."""
+    with (
+        mock.patch("elixir_moe.chunks.plan.SPILL_ALIGN_NUMEL", 4),
+        mock.patch("elixir_moe.chunks.plan._SPILL_SLICE_NUMEL", 8),
+    ):
+        yield
 
 
 @pytest.mark.parametrize("seed", with_further(range(400), range(30)))

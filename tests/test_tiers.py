@@ -10,11 +10,12 @@ import torch
 from elixir_moe.chunks.chunk import Chunk, ChunkState, Placeholder
 from elixir_moe.chunks.collectives import Communicator
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.home import Holds, Home, build_homes
 from elixir_moe.chunks.layout import build_layout
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.rcache import Block
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.chunks.tiers import Holds, Home, Slab, build_homes, check_fits, host_bytes_left
+from elixir_moe.chunks.tiers import Slab, check_fits, host_bytes_left
 from elixir_moe.errors import TierError
 
 CPU = torch.device("cpu")

@@ -13,6 +13,7 @@ from torch import nn
 
 from elixir_moe.checkpoint.boxes import Span
 from elixir_moe.chunks.chunk import Chunk
+from elixir_moe.chunks.home import Kept
 from elixir_moe.chunks.layout import Slot
 from elixir_moe.errors import ConfigError
 from elixir_moe.optim import ShardedOptimizer
@@ -50,10 +51,9 @@ class Held:
         return tuple(shape) if pattern is None else pattern.grid_shape(shape)
 
     @property
-    def values(self) -> torch.Tensor:
-        """The elements at home: fp32 masters of what is trainable, else in the compute dtype; flat, live."""
-        home = self.chunk.home
-        return (home.compute if home.master is None else home.master)[self.here]
+    def values(self) -> Kept:
+        """The elements at home: fp32 masters of what is trainable, else in the compute dtype; flat."""
+        return self.chunk.home.weights[self.here]
 
     def cut(self, start: int, stop: int) -> "Held":
         """Those of them that are elements `start` .. `stop` of the chunk's shard."""

@@ -262,19 +262,21 @@ def _carry_out(todo: _Todo, files: Files, optimizer: ShardedOptimizer, source: s
 
 def _fill(move: _Move, files: Files, optimizer: ShardedOptimizer) -> None:
     held, (first, _) = move.held, move.parts[0]
-    places = {WEIGHT: held.values}
+    kept = {WEIGHT: held.values}
     if len(move.names) > 1 or (held.chunk.spec.key.trainable and UPDATES in first.scalars):
         values = {name: decode(value, name) for name, value in first.scalars.items() if name != UPDATES}
         dtypes = {name: DTYPES[first.state[name]] for name in move.names if name != WEIGHT}
-        places |= optimizer.replace_state(held.parameter, dtypes, values)
+        kept |= optimizer.replace_state(held.parameter, dtypes, values)
         segment = optimizer.segment_of(held.parameter)
         assert segment is not None
         segment.steps = first.scalars[UPDATES]
-    for piece, pairs in move.parts:
-        for name in move.names:
+    home = held.chunk.home
+    for name in move.names:
+        place = kept[name].read()
+        for piece, pairs in move.parts:
             read = files.read(piece.file, piece.key(held.name, name))
             for here, there in pairs:
-                here.of(places[name]).copy_(there.of(read))
-    home = held.chunk.home
-    if home.master is not None and home.compute.dtype != torch.float32:
-        home.compute[held.here] = home.master[held.here].to(home.compute.dtype)
+                here.of(place).copy_(there.of(read))
+        kept[name].write(place)
+        if name == WEIGHT and home.sends_compute:
+            home.compute[held.here].copy_(place)

@@ -35,6 +35,8 @@ from elixir_moe.checkpoint.ranks import random_states, together
 from elixir_moe.checkpoint.storage import MANIFEST, Draft, moment_after_all, partial_of, retain
 from elixir_moe.checkpoint.tensors import FileImage, Item
 from elixir_moe.checkpoint.values import NAMES, encode
+from elixir_moe.chunks.home import InMemory, OnDisk
+from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.optim import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
@@ -120,7 +122,8 @@ def save(
             dicts, small tensors and arrays; of an LR scheduler its ``state_dict()``.
         keep: afterwards remove all but the `keep` latest checkpoints in the directory around `path`.
         asynchronous: copy to host memory (as many bytes as this rank's file) and write beside the training, whose next
-            update waits for the copy if it comes before its end.
+            update waits for the copy if it comes before its end. Where the plan has chunks on disk, the copy goes no
+            faster than the writing, so that memory does not have to take them.
 
     Returns:
         A `Saving`, which has ended unless `asynchronous`. A save that is still under way ends before the next begins.
@@ -146,7 +149,8 @@ def save(
     def begin() -> None:
         if dist.get_rank() == 0:
             drafts.append(Draft(target))
-        contents.append(_Contents(model, optimizer, wrapped, facts, bounded=not asynchronous))
+        on_disk = any(chunk.home.tier is Tier.DISK for chunk in wrapped.scheduler.chunks)  # more than memory can take
+        contents.append(_Contents(model, optimizer, wrapped, facts, bounded=on_disk or not asynchronous))
         if asynchronous:
             contents[0].take_what_may_change()
 
@@ -298,21 +302,21 @@ class _Contents:
         written = held.cut(*share_of(held.chunk))
         if not written.span.numel:
             return
-        tensors, scalars = {WEIGHT: written.values}, {}
+        kept, scalars = {WEIGHT: written.values}, {}
         segment = optimizer.segment_of(held.parameter)
         if segment is not None:
             scalars[UPDATES] = segment.steps
             inside = slice(written.here.start - segment.start, written.here.stop - segment.start)
             for name, value in optimizer.state_of(held.parameter).items():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    tensors[name] = value[inside]
+                if isinstance(value, (InMemory, OnDisk)):
+                    kept[name] = value[inside]
                 else:
                     scalars[name] = encode(value, f"{name!r}, kept by the optimizer for {held.name!r},")
-        dtypes = {name: _name_of(tensor.dtype, held.name) for name, tensor in tensors.items()}
+        dtypes = {name: _name_of(elements.dtype, held.name) for name, elements in kept.items()}
         piece = Piece(file=self.file, span=written.span, state=dtypes, scalars=scalars)
-        for name, tensor in tensors.items():
+        for name, elements in kept.items():
             key = piece.key(held.name, name)
-            self._items.append(Item(key=key, dtype=dtypes[name], shape=(written.span.numel,), tensor=_giver(tensor)))
+            self._items.append(Item(key=key, dtype=dtypes[name], shape=(written.span.numel,), tensor=elements.read))
             if name == WEIGHT and held.chunk.direct:
                 self._may_change.append(key)
         yield piece
@@ -324,12 +328,8 @@ class _Contents:
         files = tuple(f"rank-{rank:05d}.safetensors" for rank in writers)
         self.buffers[name] = Buffer(shape=shape, dtype=dtype, file_of_rank=files)
         if dist.get_rank() in writers:
-            self._items.append(Item(key=Buffer.key(name), dtype=dtype, shape=shape, tensor=_giver(buffer)))
+            self._items.append(Item(key=Buffer.key(name), dtype=dtype, shape=shape, tensor=buffer.detach))
             self._may_change.append(Buffer.key(name))
-
-
-def _giver(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: tensor
 
 
 def _name_of(dtype: torch.dtype, name: str) -> str:

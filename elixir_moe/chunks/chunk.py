@@ -30,9 +30,9 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from elixir_moe.chunks.collectives import Communicator, Ticket
+from elixir_moe.chunks.home import Home
 from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.chunks.rcache import Block, storage_uses
-from elixir_moe.chunks.tiers import Home
 from elixir_moe.errors import ElixirError
 from elixir_moe.parallel.dtensor import local_of, recast
 

@@ -6,7 +6,7 @@ L_os * F_os those of master and moments.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Self
@@ -27,15 +27,30 @@ class Tier(StrEnum):
     """Device memory: updates run on the device, gathers need no transfer."""
     HOST = "host"
     """Host memory, pinned where there is a GPU: updates run on the CPU, each gather first fetches the shard."""
+    DISK = "disk"
+    """Master shard and moments in a file (`spill`), compute shard in host memory: gathers are as of `HOST`, updates
+    read and write the file."""
+
+    @property
+    def of_compute(self) -> "Tier":
+        """Where the compute shard and sums of gradients lie."""
+        return Tier.HOST if self is Tier.DISK else self
 
 
 _WHOLE_NUMBERS = (
     ("rcache_blocks", 1, True),
     ("device_chunks", 0, False),
+    ("disk_chunks", 0, False),
     ("chunk_numel", 1, True),
     ("prefetch", 0, False),
 )
 """(field, least value, may be None)."""
+SPILL_LANES = 4
+"""Slices of chunks on disk that are updated at the same time: while one is computed, others are read and written."""
+SPILL_ALIGN_NUMEL = 1024
+"""fp32 elements of a page: where arrays on disk begin."""
+_SPILL_SLICE_NUMEL = 1 << 20
+"""Elements of an array on disk that are moved at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +65,9 @@ class Plan:
     """C_SIZE: blocks of the rCache; None is one for each chunk."""
     device_chunks: int = 0
     """With `offloaded`: this many chunks, the last in order of first use, are at home on the device all the same."""
+    disk_chunks: int = 0
+    """With `offloaded`: of this many chunks, the last before those on the device, master shard and moments are on disk.
+    The later a chunk is used, the longer its update can take unseen."""
     chunk_numel: int | None = None
     """Chunk length C in elements; None takes the length that wastes least."""
     prefetch: int = LOOKAHEAD
@@ -65,10 +83,11 @@ class Plan:
             value = getattr(self, name)
             if not is_whole(value, least=least) and not (optional and value is None):
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{' or None' * optional}")
-        if self.device_chunks and not self.offloaded:
-            raise PlanError(
-                f"device_chunks={self.device_chunks} needs offloaded=True: all chunks are on the device as it is"
-            )
+        for name in ("device_chunks", "disk_chunks"):
+            if getattr(self, name) and not self.offloaded:
+                raise PlanError(
+                    f"{name}={getattr(self, name)} needs offloaded=True: all chunks are on the device as it is"
+                )
 
     @classmethod
     def ddp(cls) -> Self:
@@ -86,13 +105,24 @@ class Plan:
         return cls(scatter=True, offloaded=False, rcache_blocks=rcache_blocks, chunk_numel=chunk_numel)
 
     @classmethod
-    def offload(cls, *, rcache_blocks: int | None, device_chunks: int = 0, chunk_numel: int | None = None) -> Self:
-        """As `zero3`, with all chunks but `device_chunks` at home in host memory: [True, True, C]."""
+    def offload(
+        cls,
+        *,
+        rcache_blocks: int | None,
+        device_chunks: int = 0,
+        disk_chunks: int = 0,
+        chunk_numel: int | None = None,
+    ) -> Self:
+        """As `zero3`, with all chunks but `device_chunks` at home in host memory: [True, True, C].
+
+        Of `disk_chunks` of them master shards and moments are on disk; `wrap` is told where (`spill`).
+        """
         return cls(
             scatter=True,
             offloaded=True,
             rcache_blocks=rcache_blocks,
             device_chunks=device_chunks,
+            disk_chunks=disk_chunks,
             chunk_numel=chunk_numel,
         )
 
@@ -139,9 +169,12 @@ class Plan:
         return chunks if self.rcache_blocks is None else min(self.rcache_blocks, chunks)
 
     def home(self, layout: Layout, chunk: ChunkSpec) -> Tier:
-        """The tier of a chunk's long-lived state."""
-        on_device = not self.offloaded or chunk.index >= len(layout.chunks) - self.device_chunks
-        return Tier.DEVICE if on_device else Tier.HOST
+        """The tier of a chunk's long-lived state; a frozen chunk has none that could be on disk."""
+        first_on_device = len(layout.chunks) - self.device_chunks
+        if not self.offloaded or chunk.index >= first_on_device:
+            return Tier.DEVICE
+        on_disk = chunk.key.trainable and chunk.index >= first_on_device - self.disk_chunks
+        return Tier.DISK if on_disk else Tier.HOST
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +189,8 @@ class Footprint:
     """Where a reduction over gloo lands before it is summed; none on NCCL."""
     shard_bytes: dict[str, int]
     """By tier: compute or gradient shards, master shards and moments."""
+    spill_buffer_bytes: int
+    """In host memory: through which slices of chunks on disk are updated."""
     gradient_bytes: int
     """On the device, from backward to update: gradients where autograd put them, of chunks used in place that no other
     rank has."""
@@ -171,7 +206,12 @@ class Footprint:
     @property
     def host_bytes(self) -> int:
         """Peak in host memory with one backward a step."""
-        return self.shard_bytes[Tier.HOST]
+        return self.shard_bytes[Tier.HOST] + self.spill_buffer_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the file on disk takes, from beginning to end."""
+        return self.shard_bytes[Tier.DISK]
 
 
 def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> Footprint:
@@ -185,30 +225,57 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> 
     """
     shards = {tier.value: 0 for tier in Tier}
     accumulators = dict(shards)
+    spilled = []
     for chunk in layout.chunks:
-        tier = plan.home(layout, chunk).value
-        shards[tier] += home_bytes(chunk, moments)
-        accumulators[tier] += accumulator_bytes(chunk)
+        tier = plan.home(layout, chunk)
+        for where, nbytes in home_bytes(chunk, tier, moments).items():
+            shards[where] += nbytes
+        accumulators[tier.of_compute] += accumulator_bytes(chunk, tier)
+        if tier is Tier.DISK:
+            spilled.append(chunk.shard_numel)
     return Footprint(
         rcache_bytes=plan.blocks(layout) * layout.block_bytes,
         resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.resident and not chunk.in_place),
         staging_bytes=staging_bytes(layout) if staged else 0,
         shard_bytes=shards,
+        spill_buffer_bytes=spill_buffer_bytes(spilled, 1 + moments),
         gradient_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.keeps_pieces),
         accumulator_bytes=accumulators,
     )
 
 
-def home_bytes(chunk: ChunkSpec, moments: int) -> int:
-    """Bytes of a rank's long-lived state of a chunk: compute or gradient shard, master shard and moments."""
-    per_element = 0 if chunk.keeps_pieces else chunk.key.dtype.itemsize
-    return (per_element + 4 * (1 + moments) * chunk.key.trainable) * chunk.shard_numel
+def home_bytes(chunk: ChunkSpec, tier: Tier, moments: int) -> dict[Tier, int]:
+    """Bytes, where they lie, of a rank's long-lived state: compute or gradient shard, master shard and moments."""
+    compute = 0 if chunk.keeps_pieces else chunk.key.dtype.itemsize * chunk.shard_numel
+    arrays = (1 + moments) * chunk.key.trainable
+    if tier is Tier.DISK:
+        return {Tier.HOST: compute, Tier.DISK: spilled_bytes(chunk.shard_numel, arrays)}
+    return {tier: compute + 4 * arrays * chunk.shard_numel}
 
 
-def accumulator_bytes(chunk: ChunkSpec) -> int:
-    """Bytes of a rank's fp32 sum of a chunk's gradients, which a step of several backwards has."""
-    narrow = chunk.key.trainable and chunk.key.dtype != torch.float32
-    return 4 * chunk.shard_numel if narrow else 0
+def accumulator_bytes(chunk: ChunkSpec, tier: Tier) -> int:
+    """Bytes of a rank's fp32 sum of a chunk's gradients, which a step of several backwards has.
+
+    fp32 gradients are summed where they lie, unless values lie there too: where the master is not in memory.
+    """
+    apart = chunk.key.dtype != torch.float32 or tier is Tier.DISK
+    return 4 * chunk.shard_numel if chunk.key.trainable and apart else 0
+
+
+def spilled_bytes(numel: int, arrays: int) -> int:
+    """Bytes on disk of `arrays` of fp32, each filled up to whole pages."""
+    return 4 * arrays * -(-numel // SPILL_ALIGN_NUMEL) * SPILL_ALIGN_NUMEL
+
+
+def spill_slice_numel(numels: Iterable[int]) -> int:
+    """Elements of an array that are moved between disk and memory at once, for chunks of `numels` elements."""
+    longest = max(numels, default=0)
+    return min(_SPILL_SLICE_NUMEL, -(-longest // SPILL_ALIGN_NUMEL) * SPILL_ALIGN_NUMEL)
+
+
+def spill_buffer_bytes(numels: Sequence[int], arrays: int) -> int:
+    """Bytes of the memory through which chunks of `numels` elements on disk are updated."""
+    return 4 * SPILL_LANES * arrays * spill_slice_numel(numels)
 
 
 def staging_bytes(layout: Layout) -> int:

@@ -15,9 +15,9 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from elixir_moe.chunks.collectives import Ticket
+from elixir_moe.chunks.home import Home
 from elixir_moe.chunks.layout import ChunkSpec, Layout
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.chunks.tiers import Home
 
 
 class Block:

@@ -162,7 +162,7 @@ class Scheduler:
         chunk.transition(ChunkState.GATHERING)
         self._block_of[chunk.spec.index] = block
         if not chunk.spec.in_place:
-            self.statistics.bytes_fetched[chunk.home.tier.value] += chunk.spec.nbytes // chunk.spec.shards
+            self.statistics.bytes_fetched[chunk.home.tier.of_compute.value] += chunk.spec.nbytes // chunk.spec.shards
         if chunk.spec.shards > 1:
             self._count(chunk, "all_gather", 1)
             self.reductions.gathered.append(chunk.spec.index)
@@ -322,7 +322,7 @@ class Scheduler:
 
     def drain(self) -> None:
         """Waits until every gradient is at home; the host too where a home is in host memory."""
-        host = any(chunk.home.tier is Tier.HOST for chunk in self.chunks)
+        host = any(chunk.home.tier is not Tier.DEVICE for chunk in self.chunks)
         for ticket in (*self._in_flight, self._behind):
             ticket.synchronize() if host else ticket.wait()
         self._in_flight.clear()
@@ -412,7 +412,7 @@ class Scheduler:
             if chunk.home.pieces is None:
                 with torch.no_grad():
                     chunk.home.add_gradient(reduced)
-            self.statistics.bytes_offloaded[chunk.home.tier.value] += reduced.nbytes
+            self.statistics.bytes_offloaded[chunk.home.tier.of_compute.value] += reduced.nbytes
             chunk.transition(chunk.at_rest)
 
         communicator = chunk.communicator
@@ -435,7 +435,7 @@ class Scheduler:
         """Orders what follows behind the chunk's last reduction; the host too where it is to read the gradient."""
         if chunk.leaving is None:
             return
-        if chunk.home.tier is Tier.HOST and chunk.home.has_gradient:
+        if chunk.home.tier is not Tier.DEVICE and chunk.home.has_gradient:
             chunk.leaving.synchronize()
         else:
             chunk.leaving.wait()

@@ -21,7 +21,7 @@ from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
 from elixir_moe.search import cost
 from elixir_moe.search.explain import explained
 from elixir_moe.search.hardware import Hardware
-from elixir_moe.search.measure import describe, hardware_here, remembered_fit
+from elixir_moe.search.measure import describe, hardware_here, remembered_fit, with_disk
 from elixir_moe.search.solve import Choice, Task, solve
 from elixir_moe.search.trace import trace
 from elixir_moe.specs import ranks_of
@@ -37,6 +37,8 @@ class Request:
     """A batch of this rank."""
     device: torch.device
     compute_dtype: torch.dtype | None
+    adam: bool
+    """The optimizer is one that can update what is on disk."""
     moments: int
     """fp32 values the optimizer keeps for each element."""
     staged: bool
@@ -47,6 +49,8 @@ class Request:
     """Device memory to plan for; None is what is free."""
     accumulation: int
     """Backwards in a step."""
+    spill: str | None = None
+    """The folder for chunks on disk; None if there are to be none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +59,7 @@ class Room:
 
     device_bytes: int
     host_bytes: int
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +74,8 @@ class Forecast:
     """What the library holds on the device."""
     host_bytes: int
     """What it holds in host memory."""
+    disk_bytes: int
+    """What it holds on disk."""
     device_peak_bytes: int
     """Of the device: the library, buffers and activations."""
     hardware: Hardware
@@ -96,7 +103,10 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
     else:
         hardware = Hardware.named(request.hardware)
     peers = ranks_of(model, everywhere)
-    room = _room(peers, request)
+    disk_bytes = 0
+    if request.spill is not None:
+        hardware, disk_bytes = with_disk(hardware, request.spill)
+    room = _room(peers, request, disk_bytes)
     found: Forecast | tuple[str, str] | None = None
     task = None
     if dist.get_rank() == peers[0]:
@@ -130,6 +140,7 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
         gpus=world,
         capacity_bytes=room.device_bytes,
         host_bytes=room.host_bytes,
+        disk_bytes=room.disk_bytes if request.adam else None,
         moments=request.moments,
         staged=request.staged,
         accumulation=request.accumulation,
@@ -145,13 +156,14 @@ def forecast_of(task: Task, choice: Choice, room: Room) -> Forecast:
         seconds=choice.seconds,
         device_bytes=device,
         host_bytes=host,
+        disk_bytes=choice.size.disk_bytes,
         device_peak_bytes=cost.device_peak(task.profile, device, task.imbalance),
         hardware=task.hardware,
         room=room,
     )
 
 
-def _room(peers: tuple[int, ...], request: Request) -> Room:
+def _room(peers: tuple[int, ...], request: Request, disk_bytes: int) -> Room:
     """The least room of any rank that holds the model. Ranks of one host share its memory; a CPU is host and device."""
     cuda = request.device.type == "cuda"
     free = 0
@@ -159,7 +171,8 @@ def _room(peers: tuple[int, ...], request: Request) -> Room:
         unused = torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
         free = torch.cuda.mem_get_info(request.device)[0] + unused
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), free, host_bytes_left(), request.budget_bytes))
+    mine = (socket.gethostname(), free, host_bytes_left(), disk_bytes, request.budget_bytes)
+    dist.all_gather_object(everyone, mine)
     if len({budget for *_, budget in everyone}) > 1:
         raise ConfigError(f"budget_bytes differs between ranks: {[budget for *_, budget in everyone]}")
     hosts = [host for host, *_ in everyone]
@@ -169,4 +182,5 @@ def _room(peers: tuple[int, ...], request: Request) -> Room:
     if budget > most:
         where = f"{request.device.type} memory for each of its ranks"
         raise ConfigError(f"budget_bytes={budget}: there are {most} bytes of {where}; choose at most that, or None")
-    return Room(device_bytes=budget, host_bytes=left if cuda else left - budget)
+    disk = min(everyone[rank][3] for rank in peers)
+    return Room(device_bytes=budget, host_bytes=left if cuda else left - budget, disk_bytes=disk)

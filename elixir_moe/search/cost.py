@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elixir_moe.chunks.layout import ChunkSpec, Layout
-from elixir_moe.chunks.plan import Plan, Tier
+from elixir_moe.chunks.plan import Plan, Tier, home_bytes
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile
 
@@ -43,11 +43,14 @@ class Seconds:
     """The part of them that compute does not hide."""
     device_update: float
     host_update: float
+    disk_update: float
+    """Of chunks on disk: Adam on the host, or the disk's reads and writes where they take longer."""
 
     @property
     def step(self) -> float:
         """The whole step."""
-        return max(self.compute, self.fetch, self.offload) + self.exposed + self.device_update + self.host_update
+        updates = self.device_update + self.host_update + self.disk_update
+        return max(self.compute, self.fetch, self.offload) + self.exposed + updates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +65,10 @@ class Traffic:
     """Elements updated on the device."""
     host_numel: int
     """Elements updated in host memory."""
+    disk_numel: int
+    """Elements whose masters and moments are on disk."""
+    disk_bytes: int
+    """Bytes that their update reads from the disk, and writes to it."""
     collectives: tuple[tuple[tuple[int, ...], int, int], ...]
     """(global ranks, bytes of gathered chunks, how many gathers and reductions) of each process group."""
     gathered_numel: int
@@ -78,13 +85,14 @@ def activations(profile: Profile, imbalance: float) -> int:
     return profile.activation_bytes + int((imbalance - 1) * max((e.row_bytes for e in profile.exchanges), default=0))
 
 
-def traffic(plan: Plan, layout: Layout, loads: Iterable[int]) -> Traffic:
+def traffic(plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2) -> Traffic:
     """What one step moves.
 
     Args:
         plan: the plan.
         layout: its chunks.
         loads: the cached chunks gathered in a step, each as often as it is.
+        moments: fp32 values the optimizer keeps for each element.
     """
     gathers = [*loads, *(chunk.index for chunk in layout.chunks if chunk.resident)]
     home = [plan.home(layout, chunk) for chunk in layout.chunks]
@@ -100,12 +108,20 @@ def traffic(plan: Plan, layout: Layout, loads: Iterable[int]) -> Traffic:
         count(layout.chunks[index], layout.chunks[index].shards > 1)
     for chunk in trained:
         count(chunk, 1 if chunk.shards > 1 else 2)  # an all-reduce moves twice
-    host = {chunk.index for chunk in layout.chunks if home[chunk.index] is Tier.HOST}
+    host = {chunk.index for chunk in layout.chunks if home[chunk.index] is not Tier.DEVICE}
+
+    def updated(tier: Tier) -> int:
+        return sum(chunk.shard_numel for chunk in trained if home[chunk.index] is tier)
+
     return Traffic(
         fetched_bytes=sum(layout.chunks[i].nbytes // layout.chunks[i].shards for i in gathers if i in host),
         offloaded_bytes=sum(chunk.nbytes // chunk.shards for chunk in trained if chunk.index in host),
-        device_numel=sum(chunk.shard_numel for chunk in trained if chunk.index not in host),
-        host_numel=sum(chunk.shard_numel for chunk in trained if chunk.index in host),
+        device_numel=updated(Tier.DEVICE),
+        host_numel=updated(Tier.HOST),
+        disk_numel=updated(Tier.DISK),
+        disk_bytes=sum(
+            home_bytes(c, Tier.DISK, moments)[Tier.DISK] for c in layout.chunks if home[c.index] is Tier.DISK
+        ),
         collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in collective.items()),
         gathered_numel=sum(slot.numel for chunk in layout.chunks for slot in chunk.slots),
     )
@@ -119,6 +135,8 @@ def seconds(
     flops = profile.flops + (imbalance - 1) * sum(e.expert_flops for e in profile.exchanges)
     exchange = sum(hardware.exchange_seconds(range(e.ep), e.times * e.nbytes) for e in profile.exchanges) * imbalance
     collectives = accumulation * sum(hardware.gather_seconds(*group) for group in moved.collectives)
+    v_c = links.v_c * _GIGA / gpus / fitted.host_update_slowdown
+    disk = hardware.disk_seconds(moved.disk_bytes, gpus) if moved.disk_bytes else 0.0
     return Seconds(
         compute=accumulation
         * (
@@ -132,7 +150,8 @@ def seconds(
         collectives=collectives,
         exposed=fitted.exposed_collectives * collectives,
         device_update=moved.device_numel * gpus / (links.v_g * _GIGA),
-        host_update=fitted.host_update_slowdown * moved.host_numel * gpus / (links.v_c * _GIGA),
+        host_update=moved.host_numel / v_c,
+        disk_update=max(moved.disk_numel / v_c, disk),
     )
 
 

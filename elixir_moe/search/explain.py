@@ -6,7 +6,7 @@ Owns the text. Computes nothing but what each choice saves: the step without it,
 from dataclasses import replace
 from typing import Any
 
-from elixir_moe.chunks.plan import Plan, home_bytes
+from elixir_moe.chunks.plan import Plan, Tier, home_bytes
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.solve import Choice, Task, price
@@ -27,20 +27,25 @@ def explain(task: Task, choice: Choice) -> str:
     lines = [
         f"chunks    {chunks} of {layout.chunk_numel} elements, {layout.waste_fraction:.1%} of their space unused",
         f"rCache    {blocks} blocks: {len(choice.loads)} gathers a step, {len(layout.cached)} if all were kept",
-        f"tiers     {choice.device_chunks} chunks on the device, {chunks - choice.device_chunks} in host memory",
+        f"tiers     {choice.chunks_in(Tier.DEVICE)} chunks on the device, {choice.chunks_in(Tier.HOST)} in host "
+        f"memory, {choice.chunks_in(Tier.DISK)} on disk",
         f"device    {size.device_bytes / _GIB:.2f} GiB of the library (U_allowed {task.allowed_bytes / _GIB:.2f}), "
         f"{activations / _GIB:.2f} activations, {task.profile.buffer_bytes / _GIB:.2f} buffers; "
         f"{task.capacity_bytes / _GIB:.2f} there are",
         f"host      {size.host_bytes / _GIB:.2f} GiB a rank of {task.host_bytes / _GIB:.2f}",
+        f"disk      {size.disk_bytes / _GIB:.2f} GiB a rank of {(task.disk_bytes or 0) / _GIB:.2f}",
         f"step      {seconds.step:.3f} s, {cost.tflops_per_gpu(task.profile, seconds.step):.1f} TFLOPS a GPU: compute "
         f"{seconds.compute:.3f}, fetch {seconds.fetch:.3f}, offload {seconds.offload:.3f}, exposed collectives "
-        f"{seconds.exposed:.3f}, updates {seconds.device_update:.3f} on device, {seconds.host_update:.3f} on host",
+        f"{seconds.exposed:.3f}, updates {seconds.device_update:.3f} on device, {seconds.host_update:.3f} on host, "
+        f"{seconds.disk_update:.3f} on disk",
     ]
     if not task.profile.exchanges and any(len(p.key.ranks) < task.gpus for p in task.profile.params):
         lines.append("no price  what the model itself sends between ranks that share its experts or tensors")
     others = {"one block fewer": replace(plan, rcache_blocks=max(1, blocks - 1))}
     if plan.offloaded and plan.device_chunks:
         others["one chunk fewer on the device"] = replace(plan, device_chunks=plan.device_chunks - 1)
+    if plan.disk_chunks:
+        others["one chunk more on disk"] = replace(plan, disk_chunks=plan.disk_chunks + 1)
     for change, other in others.items():
         try:
             slower = price(task, other).seconds.step - seconds.step
@@ -55,10 +60,10 @@ def group_rows(task: Task, choice: Choice) -> list[dict[str, Any]]:
     """What one rank holds: a row for each chunk group and tier, with the elements its chunks have when gathered."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for chunk in choice.layout.chunks:
-        label, tier = chunk.key.label, choice.plan.home(choice.layout, chunk).value
-        empty = {"chunk_group": label, "tier": tier, "chunks": 0, "numel": 0, "shard_bytes": 0}
-        row = rows.setdefault((label, tier), empty)
+        label, tier = chunk.key.label, choice.plan.home(choice.layout, chunk)
+        empty = {"chunk_group": label, "tier": tier.value, "chunks": 0, "numel": 0, "shard_bytes": 0}
+        row = rows.setdefault((label, tier.value), empty)
         row["chunks"] += 1
         row["numel"] += sum(slot.numel for slot in chunk.slots)
-        row["shard_bytes"] += home_bytes(chunk, task.moments)
+        row["shard_bytes"] += sum(home_bytes(chunk, tier, task.moments).values())
     return list(rows.values())

@@ -19,7 +19,7 @@ from typing import Any, Self
 from elixir_moe.errors import ConfigError
 
 _GIGA = 1e9
-_OPTIONAL = ("node_bandwidth", "disk_read", "disk_write")
+_OPTIONAL = ("node_bandwidth", "disk_bytes", "disk_read", "disk_write")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +83,8 @@ class Hardware:
     """By number of GPUs."""
     node_bandwidth: float | None = None
     """Of a node's network, each way, 1e9 bytes a second; None if there is one node."""
+    disk_bytes: int | None = None
+    """Room for shards on a node's disks; None if there is none."""
     disk_read: float | None = None
     """Of a node's disks, 1e9 bytes a second; None if they are not known."""
     disk_write: float | None = None
@@ -132,6 +134,8 @@ class Hardware:
         fitted = _figures(_part(data, "fitted"), Fitted.__dataclass_fields__, "fitted.", problems)
         optional = {name: data[name] for name in _OPTIONAL if isinstance(data, dict) and data.get(name) is not None}
         optional = _figures(optional, optional, "", problems)
+        if "disk_bytes" in optional:
+            problems += [name for name in ("disk_read", "disk_write") if name not in optional]
         links: dict[int, Links] = {}
         for gpus, figures in _part(data, "by_gpus").items():
             needed = [f for f in Links.__dataclass_fields__ if f != "b_g2g" or gpus != "1"]
@@ -156,7 +160,10 @@ class Hardware:
             fitted=Fitted(**fitted),
             by_gpus=dict(sorted(links.items())),
             wires=tuple(wires),
-            **optional,
+            node_bandwidth=optional.get("node_bandwidth"),
+            disk_bytes=int(optional["disk_bytes"]) if "disk_bytes" in optional else None,
+            disk_read=optional.get("disk_read"),
+            disk_write=optional.get("disk_write"),
         )
 
     def to_json(self) -> str:
@@ -204,6 +211,22 @@ class Hardware:
     def host_bytes_per_rank(self, gpus: int) -> int:
         """Host memory for each of `gpus` ranks: a node's, shared by those on it."""
         return self.cpu_bytes // min(gpus, self.gpus_per_node)
+
+    def disk_bytes_per_rank(self, gpus: int) -> int:
+        """Room on disk for each of `gpus` ranks: a node's, shared by those on it."""
+        return (self.disk_bytes or 0) // min(gpus, self.gpus_per_node)
+
+    def disk_seconds(self, nbytes: int, gpus: int) -> float:
+        """For each of `gpus` ranks to read `nbytes` from its node's disks and write them back.
+
+        Raises:
+            ConfigError: the file does not say how fast the disks are.
+        """
+        if self.disk_read is None or self.disk_write is None:
+            missing = [name for name in ("disk_read", "disk_write") if getattr(self, name) is None]
+            raise ConfigError(f"hardware {self.name!r} lacks {', '.join(missing)}, which chunks on disk need")
+        ranks = min(gpus, self.gpus_per_node)
+        return ranks * nbytes * (1 / self.disk_read + 1 / self.disk_write) / _GIGA
 
     def gather_seconds(self, ranks: Sequence[int], nbytes: int, times: int = 1) -> float:
         """All-gathers, or reduce-scatters, of chunks over one process group: each rank sends what the others lack.

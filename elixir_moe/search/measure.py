@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from elixir_moe.chunks.collectives import Communicator, build_communicators
+from elixir_moe.chunks.plan import SPILL_LANES
+from elixir_moe.chunks.spill import Spill
 from elixir_moe.chunks.tiers import host_bytes_left
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import ConfigError, TierError
 from elixir_moe.kernels import adam_step, cpu_features
 from elixir_moe.search.hardware import Fitted, Hardware, Links, Wire
 
@@ -185,7 +188,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         *_copy_rates(device),
         _adam_rate(device) if cuda else v_c,
         v_c,
-        *(_disk_rates() if dist.get_rank() == neighbours[0] else (0.0, 0.0)),
+        *(_disk_rates(tempfile.gettempdir()) if dist.get_rank() == neighbours[0] else (0.0, 0.0)),
     )
     everyone: list[Any] = [None] * len(hosts)
     dist.all_gather_object(everyone, mine)
@@ -216,6 +219,40 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
     box = [measured.to_json()]
     dist.broadcast_object_list(box, src=0)
     return Hardware.parse(box[0], measured.name)
+
+
+def with_disk(hardware: Hardware, directory: str) -> tuple[Hardware, int]:
+    """With the disk of a folder, and the room in it for this rank beside others of its host. Collective over the world.
+
+    Figures that `hardware` has are kept; the others are measured, by one rank of each host.
+
+    Raises:
+        TierError: some rank cannot write there; on all ranks.
+    """
+    place: tuple[Any, ...] = (socket.gethostname(), None)
+    room, problem = 0, ""
+    try:
+        place, free = (place[0], os.stat(directory).st_dev), os.statvfs(directory)
+        room = free.f_bavail * free.f_frsize
+    except OSError as error:
+        problem = f"spill={directory!r} on {place[0]}: {error.strerror}"
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (place, problem))
+    places = [theirs for theirs, _ in everyone]
+    rates = None
+    if not any(found for _, found in everyone) and places.index(place) == dist.get_rank():
+        try:
+            rates = _disk_rates(directory)
+        except TierError as error:
+            problem = str(error)
+    dist.all_gather_object(everyone, (rates, problem))
+    if found := next((found for _, found in everyone if found), None):
+        raise TierError(found)
+    hosts = len({host for host, _ in places})
+    read, written = (sum(column) / hosts for column in zip(*(r for r, _ in everyone if r is not None), strict=True))
+    if hardware.disk_read is None or hardware.disk_write is None or hardware.disk_bytes is None:
+        hardware = replace(hardware, disk_read=read, disk_write=written)
+    return hardware, room // places.count(place)
 
 
 def _with_wires(hardware: Hardware, device: torch.device, wanted: Iterable[tuple[int, ...]]) -> Hardware:
@@ -304,23 +341,27 @@ def _adam_rate(device: torch.device) -> float:
     return _ADAM_NUMEL / _together(update, device) / 1e9
 
 
-def _disk_rates() -> tuple[float, float]:
-    """1e9 bytes a second read and written in the folder for temporary files, past what Linux keeps in memory."""
-    block = os.urandom(1 << 20)
-    with tempfile.TemporaryFile() as file:
-        start = time.perf_counter()
-        for _ in range(_DISK_BYTES // len(block)):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        written = time.perf_counter() - start
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        start = time.perf_counter()
-        while file.read(len(block)):
-            pass
-        read = time.perf_counter() - start
+def _disk_rates(directory: str) -> tuple[float, float]:
+    """1e9 bytes a second read and written in a folder, the way chunks on disk are."""
+    spill = Spill(directory, [_DISK_BYTES // 4], 1)
+    step = spill.slice_numel * 4
+
+    def move(offset: int, write: bool) -> None:
+        with spill.buffer() as memory:
+            spill.move(offset, memory, write=write)
+
+    for _ in range(SPILL_LANES):
+        with spill.buffer() as memory:
+            memory.uniform_()
+    try:
+        seconds = []
+        for write in (True, False):
+            start = time.perf_counter()
+            list(spill.lanes.map(partial(move, write=write), range(0, _DISK_BYTES, step)))
+            seconds.append(time.perf_counter() - start)
+    finally:
+        spill.close()
+    written, read = seconds
     return _DISK_BYTES / read / 1e9, _DISK_BYTES / written / 1e9
 
 

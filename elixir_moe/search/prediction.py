@@ -42,6 +42,7 @@ class Prediction:
         self.device_bytes = forecast.device_bytes
         """Predicted bytes the library holds on the device."""
         self.host_bytes = forecast.host_bytes
+        self.disk_bytes = forecast.disk_bytes
         self.held_bytes: dict[str, int] = {}
         """By tier: what it holds at the end of a step; empty before the first."""
         self.again: Plan | None = None
@@ -75,6 +76,8 @@ class Prediction:
             "held_device_bytes": self.held_bytes.get("device"),
             "predicted_host_bytes": self.host_bytes,
             "held_host_bytes": self.held_bytes.get("host"),
+            "predicted_disk_bytes": self.disk_bytes,
+            "held_disk_bytes": self.held_bytes.get("disk"),
             "planned_again": None if self.again is None else json.loads(self.again.to_json()),
         }
 

@@ -5,6 +5,7 @@ blocks, fills what is left of the device with chunks, and keeps what is fastest.
 Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache), section 5 (device against rCache).
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,16 @@ from itertools import pairwise
 
 from elixir_moe.chunks.group import ParamSpec, group_parameters
 from elixir_moe.chunks.layout import ALIGN_BYTES, FUSE_BELOW, ChunkSpec, Layout, best_chunk_numel, build_layout
-from elixir_moe.chunks.plan import Footprint, Plan, Tier, accumulator_bytes, footprint, home_bytes, staging_bytes
+from elixir_moe.chunks.plan import (
+    Footprint,
+    Plan,
+    Tier,
+    accumulator_bytes,
+    footprint,
+    home_bytes,
+    spill_buffer_bytes,
+    staging_bytes,
+)
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
@@ -40,6 +50,8 @@ class Task:
     """Of one device."""
     host_bytes: int
     """Host memory of one rank."""
+    disk_bytes: int | None = 0
+    """Room of one rank on disk; None if the optimizer cannot update what is there."""
     moments: int = 2
     """fp32 values the optimizer keeps for each element."""
     staged: bool = False
@@ -73,10 +85,9 @@ class Choice:
     loads: tuple[int, ...]
     """Chunks gathered into the rCache in a step, each as often as it is."""
 
-    @property
-    def device_chunks(self) -> int:
-        """Chunks at home on the device."""
-        return sum(self.plan.home(self.layout, chunk) is Tier.DEVICE for chunk in self.layout.chunks)
+    def chunks_in(self, tier: Tier) -> int:
+        """Chunks at home in a tier."""
+        return sum(self.plan.home(self.layout, chunk) is tier for chunk in self.layout.chunks)
 
 
 def solve(task: Task) -> Choice:
@@ -102,7 +113,7 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
         layout = plan.layout(task.profile.params)
     if loads is None:
         loads = [load.chunk for load in Simulator(task.profile.schedule(layout)).loads(plan.blocks(layout))]
-    moved = cost.traffic(plan, layout, loads)
+    moved = cost.traffic(plan, layout, loads, task.moments)
     return Choice(
         plan=plan,
         layout=layout,
@@ -116,7 +127,11 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
 def shortage(task: Task, size: Footprint) -> dict[Tier, int]:
     """By tier: bytes that are missing."""
     device, host = task.held_bytes(size)
-    missing = {Tier.DEVICE: device - task.allowed_bytes, Tier.HOST: host - task.host_bytes}
+    missing = {
+        Tier.DEVICE: device - task.allowed_bytes,
+        Tier.HOST: host - task.host_bytes,
+        Tier.DISK: size.disk_bytes - (task.disk_bytes or 0),
+    }
     return {tier: nbytes for tier, nbytes in missing.items() if nbytes > 0}
 
 
@@ -167,14 +182,19 @@ class _Held:
     device_bytes: int
     """All but the blocks."""
     host_bytes: int
+    disk_chunks: int
+    """Chunks on disk: the fewest with which host memory is large enough, if the disk is."""
+    disk_short_bytes: int | None
+    """By which the disk is too small for that; None if no disk would do."""
     cached: int
     """Chunks that go through the rCache."""
     block_bytes: int
 
     def missing(self, task: Task, blocks: int) -> dict[Tier, int]:
-        """By tier: bytes that are too few, at most 0 where there are enough."""
+        """By tier: bytes that are too few, at most 0 where there are enough; of the disk, to make up for the host."""
         device = self.device_bytes + min(blocks, self.cached) * self.block_bytes
-        return {Tier.DEVICE: device - task.allowed_bytes, Tier.HOST: self.host_bytes - task.host_bytes}
+        short = {Tier.DEVICE: device - task.allowed_bytes, Tier.HOST: self.host_bytes - task.host_bytes}
+        return short if self.disk_short_bytes is None else {**short, Tier.DISK: self.disk_short_bytes}
 
 
 class _Length:
@@ -184,9 +204,22 @@ class _Length:
         self._task = task
         self._layout = build_layout(task.profile.params, chunk_numel)
         self._numel = chunk_numel
+        saved, on_disk = [0], [0]
+        for chunk in self._layout.chunks:
+            home = home_bytes(chunk, Tier.DISK, task.moments) if chunk.key.trainable else {}
+            moved = self._held_at(chunk, Tier.HOST) - self._held_at(chunk, Tier.DISK) if home else 0
+            saved.append(saved[-1] + moved)
+            on_disk.append(on_disk[-1] + home.get(Tier.DISK, 0))
+        self._saved, self._on_disk = saved, on_disk
+        """Of the first chunks: bytes of host memory that a disk saves, bytes they then have there."""
         self._held = list(self._by_device_chunks())
         self._steps: dict[int, tuple[Simulator, int]] = {}
         self._found: dict[int, Choice | None] = {}
+
+    def _held_at(self, chunk: ChunkSpec, tier: Tier) -> int:
+        """Bytes in memory of a chunk at home in `tier`."""
+        sums = (self._task.accumulation > 1) * accumulator_bytes(chunk, tier)
+        return home_bytes(chunk, tier, self._task.moments)[tier.of_compute] + sums
 
     def _by_device_chunks(self) -> Iterator[_Held]:
         """For each number of chunks on the device, from none to all: the last ones in order of first use.
@@ -196,24 +229,41 @@ class _Length:
         task, layout = self._task, self._layout
         on_device = Plan.zero2().place(layout).chunks
 
-        def home(chunk: ChunkSpec) -> int:
-            return home_bytes(chunk, task.moments) + (task.accumulation > 1) * accumulator_bytes(chunk)
-
         device = sum(c.nbytes for c in layout.chunks if c.resident) + staging_bytes(layout) * task.staged
-        host = sum(home(chunk) for chunk in layout.chunks)
+        host = sum(self._held_at(chunk, Tier.HOST) for chunk in layout.chunks)
         widths = Counter(chunk.key.dtype.itemsize for chunk in layout.cached)
         for chunk in (*reversed(layout.chunks), None):
             widest = max((width for width, count in widths.items() if count), default=0)
-            yield _Held(device, host, widths.total(), layout.chunk_numel * widest)
+            spilled = self._spilled(0 if chunk is None else chunk.index + 1, host)
+            yield _Held(device, *spilled, widths.total(), layout.chunk_numel * widest)
             if chunk is None:
                 return
             there = on_device[chunk.index]
-            host -= home(chunk)
-            device += home(there) + there.keeps_pieces * there.nbytes
+            host -= self._held_at(chunk, Tier.HOST)
+            device += self._held_at(there, Tier.DEVICE) + there.keeps_pieces * there.nbytes
             if there.in_place and chunk.resident:
                 device -= chunk.nbytes
             elif there.in_place:
                 widths[chunk.key.dtype.itemsize] -= 1
+
+    def _spilled(self, count: int, host: int) -> tuple[int, int, int | None]:
+        """(host bytes, chunks on disk, bytes by which the disk is too small) if the first `count` chunks are not on the
+        device and take `host` bytes without a disk.
+
+        As few of them are on disk as host memory asks for, the last ones.
+        """
+        task, saved, spilled = self._task, self._saved, self._on_disk
+        if host <= task.host_bytes or task.disk_bytes is None:
+            return host, 0, None
+        last = bisect_right(saved, saved[count] - (host - task.host_bytes), 0, count + 1) - 1
+        for first in range(last, -1, -1):
+            numels = [chunk.shard_numel for chunk in self._layout.chunks[first:count] if chunk.key.trainable]
+            buffers = spill_buffer_bytes(numels, 1 + task.moments)
+            left = host - (saved[count] - saved[first]) + buffers
+            if left <= task.host_bytes:
+                short = spilled[count] - spilled[first] - task.disk_bytes
+                return (host, 0, short) if short > 0 else (left, count - first, short)
+        return host, 0, None
 
     def best(self) -> Choice | None:
         """The fastest plan of this length that fits; None if none does."""
@@ -259,7 +309,8 @@ class _Length:
         if count == len(self._layout.chunks):
             plan = Plan(scatter=True, offloaded=False, rcache_blocks=cached, chunk_numel=self._numel)
         else:
-            plan = Plan.offload(rcache_blocks=cached, device_chunks=count, chunk_numel=self._numel)
+            on_disk = self._held[count].disk_chunks
+            plan = Plan.offload(rcache_blocks=cached, device_chunks=count, disk_chunks=on_disk, chunk_numel=self._numel)
         layout = plan.place(self._layout)
         loads = [load.chunk for load in simulator.loads(plan.blocks(layout))]
         self._found[blocks] = price(self._task, plan, layout, loads)
@@ -284,9 +335,13 @@ def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
     """By how many bytes no plan fits, in which tier, and what would make one fit, the smallest change first."""
     device = min((s[Tier.DEVICE] for s in shortages if s[Tier.HOST] <= 0), default=None)
     host = min((s[Tier.HOST] for s in shortages if s[Tier.DEVICE] <= 0), default=None)
+    disk = min((s[Tier.DISK] for s in shortages if s[Tier.DEVICE] <= 0 and Tier.DISK in s), default=None)
     answers: list[tuple[int, str, str]] = []
     if host is not None:
-        answers.append((host, "host", f"give each rank {host} bytes more host memory"))
+        change = f"give each rank {host} bytes more host memory"
+        if disk is not None:
+            change += f", or {disk} more on a disk for shards"
+        answers.append((host, "host", change))
     if device is not None:
         change = f"give the device {int(device / cost.F_ALLOC) + 2} bytes more"
         held, freed = cost.activations(task.profile, task.imbalance), int(device / (cost.F_ALLOC * cost.F_FRAG)) + 2

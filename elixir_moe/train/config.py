@@ -18,12 +18,13 @@ from elixir_moe.models.config import GPTConfig
 from elixir_moe.train import settings
 from elixir_moe.train.data import VOCABULARY, ByteText
 
+_WITH_DISK_CHUNKS = "a folder if, and only if, plan.disk_chunks is above 0"
 _MEANINGFUL: dict[str, tuple[str, ...]] = {
     "ddp": (),
     "zero2": ("chunk_numel",),
     "zero3": ("rcache_blocks", "chunk_numel"),
-    "offload": ("rcache_blocks", "chunk_numel", "device_chunks"),
-    "auto": ("hardware", "budget_gib"),
+    "offload": ("rcache_blocks", "chunk_numel", "device_chunks", "disk_chunks", "spill", "check_spill"),
+    "auto": ("hardware", "budget_gib", "spill", "check_spill"),
 }
 
 
@@ -53,13 +54,19 @@ class PlanConfig:
     """Elements of a chunk, for all but ddp; null takes the length that wastes least."""
     device_chunks: int | None = None
     """Chunks at home on the device all the same, for offload; null means none."""
+    disk_chunks: int | None = None
+    """Chunks whose master weights and moments are on disk, for offload; null means none."""
+    spill: str | None = None
+    """The folder for what is on disk: for offload with disk_chunks, and for auto, which otherwise uses no disk."""
+    check_spill: bool | None = None
+    """Compare checksums of what is read from there; null means no."""
     hardware: str | None = None
     """What auto plans for: a machine that ships with the package, or a file; null measures this one."""
     budget_gib: float | None = None
     """Device memory of a rank auto plans for, activations included; null takes what is free."""
 
     def __post_init__(self) -> None:
-        for name in ("rcache_blocks", "chunk_numel", "device_chunks", "hardware", "budget_gib"):
+        for name in {name for names in _MEANINGFUL.values() for name in names}:
             if getattr(self, name) is not None and name not in _MEANINGFUL[self.kind]:
                 meant = f"plan.{name} means nothing for plan.kind={self.kind}"
                 raise ConfigError(f"{meant}: remove it, or choose another kind")
@@ -69,6 +76,10 @@ class PlanConfig:
         numel = self.chunk_numel
         _check(numel is None or numel >= 1, "plan.chunk_numel", numel, "at least 1 element")
         _check((self.device_chunks or 0) >= 0, "plan.device_chunks", self.device_chunks, "0 or more chunks")
+        _check((self.disk_chunks or 0) >= 0, "plan.disk_chunks", self.disk_chunks, "0 or more chunks")
+        on_disk = self.kind == "auto" or bool(self.disk_chunks)
+        _check(on_disk == (self.spill is not None) or self.kind == "auto", "plan.spill", self.spill, _WITH_DISK_CHUNKS)
+        _check(self.spill is not None or not self.check_spill, "plan.check_spill", self.check_spill, "plan.spill too")
         budget = self.budget_gib
         _check(budget is None or 0 < budget < math.inf, "plan.budget_gib", budget, "a finite number above 0, or null")
 

@@ -88,8 +88,9 @@ class Training:
     def _wrap(self, model: GPT) -> tuple[GPT, ShardedOptimizer]:
         plan, dtype = self.config.plan, _DTYPES[self.config.run.dtype]
         optimizer = _adamw(model, self.config.optimizer)
+        disk: dict[str, Any] = {"spill": plan.spill, "check_spill": bool(plan.check_spill)}
         if plan.kind != "auto":
-            return wrap(model, optimizer, plan=_plan(plan), compute_dtype=dtype)
+            return wrap(model, optimizer, plan=_plan(plan), compute_dtype=dtype, **disk)
         rows = self.config.micro_batch // self.ranks
         return wrap(
             model,
@@ -101,6 +102,7 @@ class Training:
             hardware=plan.hardware,
             budget_bytes=None if plan.budget_gib is None else int(plan.budget_gib * 2**30),
             accumulation=self.config.run.accumulation,
+            **disk,
         )
 
     # ---------------------------------------------------------------------------------------------------------- a step
@@ -196,10 +198,10 @@ class Training:
     def scales(self) -> dict[str, float]:
         """Root mean square of every trainable parameter, from the masters. Collective."""
         wrapped = wrapped_of(self.model, self.optimizer)
-        rows = {held.name: [0.0, 0.0] for held in held_by(self.model, wrapped) if held.chunk.home.master is not None}
+        rows = {held.name: [0.0, 0.0] for held in held_by(self.model, wrapped) if held.chunk.spec.key.trainable}
         for held in held_by(self.model, wrapped):
             if held.name in rows:
-                part = held.cut(*share_of(held.chunk)).values
+                part = held.cut(*share_of(held.chunk)).values.read()
                 rows[held.name] = [sum_of_squares(part), part.numel()]
         table = torch.tensor(list(rows.values()), dtype=torch.float64).view(-1, 2)
         dist.all_reduce(table, group=self.optimizer.control)
@@ -328,7 +330,10 @@ def _plan(config: PlanConfig) -> Plan:
         assert config.rcache_blocks is not None, "the settings were checked before"
         return Plan.zero3(rcache_blocks=config.rcache_blocks, chunk_numel=config.chunk_numel)
     return Plan.offload(
-        rcache_blocks=config.rcache_blocks, device_chunks=config.device_chunks or 0, chunk_numel=config.chunk_numel
+        rcache_blocks=config.rcache_blocks,
+        device_chunks=config.device_chunks or 0,
+        disk_chunks=config.disk_chunks or 0,
+        chunk_numel=config.chunk_numel,
     )
 
 

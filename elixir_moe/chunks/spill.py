@@ -1,0 +1,225 @@
+"""The disk tier: one file a rank, in which each chunk's master shard and moments have their place.
+
+Owns the file, its layout and its checksums. Knows neither what the floats mean nor when they change (`updates`).
+
+The file has no name: nobody else can open it, two runs can share a folder, and whatever ends the process leaves nothing
+behind. All of it is allocated before training starts, so a full disk shows then. Requests go around the system's cache
+where the file system lets them; it would take the memory that the tier is to save.
+
+The arrays of a chunk are cut into slices, and a slice of all arrays is one record: what an update reads at once, and
+writes at once. Records are long enough for plain ``preadv`` and ``pwritev`` on a few threads to keep a disk busy, so
+there is nothing for io_uring to save.
+"""
+
+import fcntl
+import mmap
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import torch
+
+from elixir_moe.chunks.plan import (
+    SPILL_ALIGN_NUMEL,
+    SPILL_LANES,
+    spill_buffer_bytes,
+    spill_slice_numel,
+    spilled_bytes,
+)
+from elixir_moe.errors import TierError
+
+_FLOAT_BYTES = 4
+
+
+class Spill:
+    """The file of one rank."""
+
+    def __init__(self, directory: str, numels: Sequence[int], arrays: int, *, checked: bool = False) -> None:
+        """For chunks of so many elements each, `arrays` of fp32 a chunk, zeros at first.
+
+        Args:
+            directory: where the file is made; on a disk, not on a file system in memory.
+            numels: elements of each chunk's shard.
+            arrays: the master shard and the optimizer's moments.
+            checked: a checksum of each slice is kept in memory, and compared whenever it is read.
+
+        Raises:
+            TierError: there is no such directory, or the disk has too little room.
+        """
+        self.directory = directory
+        self.arrays = arrays
+        self.checked = checked
+        self.slice_numel = spill_slice_numel(numels)
+        self.nbytes = sum(spilled_bytes(numel, arrays) for numel in numels)
+        self._taken = 0
+        try:
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  closed by `close`
+            if self.nbytes:
+                os.posix_fallocate(self._file.fileno(), 0, self.nbytes)
+        except OSError as error:
+            room = os.statvfs(directory) if os.path.isdir(directory) else None
+            left = "" if room is None else f", {room.f_bavail * room.f_frsize / 2**30:.2f} GiB are left"
+            raise TierError(
+                f"disk: {self.nbytes / 2**30:.2f} GiB for shards cannot be had in {directory!r}{left}: "
+                f"{error.strerror}; name another folder (spill=), put fewer chunks on disk, or use more ranks"
+            ) from error
+        self._go_around_cache()
+        self.lanes = ThreadPoolExecutor(SPILL_LANES, "elixir-disk")
+        """The threads that change slices."""
+        self.buffer_bytes = spill_buffer_bytes(numels, arrays)
+        """Of the memory through which slices are changed."""
+        self._buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
+        self._memory = _aligned(SPILL_LANES * arrays * self.slice_numel)
+        for memory in self._memory.chunk(SPILL_LANES):
+            self._buffers.put(memory)
+
+    def _go_around_cache(self) -> None:
+        """Turns O_DIRECT on if a record can be read with it."""
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
+            os.preadv(self._file.fileno(), [_bytes_of(_aligned(SPILL_ALIGN_NUMEL))], 0)
+        except OSError:  # a file system in memory, or with blocks longer than ours
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
+
+    def take(self, numel: int) -> "Spilled":
+        """The place of the next chunk's arrays."""
+        start, self._taken = self._taken, self._taken + spilled_bytes(numel, self.arrays)
+        assert self._taken <= self.nbytes, "spill file handed out beyond its size"
+        return Spilled(self, start, numel)
+
+    @contextmanager
+    def buffer(self) -> Iterator[torch.Tensor]:
+        """Memory for one record, (arrays * slice_numel,); waits until there is one."""
+        memory = self._buffers.get()
+        try:
+            yield memory
+        finally:
+            self._buffers.put(memory)
+
+    def move(self, offset: int, memory: torch.Tensor, *, write: bool) -> None:
+        """Fills `memory` from the file, or writes it there. Raises TierError if the disk does not do it."""
+        data = _bytes_of(memory)
+        try:
+            while data:
+                moved = (os.pwritev if write else os.preadv)(self._file.fileno(), [data], offset)
+                if not moved:
+                    raise OSError("the file ends there")
+                data, offset = data[moved:], offset + moved
+        except OSError as error:
+            verb = "written to" if write else "read from"
+            raise TierError(f"disk: shards could not be {verb} {self.directory!r}: {error}") from error
+
+    def close(self) -> None:
+        """Gives the disk back when all that was begun has ended."""
+        self.lanes.shutdown()
+        self._file.close()
+
+
+class Spilled:
+    """The arrays of one chunk on disk."""
+
+    def __init__(self, spill: Spill, offset: int, numel: int) -> None:
+        self._spill = spill
+        self._offset = offset
+        self.numel = numel
+        self._slices = range(-(-numel // spill.slice_numel))
+        self._checksums: dict[tuple[int, int], int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file that are this chunk's."""
+        return spilled_bytes(self.numel, self._spill.arrays)
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        """The elements of slice `index`."""
+        start = index * self._spill.slice_numel
+        return start, min(start + self._spill.slice_numel, self.numel)
+
+    def change(self, work: Callable[[int, list[torch.Tensor]], None]) -> "list[Future[None]]":
+        """Begins to change all slices, each by ``work(start, arrays)`` with the slice of every array, from `start` on.
+
+        Slices are changed in their order, several at a time, on threads of their own.
+        """
+        return [self._spill.lanes.submit(self._change, index, work) for index in self._slices]
+
+    def _change(self, index: int, work: Callable[[int, list[torch.Tensor]], None]) -> None:
+        with self._changing(index) as arrays:
+            work(self._bounds(index)[0], arrays)
+
+    @contextmanager
+    def _changing(self, index: int) -> Iterator[list[torch.Tensor]]:
+        """Slice `index` of all arrays, in memory; what is left in them when the context ends goes back to the disk."""
+        with self._spill.buffer() as memory:
+            padded, count = self._padded(index), self._spill.arrays
+            record, offset = memory[: count * padded], self._place(index, 0)
+            self._spill.move(offset, record, write=False)
+            arrays = list(record.view(count, padded))
+            for array, content in enumerate(arrays):
+                self._check(index, array, content)
+            start, stop = self._bounds(index)
+            yield [content[: stop - start] for content in arrays]
+            for array, content in enumerate(arrays):
+                self._sign(index, array, content)
+            self._spill.move(offset, record, write=True)
+
+    def read(self, array: int, start: int, stop: int) -> torch.Tensor:
+        """A copy of some elements of an array, fp32."""
+        found = torch.empty(stop - start)
+        for index, here, there in self._parts(start, stop):
+            found[here] = self._load(array, index)[there]
+        return found
+
+    def write(self, array: int, start: int, values: torch.Tensor) -> None:
+        """Puts `values` in the place of the elements from `start`."""
+        for index, here, there in self._parts(start, start + values.numel()):
+            content = self._load(array, index)
+            content[there] = values[here]
+            self._sign(index, array, content)
+            self._spill.move(self._place(index, array), content, write=True)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+        """(slice, which of the elements asked for, which of the slice's)."""
+        step = self._spill.slice_numel
+        for index in range(start // step, -(-stop // step)):
+            low, high = max(start, index * step), min(stop, (index + 1) * step)
+            yield index, slice(low - start, high - start), slice(low - index * step, high - index * step)
+
+    def _load(self, array: int, index: int) -> torch.Tensor:
+        content = _aligned(self._padded(index))
+        self._spill.move(self._place(index, array), content, write=False)
+        self._check(index, array, content)
+        return content
+
+    def _padded(self, index: int) -> int:
+        start, stop = self._bounds(index)
+        return -(-(stop - start) // SPILL_ALIGN_NUMEL) * SPILL_ALIGN_NUMEL
+
+    def _place(self, index: int, array: int) -> int:
+        before = index * self._spill.slice_numel * self._spill.arrays + array * self._padded(index)
+        return self._offset + before * _FLOAT_BYTES
+
+    def _sign(self, index: int, array: int, content: torch.Tensor) -> None:
+        if self._spill.checked:
+            self._checksums[index, array] = zlib.crc32(_bytes_of(content))
+
+    def _check(self, index: int, array: int, content: torch.Tensor) -> None:
+        wanted = self._checksums.get((index, array))
+        if wanted is not None and zlib.crc32(_bytes_of(content)) != wanted:
+            raise TierError(
+                f"disk: what was read from {self._spill.directory!r} is not what was written there (array {array}, "
+                f"slice {index} of a chunk): the disk cannot be trusted; go on from a checkpoint, on another one"
+            )
+
+
+def _aligned(numel: int) -> torch.Tensor:
+    """fp32 memory that starts at a page."""
+    return torch.frombuffer(mmap.mmap(-1, numel * _FLOAT_BYTES), dtype=torch.float32)
+
+
+def _bytes_of(memory: torch.Tensor) -> memoryview:
+    return memoryview(memory.numpy()).cast("B")  # type: ignore[arg-type]
