@@ -13,6 +13,7 @@ import elixir_moe as em
 from elixir_moe.chunks.collectives import Communicator, Ticket
 from elixir_moe.chunks.home import Home
 from elixir_moe.optim import ShardedOptimizer
+from tests.cases import spill_of
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -42,7 +43,7 @@ class Stack(nn.Module):
 
 def sharded(plan: em.Plan) -> tuple[Stack, ShardedOptimizer]:
     model = Stack()
-    return em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan)
+    return em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan, **spill_of(plan))
 
 
 def take_step(model: Stack, optimizer: ShardedOptimizer, seed: int) -> None:
@@ -156,6 +157,40 @@ def test_updates_overlap_the_next_forward(ranks: Ranks) -> None:
         assert gathers == [f"gather {layer}" for layer in range(LAYERS)]
         for layer in range(LAYERS):
             assert events.index(f"updated {layer}") < events.index(f"gather {layer}")
+
+
+def slices_held_back(plan: em.Plan) -> list[str]:
+    """Holds all but the first chunk's slices back, while they are in memory, until the next forward has begun."""
+    model, optimizer = sharded(plan)
+    take_step(model, optimizer, 0)
+    begun = threading.Event()
+    for chunk in optimizer._scheduler.chunks[1:]:
+        spilled = chunk.home.spilled
+        assert spilled is not None
+        change, index = spilled.change, chunk.spec.index
+
+        def held_back(work: Any, change: Any = change, index: int = index) -> Any:
+            def later(*part: Any) -> None:
+                assert begun.wait(PATIENCE_SECONDS), "forward waits for updates that it does not need yet"
+                work(*part)
+                model.events.append(f"updated {index}")
+
+            return change(later)
+
+        spilled.change = held_back  # type: ignore[method-assign]
+    take_step(model, optimizer, 1)
+    model.layers[0].register_forward_hook(lambda *_: begun.set())
+    model(torch.randn(4, D))
+    optimizer.close()
+    return model.events[len(model.events) - model.events[::-1].index("backward 0") :]
+
+
+def test_updates_on_disk_overlap_the_next_forward(ranks: Ranks) -> None:
+    plan = em.Plan.offload(rcache_blocks=None, disk_chunks=LAYERS, chunk_numel=CHUNK)
+    for events in ranks(2).run(slices_held_back, plan):
+        assert events.index("forward 0") < events.index("updated 1")
+        for layer in range(1, LAYERS - 1):
+            assert events.index(f"updated {layer}") < events.index(f"forward {layer + 1}")
 
 
 def weights_after(plan: em.Plan, beside: bool) -> dict[str, Tensor]:

@@ -171,16 +171,17 @@ class Spilled:
         """A copy of some elements of an array, fp32."""
         found = torch.empty(stop - start)
         for index, here, there in self._parts(start, stop):
-            found[here] = self._load(array, index)[there]
+            with self._loaded(array, index) as content:
+                found[here] = content[there]
         return found
 
     def write(self, array: int, start: int, values: torch.Tensor) -> None:
         """Puts `values` in the place of the elements from `start`."""
         for index, here, there in self._parts(start, start + values.numel()):
-            content = self._load(array, index)
-            content[there] = values[here]
-            self._sign(index, array, content)
-            self._spill.move(self._place(index, array), content, write=True)
+            with self._loaded(array, index) as content:
+                content[there] = values[here]
+                self._sign(index, array, content)
+                self._spill.move(self._place(index, array), content, write=True)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
         """(slice, which of the elements asked for, which of the slice's)."""
@@ -189,11 +190,13 @@ class Spilled:
             low, high = max(start, index * step), min(stop, (index + 1) * step)
             yield index, slice(low - start, high - start), slice(low - index * step, high - index * step)
 
-    def _load(self, array: int, index: int) -> torch.Tensor:
-        content = _aligned(self._padded(index))
-        self._spill.move(self._place(index, array), content, write=False)
-        self._check(index, array, content)
-        return content
+    @contextmanager
+    def _loaded(self, array: int, index: int) -> Iterator[torch.Tensor]:
+        with self._spill.buffer() as memory:
+            content = memory[: self._padded(index)]
+            self._spill.move(self._place(index, array), content, write=False)
+            self._check(index, array, content)
+            yield content
 
     def _padded(self, index: int) -> int:
         start, stop = self._bounds(index)

@@ -213,7 +213,7 @@ def _beside(prediction: dict[str, Any]) -> str:
     took = prediction["measured_step_seconds"]
     shown = "too few steps" if took is None else f"{took:.3f} s"
     lines.append(f"{'a step':24} {prediction['predicted_step_seconds']:>12.3f} s {shown:>14}")
-    for tier in ("device", "host"):
+    for tier in ("device", "host", "disk"):
         expected, held = prediction[f"predicted_{tier}_bytes"], prediction[f"held_{tier}_bytes"]
         lines.append(f"{f'bytes held, {tier}':24} {expected:>14,} {held:>14,}")
     return "\n".join(lines)
