@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "adam_kernel.hpp"
+#include "numa.hpp"
 
 namespace elixir {
 namespace {
@@ -56,17 +57,21 @@ std::size_t parts_of(std::size_t numel, int threads) {
     return std::clamp<std::size_t>(numel / kMinPerThread, 1, static_cast<std::size_t>(std::max(threads, 1)));
 }
 
-// Calls work(part, begin, end) for all parts of `numel` elements, each but the last on a thread of its own.
-// Threads are started per call: a pool would be one more thing to survive a fork, and would save little.
-template <class StartOf, class Work>
-void in_parts(std::size_t parts, std::size_t numel, const StartOf& start_of, const Work& work) {
+// Calls work(part, begin, end) for all parts of `numel` elements, each but the last on a thread of its own, near the
+// part's place in memory. Threads are started per call: a pool would be one more thing to survive a fork, and would
+// save little.
+template <class StartOf, class AddressOf, class Work>
+void in_parts(std::size_t parts, std::size_t numel, const StartOf& start_of, const AddressOf& address_of,
+              const Work& work) {
     std::vector<std::jthread> others;
     others.reserve(parts - 1);
     std::size_t part = 0;
     try {
         for (; part + 1 < parts; ++part) {
-            others.emplace_back(
-                [&work, part, begin = start_of(part), end = start_of(part + 1)] { work(part, begin, end); });
+            others.emplace_back([&, part, begin = start_of(part), end = start_of(part + 1)] {
+                run_near(address_of(begin));
+                work(part, begin, end);
+            });
         }
     } catch (const std::system_error&) {
         // No more threads to be had: the caller's does the rest.
@@ -92,7 +97,8 @@ void adam_step(const AdamArrays& arrays, const AdamSettings& settings, Isa isa, 
     const std::size_t parts = parts_of(n, threads);
     // Cut at whole pages of the smallest element type, so that no two threads share a cache line of an aligned array.
     const auto start_of = [=](std::size_t part) { return n / kPageNumel * part / parts * kPageNumel; };
-    in_parts(parts, n, start_of,
+    const auto address_of = [&](std::size_t begin) { return arrays.master + begin; };
+    in_parts(parts, n, start_of, address_of,
              [&](std::size_t, std::size_t begin, std::size_t end) { kernel(arrays, constants, begin, end); });
 }
 
@@ -102,7 +108,9 @@ double sum_of_squares(const void* grad, Dtype dtype, std::size_t numel, Isa isa,
     const std::size_t parts = parts_of(numel, threads);
     std::vector<double> sums(parts, 0.0);
     const auto start_of = [=](std::size_t part) { return rows * part / parts * kNormRow; };
-    in_parts(parts, numel, start_of, [&](std::size_t part, std::size_t begin, std::size_t end) {
+    const std::size_t width = dtype == Dtype::float32 ? 4 : 2;
+    const auto address_of = [=](std::size_t begin) { return static_cast<const char*>(grad) + begin * width; };
+    in_parts(parts, numel, start_of, address_of, [&](std::size_t part, std::size_t begin, std::size_t end) {
         sums[part] = kernel(grad, dtype, begin, end);
     });
     return std::accumulate(sums.begin(), sums.end(), 0.0);

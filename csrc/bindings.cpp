@@ -19,6 +19,7 @@
 
 #include "adam.hpp"
 #include "cache.hpp"
+#include "numa.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -174,6 +175,10 @@ NB_MODULE(_native, m) {
 
     m.def("sum_of_squares", &sum_of_squares, "grad"_a.noconvert(), nb::kw_only(), "threads"_a, "isa"_a = "",
           "The sum of squares of a gradient shard in host memory.");
+
+    m.def(
+        "node_of", [](Bytes memory) { return elixir::node_of(memory.data()); }, "memory"_a.noconvert(),
+        "The NUMA node that the first page of `memory` lies on; -1 where there is one node only, or nobody tells.");
 
     m.def("simulate", &simulate, "verbs"_a.noconvert(), "starts"_a.noconvert(), "chunks"_a.noconvert(), "chunk_count"_a,
           "blocks"_a,

@@ -38,6 +38,9 @@ def adam_step(
     """
 
 def sum_of_squares(grad: Tensor, *, threads: int, isa: str = "") -> float: ...
+def node_of(memory: Tensor) -> int:
+    """The NUMA node that the first page of `memory`, uint8, lies on; -1 where there is one node, or nobody tells."""
+
 def simulate(
     verbs: array[int], starts: array[int], chunks: array[int], chunk_count: int, blocks: int
 ) -> list[tuple[int, int, int]] | None:

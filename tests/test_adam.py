@@ -9,6 +9,7 @@ move the sum to the next float: EPS |p|. Where torch's CPU code does not fuse mu
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -369,3 +370,13 @@ def test_every_instruction_set_sums_the_same_squares(isa: str, dtype: torch.dtyp
     assert _native.sum_of_squares(long, threads=3, isa=isa) == pytest.approx(
         _native.sum_of_squares(long, threads=1), rel=1e-12
     )
+
+
+def test_memory_lies_on_a_node_of_this_machine() -> None:
+    """Threads are kept near it where there are several; where there is one, nobody asks."""
+    online = Path("/sys/devices/system/node/online")
+    listed = online.read_text().strip() if online.exists() else "0"
+    ends = [[int(n) for n in part.split("-")] for part in listed.split(",")]
+    nodes = {node for first, *last in ends for node in range(first, (last or [first])[0] + 1)}
+    found = _native.node_of(torch.ones(1 << 20, dtype=torch.uint8))
+    assert found == -1 if len(nodes) == 1 else found in {-1, *nodes}
