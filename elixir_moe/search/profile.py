@@ -5,7 +5,6 @@ by `cost`, and can be kept or compared; it holds no module and no tensor.
 """
 
 import hashlib
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -81,81 +80,103 @@ class Profile:
         return found
 
     def schedule(self, layout: Layout) -> Schedule:
-        """What forward and backward ask of the rCache, as the runtime would record it.
-
-        Backward visits uses in the reverse of the order forward left them. A recomputed region is acquired use by use
-        and held until its backward is done, which is why the rCache must hold the largest region (v2, A.3).
-        """
-        return Schedule(list(_Walk(self, layout).entries()))
+        """What forward and backward ask of the rCache, as the runtime would record it."""
+        return Requests(self).schedule(layout)
 
 
-class _Walk:
-    """One pass over forward and backward, with the gradients that are still awaited."""
+class Requests:
+    """What a step asks for, unit by unit, to be read as what it asks of the rCache under many layouts.
 
-    def __init__(self, profile: Profile, layout: Layout) -> None:
-        place = {slot.param: (c.index, i) for c in layout.chunks for i, slot in enumerate(c.slots) if not c.resident}
-        self._uses = profile.uses
-        self._regions = profile.regions
-        self._slots = {use.unit: [place[p] for p in use.params if p in place] for use in profile.uses}
-        self._chunks = {unit: tuple(sorted({c for c, _ in slots})) for unit, slots in self._slots.items()}
-        self._awaited: dict[int, set[int]] = {c.index: set() for c in layout.cached if c.key.trainable}
-        for chunk, index in itertools.chain.from_iterable(self._slots.values()):
-            if chunk in self._awaited:
-                self._awaited[chunk].add(index)
-        self._held: set[int] = set()
-        self._gone: set[int] = set()
-        self._made: dict[tuple[Verb, tuple[int, ...]], Entry] = {}  # thousands of entries, of which few are different
+    Backward visits uses in the reverse of the order forward left them. A recomputed region is acquired use by use
+    and held until its backward is done, which is why the rCache must hold the largest region (v2, A.3).
+    """
 
-    def entries(self) -> Iterator[Entry]:
-        """Every request in order."""
-        numbered = [(use.entered, Verb.ACQUIRE, use) for use in self._uses]
-        numbered += [(use.left, Verb.RELEASE, use) for use in self._uses]
-        for _, verb, use in sorted(numbered, key=lambda item: item[0]):
-            yield from self._entry(verb, use)
-        first = {use.unit: use for use in sorted(self._uses, key=lambda use: -use.entered)}
+    def __init__(self, profile: Profile) -> None:
+        self._params = {use.unit: use.params for use in profile.uses}
+        self._first = {use.unit: use for use in sorted(profile.uses, key=lambda use: -use.entered)}
+        self._landed: set[int] = set()
+        self._walk = [*self._forward(profile), *self._backward(profile)]
+        """(verb, unit) in order; HOLD is where the unit's gradients come."""
+
+    def _forward(self, profile: Profile) -> Iterator[tuple[Verb, int]]:
+        numbered = [(use.entered, Verb.ACQUIRE, use.unit) for use in profile.uses]
+        numbered += [(use.left, Verb.RELEASE, use.unit) for use in profile.uses]
+        for _, verb, unit in sorted(numbered, key=lambda item: item[0]):
+            yield verb, unit
+
+    def _backward(self, profile: Profile) -> Iterator[tuple[Verb, int]]:
+        regions = profile.regions
         open_uses: list[Use] = []
         recomputed: set[int] = set()
-        for use in sorted(self._uses, key=lambda use: -use.left):
+        for use in sorted(profile.uses, key=lambda use: -use.left):
             open_uses, passed = _split(open_uses, use.left)
             for done in passed:
-                yield from self._end(done, first)
+                yield from self._end(done)
             if use.region is not None and use.region not in recomputed:
                 recomputed.add(use.region)
-                for again in self._regions[use.region]:
-                    yield from self._entry(Verb.ACQUIRE, again)
+                for again in regions[use.region]:
+                    yield Verb.ACQUIRE, again.unit
                     open_uses.append(again)
-            yield from self._entry(Verb.ACQUIRE, use)
+            yield Verb.ACQUIRE, use.unit
             open_uses.append(use)
             if use.left == use.entered + 1:  # nothing runs inside it: its gradients come at once
-                yield from self._gradients(use, first)
+                yield from self._gradients(use)
         for done in open_uses:
-            yield from self._end(done, first)
+            yield from self._end(done)
 
-    def _end(self, use: Use, first: dict[int, Use]) -> Iterator[Entry]:
-        yield from self._gradients(use, first)
-        yield from self._entry(Verb.RELEASE, use)
+    def _end(self, use: Use) -> Iterator[tuple[Verb, int]]:
+        yield from self._gradients(use)
+        yield Verb.RELEASE, use.unit
 
-    def _entry(self, verb: Verb, use: Use) -> Iterator[Entry]:
-        chunks = self._chunks[use.unit]
-        if verb is Verb.RELEASE and not self._gone.isdisjoint(chunks):
-            chunks = tuple(c for c in chunks if c not in self._gone)
-        if chunks:
-            entry = self._made.get((verb, chunks))
-            yield entry or self._made.setdefault((verb, chunks), Entry(verb, chunks))
+    def _gradients(self, use: Use) -> Iterator[tuple[Verb, int]]:
+        if self._first[use.unit] is use and use.unit not in self._landed:
+            self._landed.add(use.unit)
+            yield Verb.HOLD, use.unit
 
-    def _gradients(self, use: Use, first: dict[int, Use]) -> Iterator[Entry]:
-        if first[use.unit] is not use:
-            return
-        for chunk, index in self._slots[use.unit]:
-            if index not in self._awaited.get(chunk, ()):
+    def schedule(self, layout: Layout) -> Schedule:
+        """What forward and backward ask of the rCache, as the runtime would record it."""
+        chunk_of = {slot.param: chunk.index for chunk in layout.cached for slot in chunk.slots}
+        awaited: dict[int, set[int]] = {chunk.index: set() for chunk in layout.cached if chunk.key.trainable}
+        acquire: dict[int, Entry] = {}
+        users: dict[int, list[int]] = {}
+        for unit, params in self._params.items():
+            chunks = tuple(sorted({chunk_of[p] for p in params if p in chunk_of}))
+            if chunks:
+                acquire[unit] = Entry(Verb.ACQUIRE, chunks)
+            for chunk in chunks:
+                users.setdefault(chunk, []).append(unit)
+            for param in params:
+                if param in chunk_of and chunk_of[param] in awaited:
+                    awaited[chunk_of[param]].add(param)
+        release = {unit: Entry(Verb.RELEASE, entry.chunks) for unit, entry in acquire.items()}
+        held: set[int] = set()
+        entries: list[Entry] = []
+        for verb, unit in self._walk:
+            if verb is not Verb.HOLD:
+                entry = (acquire if verb is Verb.ACQUIRE else release).get(unit)
+                if entry is not None:
+                    entries.append(entry)
                 continue
-            if chunk not in self._held:
-                self._held.add(chunk)
-                yield Entry(Verb.HOLD, (chunk,))
-            self._awaited[chunk].discard(index)
-            if not self._awaited[chunk]:
-                self._gone.add(chunk)
-                yield Entry(Verb.FREE, (chunk,))
+            for param in self._params[unit]:
+                chunk = chunk_of.get(param, -1)
+                if param not in awaited.get(chunk, ()):
+                    continue
+                if chunk not in held:
+                    held.add(chunk)
+                    entries.append(Entry(Verb.HOLD, (chunk,)))
+                awaited[chunk].discard(param)
+                if not awaited[chunk]:
+                    entries.append(Entry(Verb.FREE, (chunk,)))
+                    for user in users[chunk]:
+                        _leave_out(release, user, chunk)
+        return Schedule(entries)
+
+
+def _leave_out(release: dict[int, Entry], unit: int, chunk: int) -> None:
+    """The unit's releases no longer name a chunk that is gone."""
+    left = tuple(other for other in release.pop(unit).chunks if other != chunk)
+    if left:
+        release[unit] = Entry(Verb.RELEASE, left)
 
 
 def _split(open_uses: Sequence[Use], left: int) -> tuple[list[Use], list[Use]]:

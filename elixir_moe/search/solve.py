@@ -5,6 +5,7 @@ blocks, fills what is left of the device with chunks, and keeps what is fastest.
 Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache), section 5 (device against rCache).
 """
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from elixir_moe.chunks.plan import (
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
-from elixir_moe.search.profile import Profile
+from elixir_moe.search.profile import Profile, Requests
 from elixir_moe.search.simulator import Simulator
 
 _LENGTH_SPAN = 4
@@ -96,7 +97,8 @@ def solve(task: Task) -> Choice:
     Raises:
         PlanError: none does; it says by how many bytes, in which tier, and what would help.
     """
-    searches = [_Length(task, length) for length in chunk_lengths(task.profile.params)]
+    requests = Requests(task.profile)
+    searches = [_Length(task, requests, length) for length in chunk_lengths(task.profile.params)]
     found = [choice for choice in (search.best() for search in searches) if choice is not None]
     if not found:
         raise PlanError(_why_not(task, [short for search in searches for short in search.shortages()]))
@@ -142,7 +144,8 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
     """
     movable = [p for p in params if not p.resident]
     largest = max((p.numel for p in movable), default=1)
-    defaults = {best_chunk_numel(params, stay=stay) for stay in (False, True)}
+    alone = {len(key.ranks) == 1 for key in group_parameters(params)}
+    defaults = {best_chunk_numel(params, stay=stay) for stay in ((False, True) if len(alone) > 1 else (False,))}
     lengths = {largest, *defaults}
     for key, indices in group_parameters(movable).items():
         align = ALIGN_BYTES // key.dtype.itemsize
@@ -196,12 +199,20 @@ class _Held:
         short = {Tier.DEVICE: device - task.allowed_bytes, Tier.HOST: self.host_bytes - task.host_bytes}
         return short if self.disk_short_bytes is None else {**short, Tier.DISK: self.disk_short_bytes}
 
+    def most_blocks(self, task: Task) -> float:
+        """The most blocks with which nothing is missing; -1 if something is without any."""
+        missing = self.missing(task, 0)
+        if max(missing.values()) > 0:
+            return -1
+        left = -missing[Tier.DEVICE]
+        return math.inf if self.cached * self.block_bytes <= left else left // self.block_bytes
+
 
 class _Length:
     """The search at one chunk length."""
 
-    def __init__(self, task: Task, chunk_numel: int) -> None:
-        self._task = task
+    def __init__(self, task: Task, requests: Requests, chunk_numel: int) -> None:
+        self._task, self._requests = task, requests
         self._layout = build_layout(task.profile.params, chunk_numel)
         self._numel = chunk_numel
         saved, on_disk = [0], [0]
@@ -213,6 +224,7 @@ class _Length:
         self._saved, self._on_disk = saved, on_disk
         """Of the first chunks: bytes of host memory that a disk saves, bytes they then have there."""
         self._held = list(self._by_device_chunks())
+        self._most_blocks = [held.most_blocks(task) for held in self._held]
         self._steps: dict[int, tuple[Simulator, int]] = {}
         self._found: dict[int, Choice | None] = {}
 
@@ -298,7 +310,7 @@ class _Length:
         if blocks in self._found:
             return
         self._found[blocks] = None
-        fits = [d for d, held in enumerate(self._held) if max(held.missing(self._task, blocks).values()) <= 0]
+        fits = [count for count, most in enumerate(self._most_blocks) if blocks <= most]
         if not fits:
             return
         count = fits[-1]
@@ -320,7 +332,7 @@ class _Length:
         cached = self._held[device_chunks].cached
         if cached not in self._steps:
             plan = Plan.offload(rcache_blocks=None, device_chunks=device_chunks)
-            schedule = self._task.profile.schedule(plan.place(self._layout))
+            schedule = self._requests.schedule(plan.place(self._layout))
             self._steps[cached] = Simulator(schedule), schedule.least_blocks()
         return self._steps[cached]
 
