@@ -20,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from elixir_moe.errors import PlanError
 
@@ -65,20 +66,30 @@ class Schedule:
         self.entries = tuple(entries)
         self.kept = frozenset(kept)
         """Chunks no update makes stale (frozen ones): what is gathered at the end of a step serves the next."""
-        self.wanted = tuple(frozenset(entry.chunks) for entry in self.entries)
+
+    @cached_property
+    def wanted(self) -> tuple[frozenset[int], ...]:
         """The chunks of each entry."""
-        self._uses: dict[int, list[int]] = {}
-        self._next_acquire: list[int | None] = [None] * (len(self.entries) + 1)
-        upcoming = None
+        return tuple(frozenset(entry.chunks) for entry in self.entries)
+
+    @cached_property
+    def _uses(self) -> dict[int, list[int]]:
+        """Positions at which each chunk is acquired."""
+        uses: dict[int, list[int]] = {}
+        for position, entry in enumerate(self.entries):
+            if entry.verb is Verb.ACQUIRE:
+                for chunk in entry.chunks:
+                    uses.setdefault(chunk, []).append(position)
+        return uses
+
+    @cached_property
+    def _next_acquire(self) -> list[int | None]:
+        """The first acquire from each position on."""
+        following: list[int | None] = [None] * (len(self.entries) + 1)
         for position in reversed(range(len(self.entries))):
-            self._next_acquire[position + 1] = upcoming
-            if self.entries[position].verb is Verb.ACQUIRE:
-                upcoming = position
-                for chunk in self.entries[position].chunks:
-                    self._uses.setdefault(chunk, []).append(position)
-        self._next_acquire[0] = upcoming
-        for uses in self._uses.values():
-            uses.reverse()
+            acquires = self.entries[position].verb is Verb.ACQUIRE
+            following[position] = position if acquires else following[position + 1]
+        return following
 
     def next_use(self, chunk: int, position: int) -> int:
         """Position of the first acquire of `chunk` behind `position`, for a kept one in the next step too, or NEVER."""
@@ -94,11 +105,12 @@ class Schedule:
 
     def least_blocks(self) -> int:
         """The fewest blocks with which the schedule can be carried out: the most chunks ever held at once."""
-        held: Counter[int] = Counter()
+        held: dict[int, int] = {}
         most = 0
         for entry in self.entries:
             _apply(held, entry.verb, entry.chunks)
-            most = max(most, len(held))
+            if len(held) > most:
+                most = len(held)
         return most
 
 
@@ -341,7 +353,7 @@ class CacheState:
         return loads
 
 
-def _apply(held: Counter[int], verb: Verb, chunks: tuple[int, ...]) -> None:
+def _apply(held: dict[int, int], verb: Verb, chunks: tuple[int, ...]) -> None:
     """What a request does to the holds."""
     for chunk in chunks:
         holds = held.get(chunk, 0)

@@ -5,6 +5,7 @@ moves gathers but never adds one; a test compares them load by load. Source: Eli
 """
 
 from array import array
+from itertools import accumulate, chain
 
 from elixir_moe.chunks.policy import Load, Schedule, Verb, simulate
 
@@ -21,11 +22,10 @@ class Simulator:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._verbs = array("B", (_NUMBER[entry.verb] for entry in schedule.entries))
-        self._starts, self._chunks = array("i", [0]), array("i")
-        for entry in schedule.entries:
-            self._chunks.extend(entry.chunks)
-            self._starts.append(len(self._chunks))
+        entries = schedule.entries
+        self._verbs = array("B", [_NUMBER[entry.verb] for entry in entries])
+        self._starts = array("i", accumulate((len(entry.chunks) for entry in entries), initial=0))
+        self._chunks = array("i", chain.from_iterable(entry.chunks for entry in entries))
 
     def loads(self, blocks: int) -> list[Load]:
         """The gathers of one step on a cache of `blocks` blocks, empty at first, in order.
