@@ -83,9 +83,8 @@ def trace(
             model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype, tokens=tokens, whole=True
         )
     uses = list(_uses(tape, {unit.name: i for i, unit in enumerate(units)}, slots))
-    order = list(dict.fromkeys(p for use in sorted(uses, key=lambda use: use.entered) for p in use.params))
-    order += [p for unit in slots for p in unit if p not in set(order)]
-    moved = {old: new for new, old in enumerate(dict.fromkeys(order))}
+    used = [p for use in sorted(uses, key=lambda use: use.entered) for p in use.params]
+    moved = {old: new for new, old in enumerate(dict.fromkeys([*used, *itertools.chain.from_iterable(slots)]))}
     return Profile(
         params=tuple(listed[i] for i in moved),
         uses=tuple(replace(use, params=tuple(moved[p] for p in use.params)) for use in uses),
