@@ -3,6 +3,11 @@
 The public names; everything else is internal and may move.
 """
 
+from elixir_moe.collector import paused
+
+with paused():
+    import torch  # noqa: F401
+
 from elixir_moe.checkpoint.load import load
 from elixir_moe.checkpoint.save import Saving, save
 from elixir_moe.checkpoint.storage import latest

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.chunks.plan import Plan, Tier
+from elixir_moe.collector import paused
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.models import presets
 from elixir_moe.parallel.mesh import init_mesh
@@ -65,41 +66,32 @@ def run_plan(known: argparse.Namespace) -> int:
         raise ConfigError(f"--budget-gib: expected a finite number above 0, got {known.budget_gib}")
     hardware = measured_here(known.gpus) if known.hardware == "here" else Hardware.named(known.hardware)
     hardware.links(known.gpus)
-    with _few_collections():
-        started = time.perf_counter()
-        task, name = _task(known, hardware)
-        profiled = time.perf_counter()
-        reason, choice = "", None
-        try:
-            choice = solve(task)
-        except PlanError as error:
-            reason = str(error)
-        report = _report(known, name, task, choice, reason)
-        report |= {"profile_seconds": profiled - started, "search_seconds": time.perf_counter() - profiled}
+    _import_compiler()
+    started = time.perf_counter()
+    task, name = _task(known, hardware)
+    profiled = time.perf_counter()
+    reason, choice = "", None
+    try:
+        choice = solve(task)
+    except PlanError as error:
+        reason = str(error)
+    report = _report(known, name, task, choice, reason)
+    report |= {"profile_seconds": profiled - started, "search_seconds": time.perf_counter() - profiled}
     if known.compare:
         report["compare"] = list(_compare(task, choice))
     print(json.dumps(report) if known.json else _as_text(report, task, choice))
     return 0
 
 
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Keeps Python's collector from walking the million objects of torch's modules again and again.
+def _import_compiler() -> None:
+    """Imports what fake tensors and checkpointing import at their first use, half of all that this command does.
 
-    Fake tensors and checkpointing import torch's compiler at their first use, half of all that this command does.
+    Python's collector passes over what there is then for good: its last rounds, at the interpreter's end, would take as
+    long as the search.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with paused():
         import_module("torch._dynamo")
-    finally:
-        if collects:
-            gc.enable()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _task(known: argparse.Namespace, hardware: Hardware) -> tuple[Task, str]:
