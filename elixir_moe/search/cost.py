@@ -12,6 +12,7 @@ A step of one rank::
 Transfers to and from the host run beside compute, and are seen where they take longer. Updates come behind backward.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ def traffic(plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2) 
         loads: the cached chunks gathered in a step, each as often as it is.
         moments: fp32 values the optimizer keeps for each element.
     """
-    gathers = [*loads, *(chunk.index for chunk in layout.chunks if chunk.resident)]
+    gathers = Counter([*loads, *(chunk.index for chunk in layout.chunks if chunk.resident)])
     home = [plan.home(layout, chunk) for chunk in layout.chunks]
     trained = [chunk for chunk in layout.chunks if chunk.key.trainable]
     collective: dict[tuple[int, ...], list[int]] = {}
@@ -104,8 +105,8 @@ def traffic(plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2) 
             of = collective.setdefault(chunk.key.ranks, [0, 0])
             of[0], of[1] = of[0] + times * chunk.nbytes, of[1] + times
 
-    for index in gathers:
-        count(layout.chunks[index], layout.chunks[index].shards > 1)
+    for index, times in gathers.items():
+        count(layout.chunks[index], times * (layout.chunks[index].shards > 1))
     for chunk in trained:
         count(chunk, 1 if chunk.shards > 1 else 2)  # an all-reduce moves twice
     host = {chunk.index for chunk in layout.chunks if home[chunk.index] is not Tier.DEVICE}
@@ -114,7 +115,11 @@ def traffic(plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2) 
         return sum(chunk.shard_numel for chunk in trained if home[chunk.index] is tier)
 
     return Traffic(
-        fetched_bytes=sum(layout.chunks[i].nbytes // layout.chunks[i].shards for i in gathers if i in host),
+        fetched_bytes=sum(
+            times * (layout.chunks[index].nbytes // layout.chunks[index].shards)
+            for index, times in gathers.items()
+            if index in host
+        ),
         offloaded_bytes=sum(chunk.nbytes // chunk.shards for chunk in trained if chunk.index in host),
         device_numel=updated(Tier.DEVICE),
         host_numel=updated(Tier.HOST),

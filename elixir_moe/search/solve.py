@@ -215,6 +215,7 @@ class _Length:
         self._task, self._requests = task, requests
         self._layout = build_layout(task.profile.params, chunk_numel)
         self._numel = chunk_numel
+        self._updated = [chunk.shard_numel * chunk.key.trainable for chunk in self._layout.chunks]
         saved, on_disk = [0], [0]
         for chunk in self._layout.chunks:
             home = home_bytes(chunk, Tier.DISK, task.moments) if chunk.key.trainable else {}
@@ -269,8 +270,7 @@ class _Length:
             return host, 0, None
         last = bisect_right(saved, saved[count] - (host - task.host_bytes), 0, count + 1) - 1
         for first in range(last, -1, -1):
-            numels = [chunk.shard_numel for chunk in self._layout.chunks[first:count] if chunk.key.trainable]
-            buffers = spill_buffer_bytes(numels, 1 + task.moments)
+            buffers = spill_buffer_bytes(self._updated[first:count], 1 + task.moments)
             left = host - (saved[count] - saved[first]) + buffers
             if left <= task.host_bytes:
                 short = spilled[count] - spilled[first] - task.disk_bytes
