@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -182,16 +183,20 @@ def _predicted(task: Task, choice: Choice) -> dict[str, Any]:
 def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
     """Other strategies on the same chunks. ZeRO-1 is ZeRO-2 with whole gradients: 2 bytes a parameter more."""
     numel = choice.plan.chunk_numel if choice is not None else None
-    least = task.profile.schedule(price(task, Plan.zero2(chunk_numel=numel), loads=()).layout).least_blocks()
+
+    def least(plan: Plan) -> int:
+        return max(1, task.profile.schedule(price(task, plan, loads=()).layout).least_blocks())
+
+    on_device, in_memory = Plan.zero2(chunk_numel=numel), Plan.offload(rcache_blocks=None, chunk_numel=numel)
     gradients = sum(p.numel * p.key.dtype.itemsize for p in task.profile.params)
     plans = {
         "ddp": (Plan(scatter=False, offloaded=False, rcache_blocks=None, chunk_numel=numel), 0),
-        "zero-1": (Plan.zero2(chunk_numel=numel), gradients),
-        "zero-1-offload": (Plan.offload(rcache_blocks=None, chunk_numel=numel), gradients),
-        "zero-2": (Plan.zero2(chunk_numel=numel), 0),
-        "zero-2-offload": (Plan.offload(rcache_blocks=None, chunk_numel=numel), 0),
-        "zero-3": (Plan.zero3(rcache_blocks=least, chunk_numel=numel), 0),
-        "zero-3-offload": (Plan.offload(rcache_blocks=least, chunk_numel=numel), 0),
+        "zero-1": (on_device, gradients),
+        "zero-1-offload": (in_memory, gradients),
+        "zero-2": (on_device, 0),
+        "zero-2-offload": (in_memory, 0),
+        "zero-3": (replace(on_device, rcache_blocks=least(on_device)), 0),
+        "zero-3-offload": (replace(in_memory, rcache_blocks=least(in_memory)), 0),
     }
     for name, (plan, more) in plans.items():
         priced = price(task, plan)

@@ -47,6 +47,13 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return found
 
 
+def test_strategies_are_compared_where_all_is_used_in_place(capsys: pytest.CaptureFixture[str]) -> None:
+    """One GPU that holds everything needs no block; without it offloading needs some."""
+    found = said(capsys, *PLAN, "--model", "gpt2-4b", "--gpus", "1", "--batch", "1", "--compare")
+    seconds = {row["strategy"]: row["step_seconds"] for row in found["compare"]}
+    assert seconds["zero-3"] == seconds["zero-2"] < seconds["zero-2-offload"] < seconds["zero-3-offload"]
+
+
 def test_a_plan_and_what_others_would_take(capsys: pytest.CaptureFixture[str]) -> None:
     found = said(capsys, *PLAN, "--model", "gpt2-10b", "--gpus", "2", "--batch", "4", "--compare")
     assert found["feasible"] and found["chunks"] == found["device_chunks"] + found["host_chunks"]
