@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from elixir_moe.calls import Call, Calls, Forward, Hook, tensors_in
-from elixir_moe.chunks.chunk import ChunkState, Placeholder
+from elixir_moe.chunks.chunk import GRADIENT, Placeholder
 from elixir_moe.chunks.policy import Entry, Schedule
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import ConfigError, PlanError
@@ -239,7 +239,7 @@ class Hooks:
         finally:
             self._guard.close(parameters)
             for index in chunks:
-                if self._scheduler.chunks[index].state is ChunkState.GRADIENT:
+                if self._scheduler.chunks[index].state is GRADIENT:
                     self._scheduler.bring_home(self._scheduler.chunks[index])
             self._scheduler.release(chunks, tracked=tracked)
             self._unfinished -= 1

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from elixir_moe.chunks.chunk import Chunk, ChunkState, Placeholder
+from elixir_moe.chunks.chunk import GATHERED, GRADIENT, Chunk, Placeholder
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import PlanError
 from elixir_moe.parallel.dtensor import local_of, spec_of, wrap_local
@@ -100,7 +100,7 @@ class SavedTensors:
         self.check_current(packed.update)
         _check_version(packed.chunk.version(packed.index), packed.version, packed.size)
         self._unpacking()
-        if packed.chunk.direct or packed.chunk.state in (ChunkState.GATHERED, ChunkState.GRADIENT):
+        if packed.chunk.direct or packed.chunk.state in (GATHERED, GRADIENT):
             return packed.view()
         chunks = (packed.chunk.spec.index,)
         self._scheduler.unshard(chunks, tracked=True, who="backward")

@@ -47,16 +47,19 @@ class ChunkState(Enum):
     REDUCING = "reducing"
 
 
+SHARDED, GATHERING, GATHERED, GRADIENT, REDUCING = ChunkState
+"""The states by names of their own: to look a member up in its class is slow, and they are asked for all the time."""
+
 _LEGAL = {
-    (ChunkState.SHARDED, ChunkState.GATHERING),
-    (ChunkState.GATHERING, ChunkState.GATHERED),
-    (ChunkState.GATHERED, ChunkState.SHARDED),
-    (ChunkState.GATHERED, ChunkState.GRADIENT),
-    (ChunkState.GRADIENT, ChunkState.REDUCING),
-    (ChunkState.GRADIENT, ChunkState.SHARDED),  # a backward that failed
-    (ChunkState.REDUCING, ChunkState.SHARDED),
-    (ChunkState.GRADIENT, ChunkState.GATHERED),  # what shows its home keeps showing it
-    (ChunkState.REDUCING, ChunkState.GATHERED),
+    (SHARDED, GATHERING),
+    (GATHERING, GATHERED),
+    (GATHERED, SHARDED),
+    (GATHERED, GRADIENT),
+    (GRADIENT, REDUCING),
+    (GRADIENT, SHARDED),  # a backward that failed
+    (REDUCING, SHARDED),
+    (GRADIENT, GATHERED),  # what shows its home keeps showing it
+    (REDUCING, GATHERED),
 }
 
 
@@ -116,7 +119,7 @@ class Chunk:
             recast(parameter, spec.key.dtype)
         self.locals = [local_of(parameter) for parameter in parameters]
         """The parameters themselves, or what those that are DTensors hold on this rank."""
-        self.state = ChunkState.SHARDED
+        self.state = SHARDED
         self.buffer: torch.Tensor | None = None
         """(numel,) in the compute dtype while the chunk is in a block."""
         self.arriving: Ticket | None = None
@@ -201,10 +204,10 @@ class Chunk:
         self.arriving = None
         self.delayed.clear()
         self.landed.clear()
-        if not self.direct or self.state is ChunkState.GATHERING:
+        if not self.direct or self.state is GATHERING:
             self.detach()
             self.settle()
-        self.state = ChunkState.SHARDED if self.buffer is None else ChunkState.GATHERED
+        self.state = SHARDED if self.buffer is None else GATHERED
 
     def forget(self) -> None:
         """The process groups go, whatever the chunk was doing: nothing is left but its home, without a gradient."""
@@ -213,7 +216,7 @@ class Chunk:
         self.delayed.clear()
         self.landed.clear()
         self.home.clear_gradient()
-        self.state = ChunkState.SHARDED
+        self.state = SHARDED
         self.detach()
 
     def lend(self, index: int, view: torch.Tensor) -> None:
@@ -298,14 +301,14 @@ class Chunk:
     @property
     def at_rest(self) -> ChunkState:
         """The state between two uses."""
-        return ChunkState.GATHERED if self.direct else ChunkState.SHARDED
+        return GATHERED if self.direct else SHARDED
 
     def expect_gradients(self) -> None:
         """Gradients begin to land: in the place of values, or apart, where they add to what earlier backwards left.
 
         Of a sum that all ranks have, one keeps it and the others begin at zero, so that it is summed over them once.
         """
-        self.transition(ChunkState.GRADIENT)
+        self.transition(GRADIENT)
         if self.apart and self.home.pieces is None:
             if not self._landings:
                 self._landings = [self._place_in(self.home.compute, index) for index in range(len(self.parameters))]

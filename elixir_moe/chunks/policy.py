@@ -40,6 +40,10 @@ class Verb(StrEnum):
     FREE = "free"
 
 
+ACQUIRE, RELEASE, HOLD, FREE = Verb
+"""The verbs by names of their own: to look a member up in its class takes as long as a request's bookkeeping."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One request to the cache."""
@@ -77,7 +81,7 @@ class Schedule:
         """Positions at which each chunk is acquired."""
         uses: dict[int, list[int]] = {}
         for position, entry in enumerate(self.entries):
-            if entry.verb is Verb.ACQUIRE:
+            if entry.verb is ACQUIRE:
                 for chunk in entry.chunks:
                     uses.setdefault(chunk, []).append(position)
         return uses
@@ -87,7 +91,7 @@ class Schedule:
         """The first acquire from each position on."""
         following: list[int | None] = [None] * (len(self.entries) + 1)
         for position in reversed(range(len(self.entries))):
-            acquires = self.entries[position].verb is Verb.ACQUIRE
+            acquires = self.entries[position].verb is ACQUIRE
             following[position] = position if acquires else following[position + 1]
         return following
 
@@ -186,10 +190,9 @@ class CacheState:
         """
         self._check_room(chunks)
         if tracked:
-            self._advance(Verb.ACQUIRE, chunks)
-        for chunk in chunks:
-            self._held[chunk] += 1
-        loads = []
+            self._advance(ACQUIRE, chunks)
+        _apply(self._held, ACQUIRE, chunks)
+        loads: list[Load] = []
         for chunk in chunks:
             self._clock += 1
             self._last_use[chunk] = self._clock
@@ -199,20 +202,20 @@ class CacheState:
                 self._ahead.remove(chunk)
             else:
                 self.counts.hits += 1
-        return loads + (self._look_ahead() if tracked else [])
+        return loads + self._look_ahead() if tracked and self._present != NEVER else loads
 
     def release(self, chunks: tuple[int, ...], *, tracked: bool = True) -> list[Load]:
         """Ends one hold on each of `chunks`; returns prefetches to carry out."""
-        return self._settle(Verb.RELEASE, chunks, tracked)
+        return self._settle(RELEASE, chunks, tracked)
 
     def hold(self, chunk: int) -> list[Load]:
         """Keeps `chunk`, which is in a block, until it is freed; returns prefetches to carry out."""
-        return self._settle(Verb.HOLD, (chunk,), True)
+        return self._settle(HOLD, (chunk,), True)
 
     def free(self, chunk: int) -> list[Load]:
         """Empties the block of `chunk`, whatever holds there are; returns prefetches to carry out."""
         self.drop((chunk,))
-        return self._settle(Verb.FREE, (chunk,), True)
+        return self._settle(FREE, (chunk,), True)
 
     def drop(self, chunks: Iterable[int]) -> None:
         """Empties blocks between two rounds of the schedule, as an update does that makes their contents stale."""
@@ -239,7 +242,7 @@ class CacheState:
         if tracked:
             self._advance(verb, chunks)
         _apply(self._held, verb, chunks)
-        return self._look_ahead() if tracked else []
+        return self._look_ahead() if tracked and self._present != NEVER else []
 
     def _advance(self, verb: Verb, chunks: tuple[int, ...]) -> None:
         if self._schedule is None:
@@ -263,8 +266,9 @@ class CacheState:
     def _check_room(self, chunks: tuple[int, ...]) -> None:
         missing = 0
         for chunk in chunks:
-            missing += chunk not in self._where
-        if missing <= len(self._empty):
+            if chunk not in self._where:
+                missing += 1
+        if not missing or missing <= len(self._empty):
             return
         kept = self._held.keys() | set(chunks)
         if missing > len(self._empty) + sum(chunk not in kept for chunk in self._where):
@@ -308,7 +312,7 @@ class CacheState:
     def _look_ahead(self) -> list[Load]:
         """Loads that can be made now without changing what Belady would do when their turn comes."""
         loads: list[Load] = []
-        if self._present == NEVER or self._schedule is None or not self._on_schedule:
+        if self._schedule is None or not self._on_schedule:
             return loads
         while len(self._ahead) < self._prefetch and (target := self._next_missing()) is not None:
             made = self._load_for(target)
@@ -337,7 +341,7 @@ class CacheState:
         held_then, freed = self._held.copy(), False
         for entry in self._schedule.entries[self._position + 1 : target + 1]:
             _apply(held_then, entry.verb, entry.chunks)
-            freed |= entry.verb is Verb.FREE
+            freed |= entry.verb is FREE
         loads: list[Load] = []
         for chunk in self._schedule.entries[target].chunks:
             if chunk in self._where:
@@ -357,9 +361,9 @@ def _apply(held: dict[int, int], verb: Verb, chunks: tuple[int, ...]) -> None:
     """What a request does to the holds."""
     for chunk in chunks:
         holds = held.get(chunk, 0)
-        if verb is Verb.ACQUIRE or verb is Verb.HOLD:
+        if verb is ACQUIRE or verb is HOLD:
             held[chunk] = holds + 1
-        elif verb is Verb.FREE or holds == 1:
+        elif verb is FREE or holds == 1:
             held.pop(chunk, None)
         elif holds:
             held[chunk] = holds - 1
@@ -382,11 +386,11 @@ def simulate(schedule: Schedule, blocks: int, *, prefetch: int = LOOKAHEAD) -> t
 def _play(schedule: Schedule, state: CacheState) -> list[Load]:
     decisions: list[Load] = []
     for entry in schedule.entries:
-        if entry.verb is Verb.ACQUIRE:
+        if entry.verb is ACQUIRE:
             decisions += state.acquire(entry.chunks)
-        elif entry.verb is Verb.RELEASE:
+        elif entry.verb is RELEASE:
             decisions += state.release(entry.chunks)
-        elif entry.verb is Verb.HOLD:
+        elif entry.verb is HOLD:
             decisions += state.hold(entry.chunks[0])
         else:
             decisions += state.free(entry.chunks[0])

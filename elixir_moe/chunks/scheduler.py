@@ -16,18 +16,18 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from elixir_moe.chunks.agreement import Agreement, Reductions, alone
-from elixir_moe.chunks.chunk import Chunk, ChunkState
+from elixir_moe.chunks.chunk import GATHERED, GATHERING, GRADIENT, REDUCING, SHARDED, Chunk
 from elixir_moe.chunks.collectives import Ticket
 from elixir_moe.chunks.gathers import Gathers
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.chunks.policy import CacheState, Load, Verb
+from elixir_moe.chunks.policy import ACQUIRE, FREE, HOLD, RELEASE, CacheState, Load, Verb
 from elixir_moe.chunks.rcache import Block, RCache
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.streams import Streams
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.parallel.dtensor import local_of
 
-_READABLE = (ChunkState.GATHERED, ChunkState.GRADIENT)
+_READABLE = (GATHERED, GRADIENT)
 _REDUCTIONS_IN_FLIGHT = 3
 """How many the host leaves under way: none waits for a rank that is a little late, and few wait to be summed."""
 _LONGEST_TRACE = 1 << 20
@@ -89,7 +89,7 @@ class Scheduler:
         self.check_open()
         cached, resident = self._split(chunks)
         if cached:
-            self._note(Verb.ACQUIRE, cached, tracked)
+            self._note(ACQUIRE, cached, tracked)
             try:
                 loads = self.cache.acquire(cached, tracked=tracked)
             except PlanError as error:
@@ -97,7 +97,8 @@ class Scheduler:
             try:
                 self._carry_out(loads)
                 for index in cached:
-                    self._await(self.chunks[index])
+                    if self.chunks[index].state is GATHERING:
+                        self._await(self.chunks[index])
             except BaseException:  # an update that failed, a rank that is gone, an interrupt: nobody will release them
                 self.cache.release(cached, tracked=False)
                 raise
@@ -105,7 +106,7 @@ class Scheduler:
             chunk = self.chunks[index]
             if chunk.direct and chunk.buffer is not None:
                 continue
-            if chunk.state in (ChunkState.SHARDED, ChunkState.REDUCING):
+            if chunk.state in (SHARDED, REDUCING):
                 self._gather(chunk, self._rcache.resident[index])
             self._await(chunk)
 
@@ -118,7 +119,7 @@ class Scheduler:
                 break
         if not cached:
             return
-        self._note(Verb.RELEASE, cached, tracked)
+        self._note(RELEASE, cached, tracked)
         self._carry_out(self.cache.release(cached, tracked=tracked))
 
     def owner_of(self, address: int) -> tuple[int, int] | None:
@@ -127,16 +128,18 @@ class Scheduler:
 
     def _split(self, chunks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(those of the rCache, the resident ones)."""
-        if chunks not in self._splits:
+        split = self._splits.get(chunks)
+        if split is None:
             resident = tuple(c for c in chunks if self.chunks[c].spec.resident)
-            self._splits[chunks] = tuple(c for c in chunks if c not in resident), resident
-        return self._splits[chunks]
+            split = self._splits[chunks] = tuple(c for c in chunks if c not in resident), resident
+        return split
 
     def _carry_out(self, loads: Iterable[Load]) -> None:
-        self._decided.extend(loads)
+        if loads:
+            self._decided.extend(loads)
         while self._decided:
             load = self._decided[0]
-            if load.evicted is not None and self.chunks[load.evicted].state is not ChunkState.SHARDED:
+            if load.evicted is not None and self.chunks[load.evicted].state is not SHARDED:
                 self._reshard(self.chunks[load.evicted])
             self._gather(self.chunks[load.chunk], self._rcache.blocks[load.block])
             self._decided.popleft()  # not before: what interrupts a load leaves it to the next request
@@ -159,7 +162,7 @@ class Scheduler:
             self.bring_home(chunk)
         with torch.inference_mode(False), torch.no_grad(), self._streams.fetching():
             self._settle(chunk)
-        chunk.transition(ChunkState.GATHERING)
+        chunk.transition(GATHERING)
         self._block_of[chunk.spec.index] = block
         if not chunk.spec.in_place:
             self.statistics.bytes_fetched[chunk.home.tier.of_compute.value] += chunk.spec.nbytes // chunk.spec.shards
@@ -181,7 +184,7 @@ class Scheduler:
             chunk.arriving = self._streams.marked(ticket)
 
     def _await(self, chunk: Chunk) -> None:
-        if chunk.state is not ChunkState.GATHERING:
+        if chunk.state is not GATHERING:
             return
         if chunk.arriving is None:
             self._gathers.begin(until=chunk)
@@ -191,7 +194,7 @@ class Scheduler:
             chunk.attach()
         self._own(chunk)
         chunk.arriving = None
-        chunk.transition(ChunkState.GATHERED)
+        chunk.transition(GATHERED)
 
     def _reshard(self, chunk: Chunk, *, outdated: bool = False) -> None:
         """Drops a gathered chunk: nothing is written, the home has it all, unless user code wrote."""
@@ -199,7 +202,7 @@ class Scheduler:
         if not outdated:
             self.bring_home(chunk)
         self._disown(chunk)
-        chunk.transition(ChunkState.SHARDED)
+        chunk.transition(SHARDED)
         with torch.inference_mode(False), torch.no_grad():
             chunk.detach()
         self._vacate(chunk)
@@ -221,7 +224,7 @@ class Scheduler:
     def flush(self) -> None:
         """Brings home what user code has written into parameters, wherever it got hold of them."""
         for chunk in self.chunks:
-            if chunk.lent or chunk.state is ChunkState.GATHERED:
+            if chunk.lent or chunk.state is GATHERED:
                 self.bring_home(chunk)
 
     def bring_home(self, chunk: Chunk) -> None:
@@ -232,7 +235,7 @@ class Scheduler:
         """
         if chunk.direct:
             return
-        gathered = chunk.state is ChunkState.GATHERED
+        gathered = chunk.state is GATHERED
         with torch.inference_mode(False), torch.no_grad():
             written = chunk.keep_written(gathered and (chunk.compare or self.compare_all))
         if written:
@@ -270,7 +273,7 @@ class Scheduler:
             if not final and not chunk.apart:
                 chunk.delay_gradient(position, gradient)
                 return
-        if chunk.state is not ChunkState.GRADIENT:
+        if chunk.state is not GRADIENT:
             self._begin_gradients(chunk, position)
         if gradient is not None:
             if chunk.lent:
@@ -284,14 +287,14 @@ class Scheduler:
         """The chunk gets where gradients can land, that of parameter `position` first."""
         self._settle(chunk)
         index = chunk.spec.index
-        borrowed = chunk.state in (ChunkState.SHARDED, ChunkState.GATHERING)
+        borrowed = chunk.state in (SHARDED, GATHERING)
         if borrowed:
             self.unshard((index,), tracked=True, who=f"the gradient of {chunk.names[position]!r}")
-        if chunk.state is ChunkState.GATHERED:
+        if chunk.state is GATHERED:
             self.bring_home(chunk)
             chunk.expect_gradients()
             if not chunk.spec.resident:
-                self._note(Verb.HOLD, (index,), True)
+                self._note(HOLD, (index,), True)
                 self._carry_out(self.cache.hold(index))
         if borrowed:
             self.release((index,), tracked=True)
@@ -304,9 +307,9 @@ class Scheduler:
     def _reduce_ready(self) -> None:
         for index, unused in self.reductions.ready():
             chunk = self.chunks[index]
-            if unused and chunk.state is not ChunkState.GRADIENT:
+            if unused and chunk.state is not GRADIENT:
                 self._begin_gradients(chunk, 0)
-            if chunk.state is ChunkState.GRADIENT:
+            if chunk.state is GRADIENT:
                 self._reduce_chunk(chunk)
 
     def finish_backward(self) -> None:
@@ -314,9 +317,9 @@ class Scheduler:
         self.reductions.expect_nothing()
         self._reduce_ready()
         for chunk in reversed(self.chunks):
-            if chunk.delayed and chunk.state is not ChunkState.GRADIENT:
+            if chunk.delayed and chunk.state is not GRADIENT:
                 self.add_gradient(chunk.spec.index, min(chunk.delayed), None)
-            if chunk.state is ChunkState.GRADIENT:
+            if chunk.state is GRADIENT:
                 self._reduce_chunk(chunk)
         self.reductions.clear()
 
@@ -342,7 +345,7 @@ class Scheduler:
     def drop(self, *, frozen: bool = False) -> None:
         """Lets go of what is gathered and trainable, which an update makes stale; of `frozen` chunks too if so told."""
         droppable = [c for c in self.chunks if not c.direct and (frozen or c.spec.key.trainable)]
-        gathered = [c for c in droppable if c.state in (ChunkState.GATHERED, ChunkState.GATHERING)]
+        gathered = [c for c in droppable if c.state in (GATHERED, GATHERING)]
         for chunk in gathered:
             self._reshard(chunk, outdated=chunk.spec.key.trainable)
         self.cache.drop(chunk.spec.index for chunk in gathered)
@@ -367,7 +370,7 @@ class Scheduler:
         for chunk in self.chunks:
             if chunk.arriving is not None:
                 chunk.arriving.wait()
-            if chunk.lent or chunk.state is ChunkState.GATHERED:
+            if chunk.lent or chunk.state is GATHERED:
                 self.bring_home(chunk)
             if chunk.spec.index in self._block_of:
                 self._vacate(chunk)
@@ -383,7 +386,7 @@ class Scheduler:
         index = chunk.spec.index
         if chunk.lent:
             self.bring_home(chunk)
-        chunk.transition(ChunkState.REDUCING)
+        chunk.transition(REDUCING)
         if not chunk.direct:
             self._disown(chunk)
         with torch.no_grad():
@@ -399,7 +402,7 @@ class Scheduler:
         else:
             self._behind = ticket
         if not chunk.spec.resident:
-            self._note(Verb.FREE, (index,), True)
+            self._note(FREE, (index,), True)
             self._carry_out(self.cache.free(index))
 
     def _wait_for(self, most: int) -> None:
