@@ -76,7 +76,7 @@ class Calls:
         Raises:
             ConfigError: another thread is in the model.
         """
-        if any(call.module is module for call in self._stack) and not self._recurses(module):
+        if module in [call.module for call in self._stack] and not self._recurses(module):
             self.unwind()
         if not self._stack:
             self._thread = threading.get_ident()
@@ -89,7 +89,7 @@ class Calls:
 
     def pop(self, module: nn.Module) -> Call | None:
         """Leaves `module`, and all that was lost inside it; None if it failed before it was entered."""
-        if not any(call.module is module for call in self._stack):
+        if module not in [call.module for call in self._stack]:
             return None
         while self._stack[-1].module is not module:
             self._undo(self._stack.pop())
@@ -124,6 +124,11 @@ class Hook:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy()
+
+
+def in_backward() -> bool:
+    """Whether autograd runs the one who asks."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -9,6 +9,7 @@ stack and no operator is patched. What a gather is, and what becomes of writes, 
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -64,6 +65,18 @@ _TELLING_METHODS = {
 }
 
 
+@dataclass(slots=True, eq=False)
+class Door:
+    """One parameter with its two classes."""
+
+    parameter: nn.Parameter
+    plain: type
+    """What it was before `wrap`."""
+    guarded: type
+    times: int = 0
+    """How many `open` were not undone."""
+
+
 class Guard:
     """Switches the classes of one model's parameters."""
 
@@ -90,36 +103,38 @@ class Guard:
         self.gave = gave
         self.assign = assign
         self.has_gradient = has_gradient
-        self._opened: dict[nn.Parameter, int] = {}
-        self._classes: dict[nn.Parameter, tuple[type, type]] = {}
+        self._doors: dict[nn.Parameter, Door] = {}
         kinds: dict[type, type] = {}
         for parameter in parameters:
             kind = type(parameter)
             kinds.setdefault(kind, type(f"Guarded{kind.__name__}", (Guarded, kind), {}))
-            self._classes[parameter] = kind, kinds[kind]
+            self._doors[parameter] = Door(parameter, kind, kinds[kind])
             setattr(parameter, _ATTRIBUTE, self)
             parameter.__class__ = kinds[kind]
 
-    def open(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Until `close`, the parameters are what they were before `wrap`; calls nest."""
-        for parameter in parameters:
-            times = self._opened.get(parameter, 0)
-            self._opened[parameter] = times + 1
-            if not times:
-                parameter.__class__ = self._classes[parameter][0]
+    def doors(self, parameters: Iterable[nn.Parameter]) -> tuple[Door, ...]:
+        """What `open` and `close` take for these parameters."""
+        return tuple(self._doors[parameter] for parameter in parameters)
 
-    def close(self, parameters: Iterable[nn.Parameter]) -> None:
+    def open(self, doors: Iterable[Door]) -> None:
+        """Until `close`, the parameters are what they were before `wrap`; calls nest."""
+        for door in doors:
+            door.times += 1
+            if door.times == 1:
+                door.parameter.__class__ = door.plain
+
+    def close(self, doors: Iterable[Door]) -> None:
         """Undoes one `open`."""
-        for parameter in parameters:
-            times = self._opened[parameter] = self._opened[parameter] - 1
-            if not times:
-                parameter.__class__ = self._classes[parameter][1]
+        for door in doors:
+            door.times -= 1
+            if not door.times:
+                door.parameter.__class__ = door.guarded
 
     def close_all(self) -> None:
         """Undoes every `open`, also one that was interrupted."""
-        self._opened.clear()
-        for parameter, (_, guarded) in self._classes.items():
-            parameter.__class__ = guarded
+        for door in self._doors.values():
+            door.times = 0
+            door.parameter.__class__ = door.guarded
 
 
 class Guarded(nn.Parameter):

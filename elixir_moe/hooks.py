@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_moe.calls import Call, Calls, Forward, Hook, tensors_in
+from elixir_moe.calls import Call, Calls, Forward, Hook, in_backward, tensors_in
 from elixir_moe.chunks.chunk import GRADIENT, Placeholder
 from elixir_moe.chunks.policy import Entry, Schedule
 from elixir_moe.chunks.scheduler import Scheduler
@@ -56,7 +56,7 @@ class Hooks:
             for slot in unit.slots:
                 self._owners.setdefault(slot, []).append(unit)
         self._borrowers: dict[tuple[int, int], Unit] = {}
-        self._landings: list[tuple[int, nn.Parameter]] = []
+        self._landings: list[tuple[int, dict[int, Any]]] = []
         self._schedule_known = False
         self._rounds_missed = 0
         self._calls = Calls(self._undo)
@@ -71,6 +71,7 @@ class Hooks:
             assign=self._assign,
             has_gradient=lambda parameter: parameter in scheduler.used,
         )
+        self._doors = {unit: self._guard.doors(unit.parameters) for unit in self._units}
 
     # ------------------------------------------------------------------------------------------------------- install
 
@@ -89,13 +90,12 @@ class Hooks:
         for parameter in self._slot_of:
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(landed)
-                self._landings.append((handle.id, parameter))
+                self._landings.append((handle.id, handle.hooks_dict_ref()))
 
     def _land_last(self) -> None:
         """What others do to a gradient when it has come, they do before it is taken away."""
-        for key, parameter in self._landings:
-            hooks = parameter._post_accumulate_grad_hooks
-            if hooks is not None and len(hooks) > 1:
+        for key, hooks in self._landings:
+            if len(hooks) > 1:
                 hooks[key] = hooks.pop(key)
 
     def _reset(self) -> None:
@@ -118,7 +118,7 @@ class Hooks:
     # ------------------------------------------------------------------------------------------------------- forward
 
     def _enter(self, unit: Unit | None, module: nn.Module, args: Any) -> None:
-        recomputing = _in_backward()
+        recomputing = in_backward()
         if not recomputing:
             self._calls.begin(module)
             self.notice_torn()
@@ -143,19 +143,19 @@ class Hooks:
         elif tracked:
             self._this_forward().entered.setdefault(unit, self._clock)
         self._scheduler.unshard(unit.chunks, tracked=tracked, who=f"module {unit.name!r}")
-        self._guard.open(unit.parameters)
+        self._guard.open(self._doors[unit])
         call.held = True
 
     def _undo(self, call: Call) -> None:
         if call.held and call.unit is not None:
-            self._guard.close(call.unit.parameters)
+            self._guard.close(self._doors[call.unit])
             self._scheduler.release(call.unit.chunks, tracked=call.training)
         if call.saving is not None:
             call.saving.__exit__(None, None, None)
 
     def notice_torn(self) -> None:
         """Gives up a backward that is over without having come to its end."""
-        if self._backward and not _in_backward():
+        if self._backward and not in_backward():
             self._restart()
             self.torn = True
 
@@ -182,10 +182,10 @@ class Hooks:
         self._unfinished -= 1
 
     def _end_call(self, call: Call, unit: Unit | None, output: Any) -> None:
-        recomputing = _in_backward()
+        recomputing = in_backward()
         if unit is not None and call.held:
             self._take_back(unit)
-            self._guard.close(unit.parameters)
+            self._guard.close(self._doors[unit])
             if recomputing:
                 entered, left = self._backwards_of.entered.get(unit, 0), self._backwards_of.left.get(unit, 0)
             else:
@@ -193,7 +193,8 @@ class Hooks:
                 entered, left = call.entered, self._clock
                 if call.training:
                     self._this_forward().left[unit] = left
-                    self._this_forward().unrecomputed[unit] += not torch.is_grad_enabled()
+                    if not torch.is_grad_enabled():
+                        self._this_forward().unrecomputed[unit] += 1
                 self._scheduler.release(unit.chunks, tracked=call.training)
             if call.training or recomputing:
                 self._hook_outputs(output, partial(self._reach, unit, entered, left))
@@ -210,8 +211,9 @@ class Hooks:
 
     def _take_back(self, unit: Unit) -> None:
         """Keeps new values that forward has assigned (``self.weight.data = …``), in the parameter's own place."""
-        for (index, position), parameter in zip(unit.slots, unit.parameters, strict=True):
-            foreign = self._scheduler.chunks[index].own(position)
+        with torch._C.DisableTorchFunctionSubclass():
+            taken = [self._scheduler.chunks[index].own(position) for index, position in unit.slots]
+        for parameter, foreign in zip(unit.parameters, taken, strict=True):
             if foreign is not None:
                 self._put(parameter, foreign)
 
@@ -222,7 +224,7 @@ class Hooks:
         slots = [self._slot_of[p] for p in parameters]
         chunks = tuple(sorted({chunk for chunk, _ in slots}))
         names = ", ".join(self._names[p] for p in parameters[:4])
-        backward, training = _in_backward(), torch.is_grad_enabled()
+        backward, training = in_backward(), torch.is_grad_enabled()
         for chunk, index in slots:
             if backward and self._scheduler.chunks[chunk].overwritten(index):
                 raise PlanError(f"backward reads {names} when its gradient is complete: read it through its module")
@@ -232,12 +234,13 @@ class Hooks:
         tracked = training or backward
         self._unfinished += 1
         self._scheduler.unshard(chunks, tracked=tracked, who=f"a read of {names}")
-        self._guard.open(parameters)
+        doors = self._guard.doors(parameters)
+        self._guard.open(doors)
         try:
             with self._saved.hooks() if self._packs and training and not self._calls else nullcontext():
                 yield
         finally:
-            self._guard.close(parameters)
+            self._guard.close(doors)
             for index in chunks:
                 if self._scheduler.chunks[index].state is GRADIENT:
                     self._scheduler.bring_home(self._scheduler.chunks[index])
@@ -282,7 +285,7 @@ class Hooks:
                 tensor.register_hook(hook)
 
     def _unpacking(self) -> None:
-        if _in_backward():
+        if in_backward():
             self._begin_backward()
 
     # ------------------------------------------------------------------------------------------------------ backward
@@ -360,7 +363,7 @@ class Hooks:
             gradient = gradient.to_dense()
         chunk, index = self._slot_of[parameter]
         awaited = self._backwards_of.unrecomputed
-        final = not awaited or not any(awaited[unit] for unit in self._owners[chunk, index])
+        final = not (awaited and any(awaited[unit] for unit in self._owners[chunk, index]))
         self._scheduler.add_gradient(chunk, index, gradient, final=final)
 
     def _pass(self, left: int) -> None:
@@ -444,7 +447,3 @@ def _landed(hooks: weakref.ref[Hooks], parameter: nn.Parameter) -> None:
     alive = hooks()
     if alive is not None:
         alive.landed(parameter)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -6,7 +6,7 @@ All others are kept as torch keeps them, versions checked; hooks that somebody e
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -77,7 +77,7 @@ class SavedTensors:
         return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        local = local_of(tensor)
+        local = tensor if type(tensor) is torch.Tensor else local_of(tensor)
         if type(local) is torch.Tensor or isinstance(local, nn.Parameter):  # others may have no storage of their own
             address = local.untyped_storage().data_ptr()
             owner = self._scheduler.owner_of(address)
@@ -95,10 +95,13 @@ class SavedTensors:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, Packed):
             tensor, version = packed
-            _check_version(tensor._version, version, tensor.shape)
+            if tensor._version != version:
+                _refuse_written(tensor._version, version, tensor.shape)
             return tensor
         self.check_current(packed.update)
-        _check_version(packed.chunk.version(packed.index), packed.version, packed.size)
+        version = packed.chunk.version(packed.index)
+        if version != packed.version:
+            _refuse_written(version, packed.version, packed.size)
         self._unpacking()
         if packed.chunk.direct or packed.chunk.state in (GATHERED, GRADIENT):
             return packed.view()
@@ -109,10 +112,9 @@ class SavedTensors:
         return view
 
 
-def _check_version(now: int, then: int, shape: torch.Size) -> None:
+def _refuse_written(now: int, then: int, shape: torch.Size) -> NoReturn:
     """What torch does for tensors saved without hooks."""
-    if now != then:
-        raise RuntimeError(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {list(shape)} is at version {now}; expected version {then} instead"
-        )
+    raise RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"of shape {list(shape)} is at version {now}; expected version {then} instead"
+    )

@@ -132,6 +132,8 @@ class Chunk:
         """What parameters show is at home itself: writes need not be brought there."""
         self.apart = self.direct and spec.key.trainable
         """Gradients land at home too, and not in the place of the values."""
+        self._attached = 0
+        """Address of the buffer that parameters are views of."""
         self._adds = False
         self._landings: list[torch.Tensor] = []
         self.readers: Counter[int] = Counter()
@@ -181,6 +183,8 @@ class Chunk:
                 f"parameter {self.names[index]!r} was written through a view of it that is older than its place in "
                 f"memory: write to the parameter itself, or take .data or .detach() for it"
             )
+        assert self.buffer is not None
+        self._attached = self.buffer.data_ptr()
         with torch._C.DisableTorchFunctionSubclass():
             for index, local in enumerate(self.locals):
                 local.data = self._place(index)
@@ -286,12 +290,10 @@ class Chunk:
 
     def own(self, index: int) -> torch.Tensor | None:
         """What user code has put in the place of parameter `index` (``parameter.data = …``), which is taken back."""
-        assert self.buffer is not None
         local = self.locals[index]
-        with torch._C.DisableTorchFunctionSubclass():
-            if not local.numel() or local.data_ptr() == self.buffer.data_ptr() + self._offsets[index]:
-                return None
-            foreign, local.data = local.data, self._place(index)
+        if local.data_ptr() == self._attached + self._offsets[index] or not local.numel():
+            return None
+        foreign, local.data = local.data, self._place(index)
         return foreign
 
     def overwritten(self, index: int) -> bool:
@@ -368,7 +370,9 @@ class Chunk:
     def in_use(self, index: int) -> bool:
         """Whether anybody but the parameter itself uses its storage."""
         with torch._C.DisableTorchFunctionSubclass():
-            ours = sum(_storage(lent.tensor) == _storage(self.locals[index]) for lent in self.lent)
+            ours = 0
+            if self.lent:
+                ours = sum(_storage(lent.tensor) == _storage(self.locals[index]) for lent in self.lent)
             return storage_uses(self.locals[index]) > self._sole_uses + ours
 
     def version(self, index: int) -> int:

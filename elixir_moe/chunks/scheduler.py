@@ -128,15 +128,13 @@ class Scheduler:
 
     def _split(self, chunks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(those of the rCache, the resident ones)."""
-        split = self._splits.get(chunks)
-        if split is None:
+        if chunks not in self._splits:
             resident = tuple(c for c in chunks if self.chunks[c].spec.resident)
-            split = self._splits[chunks] = tuple(c for c in chunks if c not in resident), resident
-        return split
+            self._splits[chunks] = tuple(c for c in chunks if c not in resident), resident
+        return self._splits[chunks]
 
     def _carry_out(self, loads: Iterable[Load]) -> None:
-        if loads:
-            self._decided.extend(loads)
+        self._decided.extend(loads)
         while self._decided:
             load = self._decided[0]
             if load.evicted is not None and self.chunks[load.evicted].state is not SHARDED:
