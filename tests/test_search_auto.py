@@ -21,6 +21,8 @@ from elixir_moe.search import prediction
 from elixir_moe.search.cost import Seconds
 from elixir_moe.search.hardware import Fitted
 from elixir_moe.search.measure import cache_path, describe
+from elixir_moe.search.profile import Sent
+from elixir_moe.search.trace import trace
 from elixir_moe.train.config import PlanConfig
 from tests.hf_cases import LLAMA, Family
 from tests.parity import compare, make_optimizer, mesh_of_world, plain, run, tokens
@@ -444,6 +446,16 @@ def tensor_parallel(plan: Any) -> list[float]:
     return losses
 
 
+def sent() -> Any:
+    """(rank) What the trace of such a model says that it sends."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = em.init_mesh(tp=2, device_type="cpu")
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    return trace(model, mean_square, torch.randn(4, 16), world=2, rank=torch.distributed.get_rank()).sent
+
+
 def mean_square(model: nn.Module, x: Tensor) -> Tensor:
     loss: Tensor = model(x).square().mean()
     return loss
@@ -452,3 +464,5 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
 def test_a_model_of_dtensors(ranks: Ranks) -> None:
     pool = ranks(2)
     assert pool.run(tensor_parallel, "auto") == pool.run(tensor_parallel, em.Plan.zero2())
+    reductions = 2 * 2 * 4 * 16 * 4  # of the output, and of the gradient of what goes into the cut layers
+    assert pool.run(sent) == [(Sent(ranks=(0, 1), nbytes=reductions, times=2),)] * 2

@@ -29,7 +29,6 @@ What is no slice along a dim of the tensor is one of a `Pattern.view` (F: a rank
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -115,21 +114,6 @@ def check(model: nn.Module) -> None:
         return
     if any(_of_megatron(type(module)) for module in model.modules()):
         _derive(model, complete=True)
-
-
-@contextmanager
-def with_buffers_apart() -> Iterator[None]:
-    """While it is open, Megatron's layers gather into other buffers than those it keeps outside of them."""
-    core: Any = sys.modules.get("megatron.core.parallel_state")
-    buffers = getattr(core, "_GLOBAL_MEMORY_BUFFER", None)
-    if buffers is None:
-        yield
-        return
-    core._GLOBAL_MEMORY_BUFFER = type(buffers)()
-    try:
-        yield
-    finally:
-        core._GLOBAL_MEMORY_BUFFER = buffers
 
 
 def as_one_process(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

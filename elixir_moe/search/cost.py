@@ -33,7 +33,7 @@ class Seconds:
     """A step's time on one rank, by what takes it."""
 
     compute: float
-    """Products, other operators, overheads and the exchange of tokens."""
+    """Products, other operators, overheads, and what the model itself sends, tokens to experts among it."""
     fetch: float
     """Host to device."""
     offload: float
@@ -139,6 +139,7 @@ def seconds(
     links, fitted = hardware.links(gpus), hardware.fitted
     flops = profile.flops + (imbalance - 1) * sum(e.expert_flops for e in profile.exchanges)
     exchange = sum(hardware.exchange_seconds(range(e.ep), e.times * e.nbytes) for e in profile.exchanges) * imbalance
+    exchange += sum(hardware.gather_seconds(sent.ranks, sent.nbytes, sent.times) for sent in profile.sent)
     collectives = accumulation * sum(hardware.gather_seconds(*group) for group in moved.collectives)
     v_c = links.v_c * _GIGA / gpus / fitted.host_update_slowdown
     disk = hardware.disk_seconds(moved.disk_bytes, gpus) if moved.disk_bytes else 0.0

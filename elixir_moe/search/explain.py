@@ -39,8 +39,6 @@ def explain(task: Task, choice: Choice) -> str:
         f"{seconds.exposed:.3f}, updates {seconds.device_update:.3f} on device, {seconds.host_update:.3f} on host, "
         f"{seconds.disk_update:.3f} on disk",
     ]
-    if not task.profile.exchanges and any(len(p.key.ranks) < task.gpus for p in task.profile.params):
-        lines.append("no price  what the model itself sends between ranks that share its experts or tensors")
     others = {"one block fewer": replace(plan, rcache_blocks=max(1, blocks - 1))}
     if plan.offloaded and plan.device_chunks:
         others["one chunk fewer on the device"] = replace(plan, device_chunks=plan.device_chunks - 1)

@@ -44,6 +44,19 @@ class Exchange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """Collectives that the model issues itself in one step over one process group: tensor parallelism, for one."""
+
+    ranks: tuple[int, ...]
+    """Global ranks."""
+    nbytes: int
+    """Bytes in the measure of all-gathers: those of what is gathered, or reduce-scattered, or exchanged; an all-reduce
+    counts twice."""
+    times: int
+    """How many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """One rank's training step: one forward and one backward."""
 
@@ -64,6 +77,7 @@ class Profile:
     buffer_bytes: int
     """Buffers of the model."""
     exchanges: tuple[Exchange, ...] = ()
+    sent: tuple[Sent, ...] = ()
 
     @property
     def key(self) -> str:

@@ -12,12 +12,15 @@ from itertools import accumulate
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from elixir_moe.parallel.dataless import has_data
 from elixir_moe.parallel.dtensor import local_of
+from elixir_moe.parallel.megatron_dataless import is_mixture
 from elixir_moe.parallel.moe import MoE
 from elixir_moe.units import Unit
 
@@ -42,6 +45,8 @@ class Kind(Enum):
     MIX = auto()
     """A mixture layer begins; `nbytes` is its number of tokens."""
     MIX_AGAIN = auto()
+    SENT = auto()
+    """A collective of the model's own; `name` is its ranks."""
     BOUNDARY = auto()
     """A repeated layer's period begins (`repeat`); `nbytes` says which of its four boundaries it is."""
 
@@ -77,7 +82,9 @@ class Recorder(TorchDispatchMode):
         self._listening = True
         self._handles: list[Any] = []
         self._model, self._units, self._boundaries = model, units, boundaries
-        self._mixtures = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
+        self._mixtures = [
+            (name, module) for name, module in model.named_modules() if isinstance(module, MoE) or is_mixture(module)
+        ]
 
     def __enter__(self) -> Self:
         for tensor in (*self._model.parameters(), *self._model.buffers()):
@@ -109,6 +116,9 @@ class Recorder(TorchDispatchMode):
         out = _grouped(func, *args, **kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
         made = [t for t in _tensors(out) if self._take(t)]
         packet = func._overloadpacket
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.marks += _sent(func, args, out)
+            return out
         if packet in flop_registry or packet in _UNREGISTERED:
             self.marks.append(Mark(Kind.OPERATOR, flops=_flops(packet, args, kwargs, out)))
         elif made or func._schema.is_mutable:
@@ -169,6 +179,23 @@ class Recorder(TorchDispatchMode):
         """The runtime moves a gradient into its block at once."""
         parameter.grad = None
         self.marks.append(Mark(Kind.GRADIENT))
+
+
+def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Mark]:
+    """A mark for a collective over several ranks; nothing for others, and for what only waits."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    if "process_group" in named:
+        group = dist.ProcessGroup.unbox(named["process_group"])
+    elif "group_name" in named:
+        group = _resolve_process_group(named["group_name"])
+    else:
+        return []
+    if group.size() == 1:
+        return []
+    name = func._overloadpacket.__name__
+    twice = 1 + ("reduce" in name and "scatter" not in name)
+    largest = max(sum(map(_nbytes, _tensors(part))) for part in (*args, out))
+    return [Mark(Kind.SENT, " ".join(map(str, dist.get_process_group_ranks(group))), nbytes=twice * largest)]
 
 
 def _grouped(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:

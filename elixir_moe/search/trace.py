@@ -24,12 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elixir_moe.chunks.group import ParamSpec
 from elixir_moe.errors import ConfigError, ElixirError
-from elixir_moe.parallel import megatron
+from elixir_moe.parallel import megatron_dataless
 from elixir_moe.parallel.annotate import pattern_of
 from elixir_moe.parallel.dtensor import local_of, placed_as
 from elixir_moe.parallel.moe import MoE
 from elixir_moe.parallel.pattern import Pattern, RankMesh
-from elixir_moe.search.profile import Exchange, Profile, Use
+from elixir_moe.search.profile import Exchange, Profile, Sent, Use
 from elixir_moe.search.repeat import Cut, cuts_of, made_whole
 from elixir_moe.search.tape import Kind, Mark, Recorder, peak_of
 from elixir_moe.specs import param_specs
@@ -95,6 +95,7 @@ def trace(
         activation_bytes=peak_of(tape),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         exchanges=tuple(_exchanges(model, tape, compute_dtype)),
+        sent=tuple(_sent(tape)),
     )
 
 
@@ -110,9 +111,9 @@ def _run(
     recorder = Recorder(model, units, boundaries)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(megatron.with_buffers_apart())
         for cut in cuts:
             stack.enter_context(cut.applied())
+        stack.enter_context(megatron_dataless.apart(model))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         stack.enter_context(_without_data(model, {p: spec.key.dtype for p, spec in specs.items()}, mode))
         stack.enter_context(mode)
@@ -227,7 +228,9 @@ def _exchanges(model: nn.Module, tape: Sequence[Mark], dtype: torch.dtype | None
             calls.setdefault(mark.name, []).append(mark)
     for name, marks in calls.items():
         layer = modules[name]
-        assert isinstance(layer, MoE)
+        if not isinstance(layer, MoE):
+            yield _megatron_exchange(layer, marks, dtype)
+            continue
         _, width, inner = layer.experts.w_in.shape
         rows = max(mark.nbytes for mark in marks) * layer.router.top_k
         itemsize = (dtype or layer.experts.w_in.dtype).itemsize
@@ -240,6 +243,32 @@ def _exchanges(model: nn.Module, tape: Sequence[Mark], dtype: torch.dtype | None
             expert_flops=4 * rows * width * inner * (3 * forward + again),
             row_bytes=rows * (2 * width + 2 * inner) * itemsize,
         )
+
+
+def _megatron_exchange(layer: Any, marks: Sequence[Mark], dtype: torch.dtype | None) -> Exchange:
+    """What grows with the load of a mixture layer of Megatron-core; what it sends is on the tape itself."""
+    config, rows = layer.config, max(mark.nbytes for mark in marks) * layer.config.moe_router_topk
+    width, inner = config.hidden_size, config.moe_ffn_hidden_size
+    again = sum(mark.kind is Kind.MIX_AGAIN for mark in marks)
+    products = 2 + config.gated_linear_unit
+    return Exchange(
+        ep=layer.token_dispatcher.ep_size,
+        nbytes=0,
+        times=0,
+        expert_flops=2 * products * rows * width * inner * (3 * (len(marks) - again) + again),
+        row_bytes=rows * (2 * width + products * inner) * (dtype or config.params_dtype).itemsize,
+    )
+
+
+def _sent(tape: Sequence[Mark]) -> Iterator[Sent]:
+    """What the model sends by itself, by process group."""
+    found: dict[str, list[Mark]] = {}
+    for mark in tape:
+        if mark.kind is Kind.SENT:
+            found.setdefault(mark.name, []).append(mark)
+    for name, marks in found.items():
+        ranks = tuple(int(rank) for rank in name.split())
+        yield Sent(ranks=ranks, nbytes=sum(mark.nbytes for mark in marks), times=len(marks))
 
 
 def _logical_numel(parameter: Tensor) -> int:
