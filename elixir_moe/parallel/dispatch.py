@@ -89,33 +89,74 @@ def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
     return (placed.view(k, T, rows.shape[1]) * weights.t().unsqueeze(-1)).sum(dim=0)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Uneven all-to-all of rows; its gradient is the all-to-all with the splits exchanged."""
+class Exchange:
+    """An uneven all-to-all of rows, begun and not awaited: what is computed meanwhile waits for no other rank.
+
+    In backward it goes the other way: where rows were awaited their gradients are sent off, where rows were sent off
+    the gradients are awaited, and the backward of what was computed meanwhile lies between the two.
+    """
+
+    def __init__(self, send: list[int], receive: list[int], process_group: dist.ProcessGroup) -> None:
+        self.send, self.receive = send, receive
+        self._process_group = process_group
+        self._under_way: tuple[Any, Tensor, Tensor] | None = None
+
+    def begin(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Sends `rows`; what it returns holds the others' when `end` has returned."""
+        arriving, work = rows.new_empty(sum(receive), *rows.shape[1:]), None
+        rows = rows.contiguous()
+        if has_data(rows):
+            group = self._process_group
+            work = dist.all_to_all_single(arriving, rows, receive, send, group=group, async_op=True)
+        self._under_way = work, rows, arriving
+        return arriving
+
+    def end(self) -> Tensor:
+        """The rows that `begin` has returned, all there."""
+        assert self._under_way is not None, "no rows are under way"
+        (work, _, arrived), self._under_way = self._under_way, None
+        if work is not None:
+            work.wait()
+        return arrived
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.begin(rows, exchange.send, exchange.receive)
+        return rows  # `_End` has a gradient of its shape
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, send: list[int], receive: list[int], process_group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.send, ctx.receive, ctx.process_group = send, receive, process_group
-        return _exchange(rows, send, receive, process_group)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.end(), None
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.end()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grads[0], ctx.receive, ctx.send, ctx.process_group), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        exchange = ctx.exchange
+        return exchange.begin(grads[0], exchange.receive, exchange.send), None
 
 
-def all_to_all(rows: Tensor, send: list[int], receive: list[int], process_group: dist.ProcessGroup | None) -> Tensor:
-    """(sum of `send`, d) rows, rank 0's first -> (sum of `receive`, d); the rows themselves without a process group."""
+def begin_all_to_all(
+    rows: Tensor, send: list[int], receive: list[int], process_group: dist.ProcessGroup | None
+) -> tuple[Tensor, Exchange | None]:
+    """Sends (sum of `send`, d) rows, rank 0's first; returns what `end_all_to_all` takes."""
     if process_group is None:
-        return rows
-    return _AllToAll.apply(rows, send, receive, process_group)
+        return rows, None
+    exchange = Exchange(send, receive, process_group)
+    return _Begin.apply(rows, exchange), exchange
 
 
-def _exchange(rows: Tensor, send: list[int], receive: list[int], process_group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(receive), *rows.shape[1:])
-    if has_data(rows):
-        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=process_group)
-    return out
+def end_all_to_all(rows: Tensor, exchange: Exchange | None) -> Tensor:
+    """(sum of `receive`, d): the rows that have come; those that were to be sent if there is no process group."""
+    return rows if exchange is None else _End.apply(rows, exchange)
 
 
 def _admitted(order: Tensor, experts: Tensor, counts: Tensor, kept: Tensor, total: int) -> Tensor:

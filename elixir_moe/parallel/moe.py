@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import LayoutError
-from elixir_moe.parallel.dispatch import Dispatch, all_to_all, combine, permute, plan_dispatch
+from elixir_moe.parallel.dispatch import Dispatch, begin_all_to_all, combine, end_all_to_all, permute, plan_dispatch
 from elixir_moe.parallel.experts import MLP, GroupedExperts
 from elixir_moe.parallel.router import TopKRouter, gather_statistics, kept_counts, load_balance_loss
 
@@ -148,13 +148,16 @@ class MoE(nn.Module):
             ep=place.ep,
             dropless=self.capacity_factor is None,
         )
-        rows = all_to_all(permute(tokens, dispatch), dispatch.send, dispatch.receive, place.ep_group)
-        rows = self._apply_experts(rows, dispatch)
-        rows = all_to_all(rows, dispatch.receive, dispatch.send, place.ep_group)
-        out = combine(rows, routing.weights, dispatch).to(x.dtype).view_as(x)
+        rows, exchange = begin_all_to_all(permute(tokens, dispatch), dispatch.send, dispatch.receive, place.ep_group)
+        rows = self._apply_experts(end_all_to_all(rows, exchange), dispatch)
+        rows, exchange = begin_all_to_all(rows, dispatch.receive, dispatch.send, place.ep_group)
+        beside = None  # the dense branch needs no other rank: it runs while rows are on their way
         if self.mlp is not None and self.coefficient is not None:
-            share = self.coefficient(x).softmax(dim=-1, dtype=torch.float32).to(x.dtype)
-            out = share[..., 0:1] * out + share[..., 1:2] * self.mlp(x)
+            beside = self.coefficient(x).softmax(dim=-1, dtype=torch.float32).to(x.dtype), self.mlp(x)
+        out = combine(end_all_to_all(rows, exchange), routing.weights, dispatch).to(x.dtype).view_as(x)
+        if beside is not None:
+            share, dense = beside
+            out = share[..., 0:1] * out + share[..., 1:2] * dense
         self.tokens_per_expert = statistics.counts.sum(dim=(0, 1))
         aux_loss = self.aux_coefficient * load_balance_loss(statistics)
         return out, aux_loss + self.z_coefficient * statistics.squared_log_normaliser
