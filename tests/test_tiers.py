@@ -225,9 +225,7 @@ LEGAL = {
     ("gathered", "sharded"),
     ("gathered", "gradient"),
     ("gradient", "reducing"),
-    ("gradient", "sharded"),
     ("reducing", "sharded"),
-    ("gradient", "gathered"),
     ("reducing", "gathered"),
 }
 

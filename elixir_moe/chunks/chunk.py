@@ -7,10 +7,11 @@ no transfer and no collective: `scheduler` does.
     SHARDED    none                                       GATHERING
     GATHERING  a block, being filled                      GATHERED
     GATHERED   a block with values, parameters view it    SHARDED, GRADIENT
-    GRADIENT   the same block, values and gradients       REDUCING, SHARDED (a backward that failed)
+    GRADIENT   the same block, values and gradients       REDUCING
     REDUCING   the block until the gradient has left      SHARDED
 
-A chunk that is used in place and shows what its home keeps (`direct`) is GATHERED once and never SHARDED again.
+A chunk that is used in place and shows what its home keeps (`direct`) is GATHERED once, and again behind REDUCING. From
+wherever a failed step has left it, `restart` leads back.
 
 A gathered parameter has a storage of its own on the block's memory. How often it is in use tells, parameter by
 parameter, whether somebody still reads it: a tensor saved for backward, a view in the hands of the user.
@@ -56,10 +57,8 @@ _LEGAL = {
     (GATHERED, SHARDED),
     (GATHERED, GRADIENT),
     (GRADIENT, REDUCING),
-    (GRADIENT, SHARDED),  # a backward that failed
     (REDUCING, SHARDED),
-    (GRADIENT, GATHERED),  # what shows its home keeps showing it
-    (REDUCING, GATHERED),
+    (REDUCING, GATHERED),  # what shows its home keeps showing it
 }
 
 
