@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,15 +30,26 @@ def apart(model: nn.Module) -> Iterator[None]:
     buffers = getattr(core, "_GLOBAL_MEMORY_BUFFER", None)
     with ExitStack() as stack:
         if buffers is not None:
-            stack.enter_context(patch.object(core, "_GLOBAL_MEMORY_BUFFER", type(buffers)()))
+            stack.enter_context(_holding(core, "_GLOBAL_MEMORY_BUFFER", type(buffers)()))
         if hasattr(utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
-            stack.enter_context(patch.object(utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}))
+            stack.enter_context(_holding(utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}))
         if hasattr(utils, "MoEAuxLossAutoScaler"):
-            stack.enter_context(patch.object(utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None))
+            stack.enter_context(_holding(utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None))
         for module in model.modules():
             if is_mixture(module):
-                stack.enter_context(patch.object(module, "token_dispatcher", EvenDispatcher(module.token_dispatcher)))
+                stack.enter_context(_holding(module, "token_dispatcher", EvenDispatcher(module.token_dispatcher)))
         yield
+
+
+@contextmanager
+def _holding(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner` has another value under `name` for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def is_mixture(module: nn.Module) -> bool:
