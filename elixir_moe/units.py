@@ -163,12 +163,15 @@ def expected_schedule(units: Sequence[Unit], calls: Sequence[Call], chunks: Sequ
     """What a step that makes these `calls` will ask of the cache.
 
     Backward visits calls in the reverse of the order forward left them; a unit holds its chunks until everything
-    entered behind it is done, and a chunk is freed when the last of its parameters has its gradient. What it cannot
-    know, such as checkpointed regions, only asks for more blocks.
+    entered behind it is done, and a chunk is freed when the last of its parameters that forward used has its gradient.
+    What it cannot know, such as checkpointed regions, only asks for more blocks.
     """
     unit_of = {id(unit.module): unit for unit in units}
     cached = {id(unit.module): tuple(c for c in unit.chunks if not chunks[c].resident) for unit in units}
-    awaited = {c.index: {i for i, _ in enumerate(c.slots)} for c in chunks if c.key.trainable and not c.resident}
+    awaited: dict[int, set[int]] = {c.index: set() for c in chunks if c.key.trainable and not c.resident}
+    for chunk, index in (slot for call in calls for slot in unit_of[id(call.module)].slots):
+        if chunk in awaited:
+            awaited[chunk].add(index)
     sizes = {chunk: len(slots) for chunk, slots in awaited.items()}
     first = {id(call.module): call for call in sorted(calls, key=lambda call: -call.entered)}
     numbered = [(call.entered, Verb.ACQUIRE, call) for call in calls] + [(c.left, Verb.RELEASE, c) for c in calls]

@@ -229,6 +229,39 @@ def refused_alone() -> tuple[str, str]:
     return refused({"budget_bytes": None if torch.distributed.get_rank() == 0 else 1_000_000})
 
 
+class Skipping(nn.Module):
+    """Equal layers, of which forward leaves one out; its parameters come last, in one chunk with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x if index == 2 else x + layer(x)
+        return x
+
+
+def skipped(budget: int) -> None:
+    """(rank) Two steps of a plan with as few blocks as forward asks for."""
+    model, sample = Skipping(), torch.randn(4, 16)
+    options: dict[str, Any] = {"sample": sample, "step": mean_square, "hardware": MACHINE, "budget_bytes": budget}
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan="auto", **options)
+    for _ in range(2):
+        mean_square(model, sample).backward()
+        optimizer.step()
+    assert optimizer.schedule is not None and optimizer.plan.rcache_blocks is not None
+    assert optimizer.schedule.least_blocks() <= optimizer.plan.rcache_blocks
+    assert optimizer.held_bytes()["device"] == optimizer.prediction.device_bytes
+    optimizer.close()
+
+
+@pytest.mark.parametrize("budget", [8_000, 12_500, 15_500])
+def test_a_layer_that_forward_leaves_out_asks_for_no_block(budget: int, ranks: Ranks) -> None:
+    ranks(1).run(skipped, budget)
+
+
 def accumulated() -> tuple[dict[str, int], tuple[int, int]]:
     model = GPT(CONFIGS["dense"])
     optimizer = torch.optim.AdamW(model.parameters())
