@@ -139,6 +139,8 @@ def updates_held_back(plan: em.Plan) -> list[str]:
 
     optimizer._update.prepare = held_back  # type: ignore[method-assign]
     take_step(model, optimizer, 1)
+    counted = optimizer.held_bytes()  # waits for no update: after each step it is asked for by what measures steps
+    assert counted["host"] == optimizer.footprint.host_bytes
     for chunk in optimizer._scheduler.chunks:
         chunk.communicator = Logged(chunk.communicator, model.events)  # type: ignore[assignment]
     model.layers[0].register_forward_hook(lambda *_: begun.set())

@@ -213,8 +213,11 @@ class Home:
             self._master = place
 
     def held_bytes(self) -> dict[Tier, int]:
-        """Bytes of all that is kept at home, by where it lies; gradients included as if they were there."""
-        kept = [t for t in (self.compute, self.master, self.accumulator) if t is not None]
+        """Bytes of all that is kept at home, by where it lies; gradients included as if they were there.
+
+        Waits for no update, as none changes them.
+        """
+        kept = [t for t in (self._compute, self._master, self.accumulator) if t is not None]
         memory = sum(t.nbytes for t in kept)  # where there are pieces, the compute shard is the master: as many bytes
         on_disk = {} if self.spilled is None else {Tier.DISK: self.spilled.nbytes}
         return {self.tier.of_compute: memory, **on_disk}
