@@ -384,7 +384,7 @@ def test_what_compute_explains_is_corrected() -> None:
     assert prediction.corrected(fitted, expected, 0.4).device_efficiency == pytest.approx(1.0), "transfers stay"
 
 
-@pytest.mark.parametrize("damage", ["machine", "format", "figure", "json"])
+@pytest.mark.parametrize("damage", ["machine", "format", "figure", "constant", "deep", "json"])
 @pytest.mark.fault(41)
 def test_figures_of_another_machine_are_ignored_with_a_notice(damage: str, tmp_path: Path, ranks: Ranks) -> None:
     from elixir_moe.search import measure
@@ -401,9 +401,11 @@ def test_figures_of_another_machine_are_ignored_with_a_notice(damage: str, tmp_p
             data["machine"] = {**machine, "ranks": 2}
         elif damage == "format":
             data["format"] = 0
+        elif damage == "constant":
+            data["fitted"] = {"a step": {**hardware["fitted"], "device_efficiency": 0}}
         elif damage == "figure":
             del data["hardware"]["by_gpus"]
-        path.write_text("{" if damage == "json" else json.dumps(data))
+        path.write_text({"json": "{", "deep": "[" * 200_000}.get(damage) or json.dumps(data))
         with pytest.warns(UserWarning, match="is ignored and the machine measured again"):
             assert measure._read(machine) == {}
 

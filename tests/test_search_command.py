@@ -200,6 +200,7 @@ def test_figures_of_the_machine_we_are_on(apart: tuple[Path, list[str]]) -> None
 
 DAMAGED = {
     "nan": ({"gpu_bytes": math.nan}, "gpu_bytes (found nan, expected a number above 0)"),
+    "too large": ({"gpu_bytes": 10**400}, "expected a number above 0)"),
     "half a GPU": ({"gpus_per_node": 1.5}, "gpus_per_node (found 1.5, expected a whole number)"),
     "text": ({"peak_tflops": "many"}, "peak_tflops (found 'many'"),
     "misspelt": ({"node_bandwith": 10}, "node_bandwith (unknown: did you mean 'node_bandwidth'?)"),

@@ -8,7 +8,7 @@ say of single process groups what `by_gpus` says of their number of ranks.
 """
 
 import json
-import math
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -19,6 +19,7 @@ from typing import Any, Self
 from elixir_moe.errors import ConfigError
 
 _GIGA = 1e9
+_MOST = sys.float_info.max
 _OPTIONAL = ("node_bandwidth", "disk_bytes", "disk_read", "disk_write")
 
 
@@ -117,7 +118,7 @@ class Hardware:
         """From the JSON of a hardware file. Raises ConfigError, which names every figure that is missing or wrong."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"hardware {name!r} is not valid JSON: {error}") from error
         problems: list[str] = []
         plain = _figures(
@@ -303,7 +304,7 @@ def _figures(data: Any, names: Any, where: str, problems: list[str]) -> dict[str
         value = data.get(name) if isinstance(data, dict) else None
         if value is None:
             problems.append(f"{where}{name}")
-        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST:
             problems.append(f"{where}{name} (found {value!r}, expected a number above 0)")
         else:
             found[name] = value

@@ -166,11 +166,11 @@ def _read(machine: dict[str, Any]) -> dict[str, Any]:
             raise ValueError("it was written for another machine or by another version")
         Hardware.parse(json.dumps(data["hardware"]), str(path))
         for fitted in data.get("fitted", {}).values():
-            Fitted(**fitted)
+            Hardware.parse(json.dumps({**data["hardware"], "fitted": fitted}), str(path))
         return data
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
         warnings.warn(f"{str(path)!r} is ignored and the machine measured again: {error}", stacklevel=3)
         return {}
 
