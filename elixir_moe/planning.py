@@ -29,6 +29,12 @@ from elixir_moe.search.measure import measured_here
 from elixir_moe.search.solve import Choice, Task, price, shortage, solve
 from elixir_moe.search.trace import trace
 
+_MOST_TOKENS = 2**40
+"""Of a batch: more have no size that a tensor could say."""
+_MOST_IMBALANCE = 10**6
+_MOST_FIGURE = 1e60
+"""Of an estimate's figures: products of a few are numbers still."""
+
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
     """The arguments of `plan`."""
@@ -61,9 +67,13 @@ def run_plan(known: argparse.Namespace) -> int:
     for name in ("gpus", "batch", "seq"):
         if getattr(known, name) < 1:
             raise ConfigError(f"--{name}: expected at least 1, got {getattr(known, name)}")
-    if not 1 <= known.imbalance < math.inf:
-        raise ConfigError(f"--imbalance: expected a finite number of at least 1, got {known.imbalance}")
-    if known.budget_gib is not None and not 0 < known.budget_gib < math.inf:
+    if known.batch * known.seq > _MOST_TOKENS:
+        raise ConfigError(f"--batch, --seq: expected at most {_MOST_TOKENS} tokens, got {known.batch} x {known.seq}")
+    if not 1 <= known.imbalance <= _MOST_IMBALANCE:
+        raise ConfigError(
+            f"--imbalance: expected a finite number of at least 1, at most {_MOST_IMBALANCE}, got {known.imbalance}"
+        )
+    if known.budget_gib is not None and not 0 < known.budget_gib * 2**30 < math.inf:
         raise ConfigError(f"--budget-gib: expected a finite number above 0, got {known.budget_gib}")
     hardware = measured_here(known.gpus) if known.hardware == "here" else Hardware.named(known.hardware)
     hardware.links(known.gpus)
@@ -234,8 +244,8 @@ def run_estimate(known: argparse.Namespace) -> int:
     """Prints one of the papers' estimates."""
     if known.efficiency:
         ait, bandwidth, peak = known.efficiency
-        if min(known.efficiency) <= 0:
-            raise ConfigError("--efficiency: expected three numbers above 0")
+        if not all(0 < figure < _MOST_FIGURE for figure in known.efficiency):
+            raise ConfigError(f"--efficiency: expected three numbers above 0 and below {_MOST_FIGURE:g}")
         rows: list[dict[str, Any]] = [{"efficiency": estimate.efficiency(ait, bandwidth * 1e9, peak * 1e12)}]
     elif known.zero_infinity:
         rows = [estimate.figure_2_row(model) for model in estimate.FIGURE_2]
@@ -253,8 +263,8 @@ def run_estimate(known: argparse.Namespace) -> int:
 def _plain_rows(known: argparse.Namespace) -> Iterator[dict[str, Any]]:
     models = dict(estimate.BLOG_MODELS)
     if known.parameters is not None:
-        if known.parameters < 1:
-            raise ConfigError(f"--parameters: expected at least 1, got {known.parameters}")
+        if not 1 <= known.parameters < _MOST_FIGURE:
+            raise ConfigError(f"--parameters: expected at least 1 and below {_MOST_FIGURE:g}, got {known.parameters}")
         models = {"model": known.parameters}
     elif known.model:
         models = {known.model: models[known.model]}

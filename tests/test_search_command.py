@@ -93,6 +93,9 @@ def test_a_hugging_face_config_is_enough(tmp_path: Path, capsys: pytest.CaptureF
         (["--model", "gpt2-4b", "--batch", "0"], "--batch: expected at least 1"),
         (["--model", "gpt2-4b", "--budget-gib", "nan"], "--budget-gib: expected a finite number above 0"),
         (["--model", "gpt2-4b", "--imbalance", "inf"], "--imbalance: expected a finite number of at least 1"),
+        (["--model", "gpt2-4b", "--budget-gib", "1e300"], "--budget-gib: expected a finite number above 0"),
+        (["--model", "pr-moe-16b", "--imbalance", "1e308"], "--imbalance: expected a finite number of at least 1"),
+        (["--model", "gpt2-4b", "--batch", "1" + 30 * "0"], "--batch, --seq: expected at most"),
         (["--model", ""], "no model is called ''"),
         (["--config", "/no/such"], "no such file"),
         ([], "one of the arguments --model --config is required"),
@@ -101,6 +104,16 @@ def test_a_hugging_face_config_is_enough(tmp_path: Path, capsys: pytest.CaptureF
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--gpus", "4", "--batch", "1", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--efficiency", "nan", "1", "1"], ["--efficiency", "1", "inf", "1"], ["--parameters", "1" + 400 * "0"]],
+)
+def test_an_estimate_of_no_number_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", *arguments, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and f"{arguments[0]}: expected" in err
 
 
 def test_bytes_of_plain_strategies_are_the_blogs(capsys: pytest.CaptureFixture[str]) -> None:
