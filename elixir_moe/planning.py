@@ -165,7 +165,7 @@ def _report(known: argparse.Namespace, name: str, task: Task, choice: Choice | N
     if choice is None:
         return report | dict.fromkeys(keys) | {"plan": None, "predicted": None, "groups": None}
     values = (
-        choice.layout.chunk_numel,
+        choice.plan.chunk_numel,
         choice.layout.waste_fraction,
         choice.plan.blocks(choice.layout),
         len(choice.layout.chunks),

@@ -267,7 +267,7 @@ def _check_spill(plan: Any, optimizer: torch.optim.Optimizer, spill: Any, check_
         if check_spill:
             raise ConfigError("check_spill=True means nothing without spill=, the folder of what is on disk")
         return
-    if not isinstance(spill, (str, os.PathLike)):
+    if not isinstance(spill, (str, os.PathLike)) or not str(spill) or "\0" in str(spill):
         raise ConfigError(f"spill={spill!r}: expected a folder, or None")
     if on_disk == 0:
         raise ConfigError(f"spill={os.fspath(spill)!r} means nothing for a plan without disk_chunks: leave it out")

@@ -251,6 +251,8 @@ PLAN = em.Plan.offload(rcache_blocks=3, disk_chunks=2, chunk_numel=2 * D * D)
     [
         ({"plan": PLAN}, r"disk_chunks=2: say with spill="),
         ({"plan": PLAN, "spill": 3}, r"spill=3: expected a folder"),
+        ({"plan": PLAN, "spill": ""}, r"spill='': expected a folder"),
+        ({"plan": PLAN, "spill": "a\0b"}, r"expected a folder"),
         ({"plan": em.Plan.zero2(), "spill": "/tmp"}, r"means nothing for a plan without disk_chunks"),
         ({"plan": PLAN, "spill": "/tmp", "check_spill": 1}, r"check_spill=1: expected True or False"),
         ({"plan": em.Plan.zero2(), "check_spill": True}, r"means nothing without spill="),

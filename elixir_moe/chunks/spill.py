@@ -163,9 +163,9 @@ class Spilled:
                 self._check(index, array, content)
             start, stop = self._bounds(index)
             yield [content[: stop - start] for content in arrays]
+            self._spill.move(offset, record, write=True)
             for array, content in enumerate(arrays):
                 self._sign(index, array, content)
-            self._spill.move(offset, record, write=True)
 
     def read(self, array: int, start: int, stop: int) -> torch.Tensor:
         """A copy of some elements of an array, fp32."""
@@ -180,8 +180,9 @@ class Spilled:
         for index, here, there in self._parts(start, start + values.numel()):
             with self._loaded(array, index) as content:
                 content[there] = values[here]
-                self._sign(index, array, content)
+                self._checksums.pop((index, array), None)  # an interrupt leaves none rather than a wrong one
                 self._spill.move(self._place(index, array), content, write=True)
+                self._sign(index, array, content)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
         """(slice, which of the elements asked for, which of the slice's)."""

@@ -25,7 +25,7 @@ def explain(task: Task, choice: Choice) -> str:
     blocks, chunks = plan.blocks(layout), len(layout.chunks)
     activations = cost.activations(task.profile, task.imbalance)
     lines = [
-        f"chunks    {chunks} of {layout.chunk_numel} elements, {layout.waste_fraction:.1%} of their space unused",
+        f"chunks    {chunks} of {plan.chunk_numel} elements, {layout.waste_fraction:.1%} of their space unused",
         f"rCache    {blocks} blocks: {len(choice.loads)} gathers a step, {len(layout.cached)} if all were kept",
         f"tiers     {choice.chunks_in(Tier.DEVICE)} chunks on the device, {choice.chunks_in(Tier.HOST)} in host "
         f"memory, {choice.chunks_in(Tier.DISK)} on disk",

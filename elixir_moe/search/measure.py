@@ -188,7 +188,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         *_copy_rates(device),
         _adam_rate(device) if cuda else v_c,
         v_c,
-        *(_disk_rates(tempfile.gettempdir()) if dist.get_rank() == neighbours[0] else (0.0, 0.0)),
+        *(_temporary_rates() if dist.get_rank() == neighbours[0] else (0.0, 0.0)),
     )
     everyone: list[Any] = [None] * len(hosts)
     dist.all_gather_object(everyone, mine)
@@ -213,8 +213,8 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         fitted=_UNFITTED,
         by_gpus=by_gpus,
         node_bandwidth=across.bandwidth * (nodes - 1) / nodes if nodes > 1 and across is not None else None,
-        disk_read=read,
-        disk_write=written,
+        disk_read=read or None,
+        disk_write=written or None,
     )
     box = [measured.to_json()]
     dist.broadcast_object_list(box, src=0)
@@ -339,6 +339,15 @@ def _adam_rate(device: torch.device) -> float:
         )
 
     return _ADAM_NUMEL / _together(update, device) / 1e9
+
+
+def _temporary_rates() -> tuple[float, float]:
+    """Those of the folder for temporary files; zeros, with a warning, if it takes none."""
+    try:
+        return _disk_rates(tempfile.gettempdir())
+    except (TierError, OSError) as error:
+        warnings.warn(f"the disk could not be measured: {error}", stacklevel=3)
+        return 0.0, 0.0
 
 
 def _disk_rates(directory: str) -> tuple[float, float]:

@@ -6,7 +6,7 @@ Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache)
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -263,19 +263,24 @@ class _Length:
         """(host bytes, chunks on disk, bytes by which the disk is too small) if the first `count` chunks are not on the
         device and take `host` bytes without a disk.
 
-        As few of them are on disk as host memory asks for, the last ones.
+        As few of them are on disk as host memory asks for, the last ones; where that cannot be, as many as the disk
+        takes.
         """
         task, saved, spilled = self._task, self._saved, self._on_disk
         if host <= task.host_bytes or task.disk_bytes is None:
             return host, 0, None
-        last = bisect_right(saved, saved[count] - (host - task.host_bytes), 0, count + 1) - 1
-        for first in range(last, -1, -1):
+
+        def left(first: int) -> int:
             buffers = spill_buffer_bytes(self._updated[first:count], 1 + task.moments)
-            left = host - (saved[count] - saved[first]) + buffers
-            if left <= task.host_bytes:
-                short = spilled[count] - spilled[first] - task.disk_bytes
-                return (host, 0, short) if short > 0 else (left, count - first, short)
-        return host, 0, None
+            return host - (saved[count] - saved[first]) + buffers
+
+        last = bisect_right(saved, saved[count] - (host - task.host_bytes), 0, count + 1) - 1
+        enough = next((first for first in range(last, -1, -1) if left(first) <= task.host_bytes), None)
+        room = bisect_left(spilled, spilled[count] - task.disk_bytes, 0, count + 1)
+        if enough is None or enough < room:
+            short = None if enough is None else spilled[count] - spilled[enough] - task.disk_bytes
+            return min(host, left(room)), 0, short
+        return left(enough), count - enough, 0
 
     def best(self) -> Choice | None:
         """The fastest plan of this length that fits; None if none does."""
