@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir_moe.errors import LayoutError
 from elixir_moe.parallel import experts as experts_module
+from elixir_moe.parallel.dispatch import begin_all_to_all, end_all_to_all
 from elixir_moe.parallel.experts import GroupedExperts
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.moe import MoE
@@ -441,3 +442,19 @@ def test_errors_of_meshes(ranks: Ranks) -> None:
         assert "3 experts" in degree and "ep=2" in degree and "[1, 3]" in degree
         assert "('dp', 'tp')" in axes and "expert_mesh" in axes
         assert "tp" in tp and "init_mesh(tp=1)" in tp
+
+
+def second_derivative() -> str:
+    """(rank) What a gradient of a gradient through an exchange of rows says."""
+    x = torch.tensor([[1.0], [2.0]], requires_grad=True)
+    rows, exchange = begin_all_to_all(x.square(), [2], [2], dist.group.WORLD)
+    loss = end_all_to_all(rows, exchange).square().sum()
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert torch.equal(first, 4 * x**3)
+    with pytest.raises(RuntimeError) as refused:
+        first.sum().backward()
+    return str(refused.value)
+
+
+def test_a_gradient_of_a_gradient_through_an_exchange_is_refused(ranks: Callable[[int], RankPool]) -> None:
+    assert "once_differentiable" in ranks(1).run(second_derivative)[0]

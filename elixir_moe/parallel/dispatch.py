@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from elixir_moe.parallel.dataless import even_counts, has_data
 
@@ -114,9 +115,10 @@ class Exchange:
     def end(self) -> Tensor:
         """The rows that `begin` has returned, all there."""
         assert self._under_way is not None, "no rows are under way"
-        (work, _, arrived), self._under_way = self._under_way, None
+        work, _, arrived = self._under_way
         if work is not None:
             work.wait()
+        self._under_way = None  # not before: what interrupts the wait must not let go of the memory
         return arrived
 
 
@@ -128,7 +130,8 @@ class _Begin(torch.autograd.Function):
         return rows  # `_End` has a gradient of its shape
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
         return ctx.exchange.end(), None
 
 
@@ -139,9 +142,12 @@ class _End(torch.autograd.Function):
         return exchange.end()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        exchange = ctx.exchange
-        return exchange.begin(grads[0], exchange.receive, exchange.send), None
+        exchange, (gradient,) = ctx.exchange, grads
+        exchange.begin(gradient, exchange.receive, exchange.send)
+        stand_in = gradient.new_zeros(()).expand(sum(exchange.send), *gradient.shape[1:])
+        return stand_in, None  # `_Begin` does not look at it; what arrives is nobody's to read yet
 
 
 def begin_all_to_all(
