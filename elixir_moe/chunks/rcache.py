@@ -9,7 +9,7 @@ for a while, counted as `blocks_replaced`, never stale bytes. Source: Elixir v1,
 n_block storage blocks of the same length").
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
@@ -31,17 +31,30 @@ class Block:
         self._idle_uses = storage_uses(self._memory)
         self.busy: Ticket | None = None
         """The operation that must end before the block is written again."""
+        self._read_later = False
+        """Somebody else had a part of it when its chunk left, and may have read it behind `busy`."""
+
+    def vacate(self, ticket: Ticket) -> None:
+        """Its chunk has left; the block may be written when `ticket` has ended and nobody else has a part of it."""
+        self.busy = ticket
+        self._read_later = storage_uses(self._memory) > self._idle_uses
 
     @property
     def quiet(self) -> bool:
         """Whether `claim` would not make the host wait."""
         return self.busy is None or not self.busy.pending
 
-    def claim(self, spec: ChunkSpec) -> torch.Tensor:
-        """The buffer for `spec`'s chunk, (numel,) in its compute dtype, safe to write on the current stream."""
+    def claim(self, spec: ChunkSpec, wait_for_compute: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """The buffer for `spec`'s chunk, (numel,) in its compute dtype, safe to write on the current stream.
+
+        That waits for all that was computed so far if somebody may have read the block later than `busy` tells.
+        """
         if self.busy is not None:
             self.busy.wait()
             self.busy = None
+        if self._read_later:
+            wait_for_compute()
+            self._read_later = False
         if storage_uses(self._memory) > self._idle_uses:
             self._replace()
         return self._memory[: spec.nbytes].view(spec.key.dtype)
@@ -80,7 +93,7 @@ class HomeBlock(Block):
         super().__init__(_own_storage(home.place()), statistics)
         self._home = home
 
-    def claim(self, spec: ChunkSpec) -> torch.Tensor:
+    def claim(self, spec: ChunkSpec, wait_for_compute: Callable[[], None] = lambda: None) -> torch.Tensor:
         """The values."""
         if self.busy is not None:
             self.busy.wait()

@@ -173,7 +173,7 @@ class Scheduler:
         self.check_open()
         with torch.inference_mode(False), torch.no_grad(), self._streams.fetching():
             values = chunk.home.values()
-            chunk.buffer = block.claim(chunk.spec)
+            chunk.buffer = block.claim(chunk.spec, self._streams.fetch_after_compute)
             if not chunk.spec.in_place:
                 start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
                 chunk.buffer[start:stop].copy_(values, non_blocking=True)
@@ -207,7 +207,7 @@ class Scheduler:
 
     def _vacate(self, chunk: Chunk) -> None:
         """The chunk's block may be filled again behind everything computed so far."""
-        self._block_of[chunk.spec.index].busy = self._streams.marked(Ticket())
+        self._block_of[chunk.spec.index].vacate(self._streams.marked(Ticket()))
 
     def _own(self, chunk: Chunk) -> None:
         for index, address in chunk.addresses():
