@@ -60,9 +60,8 @@ class AdamUpdate:
     beside = True
     """Its updates may run beside training, on another thread."""
 
-    def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]], decoupled: bool) -> None:
+    def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> None:
         self._groups = groups
-        self._decoupled = decoupled
         self._state: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Of chunks whose master is in memory."""
         for chunk in chunks:
@@ -91,7 +90,7 @@ class AdamUpdate:
                 "weight_decay": options["weight_decay"],
                 "step": steps + 1,
                 "grad_scale": scale,
-                "decoupled": self._decoupled,
+                "decoupled": options["decoupled_weight_decay"],
                 "maximize": options["maximize"],
                 "threads": torch.get_num_threads() if home.spilled is None else 1,
             }
@@ -337,8 +336,7 @@ def update_for(
 ) -> AdamUpdate | ElementwiseUpdate:
     """The way to update that suits the user's optimizer."""
     if is_adam(inner):
-        decoupled = isinstance(inner, torch.optim.AdamW) or any(group.get("decoupled_weight_decay") for group in groups)
-        return AdamUpdate(chunks, groups, decoupled)
+        return AdamUpdate(chunks, groups)
     return ElementwiseUpdate(inner, segments, chunks, groups)
 
 

@@ -350,3 +350,31 @@ def test_case(name: str, ranks: Ranks, alone: None) -> None:
                 torch.testing.assert_close(
                     result["state"][key], value, rtol=0, atol=tolerance, msg=lambda m, p=plan, k=key: f"{p} {k}: {m}"
                 )
+
+
+def decay_of_each_group(wrapped: bool) -> dict[str, torch.Tensor]:
+    """Two steps of Adam whose second group, and no other, has the decoupled weight decay of AdamW."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    groups = [
+        {"params": [*model[0].parameters()]},
+        {"params": [*model[1].parameters()], "decoupled_weight_decay": True},
+    ]
+    optimizer: Any = torch.optim.Adam(groups, lr=1e-2, weight_decay=0.3)
+    if wrapped:
+        model, optimizer = em.wrap(model, optimizer, plan=em.Plan.offload(rcache_blocks=2))
+    for step in range(2):
+        model(torch.randn(3, D, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if not wrapped:
+        return model.state_dict()
+    state = em.full_state_dict(model)
+    optimizer.close()
+    return state
+
+
+@pytest.mark.usefixtures("alone")
+def test_weight_decay_is_of_each_groups_own_kind() -> None:
+    wanted, found = decay_of_each_group(False), decay_of_each_group(True)
+    assert all(torch.allclose(found[name], value, rtol=0, atol=1e-6) for name, value in wanted.items())
