@@ -22,8 +22,8 @@ $(BENCH_STAMP): $(STAMP)
 	DS_BUILD_OPS=0 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[dev,bench]'
 	touch $@
 
-# Two files at a time: while ranks of one wait for each other, the other computes.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Two files at a time, in their order: while ranks of one wait for each other, the other computes.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)
@@ -49,7 +49,7 @@ train: setup
 bench: $(BENCH_STAMP)
 	$(BIN)/python -W ignore -m benchmarks.run --out build/bench.json
 
-bench-gpu: setup
+bench-gpu: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.gpu --trace --out build/bench-gpu.json
 
 chaos: setup

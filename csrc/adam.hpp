@@ -1,7 +1,8 @@
 // One Adam step over a shard in host memory: gradient in, master weight and moments updated, compute weight out, in one
 // pass.
 //
-// Knows nothing of Python. Arrays are plain pointers; the caller vouches for their length. Nothing is allocated.
+// Knows nothing of Python. Arrays are plain pointers; the caller vouches for their length. Nothing is allocated
+// but what threads need.
 //
 // The arithmetic is that of torch.optim.Adam and AdamW (the one-tensor form), operation by operation, with a fused
 // multiply-add wherever torch's AVX2 and AVX-512 kernels use one:

@@ -126,7 +126,7 @@ EARLY = {
 
 
 @pytest.mark.fault(36)
-@pytest.mark.parametrize("where", EARLY)
+@pytest.mark.parametrize("where", with_further(EARLY, [*EARLY][:1]))
 def test_a_signal_before_there_is_anything_to_save_asks_to_be_started_again(where: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_settings(out)

@@ -10,6 +10,7 @@ from elixir_moe.parallel import megatron
 from elixir_moe.search.profile import Sent
 from elixir_moe.search.tape import Recorder, peak_of
 from elixir_moe.search.trace import trace
+from tests.cases import with_further
 from tests.megatron_cases import HIDDEN, SEQ, VOCAB, Case, build, lm_loss, model_parallel, plain, shims, wrapped
 from tests.parity import compare, tokens
 from tests.ranks import RankPool
@@ -37,7 +38,7 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", with_further(MIXTURES, ["alltoall", "experts cut too"]))
 def test_mixtures_are_planned_and_exact(name: str, ranks: Ranks) -> None:
     case = MIXTURES[name]
     (wanted,) = ranks(1).run(plain, case, 1, 0.5, 2 if case.aux else 1)

@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ import elixir_moe as em
 from elixir_moe.chunks import spill as spilling
 from elixir_moe.chunks.plan import SPILL_ALIGN_NUMEL
 from elixir_moe.chunks.spill import Spill
+from tests.cases import with_further
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -195,9 +197,13 @@ def train(plan: em.Plan, folder: str | None, dtype: torch.dtype, accumulation: i
     return result
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulation", "world"),
+    with_further(product([FP32, BF16], [1, 2], [1, 2]), [(FP32, 1, 2), (FP32, 2, 1), (BF16, 2, 2)]),
+)
 def test_not_a_bit_differs_from_host_memory(
     dtype: torch.dtype, accumulation: int, world: int, ranks: Ranks, tmp_path: Path
 ) -> None:
