@@ -36,6 +36,8 @@ from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
 
 GIB = 1 << 30
 WARM_STEPS, STEPS = 2, 5
+_FIGURES = "figures: "
+"""How the line begins in which a case tells its figures; libraries print too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +91,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.case is not None:
-        print(json.dumps(_measure(Case(**json.loads(options.case)), options.trace and Path(options.out))))
+        print(_FIGURES + json.dumps(_measure(Case(**json.loads(options.case)), options.trace and Path(options.out))))
         return 0
     ceilings = _ceilings() if torch.cuda.is_available() else None
     if ceilings:
         torch.cuda.empty_cache()  # the contenders need it all
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result = {"machine": _machine(), "ceilings": ceilings, "rows": rows}
+    path = Path(options.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
     for case in CASES:
         if options.only in json.dumps(asdict(case)):
             rows.append(asdict(case) | _in_process(case, ceilings, options))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    result = {"machine": _machine(), "ceilings": ceilings, "rows": rows}
-    path = Path(options.out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    path.with_suffix(".md").write_text(markdown(result))
+            path.write_text(json.dumps(result, indent=2) + "\n")  # whatever ends the next case
+            path.with_suffix(".md").write_text(markdown(result))
     print(markdown(result), end="")
     return 0
 
@@ -129,16 +131,26 @@ def _in_process(case: Case, ceilings: dict[str, float] | None, options: argparse
     nothing = {"seconds": None, "predicted_seconds": None, "parameters": None, "bound_fraction": None}
     if ceilings is None:
         return nothing | {"note": "not measured: this machine has no GPU"}
+    there = torch.cuda.get_device_properties(0).total_memory
+    if case.limit_gib * GIB > 1.02 * there:  # a card of "80 GB" has a little less than 80 GiB
+        return nothing | {"note": f"not measured: this GPU has {there / GIB:.0f} GiB"}
     command = [sys.executable, "-m", "benchmarks.gpu", "--case", json.dumps(asdict(case)), "--out", options.out]
     command += ["--trace"] if options.trace and case.contender == "ours" else []
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return nothing | {"note": f"no end within {options.seconds:.0f} s"}
+    with tempfile.TemporaryDirectory() as cache:  # what one case learns of the machine is no other's
+        environment = os.environ | {"XDG_CACHE_HOME": cache}
+        try:
+            run = subprocess.run(
+                command, capture_output=True, text=True, timeout=options.seconds, check=False, env=environment
+            )
+        except subprocess.TimeoutExpired:
+            return nothing | {"note": f"no end within {options.seconds:.0f} s"}
     if run.returncode:
         reason = next((line for line in reversed(run.stderr.splitlines()) if "Error" in line), f"exit {run.returncode}")
         return nothing | {"note": f"does not start: {reason[:160]}"}
-    found = json.loads(run.stdout.splitlines()[-1])
+    figures = [line for line in run.stdout.splitlines() if line.startswith(_FIGURES)]
+    if not figures:
+        return nothing | {"note": "it ended without figures"}
+    found = json.loads(figures[-1].removeprefix(_FIGURES))
     tokens = case.batch * models()[case.model].seq_len
     compute = 8 * found["active_parameters"] * tokens / ceilings["matmul_flops"]
     away = max(0, 16 * found["parameters"] - case.limit_gib * GIB) / 16  # parameters that cannot be at home here

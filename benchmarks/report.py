@@ -22,6 +22,9 @@ import torch
 
 from benchmarks.workload import Workload, fresh_model
 from elixir_moe.kernels import cpu_features
+from elixir_moe.parallel.experts import emulates
+
+_EMULATED = ": this library's experts multiply in fp32 then, a peer's and all dense layers as torch does"
 
 
 def machine(threads: int) -> dict[str, Any]:
@@ -34,6 +37,7 @@ def machine(threads: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "adam_kernel": cpu_features(),
+        "bf16_products": "emulated" if emulates(torch.bfloat16) else "native",
     }
 
 
@@ -80,8 +84,10 @@ def markdown(result: dict[str, Any]) -> str:
     m = result["machine"]
     lines = [
         f"{m['cpu']}, {m['cores']} cores, gloo, {m['threads_per_rank']} thread a rank, torch {m['torch']}, Adam "
-        f"kernel: {m['adam_kernel']}. Median and quartiles over {result['rounds']} rounds of {result['steps']} steps "
-        f"each, ours and the peer in turn.",
+        f"kernel: {m['adam_kernel']}. Products in bf16 are {m['bf16_products']}"
+        f"{_EMULATED * (m['bf16_products'] == 'emulated')}. Median and quartiles over {result['rounds']} rounds of "
+        f"{result['steps']} steps each, ours and the peer in turn; three times as many of Adam, six times of the "
+        f"host's work.",
         "",
         "| ours | peer | workload | ranks | ours / peer | quartiles | limit | ours | peer's | unit |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|---|",

@@ -151,7 +151,7 @@ def _ends(counts: Tensor) -> Tensor:
 
 def _product(left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
     """Writes ``left @ right + bias``; in fp32 and then rounded where the CPU has no product of narrower numbers."""
-    if out.device.type == "cpu" and has_data(out) and _emulates(out.dtype):
+    if out.device.type == "cpu" and has_data(out) and emulates(out.dtype):
         wide = left.float() @ right.float()
         out.copy_(wide if bias is None else wide.add_(bias))
     elif bias is None:
@@ -161,7 +161,7 @@ def _product(left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None = Non
 
 
 @cache
-def _emulates(dtype: torch.dtype) -> bool:
+def emulates(dtype: torch.dtype) -> bool:
     """Whether torch emulates products of `dtype` on this CPU: bf16 takes it 4 times as long as fp32, fp16 50 times."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return False
