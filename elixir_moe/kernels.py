@@ -45,8 +45,10 @@ def cpu_features() -> str:
     return "torch" if _native is None else _native.cpu_features()
 
 
-def sum_of_squares(gradient: Tensor) -> float:
-    """The sum of squares of a flat gradient shard, of any floating dtype and length, as exact as fp64 to about 1e-8.
+def sum_of_squares(gradient: Tensor) -> float | Tensor:
+    """The sum of squares of a flat gradient shard, of any floating dtype; as exact as fp64 to about 1e-6.
+
+    A number in host memory; of a shard on a GPU a scalar there, fp64, for which nobody waits yet.
 
     Rows of `NORM_ROW_NUMEL` are summed in fp32 and the rows in fp64: one fp32 sum over tens of millions of elements is
     off by 1e-4, and fp64 throughout takes ten times as long on a CPU.
@@ -56,7 +58,8 @@ def sum_of_squares(gradient: Tensor) -> float:
     whole = gradient.numel() // NORM_ROW_NUMEL * NORM_ROW_NUMEL
     rows = torch.linalg.vector_norm(gradient[:whole].view(-1, NORM_ROW_NUMEL), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(gradient[whole:], dtype=torch.float32)
-    return (rows.double().square().sum() + rest.double().square()).item()
+    squares = rows.double().square().sum() + rest.double().square()
+    return squares.item() if squares.device.type == "cpu" else squares
 
 
 def adam_step(

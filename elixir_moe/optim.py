@@ -355,13 +355,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scheduler.check_open()
         self._check_backwards()
         self._scheduler.drain()
-        squares = 0.0
+        mine: float | torch.Tensor = 0.0
         for chunk in self._chunks:
             if chunk.home.has_gradient:
                 weight = chunk.spec.shards / len(chunk.spec.key.ranks)
-                squares += weight * sum(map(sum_of_squares, chunk.home.gradients())) * self._unscale(chunk) ** 2
+                mine += weight * sum(map(sum_of_squares, chunk.home.gradients())) * self._unscale(chunk) ** 2
         votes = torch.tensor(
-            [squares, *(float(p in self._scheduler.used) for p in self._parameters)], dtype=torch.float64
+            [float(mine), *(float(p in self._scheduler.used) for p in self._parameters)], dtype=torch.float64
         )
         with naming_failures("the all-reduce of the gradient norm over all ranks"):
             if len(self._peers) > 1:

@@ -202,7 +202,7 @@ class Training:
         for held in held_by(self.model, wrapped):
             if held.name in rows:
                 part = held.cut(*share_of(held.chunk)).values.read()
-                rows[held.name] = [sum_of_squares(part), part.numel()]
+                rows[held.name] = [float(sum_of_squares(part)), part.numel()]
         table = torch.tensor(list(rows.values()), dtype=torch.float64).view(-1, 2)
         dist.all_reduce(table, group=self.optimizer.control)
         return dict(zip(rows, (table[:, 0] / table[:, 1].clamp(min=1)).sqrt().tolist(), strict=True))
