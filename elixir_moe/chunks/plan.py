@@ -264,13 +264,17 @@ def accumulator_bytes(chunk: ChunkSpec, tier: Tier) -> int:
 
 def spilled_bytes(numel: int, arrays: int) -> int:
     """Bytes on disk of `arrays` of fp32, each filled up to whole pages."""
-    return 4 * arrays * -(-numel // SPILL_ALIGN_NUMEL) * SPILL_ALIGN_NUMEL
+    return 4 * arrays * whole_pages(numel)
+
+
+def whole_pages(numel: int) -> int:
+    """So many elements of fp32, or as many more as fill a page of the disk."""
+    return -(-numel // SPILL_ALIGN_NUMEL) * SPILL_ALIGN_NUMEL
 
 
 def spill_slice_numel(numels: Iterable[int]) -> int:
     """Elements of an array that are moved between disk and memory at once, for chunks of `numels` elements."""
-    longest = max(numels, default=0)
-    return min(_SPILL_SLICE_NUMEL, -(-longest // SPILL_ALIGN_NUMEL) * SPILL_ALIGN_NUMEL)
+    return min(_SPILL_SLICE_NUMEL, whole_pages(max(numels, default=0)))
 
 
 def spill_buffer_bytes(numels: Sequence[int], arrays: int) -> int:

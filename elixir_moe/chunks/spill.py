@@ -29,6 +29,7 @@ from elixir_moe.chunks.plan import (
     spill_buffer_bytes,
     spill_slice_numel,
     spilled_bytes,
+    whole_pages,
 )
 from elixir_moe.errors import TierError
 
@@ -61,8 +62,7 @@ class Spill:
             if self.nbytes:
                 os.posix_fallocate(self._file.fileno(), 0, self.nbytes)
         except OSError as error:
-            room = os.statvfs(directory) if os.path.isdir(directory) else None
-            left = "" if room is None else f", {room.f_bavail * room.f_frsize / 2**30:.2f} GiB are left"
+            left = f", {disk_bytes_left(directory) / 2**30:.2f} GiB are left" if os.path.isdir(directory) else ""
             raise TierError(
                 f"disk: {self.nbytes / 2**30:.2f} GiB for shards cannot be had in {directory!r}{left}: "
                 f"{error.strerror}; name another folder (spill=), put fewer chunks on disk, or use more ranks"
@@ -148,12 +148,7 @@ class Spilled:
         return [self._spill.lanes.submit(self._change, index, work) for index in self._slices]
 
     def _change(self, index: int, work: Callable[[int, list[torch.Tensor]], None]) -> None:
-        with self._changing(index) as arrays:
-            work(self._bounds(index)[0], arrays)
-
-    @contextmanager
-    def _changing(self, index: int) -> Iterator[list[torch.Tensor]]:
-        """Slice `index` of all arrays, in memory; what is left in them when the context ends goes back to the disk."""
+        """Slice `index` of all arrays, read, changed and written back."""
         with self._spill.buffer() as memory:
             padded, count = self._padded(index), self._spill.arrays
             record, offset = memory[: count * padded], self._place(index, 0)
@@ -162,7 +157,7 @@ class Spilled:
             for array, content in enumerate(arrays):
                 self._check(index, array, content)
             start, stop = self._bounds(index)
-            yield [content[: stop - start] for content in arrays]
+            work(start, [content[: stop - start] for content in arrays])
             self._spill.move(offset, record, write=True)
             for array, content in enumerate(arrays):
                 self._sign(index, array, content)
@@ -201,7 +196,7 @@ class Spilled:
 
     def _padded(self, index: int) -> int:
         start, stop = self._bounds(index)
-        return -(-(stop - start) // SPILL_ALIGN_NUMEL) * SPILL_ALIGN_NUMEL
+        return whole_pages(stop - start)
 
     def _place(self, index: int, array: int) -> int:
         before = index * self._spill.slice_numel * self._spill.arrays + array * self._padded(index)
@@ -218,6 +213,12 @@ class Spilled:
                 f"disk: what was read from {self._spill.directory!r} is not what was written there (array {array}, "
                 f"slice {index} of a chunk): the disk cannot be trusted; go on from a checkpoint, on another one"
             )
+
+
+def disk_bytes_left(directory: str) -> int:
+    """Bytes that can still be written to the disk of a folder. Raises OSError if there is none."""
+    room = os.statvfs(directory)
+    return room.f_bavail * room.f_frsize
 
 
 def _aligned(numel: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ from torch import multiprocessing
 
 from elixir_moe.chunks.collectives import Communicator, build_communicators
 from elixir_moe.chunks.plan import SPILL_LANES
-from elixir_moe.chunks.spill import Spill
+from elixir_moe.chunks.spill import Spill, disk_bytes_left
 from elixir_moe.chunks.tiers import host_bytes_left
 from elixir_moe.errors import ConfigError, TierError
 from elixir_moe.kernels import adam_step, cpu_features
@@ -232,8 +232,7 @@ def with_disk(hardware: Hardware, directory: str) -> tuple[Hardware, int]:
     place: tuple[Any, ...] = (socket.gethostname(), None)
     room, problem = 0, ""
     try:
-        place, free = (place[0], os.stat(directory).st_dev), os.statvfs(directory)
-        room = free.f_bavail * free.f_frsize
+        place, room = (place[0], os.stat(directory).st_dev), disk_bytes_left(directory)
     except OSError as error:
         problem = f"spill={directory!r} on {place[0]}: {error.strerror}"
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -218,10 +218,8 @@ class _Length:
         self._updated = [chunk.shard_numel * chunk.key.trainable for chunk in self._layout.chunks]
         saved, on_disk = [0], [0]
         for chunk in self._layout.chunks:
-            home = home_bytes(chunk, Tier.DISK, task.moments) if chunk.key.trainable else {}
-            moved = self._held_at(chunk, Tier.HOST) - self._held_at(chunk, Tier.DISK) if home else 0
-            saved.append(saved[-1] + moved)
-            on_disk.append(on_disk[-1] + home.get(Tier.DISK, 0))
+            saved.append(saved[-1] + self._held_at(chunk, Tier.HOST) - self._held_at(chunk, Tier.DISK))
+            on_disk.append(on_disk[-1] + home_bytes(chunk, Tier.DISK, task.moments)[Tier.DISK])
         self._saved, self._on_disk = saved, on_disk
         """Of the first chunks: bytes of host memory that a disk saves, bytes they then have there."""
         self._held = list(self._by_device_chunks())
@@ -241,7 +239,6 @@ class _Length:
         """
         task, layout = self._task, self._layout
         on_device = Plan.zero2().place(layout).chunks
-
         device = sum(c.nbytes for c in layout.chunks if c.resident) + staging_bytes(layout) * task.staged
         host = sum(self._held_at(chunk, Tier.HOST) for chunk in layout.chunks)
         widths = Counter(chunk.key.dtype.itemsize for chunk in layout.cached)

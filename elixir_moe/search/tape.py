@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from elixir_moe.calls import in_backward
 from elixir_moe.parallel.dataless import has_data
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.megatron_dataless import is_mixture
@@ -150,13 +151,13 @@ class Recorder(TorchDispatchMode):
     def _listen(self, module: nn.Module, name: str, forward: Kind, backward: Kind) -> None:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
             rows = args[0].numel() // args[0].shape[-1] if forward is Kind.MIX else 0
-            self.marks.append(Mark(backward if _in_backward() else forward, name, nbytes=rows))
+            self.marks.append(Mark(backward if in_backward() else forward, name, nbytes=rows))
 
         self._handles.append(module.register_forward_pre_hook(enter))
 
     def _leaves(self, name: str) -> Any:
         def leave(*_: object) -> None:
-            if not _in_backward():
+            if not in_backward():
                 self.marks.append(Mark(Kind.LEAVE, name))
 
         return leave
@@ -165,11 +166,11 @@ class Recorder(TorchDispatchMode):
         """Forward enters `first`; backward comes to the output of `last`."""
 
         def enter(*_: object) -> None:
-            if not _in_backward():
+            if not in_backward():
                 self.marks.append(Mark(Kind.BOUNDARY, "forward", nbytes=number))
 
         def leave(_: nn.Module, args: object, output: object) -> None:
-            whose = [t for t in _tensors(output) if t.requires_grad] if not _in_backward() else []
+            whose = [t for t in _tensors(output) if t.requires_grad] if not in_backward() else []
             if whose:
                 whose[0].register_hook(lambda _: self.marks.append(Mark(Kind.BOUNDARY, "backward", nbytes=number)))
 
@@ -242,7 +243,3 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in _tensors(item)]
     return []
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

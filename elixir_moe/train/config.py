@@ -77,8 +77,8 @@ class PlanConfig:
         _check(numel is None or numel >= 1, "plan.chunk_numel", numel, "at least 1 element")
         _check((self.device_chunks or 0) >= 0, "plan.device_chunks", self.device_chunks, "0 or more chunks")
         _check((self.disk_chunks or 0) >= 0, "plan.disk_chunks", self.disk_chunks, "0 or more chunks")
-        on_disk = self.kind == "auto" or bool(self.disk_chunks)
-        _check(on_disk == (self.spill is not None) or self.kind == "auto", "plan.spill", self.spill, _WITH_DISK_CHUNKS)
+        placed = self.kind == "auto" or bool(self.disk_chunks) == (self.spill is not None)
+        _check(placed, "plan.spill", self.spill, _WITH_DISK_CHUNKS)
         _check(self.spill is not None or not self.check_spill, "plan.check_spill", self.check_spill, "plan.spill too")
         budget = self.budget_gib
         _check(budget is None or 0 < budget < math.inf, "plan.budget_gib", budget, "a finite number above 0, or null")
