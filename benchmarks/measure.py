@@ -134,7 +134,7 @@ def _replay_forward(optimizer: ShardedOptimizer) -> float:
     forward = entries[: next(i for i, entry in enumerate(entries) if entry.verb is Verb.HOLD)]
     requests = sum(entry.verb is Verb.ACQUIRE for entry in forward)
     scheduler.cache.rewind()
-    scheduler.trace.clear()
+    scheduler.requests.trace.clear()
     start = time.perf_counter()
     for entry in forward:
         if entry.verb is Verb.ACQUIRE:

@@ -200,8 +200,10 @@ class Hooks:
                 self._hook_outputs(output, partial(self._reach, unit, entered, left))
         if call.saving is not None:
             call.saving.__exit__(None, None, None)
-        if call.outermost and call.training:
-            self._hook_outputs(output, partial(self._reach_end, self._clock, self._saved.updates))
+        if call.outermost:
+            self._scheduler.settle()
+            if call.training:
+                self._hook_outputs(output, partial(self._reach_end, self._clock, self._saved.updates))
 
     def _this_forward(self) -> Forward:
         if self._forward is None:
@@ -406,7 +408,7 @@ class Hooks:
 
     def _adopt_schedule(self) -> None:
         """Learns the order of requests from the first step, and anew when several steps in a row were others."""
-        trace, self._scheduler.trace = self._scheduler.trace, []
+        trace, self._scheduler.requests.trace = self._scheduler.requests.trace, []
         kept = self._scheduler.cache.rewind()
         self._rounds_missed = 0 if kept else self._rounds_missed + 1
         if not self._schedule_known or self._rounds_missed >= _MISSES_BEFORE_NEW_SCHEDULE:
@@ -437,7 +439,7 @@ class Hooks:
         self._scheduler.invalidate()
         if self._round_is_open:
             self._adopt_schedule()
-        self._scheduler.trace.clear()
+        self._scheduler.requests.trace.clear()
         self._scheduler.cache.rewind()
         self._reset()
         self._saved.updates += 1

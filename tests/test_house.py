@@ -26,7 +26,7 @@ STOREYS: list[set[str]] = [
     {"chunks.home"},
     {"chunks.rcache"},
     {"chunks.chunk"},
-    {"chunks.agreement", "chunks.gathers"},
+    {"chunks.agreement", "chunks.gathers", "chunks.requests"},
     {"chunks.scheduler"},
     {"units", "state", "guard", "saved", "updates", "specs"},
     {"calls"},

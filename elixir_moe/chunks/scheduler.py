@@ -11,7 +11,7 @@ Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the 
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -20,8 +20,9 @@ from elixir_moe.chunks.chunk import GATHERED, GATHERING, GRADIENT, REDUCING, SHA
 from elixir_moe.chunks.collectives import Ticket
 from elixir_moe.chunks.gathers import Gathers
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.chunks.policy import ACQUIRE, FREE, HOLD, RELEASE, CacheState, Load, Verb
+from elixir_moe.chunks.policy import CacheState
 from elixir_moe.chunks.rcache import Block, RCache
+from elixir_moe.chunks.requests import Requests
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.streams import Streams
 from elixir_moe.errors import ConfigError, PlanError
@@ -30,8 +31,6 @@ from elixir_moe.parallel.dtensor import local_of
 _READABLE = (GATHERED, GRADIENT)
 _REDUCTIONS_IN_FLIGHT = 3
 """How many the host leaves under way: none waits for a rank that is a little late, and few wait to be summed."""
-_LONGEST_TRACE = 1 << 20
-"""Where recording stops, for programs that run forward for ever and never backward."""
 
 
 class Scheduler:
@@ -54,8 +53,7 @@ class Scheduler:
         """The process groups are gone."""
         self.compare_all = True
         """Look for writes that leave no trace (``parameter.data``) in every chunk, not only in exposed ones."""
-        self.trace: list[tuple[Verb, tuple[int, ...]]] = []
-        """Requests of the training step under way, as `policy` understands them."""
+        self.requests = Requests(cache)
         self.used: set[torch.nn.Parameter] = set()
         """Parameters that got a gradient since the last update, on this rank."""
         self.reductions = Reductions(agreement)
@@ -66,7 +64,6 @@ class Scheduler:
         self._owner: dict[int, tuple[int, int]] = {}
         self._block_of: dict[int, Block] = dict(rcache.resident)
         self._splits: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._decided: deque[Load] = deque()
         self._gathers = Gathers(cache, self._begin_gather)
         self._in_flight: deque[Ticket] = deque()
         self._behind = Ticket()
@@ -88,14 +85,13 @@ class Scheduler:
         """
         self.check_open()
         cached, resident = self._split(chunks)
-        if cached:
-            self._note(ACQUIRE, cached, tracked)
+        if cached and not self.requests.go_on(cached, tracked=tracked):
             try:
-                loads = self.cache.acquire(cached, tracked=tracked)
+                self.requests.acquire(cached, tracked=tracked)
             except PlanError as error:
                 raise PlanError(f"{who} needs chunks {cached}: {error}") from None
             try:
-                self._carry_out(loads)
+                self._carry_out()
                 for index in cached:
                     if self.chunks[index].state is GATHERING:
                         self._await(self.chunks[index])
@@ -117,10 +113,9 @@ class Scheduler:
             if self.chunks[index].state not in _READABLE:
                 cached = tuple(c for c in cached if self.chunks[c].state in _READABLE)
                 break
-        if not cached:
-            return
-        self._note(RELEASE, cached, tracked)
-        self._carry_out(self.cache.release(cached, tracked=tracked))
+        if cached:
+            self.requests.release(cached, tracked=tracked)
+            self._carry_out()
 
     def owner_of(self, address: int) -> tuple[int, int] | None:
         """(chunk, index in the chunk) of the gathered parameter whose storage is at `address`, if any."""
@@ -133,19 +128,19 @@ class Scheduler:
             self._splits[chunks] = tuple(c for c in chunks if c not in resident), resident
         return self._splits[chunks]
 
-    def _carry_out(self, loads: Iterable[Load]) -> None:
-        self._decided.extend(loads)
-        while self._decided:
-            load = self._decided[0]
+    def _carry_out(self) -> None:
+        decided = self.requests.decided
+        while decided:
+            load = decided[0]
             if load.evicted is not None and self.chunks[load.evicted].state is not SHARDED:
                 self._reshard(self.chunks[load.evicted])
             self._gather(self.chunks[load.chunk], self._rcache.blocks[load.block])
-            self._decided.popleft()  # not before: what interrupts a load leaves it to the next request
+            decided.popleft()  # not before: what interrupts a load leaves it to the next request
         self._gathers.begin()
 
     def forget(self) -> None:
         """Awaits nothing any more: the process groups go."""
-        self._decided.clear()
+        self.requests.forget()
         self._gathers.clear()
         self._in_flight.clear()
 
@@ -159,7 +154,7 @@ class Scheduler:
         if chunk.lent:
             self.bring_home(chunk)
         with torch.inference_mode(False), torch.no_grad(), self._streams.fetching():
-            self._settle(chunk)
+            self._order(chunk)
         chunk.transition(GATHERING)
         self._block_of[chunk.spec.index] = block
         if not chunk.spec.in_place:
@@ -283,7 +278,7 @@ class Scheduler:
 
     def _begin_gradients(self, chunk: Chunk, position: int) -> None:
         """The chunk gets where gradients can land, that of parameter `position` first."""
-        self._settle(chunk)
+        self._order(chunk)
         index = chunk.spec.index
         borrowed = chunk.state in (SHARDED, GATHERING)
         if borrowed:
@@ -292,8 +287,8 @@ class Scheduler:
             self.bring_home(chunk)
             chunk.expect_gradients()
             if not chunk.spec.resident:
-                self._note(HOLD, (index,), True)
-                self._carry_out(self.cache.hold(index))
+                self.requests.hold(index)
+                self._carry_out()
         if borrowed:
             self.release((index,), tracked=True)
 
@@ -311,7 +306,7 @@ class Scheduler:
                 self._reduce_chunk(chunk)
 
     def finish_backward(self) -> None:
-        """Sends off what is left; to be called when no more gradient can come."""
+        """Sends off what is left, and ends the last request; to be called when no more gradient can come."""
         self.reductions.expect_nothing()
         self._reduce_ready()
         for chunk in reversed(self.chunks):
@@ -320,6 +315,12 @@ class Scheduler:
             if chunk.state is GRADIENT:
                 self._reduce_chunk(chunk)
         self.reductions.clear()
+        self.settle()
+
+    def settle(self) -> None:
+        """Ends the last request, which the next of its kind would go on with: what comes now may differ."""
+        self.requests.settle()
+        self._carry_out()
 
     def drain(self) -> None:
         """Waits until every gradient is at home; the host too where a home is in host memory."""
@@ -342,11 +343,12 @@ class Scheduler:
 
     def drop(self, *, frozen: bool = False) -> None:
         """Lets go of what is gathered and trainable, which an update makes stale; of `frozen` chunks too if so told."""
+        self.settle()
         droppable = [c for c in self.chunks if not c.direct and (frozen or c.spec.key.trainable)]
         gathered = [c for c in droppable if c.state in (GATHERED, GATHERING)]
         for chunk in gathered:
             self._reshard(chunk, outdated=chunk.spec.key.trainable)
-        self.cache.drop(chunk.spec.index for chunk in gathered)
+        self.requests.drop(chunk.spec.index for chunk in gathered)
 
     def invalidate(self) -> None:
         """Drops every gathered chunk the update has made stale."""
@@ -377,7 +379,7 @@ class Scheduler:
         self._owner.clear()
         self.reductions.clear()
         self.cache.restart()
-        self.trace.clear()
+        self.requests.trace.clear()
 
     def _reduce_chunk(self, chunk: Chunk) -> None:
         """Sends a chunk of gradients off: every rank gets the sum of its shard."""
@@ -400,8 +402,8 @@ class Scheduler:
         else:
             self._behind = ticket
         if not chunk.spec.resident:
-            self._note(FREE, (index,), True)
-            self._carry_out(self.cache.free(index))
+            self.requests.free(index)
+            self._carry_out()
 
     def _wait_for(self, most: int) -> None:
         """Leaves at most so many reductions under way."""
@@ -432,7 +434,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------- helpers
 
-    def _settle(self, chunk: Chunk) -> None:
+    def _order(self, chunk: Chunk) -> None:
         """Orders what follows behind the chunk's last reduction; the host too where it is to read the gradient."""
         if chunk.leaving is None:
             return
@@ -440,10 +442,6 @@ class Scheduler:
             chunk.leaving.synchronize()
         else:
             chunk.leaving.wait()
-
-    def _note(self, verb: Verb, chunks: tuple[int, ...], tracked: bool) -> None:
-        if tracked and len(self.trace) < _LONGEST_TRACE:
-            self.trace.append((verb, chunks))
 
     def _count(self, chunk: Chunk, collective: str, times: int) -> None:
         self.statistics.collective_bytes[chunk.spec.key.label, collective] += times * chunk.spec.nbytes

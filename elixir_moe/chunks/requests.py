@@ -1,0 +1,77 @@
+"""What is asked of the cache, in order, and what it has decided that is not carried out yet.
+
+Owns the record of a step's requests, from which the schedule is made, and the last one that ended: modules that follow
+each other mostly want the same chunks, and the cache is told neither of the end of the one nor of the beginning of the
+next. To it, they are one.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from elixir_moe.chunks.policy import ACQUIRE, FREE, HOLD, RELEASE, CacheState, Load, Verb
+
+_LONGEST_TRACE = 1 << 20
+"""Where recording stops, for programs that run forward for ever and never backward."""
+
+
+class Requests:
+    """The requests of one wrapped model on one rank."""
+
+    def __init__(self, cache: CacheState) -> None:
+        self._cache = cache
+        self.trace: list[tuple[Verb, tuple[int, ...]]] = []
+        """Those of the training step under way, as `policy` understands them."""
+        self.decided: deque[Load] = deque()
+        """Loads to be carried out, the first first."""
+        self._ended: tuple[tuple[int, ...], bool] | None = None
+
+    def go_on(self, chunks: tuple[int, ...], *, tracked: bool) -> bool:
+        """Whether a request for `chunks` has just ended: then it has not, and they are held still."""
+        if self._ended != (chunks, tracked):
+            return False
+        self._ended = None
+        return True
+
+    def acquire(self, chunks: tuple[int, ...], *, tracked: bool) -> None:
+        """Holds `chunks`; as `CacheState.acquire`."""
+        self.settle()
+        self._note(ACQUIRE, chunks, tracked)
+        self.decided += self._cache.acquire(chunks, tracked=tracked)
+
+    def release(self, chunks: tuple[int, ...], *, tracked: bool) -> None:
+        """Ends one hold on each of `chunks`, unless the next request is for them again."""
+        self.settle()
+        self._ended = chunks, tracked
+
+    def settle(self) -> None:
+        """Tells the cache what has ended."""
+        if self._ended is not None:
+            chunks, tracked = self._ended
+            self._ended = None
+            self._note(RELEASE, chunks, tracked)
+            self.decided += self._cache.release(chunks, tracked=tracked)
+
+    def hold(self, chunk: int) -> None:
+        """As `CacheState.hold`."""
+        self._note(HOLD, (chunk,), tracked=True)
+        self.decided += self._cache.hold(chunk)
+
+    def free(self, chunk: int) -> None:
+        """As `CacheState.free`."""
+        self.settle()
+        self._note(FREE, (chunk,), tracked=True)
+        self.decided += self._cache.free(chunk)
+
+    def drop(self, chunks: Iterable[int]) -> None:
+        """As `CacheState.drop`."""
+        self.settle()
+        self._cache.drop(chunks)
+
+    def forget(self) -> None:
+        """Nothing is held or decided any more."""
+        self._ended = None
+        self.decided.clear()
+
+    def _note(self, verb: Verb, chunks: tuple[int, ...], tracked: bool) -> None:
+        if tracked and len(self.trace) < _LONGEST_TRACE:
+            self.trace.append((verb, chunks))
