@@ -31,8 +31,14 @@ class Call:
     """Its position in forward."""
     training: bool
     """It, or one around it, runs with gradients."""
+    mode: tuple[bool, bool]
+    """Whether it runs with gradients, and whether in backward."""
+    began: bool = False
+    """Its chunks were unsharded."""
     held: bool = False
-    """Its chunks were unsharded, and are to be released."""
+    """They are to be released."""
+    covered: int = 0
+    """Calls beneath it that ask for nothing and are not on the stack."""
     outermost: bool = False
     """No other call is around it."""
     saving: saved_tensors_hooks | None = None
@@ -52,6 +58,60 @@ class Forward:
     unrecomputed: Counter[Unit] = field(default_factory=Counter)
     """Calls in checkpoints that backward has yet to run again."""
 
+    def numbers_of(self, unit: Unit) -> tuple[int, int]:
+        """Those at which it, or a cover beneath which it ran, was first entered and last left.
+
+        What was not seen counts as entered first of all and left last: nothing is behind it, and it is behind nothing.
+        """
+        seen = next((known for known in (unit, *unit.around) if known in self.entered), unit)
+        return self.entered.get(seen, 0), self.left.get(seen, sys.maxsize)
+
+
+class Forwards:
+    """Those that await their backward, and the clock that numbers entries and exits."""
+
+    def __init__(self) -> None:
+        self.clock = 0
+        self._waiting: list[Forward] = []
+        self._current: Forward | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def begin(self) -> None:
+        """What is entered from now on belongs to another forward."""
+        self._current = None
+
+    def enter(self, unit: Unit) -> None:
+        """Notes that `unit` is entered now."""
+        self._now().entered.setdefault(unit, self.clock)
+
+    def leave(self, unit: Unit, *, recomputed: bool) -> None:
+        """Notes that `unit` is left now; if it is `recomputed`, backward will run it again."""
+        forward = self._now()
+        forward.left[unit] = self.clock
+        forward.unrecomputed[unit] += recomputed
+
+    def take(self, left: int | None, *, keep: bool) -> Forward | None:
+        """All that began before number `left` as one, for a backward behind which they are gone, but for `keep`."""
+        mine = [forward for forward in self._waiting if left is None or forward.start < left]
+        if not mine:
+            return None
+        taken = Forward(mine[0].start)
+        for forward in mine:
+            taken.entered = forward.entered | taken.entered
+            taken.left |= forward.left
+            taken.unrecomputed += forward.unrecomputed
+        if not keep:
+            self._waiting = [forward for forward in self._waiting if forward not in mine]
+        return taken
+
+    def _now(self) -> Forward:
+        if self._current is None:
+            self._current = Forward(self.clock - 1)
+            self._waiting.append(self._current)
+        return self._current
+
 
 class Calls:
     """The stack of one wrapped model."""
@@ -64,6 +124,11 @@ class Calls:
 
     def __bool__(self) -> bool:
         return bool(self._stack)
+
+    @property
+    def top(self) -> Call | None:
+        """The innermost call."""
+        return self._stack[-1] if self._stack else None
 
     @property
     def training(self) -> bool:
@@ -88,7 +153,9 @@ class Calls:
         self._stack.append(call)
 
     def pop(self, module: nn.Module) -> Call | None:
-        """Leaves `module`, and all that was lost inside it; None if it failed before it was entered."""
+        """Leaves `module`, and all that was lost inside it; None if it is not on the stack."""
+        if self._stack and self._stack[-1].module is module:
+            return self._stack.pop()
         if module not in [call.module for call in self._stack]:
             return None
         while self._stack[-1].module is not module:
@@ -129,6 +196,13 @@ class Hook:
 def in_backward() -> bool:
     """Whether autograd runs the one who asks."""
     return torch._C._current_graph_task_id() != -1
+
+
+def hook_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """Has backward call `hook` with the gradient of each tensor in a module's `output`."""
+    for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(hook)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -20,7 +20,7 @@ Elsewhere. Parameters are guarded while their module does not run. A function th
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -28,17 +28,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_moe.calls import Call, Calls, Forward, Hook, in_backward, tensors_in
+from elixir_moe.calls import Call, Calls, Forward, Forwards, Hook, hook_outputs, in_backward
 from elixir_moe.chunks.chunk import GRADIENT, Placeholder
-from elixir_moe.chunks.policy import Entry, Schedule
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.guard import Guard
 from elixir_moe.parallel.dtensor import is_dtensor, placed_like
 from elixir_moe.saved import SavedTensors
-from elixir_moe.units import Unit, find_units
-
-_MISSES_BEFORE_NEW_SCHEDULE = 3
+from elixir_moe.units import Unit, find_covers, find_units
 
 
 class Hooks:
@@ -51,14 +48,13 @@ class Hooks:
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
         self._names = {p: name for name, p in model.named_parameters()}
         self._units = list(find_units(model, self._slot_of))
+        self._units += find_covers(model, self._units, lambda index: not scheduler.chunks[index].spec.resident)
         self._owners: dict[tuple[int, int], list[Unit]] = {}
         for unit in self._units:
             for slot in unit.slots:
                 self._owners.setdefault(slot, []).append(unit)
         self._borrowers: dict[tuple[int, int], Unit] = {}
         self._landings: list[tuple[int, dict[int, Any]]] = []
-        self._schedule_known = False
-        self._rounds_missed = 0
         self._calls = Calls(self._undo)
         self.torn = False
         """A backward has failed, and with it a part of the gradients is gone."""
@@ -76,8 +72,9 @@ class Hooks:
     # ------------------------------------------------------------------------------------------------------- install
 
     def _install(self, model: nn.Module) -> None:
-        inside = {id(m) for unit in self._units for m in unit.module.modules() if m is not unit.module}
-        units = {id(unit.module): unit for unit in self._units}
+        parts = [unit.module for unit in self._units if not unit.is_cover]
+        inside = {id(m) for part in parts for m in part.modules() if m is not part}
+        units = {id(unit.module): unit for unit in self._units}  # covers come last, and stand for what they cover
         for module in model.modules():
             if id(module) in inside and id(module) not in units:
                 continue
@@ -100,9 +97,7 @@ class Hooks:
 
     def _reset(self) -> None:
         """Forgets the forwards and backwards of a step."""
-        self._clock = 0
-        self._forwards: list[Forward] = []
-        self._forward: Forward | None = None
+        self._forwards = Forwards()
         self._backwards_of = Forward(0)
         self._entered: dict[Unit, int] = {}
         self._round_is_open = False
@@ -119,17 +114,25 @@ class Hooks:
 
     def _enter(self, unit: Unit | None, module: nn.Module, args: Any) -> None:
         recomputing = in_backward()
+        mode = torch.is_grad_enabled(), recomputing
+        top = self._calls.top
+        if top is not None and unit is not None and top.unit in unit.around and top.mode == mode:
+            top.covered += 1
+            if not top.held:
+                self._hold(top)
+            return
         if not recomputing:
             self._calls.begin(module)
             self.notice_torn()
+            self._step_aside()
         outermost = not self._calls and not recomputing
-        training = torch.is_grad_enabled() or self._calls.training
+        training = mode[0] or self._calls.training
         tracked = training or recomputing
-        self._clock += unit is not None and tracked and not recomputing
-        call = Call(module, unit, self._clock, training)
+        self._forwards.clock += unit is not None and tracked and not recomputing
+        call = Call(module, unit, self._forwards.clock, training, mode)
         self._calls.push(call)  # what may fail comes behind it: `_leave` undoes only what was done
         if outermost:
-            self._forward = None
+            self._forwards.begin()
             call.outermost = True
             if self._packs:
                 call.saving = self._saved.hooks()
@@ -139,17 +142,35 @@ class Hooks:
         if recomputing:
             self._begin_backward()
             self._recompute(unit)
-            self._holds.append((self._backwards_of.entered.get(unit, 0), unit.chunks))
+            self._holds.append((self._backwards_of.numbers_of(unit)[0], unit.chunks))
         elif tracked:
-            self._this_forward().entered.setdefault(unit, self._clock)
-        self._scheduler.unshard(unit.chunks, tracked=tracked, who=f"module {unit.name!r}")
-        self._guard.open(self._doors[unit])
+            self._forwards.enter(unit)
+        self._hold(call)
+        call.began = True
+
+    def _hold(self, call: Call) -> None:
+        assert call.unit is not None
+        tracked = call.training or call.mode[1]
+        self._scheduler.unshard(call.unit.chunks, tracked=tracked, who=call.unit.label)
+        self._guard.open(self._doors[call.unit])
         call.held = True
 
+    def _let_go(self, call: Call) -> None:
+        assert call.unit is not None
+        self._guard.close(self._doors[call.unit])
+        self._scheduler.release(call.unit.chunks, tracked=call.training)
+        call.held = False
+
+    def _step_aside(self) -> None:
+        """What is no part of a cover runs inside it: until a part does, it holds nothing, as its parts would not."""
+        top = self._calls.top
+        if top is not None and top.held and top.unit is not None and top.unit.is_cover and not top.mode[1]:
+            self._take_back(top.unit)
+            self._let_go(top)
+
     def _undo(self, call: Call) -> None:
-        if call.held and call.unit is not None:
-            self._guard.close(self._doors[call.unit])
-            self._scheduler.release(call.unit.chunks, tracked=call.training)
+        if call.held:
+            self._let_go(call)
         if call.saving is not None:
             call.saving.__exit__(None, None, None)
 
@@ -175,6 +196,10 @@ class Hooks:
             )
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
+        top = self._calls.top
+        if top is not None and top.module is not module and top.covered:
+            top.covered -= 1
+            return
         self._unfinished += 1  # what an interrupt leaves behind on the stack tells of itself; this does not
         call = self._calls.pop(module)
         if call is not None:
@@ -183,33 +208,27 @@ class Hooks:
 
     def _end_call(self, call: Call, unit: Unit | None, output: Any) -> None:
         recomputing = in_backward()
-        if unit is not None and call.held:
-            self._take_back(unit)
-            self._guard.close(self._doors[unit])
+        if unit is not None and call.began:
+            if call.held:
+                self._take_back(unit)
             if recomputing:
-                entered, left = self._backwards_of.entered.get(unit, 0), self._backwards_of.left.get(unit, 0)
+                self._guard.close(self._doors[unit])
+                entered, left = self._backwards_of.numbers_of(unit)
             else:
-                self._clock += call.training
-                entered, left = call.entered, self._clock
+                self._forwards.clock += call.training
+                entered, left = call.entered, self._forwards.clock
                 if call.training:
-                    self._this_forward().left[unit] = left
-                    if not torch.is_grad_enabled():
-                        self._this_forward().unrecomputed[unit] += 1
-                self._scheduler.release(unit.chunks, tracked=call.training)
+                    self._forwards.leave(unit, recomputed=not torch.is_grad_enabled())
+                if call.held:
+                    self._let_go(call)
             if call.training or recomputing:
-                self._hook_outputs(output, partial(self._reach, unit, entered, left))
+                hook_outputs(output, partial(self._reach, unit, entered, left))
         if call.saving is not None:
             call.saving.__exit__(None, None, None)
         if call.outermost:
             self._scheduler.settle()
             if call.training:
-                self._hook_outputs(output, partial(self._reach_end, self._clock, self._saved.updates))
-
-    def _this_forward(self) -> Forward:
-        if self._forward is None:
-            self._forward = Forward(self._clock - 1)
-            self._forwards.append(self._forward)
-        return self._forward
+                hook_outputs(output, partial(self._reach_end, self._forwards.clock, self._saved.updates))
 
     def _take_back(self, unit: Unit) -> None:
         """Keeps new values that forward has assigned (``self.weight.data = …``), in the parameter's own place."""
@@ -223,6 +242,7 @@ class Hooks:
     def _lend(self, parameters: list[nn.Parameter]) -> Iterator[None]:
         """Gathers parameters for a function that reads or writes them while their modules do not run."""
         self.notice_torn()
+        self._step_aside()
         slots = [self._slot_of[p] for p in parameters]
         chunks = tuple(sorted({chunk for chunk, _ in slots}))
         names = ", ".join(self._names[p] for p in parameters[:4])
@@ -231,8 +251,8 @@ class Hooks:
             if backward and self._scheduler.chunks[chunk].overwritten(index):
                 raise PlanError(f"backward reads {names} when its gradient is complete: read it through its module")
             if training and self._calls and not backward:
-                self._clock += 1
-                self._this_forward().entered.setdefault(self._borrower(chunk, index), self._clock)
+                self._forwards.clock += 1
+                self._forwards.enter(self._borrower(chunk, index))
         tracked = training or backward
         self._unfinished += 1
         self._scheduler.unshard(chunks, tracked=tracked, who=f"a read of {names}")
@@ -281,11 +301,6 @@ class Hooks:
             self._owners[chunk, index].append(unit)
         return unit
 
-    def _hook_outputs(self, output: Any, hook: Callable[[torch.Tensor], None]) -> None:
-        for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(hook)
-
     def _unpacking(self) -> None:
         if in_backward():
             self._begin_backward()
@@ -303,17 +318,9 @@ class Hooks:
             return
         self._backward = True
         self._land_last()
-        mine = [forward for forward in self._forwards if left is None or forward.start < left]
-        if mine:
-            self._backwards_of = Forward(mine[0].start)
-            for forward in mine:
-                self._backwards_of.entered = forward.entered | self._backwards_of.entered
-                self._backwards_of.left |= forward.left
-                self._backwards_of.unrecomputed += forward.unrecomputed
-        self._entered = dict(sorted(self._backwards_of.entered.items(), key=lambda item: item[1]))
         self._round_is_open = torch._C._autograd._get_current_graph_task_keep_graph()
-        if not self._round_is_open:
-            self._forwards = [forward for forward in self._forwards if forward not in mine]
+        self._backwards_of = self._forwards.take(left, keep=self._round_is_open) or self._backwards_of
+        self._entered = dict(sorted(self._backwards_of.entered.items(), key=lambda item: item[1]))
         first_use: dict[int, int] = {}
         pending: dict[int, set[int]] = {}
         for unit, position in self._entered.items() if self._accumulates() else ():
@@ -350,7 +357,7 @@ class Hooks:
         self._reached.add((unit, left))
         self._pass(left)
         self._engaged.add(unit)
-        self._scheduler.unshard(unit.chunks, tracked=True, who=f"backward of module {unit.name!r}")
+        self._scheduler.unshard(unit.chunks, tracked=True, who=unit.label)
         self._holds.append((entered, unit.chunks))
 
     def landed(self, parameter: nn.Parameter) -> None:
@@ -401,21 +408,14 @@ class Hooks:
         self._scheduler.finish_backward()
         self._round_is_open |= bool(self._forwards)  # the graph is kept, or that of another forward awaits its turn
         if not self._round_is_open:
-            self._adopt_schedule()
+            self._end_round()
         self._reset_backward()
 
-    # ------------------------------------------------------------------------------------------------------ schedule
-
-    def _adopt_schedule(self) -> None:
-        """Learns the order of requests from the first step, and anew when several steps in a row were others."""
-        trace, self._scheduler.requests.trace = self._scheduler.requests.trace, []
-        kept = self._scheduler.cache.rewind()
-        self._rounds_missed = 0 if kept else self._rounds_missed + 1
-        if not self._schedule_known or self._rounds_missed >= _MISSES_BEFORE_NEW_SCHEDULE:
-            frozen = {c.spec.index for c in self._scheduler.chunks if not c.spec.key.trainable}
-            self._scheduler.cache.follow(Schedule([Entry(*request) for request in trace], kept=frozen))
-            self._schedule_known, self._rounds_missed = True, 0
+    def _end_round(self) -> None:
+        if self._scheduler.requests.learn():
             self._scheduler.compare_all = False
+
+    # ------------------------------------------------------------------------------------------------- between steps
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Its first name in the model."""
@@ -438,9 +438,8 @@ class Hooks:
         self._calls.unwind()
         self._scheduler.invalidate()
         if self._round_is_open:
-            self._adopt_schedule()
-        self._scheduler.requests.trace.clear()
-        self._scheduler.cache.rewind()
+            self._end_round()
+        self._scheduler.requests.rewind()
         self._reset()
         self._saved.updates += 1
 

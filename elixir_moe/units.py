@@ -6,7 +6,7 @@ which gather comes next; that is the one thing to get right here.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,15 @@ class Unit:
     """(chunk, index in the chunk) of its parameters."""
     chunks: tuple[int, ...]
     parameters: tuple[nn.Parameter, ...] = ()
+    is_cover: bool = False
+    """It unshards with all units beneath it; see `find_covers`."""
+    around: "tuple[Unit, ...]" = ()
+    """The covers it is beneath."""
+    label: str = field(init=False)
+    """What messages call it."""
+
+    def __post_init__(self) -> None:
+        self.label = f"module {self.name!r}"
 
 
 def find_units(model: nn.Module, slot_of: dict[nn.Parameter, tuple[int, int]]) -> Iterator[Unit]:
@@ -53,6 +62,33 @@ def find_units(model: nn.Module, slot_of: dict[nn.Parameter, tuple[int, int]]) -
                 yield from walk(child, f"{name}.{child_name}".lstrip("."), inner)
 
     yield from walk(model, "", False)
+
+
+def find_covers(model: nn.Module, units: Sequence[Unit], moves: Callable[[int], bool]) -> list[Unit]:
+    """Modules that unshard as one with all units beneath them, which are told so, and then ask for nothing.
+
+    They are those whose parameters lie in one chunk, not counting chunks of which `moves` says that they always stay:
+    while such a module runs it holds no more than any part of it would.
+    """
+    units_of: dict[int, list[Unit]] = {}
+    for unit in units:
+        units_of.setdefault(id(unit.module), []).append(unit)
+    covers: list[Unit] = []
+    for name, module in model.named_modules():
+        parts = [unit for m in module.modules() for unit in units_of.get(id(m), ())]
+        pairs = dict.fromkeys(pair for unit in parts for pair in zip(unit.slots, unit.parameters, strict=True))
+        slots, parameters = [slot for slot, _ in pairs], tuple(p for _, p in pairs)
+        chunks = tuple(sorted({chunk for chunk, _ in slots}))
+        beneath = any(unit.module is not module for unit in parts)
+        if beneath and _is_callable(module) and sum(map(moves, chunks)) <= 1:
+            covers.append(Unit(name, module, slots, chunks, parameters, is_cover=True))
+    for cover in covers:
+        units_of.setdefault(id(cover.module), []).append(cover)
+    for cover in covers:
+        for m in cover.module.modules():
+            for unit in units_of.get(id(m), ()) if m is not cover.module else ():
+                unit.around += (cover,)
+    return covers
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -6,10 +6,11 @@ next. To it, they are one.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from elixir_moe.chunks.policy import ACQUIRE, FREE, HOLD, RELEASE, CacheState, Load, Verb
+from elixir_moe.chunks.policy import ACQUIRE, FREE, HOLD, RELEASE, CacheState, Entry, Load, Schedule, Verb
 
+_MISSES_BEFORE_NEW_SCHEDULE = 3
 _LONGEST_TRACE = 1 << 20
 """Where recording stops, for programs that run forward for ever and never backward."""
 
@@ -17,8 +18,11 @@ _LONGEST_TRACE = 1 << 20
 class Requests:
     """The requests of one wrapped model on one rank."""
 
-    def __init__(self, cache: CacheState) -> None:
+    def __init__(self, cache: CacheState, kept: Collection[int]) -> None:
+        """`kept` are the chunks that updates leave alone."""
         self._cache = cache
+        self._kept = kept
+        self._rounds_missed = 0
         self.trace: list[tuple[Verb, tuple[int, ...]]] = []
         """Those of the training step under way, as `policy` understands them."""
         self.decided: deque[Load] = deque()
@@ -71,6 +75,24 @@ class Requests:
         """Nothing is held or decided any more."""
         self._ended = None
         self.decided.clear()
+
+    def learn(self) -> bool:
+        """A step's requests are over: they are the schedule if there was none, or several steps in a row missed it.
+
+        Returns whether there is a new schedule.
+        """
+        trace, self.trace = self.trace, []
+        self._rounds_missed = 0 if self._cache.rewind() else self._rounds_missed + 1
+        if self._cache.schedule is not None and self._rounds_missed < _MISSES_BEFORE_NEW_SCHEDULE:
+            return False
+        self._cache.follow(Schedule([Entry(*request) for request in trace], kept=self._kept))
+        self._rounds_missed = 0
+        return True
+
+    def rewind(self) -> None:
+        """Another step begins."""
+        self.trace.clear()
+        self._cache.rewind()
 
     def _note(self, verb: Verb, chunks: tuple[int, ...], tracked: bool) -> None:
         if tracked and len(self.trace) < _LONGEST_TRACE:

@@ -53,7 +53,7 @@ class Scheduler:
         """The process groups are gone."""
         self.compare_all = True
         """Look for writes that leave no trace (``parameter.data``) in every chunk, not only in exposed ones."""
-        self.requests = Requests(cache)
+        self.requests = Requests(cache, {c.spec.index for c in chunks if not c.spec.key.trainable})
         self.used: set[torch.nn.Parameter] = set()
         """Parameters that got a gradient since the last update, on this rank."""
         self.reductions = Reductions(agreement)
