@@ -120,15 +120,12 @@ class Calls:
         """`undo` gives back what a call has taken, whether it came to its end or not."""
         self._undo = undo
         self._stack: list[Call] = []
+        self.top: Call | None = None
+        """The innermost call."""
         self._thread = 0
 
     def __bool__(self) -> bool:
         return bool(self._stack)
-
-    @property
-    def top(self) -> Call | None:
-        """The innermost call."""
-        return self._stack[-1] if self._stack else None
 
     @property
     def training(self) -> bool:
@@ -151,21 +148,26 @@ class Calls:
     def push(self, call: Call) -> None:
         """Enters a module."""
         self._stack.append(call)
+        self.top = call
 
     def pop(self, module: nn.Module) -> Call | None:
         """Leaves `module`, and all that was lost inside it; None if it is not on the stack."""
-        if self._stack and self._stack[-1].module is module:
-            return self._stack.pop()
-        if module not in [call.module for call in self._stack]:
-            return None
-        while self._stack[-1].module is not module:
-            self._undo(self._stack.pop())
-        return self._stack.pop()
+        if self.top is None or self.top.module is not module:
+            if module not in [call.module for call in self._stack]:
+                return None
+            while self._stack[-1].module is not module:
+                self._undo(self._take())
+        return self._take()
 
     def unwind(self) -> None:
         """Leaves all modules."""
         while self._stack:
-            self._undo(self._stack.pop())
+            self._undo(self._take())
+
+    def _take(self) -> Call:
+        call = self._stack.pop()
+        self.top = self._stack[-1] if self._stack else None
+        return call
 
     def _recurses(self, module: nn.Module) -> bool:
         """Whether Python still runs all calls of `module` that are on the stack, and not only the new one."""

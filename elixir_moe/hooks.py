@@ -65,7 +65,7 @@ class Hooks:
             lend=self._lend,
             gave=self._gave,
             assign=self._assign,
-            has_gradient=lambda parameter: parameter in scheduler.used,
+            has_gradient=lambda parameter: self._slot_of[parameter] in scheduler.used,
         )
         self._doors = {unit: self._guard.doors(unit.parameters) for unit in self._units}
 
@@ -83,10 +83,10 @@ class Hooks:
                 module.register_forward_pre_hook(Hook(partial(self._enter, unit)))
                 module.register_forward_hook(Hook(partial(self._leave, unit)), always_call=True)
         # Python cannot see through what autograd keeps: with a strong reference in it, model and homes would never go.
-        landed = partial(_landed, weakref.ref(self))
-        for parameter in self._slot_of:
+        hooks = weakref.ref(self)
+        for parameter, slot in self._slot_of.items():
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(landed)
+                handle = parameter.register_post_accumulate_grad_hook(partial(_landed, hooks, slot))
                 self._landings.append((handle.id, handle.hooks_dict_ref()))
 
     def _land_last(self) -> None:
@@ -117,7 +117,7 @@ class Hooks:
         mode = torch.is_grad_enabled(), recomputing
         top = self._calls.top
         if top is not None and unit is not None and top.unit in unit.around and top.mode == mode:
-            top.covered += 1
+            top.covered += 1  # and `_leave` takes it off again
             if not top.held:
                 self._hold(top)
             return
@@ -360,20 +360,20 @@ class Hooks:
         self._scheduler.unshard(unit.chunks, tracked=True, who=unit.label)
         self._holds.append((entered, unit.chunks))
 
-    def landed(self, parameter: nn.Parameter) -> None:
-        """A gradient is complete: autograd has summed it over all uses of the parameter."""
+    def landed(self, slot: tuple[int, int], parameter: nn.Parameter) -> None:
+        """A gradient is complete: autograd has summed it over all uses of the parameter at `slot`."""
         if not self._backward:
             self._begin_backward()
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        gradient = placed_like(gradient, parameter)
+        if type(gradient) is not torch.Tensor:
+            gradient = placed_like(gradient, parameter)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        chunk, index = self._slot_of[parameter]
         awaited = self._backwards_of.unrecomputed
-        final = not (awaited and any(awaited[unit] for unit in self._owners[chunk, index]))
-        self._scheduler.add_gradient(chunk, index, gradient, final=final)
+        final = not (awaited and any(awaited[unit] for unit in self._owners[slot]))
+        self._scheduler.add_gradient(*slot, gradient, final=final)
 
     def _pass(self, left: int) -> None:
         """Everything that forward entered behind number `left` has had its backward."""
@@ -383,7 +383,8 @@ class Hooks:
                 self._entered[unit] = entered
                 break
             for slot in unit.slots:
-                self._give_up(slot)
+                if self._scheduler.reductions.awaits(*slot):
+                    self._give_up(slot)
         if self._holds:
             passed = [chunks for entered, chunks in self._holds if entered > left]
             self._holds = [hold for hold in self._holds if hold[0] <= left]
@@ -391,11 +392,9 @@ class Hooks:
                 self._scheduler.release(chunks, tracked=True)
 
     def _give_up(self, slot: tuple[int, int]) -> None:
-        """The parameter at `slot` will get no gradient any more, if it has none yet and no module of it is to come."""
+        """The parameter at `slot`, which has no gradient yet, will get none unless a module of it is to come."""
         chunk, index = slot
         owners = self._owners[slot]
-        if not self._scheduler.reductions.awaits(chunk, index):
-            return
         if any(unit in self._entered for unit in owners):
             return
         if any(unit in self._engaged for unit in owners):
@@ -444,7 +443,7 @@ class Hooks:
         self._saved.updates += 1
 
 
-def _landed(hooks: weakref.ref[Hooks], parameter: nn.Parameter) -> None:
+def _landed(hooks: weakref.ref[Hooks], slot: tuple[int, int], parameter: nn.Parameter) -> None:
     alive = hooks()
     if alive is not None:
-        alive.landed(parameter)
+        alive.landed(slot, parameter)

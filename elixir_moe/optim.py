@@ -101,6 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._chunks = [chunk for chunk in scheduler.chunks if chunk.spec.key.trainable]
         self._frozen = [p for chunk in scheduler.chunks if not chunk.spec.key.trainable for p in chunk.parameters]
         self._parameters = [p for chunk in self._chunks for p in chunk.parameters]
+        self._slots = [(chunk.spec.index, i) for chunk in self._chunks for i in range(len(chunk.parameters))]
         pieces = cut(self._chunks, self.param_groups)
         self._segments = {chunk.spec.index: mine for chunk, mine in zip(self._chunks, pieces, strict=True)}
         self._update = update_for(inner, self._chunks, pieces, self.param_groups)
@@ -360,9 +361,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if chunk.home.has_gradient:
                 weight = chunk.spec.shards / len(chunk.spec.key.ranks)
                 mine += weight * sum(map(sum_of_squares, chunk.home.gradients())) * self._unscale(chunk) ** 2
-        votes = torch.tensor(
-            [float(mine), *(float(p in self._scheduler.used) for p in self._parameters)], dtype=torch.float64
-        )
+        votes = torch.tensor([float(mine), *map(self._scheduler.used.__contains__, self._slots)], dtype=torch.float64)
         with naming_failures("the all-reduce of the gradient norm over all ranks"):
             if len(self._peers) > 1:
                 dist.all_reduce(votes, group=self._groups[self._peers])

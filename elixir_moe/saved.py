@@ -17,6 +17,8 @@ from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import PlanError
 from elixir_moe.parallel.dtensor import local_of, spec_of, wrap_local
 
+_PLAIN = (torch.Tensor, nn.Parameter)
+
 
 class Packed:
     """A saved tensor that was a view of a gathered parameter: what it takes to rebuild it.
@@ -30,7 +32,9 @@ class Packed:
         chunk.readers[index] += 1
         self._readers, self.index = chunk.readers, index
         self.chunk = chunk
-        self.spec, tensor = spec_of(tensor), local_of(tensor)
+        self.spec = None
+        if type(tensor) not in _PLAIN:
+            self.spec, tensor = spec_of(tensor), local_of(tensor)
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = int(tensor.storage_offset())
         self.update = update
@@ -77,10 +81,10 @@ class SavedTensors:
         return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        local = tensor if type(tensor) is torch.Tensor else local_of(tensor)
-        if type(local) is torch.Tensor or isinstance(local, nn.Parameter):  # others may have no storage of their own
+        local = tensor if type(tensor) in _PLAIN else local_of(tensor)
+        if type(local) in _PLAIN or isinstance(local, nn.Parameter):  # others may have no storage of their own
             address = local.untyped_storage().data_ptr()
-            owner = self._scheduler.owner_of(address)
+            owner = self._scheduler.owners.get(address)
             if owner is not None:
                 chunk, index = owner
                 return Packed(self._scheduler.chunks[chunk], index, tensor, self.updates)
@@ -99,13 +103,14 @@ class SavedTensors:
                 _refuse_written(tensor._version, version, tensor.shape)
             return tensor
         self.check_current(packed.update)
-        version = packed.chunk.version(packed.index)
+        chunk = packed.chunk
+        version = chunk.version(packed.index)
         if version != packed.version:
             _refuse_written(version, packed.version, packed.size)
         self._unpacking()
-        if packed.chunk.direct or packed.chunk.state in (GATHERED, GRADIENT):
+        if chunk.direct or chunk.state is GATHERED or chunk.state is GRADIENT:
             return packed.view()
-        chunks = (packed.chunk.spec.index,)
+        chunks = (chunk.spec.index,)
         self._scheduler.unshard(chunks, tracked=True, who="backward")
         view = packed.view()
         self._scheduler.release(chunks, tracked=True)

@@ -117,12 +117,14 @@ class Reductions:
         """Whether the gradient of parameter `position` of `chunk` is still expected."""
         return position in self._awaited.get(chunk, ())
 
-    def expect_no_more(self, chunk: int, position: int) -> None:
-        """It has come, or will not come in this backward."""
+    def expect_no_more(self, chunk: int, position: int) -> bool:
+        """It has come, or will not come in this backward; returns whether the chunk waits for nothing any more."""
         awaited = self._awaited.get(chunk)
-        if awaited is not None:
-            awaited.discard(position)
-            self._news |= not awaited
+        if awaited is None:
+            return False
+        awaited.discard(position)
+        self._news |= not awaited
+        return not awaited
 
     def expect_nothing(self) -> None:
         """No gradient can come any more."""

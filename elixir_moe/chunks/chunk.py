@@ -145,8 +145,9 @@ class Chunk:
         """By index into `parameters`: gradients that wait beside the block."""
         self._versions: list[int] = []
         self._sole_uses = storage_uses(torch.zeros(1))
-        self._placeholder = placeholder
         self._offsets = [slot.start * spec.key.dtype.itemsize for slot in spec.slots]
+        self._placed = [((spec.index, i), offset) for i, offset in enumerate(self._offsets) if spec.slots[i].numel]
+        self._placeholders = [placeholder.like(local, spec.key.dtype) for local in self.locals]
         self._views_of = [
             (tuple(t.shape), _contiguous_stride(t.shape), s.start) for s, t in zip(spec.slots, self.locals, strict=True)
         ]
@@ -167,11 +168,11 @@ class Chunk:
         shape, stride, start = self._views_of[index]
         return torch.as_strided(memory, shape, stride, memory.storage_offset() + start)  # one operator, not two
 
-    def addresses(self) -> Iterator[tuple[int, int]]:
-        """(index, address) of every gathered parameter: what its storage is recognised by."""
+    def addresses(self) -> list[tuple[int, tuple[int, int]]]:
+        """(address, (chunk, index)) of every gathered parameter: what its storage is recognised by."""
         assert self.buffer is not None
         base = self.buffer.data_ptr()
-        return ((i, base + offset) for i, offset in enumerate(self._offsets) if self.spec.slots[i].numel)
+        return [(base + offset, slot) for slot, offset in self._placed]
 
     def attach(self) -> None:
         """Parameters become views of the buffer, each with a storage of its own."""
@@ -194,8 +195,8 @@ class Chunk:
     def release(self) -> None:
         """Parameters become placeholders."""
         with torch._C.DisableTorchFunctionSubclass():
-            for local in self.locals:
-                local.data = self._placeholder.like(local, self.spec.key.dtype)
+            for local, placeholder in zip(self.locals, self._placeholders, strict=True):
+                local.data = placeholder
 
     def detach(self) -> None:
         """Parameters become placeholders; the buffer is let go."""
@@ -369,10 +370,10 @@ class Chunk:
     def in_use(self, index: int) -> bool:
         """Whether anybody but the parameter itself uses its storage."""
         with torch._C.DisableTorchFunctionSubclass():
-            ours = 0
+            uses = storage_uses(self.locals[index])
             if self.lent:
-                ours = sum(_storage(lent.tensor) == _storage(self.locals[index]) for lent in self.lent)
-            return storage_uses(self.locals[index]) > self._sole_uses + ours
+                uses -= sum(_storage(lent.tensor) == _storage(self.locals[index]) for lent in self.lent)
+        return uses > self._sole_uses
 
     def version(self, index: int) -> int:
         """How often parameter `index` has been written in place."""

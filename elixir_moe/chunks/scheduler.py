@@ -54,14 +54,15 @@ class Scheduler:
         self.compare_all = True
         """Look for writes that leave no trace (``parameter.data``) in every chunk, not only in exposed ones."""
         self.requests = Requests(cache, {c.spec.index for c in chunks if not c.spec.key.trainable})
-        self.used: set[torch.nn.Parameter] = set()
-        """Parameters that got a gradient since the last update, on this rank."""
+        self.used: set[tuple[int, int]] = set()
+        """(chunk, index in the chunk) of parameters that got a gradient since the last update, on this rank."""
         self.reductions = Reductions(agreement)
         """What the backward under way is to reduce."""
         self._rcache = rcache
         self._staging = staging
         self._streams = Streams(device)
-        self._owner: dict[int, tuple[int, int]] = {}
+        self.owners: dict[int, tuple[int, int]] = {}
+        """(chunk, index in the chunk) of the gathered parameter whose storage is at an address."""
         self._block_of: dict[int, Block] = dict(rcache.resident)
         self._splits: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._gathers = Gathers(cache, self._begin_gather)
@@ -116,10 +117,6 @@ class Scheduler:
         if cached:
             self.requests.release(cached, tracked=tracked)
             self._carry_out()
-
-    def owner_of(self, address: int) -> tuple[int, int] | None:
-        """(chunk, index in the chunk) of the gathered parameter whose storage is at `address`, if any."""
-        return self._owner.get(address)
 
     def _split(self, chunks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(those of the rCache, the resident ones)."""
@@ -205,12 +202,11 @@ class Scheduler:
         self._block_of[chunk.spec.index].vacate(self._streams.marked(Ticket()))
 
     def _own(self, chunk: Chunk) -> None:
-        for index, address in chunk.addresses():
-            self._owner[address] = chunk.spec.index, index
+        self.owners.update(chunk.addresses())
 
     def _disown(self, chunk: Chunk) -> None:
-        for _, address in chunk.addresses():
-            self._owner.pop(address, None)
+        for address, _ in chunk.addresses():
+            self.owners.pop(address, None)
 
     # --------------------------------------------------------------------------------------------------------- writes
 
@@ -262,7 +258,9 @@ class Scheduler:
         """
         chunk = self.chunks[index]
         if gradient is not None:
-            self.used.add(chunk.parameters[position])
+            self.used.add((index, position))
+            if gradient.requires_grad:  # its own graph is kept
+                gradient = gradient.detach()
             if not final and not chunk.apart:
                 chunk.delay_gradient(position, gradient)
                 return
@@ -271,8 +269,7 @@ class Scheduler:
         if gradient is not None:
             if chunk.lent:
                 self.bring_home(chunk)
-            with torch.no_grad():
-                chunk.write_gradient(position, gradient)
+            chunk.write_gradient(position, gradient)
         if final:
             self.expect_no_more(index, position)
 
@@ -294,8 +291,8 @@ class Scheduler:
 
     def expect_no_more(self, index: int, position: int) -> None:
         """Parameter `position` of chunk `index` has its gradient, or gets none in this backward."""
-        self.reductions.expect_no_more(index, position)
-        self._reduce_ready()
+        if self.reductions.expect_no_more(index, position):
+            self._reduce_ready()
 
     def _reduce_ready(self) -> None:
         for index, unused in self.reductions.ready():
@@ -376,7 +373,7 @@ class Scheduler:
                 self._vacate(chunk)
             with torch.inference_mode(False), torch.no_grad():
                 chunk.restart()
-        self._owner.clear()
+        self.owners.clear()
         self.reductions.clear()
         self.cache.restart()
         self.requests.trace.clear()
