@@ -19,6 +19,8 @@ except ImportError:  # a source tree that was never built: all works, the step o
 
 NORM_ROW_NUMEL = 4096
 """Elements that are squared and summed in fp32 at a time."""
+HOT_NUMEL = 1 << 17
+"""Elements of two arrays that a core's own cache has room for; whole rows."""
 TORCH_SLICE_NUMEL = 1 << 23
 """The torch path works through a shard in slices of so many elements, so that its float32 temporaries, five at the
 most, never exceed 5 x 32 MiB, whatever the shard's length."""
@@ -60,6 +62,21 @@ def sum_of_squares(gradient: Tensor) -> float | Tensor:
     rest = torch.linalg.vector_norm(gradient[whole:], dtype=torch.float32)
     squares = rows.double().square().sum() + rest.double().square()
     return squares.item() if squares.device.type == "cpu" else squares
+
+
+def add_and_square(total: Tensor, term: Tensor) -> float | None:
+    """Adds `term` to `total`, both flat; returns `sum_of_squares` of the result, or None on a GPU, where it takes time.
+
+    Slice by slice, so that what was added is squared before it leaves the cache: the norm costs no pass over memory.
+    """
+    if total.device.type != "cpu":
+        total.add_(term)
+        return None
+    squares = 0.0
+    for start in range(0, total.numel(), HOT_NUMEL):
+        part = total[start : start + HOT_NUMEL].add_(term[start : start + HOT_NUMEL])
+        squares += float(sum_of_squares(part))
+    return squares
 
 
 def adam_step(

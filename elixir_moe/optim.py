@@ -360,7 +360,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for chunk in self._chunks:
             if chunk.home.has_gradient:
                 weight = chunk.spec.shards / len(chunk.spec.key.ranks)
-                mine += weight * sum(map(sum_of_squares, chunk.home.gradients())) * self._unscale(chunk) ** 2
+                known = chunk.home.squares
+                squares = sum(map(sum_of_squares, chunk.home.gradients())) if known is None else known
+                mine += weight * squares * self._unscale(chunk) ** 2
         votes = torch.tensor([float(mine), *map(self._scheduler.used.__contains__, self._slots)], dtype=torch.float64)
         with naming_failures("the all-reduce of the gradient norm over all ranks"):
             if len(self._peers) > 1:

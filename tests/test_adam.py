@@ -355,6 +355,16 @@ def test_the_sum_of_squares_is_exact_whatever_the_length(dtype: torch.dtype, num
     assert kernels.sum_of_squares(gradient) == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [0, 1, kernels.HOT_NUMEL, 3 * kernels.HOT_NUMEL + 4097])
+def test_what_is_added_is_squared_on_the_way(dtype: torch.dtype, numel: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    total, term = (torch.randn(numel, generator=draw).to(dtype) for _ in range(2))
+    wanted = total + term
+    assert kernels.add_and_square(total, term) == pytest.approx(kernels.sum_of_squares(wanted), rel=1e-12)
+    assert torch.equal(total, wanted)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_instruction_set_sums_the_same_squares(isa: str, dtype: torch.dtype) -> None:

@@ -266,6 +266,55 @@ class ExpertLists(Net):
         self.layers = nn.ModuleList(Experts() for _ in range(3))
 
 
+class PartCheckpointed(Layer):
+    """Checkpoints a part of itself, with a weight that it uses outside of it too."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.part, self.norm(x), use_reentrant=self.reentrant)
+        return x + self.gain * self.down(F.gelu(h + self.up(x)))
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.up(self.down(F.gelu(self.up(x))))
+
+
+class PartNonReentrant(PartCheckpointed):
+    reentrant = False
+
+
+class InnerReentrant(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PartCheckpointed() for _ in range(4))
+
+
+class InnerNonReentrant(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PartNonReentrant() for _ in range(4))
+
+
+class Guest(Layer):
+    """Calls a module, and reads a weight, that belong to another part of the model."""
+
+    def __init__(self, hosts: list[nn.Module]) -> None:
+        super().__init__()
+        self.hosts = hosts
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(self.norm(x))
+        for host in self.hosts:
+            x = x + host(x) + F.linear(x, host.weight)
+        return x + self.gain * self.down(F.gelu(h))
+
+
+class Guests(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Guest([self.first, self.last]) for _ in range(3))
+
+
 def mean_square(model: nn.Module, rows: Tensor) -> Tensor:
     return (model(rows) - rows.flip(1)).pow(2).mean()
 
@@ -287,6 +336,16 @@ def gradient_penalty(model: nn.Module, rows: Tensor) -> Tensor:
 
 def by_methods(model: nn.Module, rows: Tensor) -> Tensor:
     return (model.encode(rows) - rows.flip(1)).pow(2).mean()
+
+
+def by_parts(model: nn.Module, rows: Tensor) -> Tensor:
+    """Nobody calls the model itself, nor the first of its layers."""
+    layer = model.layers[0]
+    h = checkpoint(model.first, rows.clone().requires_grad_(), use_reentrant=True)
+    h = layer.gain * layer.down(F.gelu(layer.up(layer.norm(h))))
+    for layer in model.layers[1:]:
+        h = layer(h)
+    return (model.last(h) - rows.flip(1)).pow(2).mean()
 
 
 def likelihood(model: nn.Module, rows: Tensor) -> Tensor:
@@ -427,6 +486,10 @@ SCENARIOS = {
     "detached-non-reentrant": Scenario(DetachedNonReentrant),
     "shared-reentrant": Scenario(SharedReentrant),
     "tied-reentrant": Scenario(TiedReentrant),
+    "inner-reentrant": Scenario(InnerReentrant),
+    "inner-non-reentrant": Scenario(InnerNonReentrant),
+    "guests": Scenario(Guests),
+    "by-parts": Scenario(loss=by_parts),
     "lists": Scenario(Lists, between=look),
     "methods": Scenario(Methods, by_methods, between=write),
     "no-tensor-out": Scenario(Spread, likelihood),
@@ -452,6 +515,7 @@ PLANS = {
     "zero2": em.Plan.zero2(chunk_numel=600),
     "small": em.Plan.offload(rcache_blocks=6, chunk_numel=600),
     "offload": em.Plan.offload(rcache_blocks=7, device_chunks=2, chunk_numel=700),
+    "layers": em.Plan.offload(rcache_blocks=6, chunk_numel=1200),
     "ddp": em.Plan.ddp(),
     "disk": em.Plan.offload(rcache_blocks=7, disk_chunks=3, chunk_numel=700),
 }

@@ -110,6 +110,18 @@ def test_an_accumulator_starts_from_zero_in_each_step() -> None:
         assert torch.equal(home.values(), home.master.bfloat16())
 
 
+def test_squares_found_on_the_way_are_those_of_one_gradient_alone() -> None:
+    home = home_of(torch.float32)
+    for _ in range(2):
+        home.add_gradient(gradient(torch.float32, 1), 4.0)
+        assert home.squares == 4.0
+        home.add_gradient(gradient(torch.float32, 2), 9.0)
+        assert home.squares is None, "of the sum nobody knows them"
+        home.clear_gradient()
+    home.add_gradient(gradient(torch.float32, 1))
+    assert home.squares is None
+
+
 def test_fp32_sends_the_master_and_sums_in_place() -> None:
     home = home_of(torch.float32)
     assert home.master is not None

@@ -11,12 +11,13 @@ in fp32 whatever travels, in rank order.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from elixir_moe.errors import ElixirError
+from elixir_moe.kernels import add_and_square
 
 
 class Ticket:
@@ -58,6 +59,13 @@ class Ticket:
         self.wait()
         if self._event is not None:
             self._event.synchronize()
+
+
+class Land(Protocol):
+    """Takes what a reduction leaves on this rank."""
+
+    def __call__(self, reduced: torch.Tensor, squares: float | None = None) -> None:
+        """`squares` is the sum of squares of `reduced`, where it is known."""
 
 
 class Communicator:
@@ -104,7 +112,7 @@ class Communicator:
         self,
         buffer: torch.Tensor,
         staging: torch.Tensor | None,
-        land: Callable[[torch.Tensor], None],
+        land: Land,
         place: torch.Tensor | None = None,
         *,
         tag: int = 0,
@@ -114,7 +122,8 @@ class Communicator:
         Args:
             buffer: one gradient of every parameter; must stay as it is until the ticket is waited for.
             staging: as large as `buffer`, needed where `needs_staging`; in use until the ticket is waited for.
-            land: called once, in `wait` on gloo, at once (in stream order) elsewhere.
+            land: called once, in `wait` on gloo, at once (in stream order) elsewhere; with the sum of squares of what
+                it is given, where that was found on the way.
             place: where the sum may be written, (numel / size,), so that `land` need not copy it; on gloo.
             tag: as in `all_gather`.
         """
@@ -142,13 +151,13 @@ class Communicator:
             dist.irecv(theirs.view(torch.uint8), peer, group=self._reduce_group, tag=tag),
             dist.isend(leaving[1 - self.index], peer, group=self._reduce_group, tag=tag),
         ]
-        return Ticket(works, lambda: land(theirs.add_(own)), what=self._reduction)
+        return Ticket(works, lambda: land(theirs, add_and_square(theirs, own)), what=self._reduction)
 
     def needs_staging(self, place: torch.Tensor | None) -> bool:
         """Whether a reduction into `place` takes a staging buffer."""
         return self.staged and (self.size > 2 or place is None)
 
-    def all_reduce(self, buffer: torch.Tensor, land: Callable[[torch.Tensor], None]) -> Ticket:
+    def all_reduce(self, buffer: torch.Tensor, land: Land) -> Ticket:
         """Sums `buffer` over the ranks in place and gives it to `land`."""
         if self.size == 1:
             land(buffer)

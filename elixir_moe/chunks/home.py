@@ -130,6 +130,8 @@ class Home:
         self.sends_compute = master is None or spec.key.dtype != torch.float32
         """Gathers send the compute shard, and not the master itself."""
         self.holds = Holds.VALUES if self.sends_compute else Holds.STALE
+        self.squares: float | None = None
+        """The sum of squares of the gradient, if it was found on the way here."""
         self.reader: threading.Event | None = None
         """Set when a save beside the training has copied what is kept here; whoever changes it waits for that."""
         self._accumulated = False
@@ -268,8 +270,12 @@ class Home:
         """Where the next gradient can be summed to save `add_gradient` the copy; None if it is to be added."""
         return self.compute if self.accumulator is None and self.holds is not Holds.GRADIENT else None
 
-    def add_gradient(self, reduced: torch.Tensor) -> None:
-        """Adds the gradient summed over the process group, of any dtype and device."""
+    def add_gradient(self, reduced: torch.Tensor, squares: float | None = None) -> None:
+        """Adds the gradient summed over the process group, of any dtype and device.
+
+        `squares` is its sum of squares, where that is known.
+        """
+        self.squares = None if self.has_gradient else squares
         if reduced.data_ptr() == self.compute.data_ptr():
             self._take_in_place()
         elif self.accumulator is not None:

@@ -408,10 +408,10 @@ class Scheduler:
             self._in_flight.popleft().wait()
 
     def _issue_reduction(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
-        def land(reduced: torch.Tensor) -> None:
+        def land(reduced: torch.Tensor, squares: float | None = None) -> None:
             if chunk.home.pieces is None:
                 with torch.no_grad():
-                    chunk.home.add_gradient(reduced)
+                    chunk.home.add_gradient(reduced, squares)
             self.statistics.bytes_offloaded[chunk.home.tier.of_compute.value] += reduced.nbytes
             chunk.transition(chunk.at_rest)
 

@@ -289,7 +289,7 @@ def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device
 
     def both() -> None:
         communicator.all_gather(buffer, 0).wait()
-        communicator.reduce_scatter(buffer, staging, lambda _: None).wait()
+        communicator.reduce_scatter(buffer, staging, lambda *_: None).wait()
 
     return _fastest(both, device)
 
