@@ -1,7 +1,7 @@
 """DeepSpeed's contenders: ZeRO-2, ZeRO-3, and its PR-MoE with ZeRO-2; it is imported when one is built.
 
-Owns how DeepSpeed is set up on CPU ranks. Its settings are its defaults, with communication overlapped; AdamW is
-torch's fused one, as for all peers. Its mixture-of-experts layer takes the place of ours in the same GPT, with the same
+Owns how DeepSpeed is set up on CPU ranks. Its settings are its defaults, but for buckets short enough that
+communication overlaps; AdamW is torch's fused one, as for all peers. Its mixture-of-experts layer takes the place of ours in the same GPT, with the same
 weights, and each expert's capacity in the place of ours.
 """
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.contenders import Contender, fused_adamw
-from benchmarks.workload import Workload, fresh_model
+from benchmarks.workload import BUCKET_NUMEL, Workload, fresh_model
 from elixir_moe.models.gpt import Block
 from elixir_moe.parallel.experts import MLP, GroupedExperts
 from elixir_moe.parallel.moe import MoE
@@ -114,7 +114,7 @@ def _engine(model: nn.Module, parameters: Any, workload: Workload, stage: int) -
 
     config = {
         "train_micro_batch_size_per_gpu": workload.batch,
-        "zero_optimization": {"stage": stage, "overlap_comm": True},
+        "zero_optimization": {"stage": stage, "overlap_comm": True, "reduce_bucket_size": BUCKET_NUMEL},
         "bf16": {"enabled": workload.bf16},
         "steps_per_print": 10**9,
     }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from benchmarks.contenders import LEARNING_RATE, Contender, fused_adamw
-from benchmarks.workload import SEED, Workload
+from benchmarks.workload import BUCKET_NUMEL, SEED, Workload
 from tests import megatron_cases
 
 
@@ -48,7 +48,7 @@ def ddp(workload: Workload) -> Contender:
     model, config, shims = _model(workload)
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    settings = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=BUCKET_NUMEL)
     model = DistributedDataParallel(config, settings, model)
     model.zero_grad_buffer()
     return MegatronDDP(model=model, optimizer=fused_adamw(model.parameters()), loss=lm_loss, shims=shims)

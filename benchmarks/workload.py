@@ -12,6 +12,8 @@ from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT
 
 SEED = 20240607
+BUCKET_NUMEL = 4_000_000
+"""Elements of a peer's gradient buckets: their defaults are longer than the model, and no reduction would overlap."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
