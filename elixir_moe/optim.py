@@ -253,7 +253,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._scheduler.cache.schedule
 
     def close(self) -> None:
-        """Destroys the process groups `wrap` made; model and optimizer are of no use afterwards. Collective."""
+        """Destroys the process groups `wrap` made; model and optimizer are of no use afterwards. Collective.
+
+        Raises what an update beside training has failed of, when all else is done.
+        """
         if self._scheduler.closed:
             return
         if self.pending is not None:
@@ -272,6 +275,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._background is not None:
             dist.destroy_process_group(self._background)
         dist.destroy_process_group(self._control)
+        for chunk in self._chunks:
+            chunk.home.finish_update()
 
     # ------------------------------------------------------------------------------------- for those who keep its state
 
@@ -398,6 +403,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if [[id(p) for p in group["params"]] for group in self.param_groups] != self._grouping:
             raise ConfigError("the parameters of param_groups were changed: fix them before wrap; options may change")
+        if isinstance(self._update, AdamUpdate) and any(group.get("amsgrad") for group in self.param_groups):
+            raise ConfigError("amsgrad was turned on after wrap, which has made no room for it: turn it on before")
         if own:
             raise ConfigError(f"parameter.grad was set by hand: {own[:8]}; only what backward brings is used")
 

@@ -84,6 +84,16 @@ def test_gradients_are_not_where_plain_torch_keeps_them(pair: Pair) -> None:
         optimizer.step()
 
 
+def test_amsgrad_comes_too_late_behind_wrap(pair: Pair) -> None:
+    model, optimizer = pair
+    before = em.full_state_dict(model)
+    optimizer.param_groups[0]["amsgrad"] = True
+    model(torch.ones(2, D)).sum().backward()
+    with pytest.raises(em.ConfigError, match="amsgrad was turned on after wrap"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in em.full_state_dict(model).items())
+
+
 def test_the_models_own_zero_grad_forgets_gradients(pair: Pair) -> None:
     model, optimizer = pair
     backward(pair)

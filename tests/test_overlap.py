@@ -226,7 +226,9 @@ def test_an_update_that_fails_is_told_to_whoever_looks() -> None:
     for look in (lambda: model(torch.zeros(1, D)), lambda: em.full_state_dict(model), lambda: model(torch.zeros(1, D))):
         with pytest.raises(MemoryError, match="no room"):
             look()
-    optimizer.close()
+    with pytest.raises(MemoryError, match="no room"):
+        optimizer.close()
+    assert optimizer._scheduler.closed, "all the same"
 
 
 @pytest.mark.parametrize("waits", range(4))
