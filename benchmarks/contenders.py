@@ -4,7 +4,8 @@ Owns how ours and torch's are built from one seed and how they take a step. Meas
 nothing (`run`); those of other libraries have files of their own.
 
 Peers get their best settings: torch's fused AdamW, gradients that are views of DDP's buckets in a static graph, buckets
-short enough to overlap, and for FSDP2 a unit for each block and the root. All see the same batches and start from the same weights.
+short enough to overlap, and for FSDP2 a unit for each block and the root. All see the same batches and start from the
+same weights.
 """
 
 import os

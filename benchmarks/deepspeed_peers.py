@@ -1,8 +1,8 @@
 """DeepSpeed's contenders: ZeRO-2, ZeRO-3, and its PR-MoE with ZeRO-2; it is imported when one is built.
 
 Owns how DeepSpeed is set up on CPU ranks. Its settings are its defaults, but for buckets short enough that
-communication overlaps; AdamW is torch's fused one, as for all peers. Its mixture-of-experts layer takes the place of ours in the same GPT, with the same
-weights, and each expert's capacity in the place of ours.
+communication overlaps; AdamW is torch's fused one, as for all peers. Its mixture-of-experts layer takes the place of
+ours in the same GPT, with the same weights, and each expert's capacity in the place of ours.
 """
 
 import os
