@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import elixir_moe as em
 from elixir_moe.chunks.policy import CacheCounts, CacheState, Entry, Load, Schedule, Verb, simulate
+from elixir_moe.chunks.requests import Requests
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
@@ -232,6 +233,47 @@ def test_evaluation_in_the_middle_does_not_move_the_schedule(
         request(state, entry)
     assert state.counts.off_schedule == 0
     assert state.rewind()
+
+
+def test_requests_for_the_same_chunks_are_one_to_the_cache() -> None:
+    cache = CacheState(2)
+    requests = Requests(cache, kept=())
+    requests.acquire((0,), tracked=True)
+    for _ in range(3):  # modules that follow each other
+        requests.release((0,), tracked=True)
+        assert requests.go_on((0,), tracked=True)
+    requests.release((0,), tracked=True)
+    assert not requests.go_on((1,), tracked=True)
+    assert not requests.go_on((0,), tracked=False), "evaluation moves no schedule"
+    requests.acquire((1,), tracked=True)
+    requests.hold(1)
+    requests.release((1,), tracked=True)
+    requests.free(1)
+    assert not requests.go_on((1,), tracked=True), "it has left its block"
+    assert [Entry(*request) for request in requests.trace] == entries("+0 -0 +1 !1 -1 x1")
+    assert [load.chunk for load in requests.decided] == [0, 1]
+    assert not cache._held
+
+
+def test_what_is_learned_is_what_was_asked() -> None:
+    cache = CacheState(2)
+    requests = Requests(cache, kept=())
+
+    def step(*chunks: int) -> bool:
+        for chunk in chunks:
+            if not requests.go_on((chunk,), tracked=True):
+                requests.acquire((chunk,), tracked=True)
+            requests.release((chunk,), tracked=True)
+        requests.settle()
+        return requests.learn()
+
+    assert step(0, 0, 1), "the first step is the schedule"
+    assert cache.schedule is not None
+    assert cache.schedule.entries == tuple(entries("+0 -0 +1 -1"))
+    assert not step(0, 1, 1)
+    assert cache.counts.off_schedule == 0, "the same requests to the cache"
+    assert [step(1, 0) for _ in range(3)] == [False, False, True], "three in a row that missed it"
+    assert cache.schedule.entries == tuple(entries("+1 -1 +0 -0"))
 
 
 def test_a_thousand_chunks_and_more_are_simulated() -> None:

@@ -1,5 +1,6 @@
 """What `wrap` refuses, what it says, and how it can be used beside a training step."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from torch import nn
 import elixir_moe as em
 from elixir_moe.chunks.policy import simulate
 from elixir_moe.guard import Guarded
-from elixir_moe.units import expected_schedule, find_units, registered_calls
+from elixir_moe.units import expected_schedule, find_covers, find_units, registered_calls
 from tests.ranks import RankError, RankPool
 from tests.test_habits import D, ExpertLists, Frozen, Net, Tied, Unused, adamw, mean_square
 
@@ -187,6 +188,58 @@ def test_expected_schedule_frees_every_trainable_chunk() -> None:
     schedule = expected_schedule(list(find_units(model, slots)), registered_calls(model), optimizer.layout.chunks)
     freed = [chunk for entry in schedule.entries if entry.verb == "free" for chunk in entry.chunks]
     assert sorted(freed) == [chunk.index for chunk in optimizer.layout.cached]
+    optimizer.close()
+
+
+class Pair(nn.Module):
+    """Two layers and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x).relu()) * self.scale
+
+
+def test_modules_in_one_chunk_cover_what_is_beneath_them() -> None:
+    model = nn.Sequential(Pair(), nn.Sequential(Pair(), nn.ModuleList([nn.Linear(8, 8)])), nn.Linear(8, 8))
+    chunk_of = {p: (int(name[0]), i) for i, (name, p) in enumerate(model.named_parameters())}
+    units = list(find_units(model, chunk_of))
+    covers = {cover.name: cover for cover in find_covers(model, units, lambda chunk: True)}
+    assert set(covers) == {"0", "1", "1.0"}, "neither the whole, of three chunks, nor a list or a lone layer"
+    assert covers["1"].parameters == tuple(model[1].parameters())
+    around = {unit.name: [cover.name for cover in unit.around] for unit in (*units, *covers.values())}
+    assert around["0.one"] == ["0"]
+    assert set(around["1.0.two"]) == {"1", "1.0"}
+    assert around["1.0"] == ["1"]
+    assert around["2"] == around["1"] == []
+    resident = {cover.name for cover in find_covers(model, list(find_units(model, chunk_of)), lambda chunk: chunk == 1)}
+    assert resident == {"", "0", "1", "1.0"}, "what always stays is no reason to part"
+
+
+def test_a_guest_inside_a_cover_has_the_block_that_it_leaves() -> None:
+    class Host(nn.Module):
+        def __init__(self, guest: nn.Module) -> None:
+            super().__init__()
+            self.one, self.two, self.guests = nn.Linear(16, 16), nn.Linear(16, 16), [guest]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.two(self.guests[0](self.one(x)))
+            return h + nn.functional.linear(x, self.guests[0].weight)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model.append(Host(model[0]))
+    plain = copy.deepcopy(model)
+    plan = em.Plan.offload(rcache_blocks=1, chunk_numel=576)
+    model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+    assert [unit.name for unit in optimizer._hooks._units if unit.is_cover] == ["2"]
+    rows = torch.randn(4, 16)
+    with torch.no_grad():
+        assert torch.equal(model(rows), plain(rows))
+    assert not optimizer._scheduler.cache._held
     optimizer.close()
 
 
