@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import elixir_moe as em
+from tests.cases import with_further
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -127,7 +128,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "tp"), with_further([(2, 2), (4, 2)], [(2, 2)]))
 def test_tensor_parallel_modules(world: int, tp: int, sequence_parallel: bool, ranks: Ranks) -> None:
     wanted = plain()
     for found in ranks(world).run(wrapped, tp, sequence_parallel, PLANS):

@@ -19,7 +19,7 @@ from elixir_moe.chunks.plan import SPILL_ALIGN_NUMEL, SPILL_LANES, Plan, Tier, f
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
-from tests.cases import spill_of
+from tests.cases import spill_of, with_further
 from tests.parity import mesh_of_world
 from tests.ranks import RankPool
 
@@ -251,7 +251,7 @@ def held_as_promised(found: dict[str, Any]) -> None:
     assert found["addresses"][0] == found["addresses"][1] == found["addresses"][2], "not a byte allocated anew"
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", with_further([2, 4], [2]))
 def test_traffic_and_memory_of_the_papers_table(world: int, ranks: Ranks) -> None:
     """Elixir v2, table 1, and v1, VI-B: per step and rank, with S the elements of all chunks.
 

@@ -225,6 +225,7 @@ def test_the_weights_give_the_same_loss_in_one_plain_process(
     assert loss == pytest.approx(json.loads(done.stdout)["val_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_torchrun_without_the_short_form_repeats_the_run_bit_for_bit(
     tiny_run: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
