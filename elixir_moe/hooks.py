@@ -197,7 +197,7 @@ class Hooks:
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
         top = self._calls.top
-        if top is not None and top.module is not module and top.covered:
+        if top is not None and unit is not None and top.covered and top.unit in unit.around:
             top.covered -= 1
             return
         self._unfinished += 1  # what an interrupt leaves behind on the stack tells of itself; this does not
