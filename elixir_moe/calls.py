@@ -33,14 +33,16 @@ class Call:
     """It, or one around it, runs with gradients."""
     mode: tuple[bool, bool]
     """Whether it runs with gradients, and whether in backward."""
+    outermost: bool
+    """No other call is around it."""
     began: bool = False
     """Its chunks were unsharded."""
     held: bool = False
     """They are to be released."""
+    covers: bool = False
+    """What is beneath it asks for nothing."""
     covered: int = 0
     """Calls beneath it that ask for nothing and are not on the stack."""
-    outermost: bool = False
-    """No other call is around it."""
     saving: saved_tensors_hooks | None = None
     """To be taken off when it ends."""
 
@@ -86,11 +88,14 @@ class Forwards:
         """Notes that `unit` is entered now."""
         self._now().entered.setdefault(unit, self.clock)
 
-    def leave(self, unit: Unit, *, recomputed: bool) -> None:
-        """Notes that `unit` is left now; if it is `recomputed`, backward will run it again."""
+    def leave(self, unit: Unit) -> int:
+        """Notes that `unit` is left, at the number that is returned; without gradients, backward will run it again."""
+        self.clock += 1
         forward = self._now()
         forward.left[unit] = self.clock
-        forward.unrecomputed[unit] += recomputed
+        if not torch.is_grad_enabled():
+            forward.unrecomputed[unit] += 1
+        return self.clock
 
     def take(self, left: int | None, *, keep: bool) -> Forward | None:
         """All that began before number `left` as one, for a backward behind which they are gone, but for `keep`."""
@@ -142,7 +147,11 @@ class Calls:
             self.unwind()
         if not self._stack:
             self._thread = threading.get_ident()
-        elif self._thread != threading.get_ident():
+        self.check_thread()
+
+    def check_thread(self) -> None:
+        """Raises ConfigError on another thread than that of the calls on the stack."""
+        if self._thread != threading.get_ident():
             raise ConfigError("two threads run a wrapped model at once: let one wait for the other")
 
     def push(self, call: Call) -> None:

@@ -41,14 +41,15 @@ from elixir_moe.units import Unit, find_covers, find_units
 class Hooks:
     """All hooks on one wrapped model."""
 
-    def __init__(self, model: nn.Module, scheduler: Scheduler, placeholder: Placeholder) -> None:
+    def __init__(self, model: nn.Module, scheduler: Scheduler, placeholder: Placeholder, longest_cover: int) -> None:
         self._scheduler = scheduler
         self._saved = SavedTensors(scheduler, placeholder, self._unpacking)
         self._packs = not all(chunk.direct for chunk in scheduler.chunks)  # else weights stay where autograd saw them
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
         self._names = {p: name for name, p in model.named_parameters()}
         self._units = list(find_units(model, self._slot_of))
-        self._units += find_covers(model, self._units, lambda index: not scheduler.chunks[index].spec.resident)
+        moves = [not chunk.spec.resident for chunk in scheduler.chunks]
+        self._units += find_covers(model, self._units, moves.__getitem__, longest_cover)
         self._owners: dict[tuple[int, int], list[Unit]] = {}
         for unit in self._units:
             for slot in unit.slots:
@@ -116,34 +117,37 @@ class Hooks:
         recomputing = in_backward()
         mode = torch.is_grad_enabled(), recomputing
         top = self._calls.top
-        if top is not None and unit is not None and top.unit in unit.around and top.mode == mode:
+        if top is not None and unit is not None and top.covers and top.unit in unit.around and top.mode == mode:
+            self._calls.check_thread()
             top.covered += 1  # and `_leave` takes it off again
             if not top.held:
                 self._hold(top)
             return
-        if not recomputing:
+        if recomputing:
+            self._begin_backward()
+        else:
             self._calls.begin(module)
             self.notice_torn()
             self._step_aside()
-        outermost = not self._calls and not recomputing
         training = mode[0] or self._calls.training
-        tracked = training or recomputing
-        self._forwards.clock += unit is not None and tracked and not recomputing
-        call = Call(module, unit, self._forwards.clock, training, mode)
+        self._forwards.clock += unit is not None and training and not recomputing
+        outermost = not self._calls and not recomputing
+        call = Call(module, unit, self._forwards.clock, training, mode, outermost)
+        # Where backward runs parts again that had no gradients in forward, each part is counted by itself.
+        again = self._backwards_of.unrecomputed if recomputing else training and not mode[0]
+        call.covers = unit is not None and unit.is_cover and not again
         self._calls.push(call)  # what may fail comes behind it: `_leave` undoes only what was done
         if outermost:
             self._forwards.begin()
-            call.outermost = True
             if self._packs:
                 call.saving = self._saved.hooks()
                 call.saving.__enter__()
         if unit is None:
             return
         if recomputing:
-            self._begin_backward()
             self._recompute(unit)
             self._holds.append((self._backwards_of.numbers_of(unit)[0], unit.chunks))
-        elif tracked:
+        elif training:
             self._forwards.enter(unit)
         self._hold(call)
         call.began = True
@@ -215,10 +219,7 @@ class Hooks:
                 self._guard.close(self._doors[unit])
                 entered, left = self._backwards_of.numbers_of(unit)
             else:
-                self._forwards.clock += call.training
-                entered, left = call.entered, self._forwards.clock
-                if call.training:
-                    self._forwards.leave(unit, recomputed=not torch.is_grad_enabled())
+                entered, left = call.entered, self._forwards.leave(unit) if call.training else 0
                 if call.held:
                     self._let_go(call)
             if call.training or recomputing:

@@ -64,11 +64,12 @@ def find_units(model: nn.Module, slot_of: dict[nn.Parameter, tuple[int, int]]) -
     yield from walk(model, "", False)
 
 
-def find_covers(model: nn.Module, units: Sequence[Unit], moves: Callable[[int], bool]) -> list[Unit]:
+def find_covers(model: nn.Module, units: Sequence[Unit], moves: Callable[[int], bool], longest: int) -> list[Unit]:
     """Modules that unshard as one with all units beneath them, which are told so, and then ask for nothing.
 
-    They are those whose parameters lie in one chunk, not counting chunks of which `moves` says that they always stay:
-    while such a module runs it holds no more than any part of it would.
+    They are those whose parameters lie in `longest` chunks at most, not counting chunks of which `moves` says that they
+    always stay. With one, such a module holds while it runs what any part of it would. It needs a block more only where
+    backward comes to another part of the model inside it.
     """
     units_of: dict[int, list[Unit]] = {}
     for unit in units:
@@ -80,7 +81,7 @@ def find_covers(model: nn.Module, units: Sequence[Unit], moves: Callable[[int], 
         slots, parameters = [slot for slot, _ in pairs], tuple(p for _, p in pairs)
         chunks = tuple(sorted({chunk for chunk, _ in slots}))
         beneath = any(unit.module is not module for unit in parts)
-        if beneath and _is_callable(module) and sum(map(moves, chunks)) <= 1:
+        if beneath and _is_callable(module) and sum(map(moves, chunks)) <= longest:
             covers.append(Unit(name, module, slots, chunks, parameters, is_cover=True))
     for cover in covers:
         units_of.setdefault(id(cover.module), []).append(cover)

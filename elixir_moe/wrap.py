@@ -156,7 +156,7 @@ def wrap(
     parameters = list(specs)
     layout = plan.layout(list(specs.values()))
     peers = _agree(model, plan, specs)
-    _check_blocks(model, calls, plan, layout, parameters)
+    spare = _check_blocks(model, calls, plan, layout, parameters)
     pretrained = None
     if weights is not None:
         pretrained = Pretrained(model, weights)
@@ -189,7 +189,7 @@ def wrap(
     groups = make_groups([peers, *groups_needed(model, layout.chunks)], backend="gloo")
     agreement = Peers(groups[peers], chunks) if len(peers) > 1 else alone
     scheduler = Scheduler(chunks, cache, rcache, staging, device, statistics, agreement)
-    hooks = Hooks(model, scheduler, placeholder)
+    hooks = Hooks(model, scheduler, placeholder, 1 if spare else 0)
     model.elixir = Wrapped(scheduler=scheduler, groups=groups, keys=keys)  # type: ignore[assignment]
     refuse_plain_state_dicts(model)
     sharded = ShardedOptimizer(
@@ -355,8 +355,11 @@ def _differences(a: list[str], b: list[str]) -> Iterator[tuple[str, str]]:
 
 def _check_blocks(
     model: nn.Module, calls: list[Call], plan: Plan, layout: Layout, parameters: list[nn.Parameter]
-) -> None:
-    """Raises PlanError if some module, or the order of modules, needs more blocks than there are."""
+) -> bool:
+    """Raises PlanError if some module, or the order of modules, needs more blocks than there are.
+
+    Returns whether there is a block to spare.
+    """
     slot_of = {
         parameters[slot.param]: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)
     }
@@ -375,6 +378,7 @@ def _check_blocks(
             f"forward and backward of this model hold {least} chunks at once, the rCache has {blocks} blocks of "
             f"{layout.chunk_numel} elements: set rcache_blocks to at least {least}, or another chunk_numel"
         )
+    return blocks > least or blocks >= len(layout.cached)
 
 
 def _check_host_memory(nbytes: int) -> None:

@@ -283,6 +283,21 @@ class PartNonReentrant(PartCheckpointed):
     reentrant = False
 
 
+class Nested(PartCheckpointed):
+    """Is itself in a checkpoint, and has two inside that run the same part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.up, self.norm(x), use_reentrant=True)
+        h = checkpoint(self.up, self.down(F.gelu(h)), use_reentrant=True)
+        return x + self.gain * self.down(F.gelu(h))
+
+
+class NestedReentrant(Reentrant):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Nested() for _ in range(4))
+
+
 class InnerReentrant(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -486,6 +501,7 @@ SCENARIOS = {
     "detached-non-reentrant": Scenario(DetachedNonReentrant),
     "shared-reentrant": Scenario(SharedReentrant),
     "tied-reentrant": Scenario(TiedReentrant),
+    "nested-reentrant": Scenario(NestedReentrant),
     "inner-reentrant": Scenario(InnerReentrant),
     "inner-non-reentrant": Scenario(InnerNonReentrant),
     "guests": Scenario(Guests),
@@ -515,7 +531,7 @@ PLANS = {
     "zero2": em.Plan.zero2(chunk_numel=600),
     "small": em.Plan.offload(rcache_blocks=6, chunk_numel=600),
     "offload": em.Plan.offload(rcache_blocks=7, device_chunks=2, chunk_numel=700),
-    "layers": em.Plan.offload(rcache_blocks=6, chunk_numel=1200),
+    "layers": em.Plan.offload(rcache_blocks=6, chunk_numel=1200),  # each in one chunk
     "ddp": em.Plan.ddp(),
     "disk": em.Plan.offload(rcache_blocks=7, disk_chunks=3, chunk_numel=700),
 }

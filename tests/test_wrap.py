@@ -207,7 +207,7 @@ def test_modules_in_one_chunk_cover_what_is_beneath_them() -> None:
     model = nn.Sequential(Pair(), nn.Sequential(Pair(), nn.ModuleList([nn.Linear(8, 8)])), nn.Linear(8, 8))
     chunk_of = {p: (int(name[0]), i) for i, (name, p) in enumerate(model.named_parameters())}
     units = list(find_units(model, chunk_of))
-    covers = {cover.name: cover for cover in find_covers(model, units, lambda chunk: True)}
+    covers = {cover.name: cover for cover in find_covers(model, units, lambda chunk: True, 1)}
     assert set(covers) == {"0", "1", "1.0"}, "neither the whole, of three chunks, nor a list or a lone layer"
     assert covers["1"].parameters == tuple(model[1].parameters())
     around = {unit.name: [cover.name for cover in unit.around] for unit in (*units, *covers.values())}
@@ -215,7 +215,9 @@ def test_modules_in_one_chunk_cover_what_is_beneath_them() -> None:
     assert set(around["1.0.two"]) == {"1", "1.0"}
     assert around["1.0"] == ["1"]
     assert around["2"] == around["1"] == []
-    resident = {cover.name for cover in find_covers(model, list(find_units(model, chunk_of)), lambda chunk: chunk == 1)}
+    resident = {
+        cover.name for cover in find_covers(model, list(find_units(model, chunk_of)), lambda chunk: chunk == 1, 1)
+    }
     assert resident == {"", "0", "1", "1.0"}, "what always stays is no reason to part"
 
 
@@ -230,16 +232,40 @@ def test_a_guest_inside_a_cover_has_the_block_that_it_leaves() -> None:
             return h + nn.functional.linear(x, self.guests[0].weight)
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     model.append(Host(model[0]))
     plain = copy.deepcopy(model)
-    plan = em.Plan.offload(rcache_blocks=1, chunk_numel=576)
+    plan = em.Plan.offload(rcache_blocks=2, chunk_numel=576)
     model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
-    assert [unit.name for unit in optimizer._hooks._units if unit.is_cover] == ["2"]
+    assert [unit.name for unit in optimizer._hooks._units if unit.is_cover] == ["4"]
+    seen: list[int] = []
+    model[0].register_forward_hook(lambda *_: seen.append(len(optimizer._scheduler.cache._held)))
     rows = torch.randn(4, 16)
     with torch.no_grad():
         assert torch.equal(model(rows), plain(rows))
+    assert seen == [1, 1], "it alone"
     assert not optimizer._scheduler.cache._held
+    optimizer.close()
+
+
+def test_covers_need_a_block_to_spare() -> None:
+    """Backward comes to a guest that was called last before it comes to the cover, and holds both."""
+
+    class Host(nn.Module):
+        def __init__(self, guest: nn.Module) -> None:
+            super().__init__()
+            self.one, self.two, self.guests = nn.Linear(16, 16), nn.Linear(16, 16), [guest]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.guests[0](self.two(self.one(x)))
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model.append(Host(model[0]))
+    plan = em.Plan.offload(rcache_blocks=1, chunk_numel=576)
+    model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+    assert not any(unit.is_cover for unit in optimizer._hooks._units)
+    model(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
     optimizer.close()
 
 

@@ -306,8 +306,7 @@ class Home:
         if start in self.pieces:
             self.pieces[start].add_(gradient.reshape(-1))
         else:
-            own = gradient.clone() if gradient.requires_grad else gradient  # a graph needs it as it is
-            self.pieces[start] = own.reshape(-1)
+            self.pieces[start] = gradient.reshape(-1)
 
     def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """The summed gradients of some elements of the shard, or of one parameter where there are `pieces`.

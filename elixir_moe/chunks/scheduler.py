@@ -259,8 +259,8 @@ class Scheduler:
         chunk = self.chunks[index]
         if gradient is not None:
             self.used.add((index, position))
-            if gradient.requires_grad:  # its own graph is kept
-                gradient = gradient.detach()
+            if gradient.requires_grad:  # its own graph wants it as it is
+                gradient = gradient.detach().clone()
             if not final and not chunk.apart:
                 chunk.delay_gradient(position, gradient)
                 return
