@@ -20,6 +20,7 @@
 #include "adam.hpp"
 #include "cache.hpp"
 #include "numa.hpp"
+#include "tiles.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -167,6 +168,8 @@ NB_MODULE(_native, m) {
     m.def(
         "cpu_features", [] { return std::string(name_of(elixir::best_isa())); },
         "The instruction set the kernels use on this CPU: 'avx512', 'avx2' or 'scalar'.");
+
+    m.def("tiles_trap", &elixir::tiles_trap, "Whether this CPU announces matrix tiles (AMX) that trap when used.");
 
     m.def("adam_step", &adam_step, "master"_a.noconvert(), "exp_avg"_a.noconvert(), "exp_avg_sq"_a.noconvert(),
           "grad"_a.noconvert(), "compute"_a.noconvert().none(), nb::kw_only(), "lr"_a, "beta1"_a, "beta2"_a, "eps"_a,

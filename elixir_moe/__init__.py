@@ -15,6 +15,7 @@ from elixir_moe.chunks.plan import Footprint, Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import CheckpointError, ConfigError, ElixirError, LayoutError, PlanError, TierError
 from elixir_moe.huggingface import save_pretrained
+from elixir_moe.kernels import spare_tiles
 from elixir_moe.optim import ShardedOptimizer
 from elixir_moe.parallel import megatron
 from elixir_moe.parallel.annotate import annotate
@@ -22,6 +23,8 @@ from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.state import full_state_dict
 from elixir_moe.wrap import wrap
+
+spare_tiles()
 
 __all__ = [
     "CheckpointError",

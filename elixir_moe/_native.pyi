@@ -7,6 +7,9 @@ from torch import Tensor
 def cpu_features() -> str:
     """The instruction set the kernels use on this CPU: "avx512", "avx2" or "scalar"."""
 
+def tiles_trap() -> bool:
+    """Whether this CPU announces matrix tiles (AMX) and does not describe them: using one is fatal."""
+
 def adam_step(
     master: Tensor,
     exp_avg: Tensor,

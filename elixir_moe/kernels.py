@@ -5,6 +5,7 @@ no state. The compute shard is written in the same pass as the master shard, whi
 parameter's traffic at six bytes a step.
 """
 
+import os
 from typing import TypedDict, Unpack
 
 import torch
@@ -45,6 +46,16 @@ class _Settings(TypedDict):
 def cpu_features() -> str:
     """What updates shards in host memory: "avx512", "avx2" or "scalar" (native), "torch" where nothing was built."""
     return "torch" if _native is None else _native.cpu_features()
+
+
+def spare_tiles() -> None:
+    """Has torch multiply without matrix tiles (AMX) on a CPU that announces them in vain, as some virtual machines do.
+
+    There its first bf16 product would end the process. To be called before any product, as torch's library (oneDNN)
+    looks once; it is told by the environment, so processes started later know too. What the user has set stays.
+    """
+    if _native is not None and _native.tiles_trap():
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
 def sum_of_squares(gradient: Tensor) -> float | Tensor:

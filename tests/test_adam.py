@@ -8,6 +8,9 @@ move the sum to the next float: EPS |p|. Where torch's CPU code does not fuse mu
 """
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -380,6 +383,21 @@ def test_every_instruction_set_sums_the_same_squares(isa: str, dtype: torch.dtyp
     assert _native.sum_of_squares(long, threads=3, isa=isa) == pytest.approx(
         _native.sum_of_squares(long, threads=1), rel=1e-12
     )
+
+
+def test_products_in_bf16_end_no_process_whatever_the_cpu_announces() -> None:
+    """Torch is kept from matrix tiles where they trap, and nowhere else; what the user has set stays."""
+    name = "ONEDNN_MAX_CPU_ISA"
+    code = f"""
+import os, torch, elixir_moe
+ones = torch.ones(64, 64, dtype=torch.bfloat16)
+print((ones @ ones).sum().item(), torch.nn.functional.linear(ones, ones).sum().item(), os.environ.get({name!r}))"""
+    unset = {key: value for key, value in os.environ.items() if key != name}
+    for environment, told in ((unset, "AVX512_CORE_FP16" if _native.tiles_trap() else None), ({name: "AVX2"}, "AVX2")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**unset, **environment}, capture_output=True, text=True, timeout=120
+        )
+        assert done.stdout.split() == [str(64.0**3)] * 2 + [str(told)], done.stderr
 
 
 def test_memory_lies_on_a_node_of_this_machine() -> None:
