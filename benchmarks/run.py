@@ -6,6 +6,7 @@ contenders: each contender is built once, checked once to train the same model a
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
 import tempfile
@@ -54,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     described = {key: describe(workloads[key]) for key in dict.fromkeys(row.workload for row in wanted)}
     result = {"machine": machine(THREADS), "rounds": rounds, "steps": steps, "workloads": described, "rows": rows}
     write(result, Path(options.out))
-    print(markdown(result), end="")
+    print(json.dumps(result) if options.json else markdown(result).rstrip("\n"))
     return 0
 
 
@@ -73,6 +74,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="rounds of each row (9)")
     parser.add_argument("--steps", type=int, help="steps of each contender in a round (1)")
     parser.add_argument("--only", metavar="NAME", help="only the rows with this name or this peer")
+    parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     parser.add_argument("--quick", action="store_true", help="tiny models and few rounds: to see that all works")
     return parser.parse_args(arguments)
 

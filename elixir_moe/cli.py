@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import threading
 import traceback
@@ -80,12 +81,14 @@ def _run(arguments: Sequence[str]) -> int:
     helped = "train" in arguments and not {"-h", "--help"}.isdisjoint(arguments)
     parser = _parser(_settings_help() if helped else None)
     known, rest = parser.parse_known_args(arguments)
+    if known.verb == "train":
+        return _train(known, _overrides(rest), arguments)
+    if known.verb == "bench":
+        return _bench(known, rest)
+    if rest:
+        parser.error(f"unknown arguments {' '.join(rest)}")
     verbs = {"env": _env, "ckpt": ckpt.run, "plan": run_plan, "estimate": run_estimate, "clean": _clean}
-    if known.verb in verbs:
-        if rest:
-            parser.error(f"unknown arguments {' '.join(rest)}")
-        return verbs[known.verb](known)
-    return _train(known, _overrides(rest), arguments)
+    return {**verbs, "report": _report}[known.verb](known)
 
 
 def _parser(settings_help: str | None) -> _Parser:
@@ -106,9 +109,16 @@ def _parser(settings_help: str | None) -> _Parser:
     add_plan(plan_parser)
     estimate_parser = verbs.add_parser("estimate", help="memory of plain strategies", allow_abbrev=False)
     add_estimate(estimate_parser)
+    report_parser = verbs.add_parser("report", help="show what runs were, or are", allow_abbrev=False)
+    report_parser.add_argument("directory", type=Path, nargs="+", help="of a run; several are shown side by side")
+    report_parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the losses of a single run, as PNG")
+    bench_parser = verbs.add_parser(
+        "bench", help="step times beside the peers', in a checkout of the project", allow_abbrev=False, add_help=False
+    )
     clean_parser = verbs.add_parser("clean", help="remove what dead runs have left", allow_abbrev=False)
     clean_parser.add_argument("directory", type=Path, help="this one and all below it")
-    for verb in (clean_parser, train_parser, env_parser, plan_parser, estimate_parser, *ckpt.add_parser(verbs)):
+    others = (env_parser, plan_parser, estimate_parser, report_parser, bench_parser, clean_parser)
+    for verb in (train_parser, *others, *ckpt.add_parser(verbs)):
         verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
         verb.add_argument(
             "--traceback", action="store_true", help="show where an error comes from (or ELIXIR_TRACEBACK=1)"
@@ -159,6 +169,33 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]], argument
         print(json.dumps(summary.as_dict()))
     dist.destroy_process_group()
     return 0
+
+
+def _report(known: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from elixir_moe.train import history
+
+    if known.picture is not None and len(known.directory) > 1:
+        raise ConfigError(f"--picture draws one run, got {len(known.directory)}: name one directory")
+    accounts = [history.account(directory) for directory in known.directory]
+    if known.picture is not None:
+        history.draw(known.picture, known.directory[0], accounts[0])
+    if known.json:
+        print(json.dumps({"runs": accounts}))
+    else:
+        history.show(Console(), accounts)
+    return 0
+
+
+def _bench(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Hands over to the benchmarks, which are no part of the package: they need its peers."""
+    root = Path(__file__).parents[1]
+    if not (root / "benchmarks/run.py").is_file():
+        raise ConfigError("the benchmarks are part of the source tree: use `make bench` or this in a checkout of it")
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.run", *rest, *["--json"] * known.json]
+    paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=False).returncode
 
 
 def _clean(known: argparse.Namespace) -> int:

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.run import HOST_ROW
 from tests.cases import with_further
 
-ROOT = Path(__file__).parent.parent
 BESIDE = "asynchronous save: what it blocks training for"
 ROW = {"name", "peer", "workload", "ranks", "limit", "ratio", "spread", "unit", "ours", "theirs", "note"}
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-m", "benchmarks.run", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    command = [sys.executable, "-m", "elixir_moe", "bench", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
 
 
 def number(value: object) -> bool:
@@ -52,6 +52,14 @@ def test_a_quick_run_measures_every_row(only: str | None, ranks: set[int], tmp_p
     table = path.with_suffix(".md").read_text()
     assert run.stdout == table
     assert all(f"| {row['name']} |" in table for row in result["rows"])
+
+
+def test_json_is_all_that_stdout_gets(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    run = bench("--quick", "--json", "--rounds", "1", "--only", HOST_ROW, "--out", str(path))
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == json.loads(path.read_text())
+    assert [row["name"] for row in json.loads(run.stdout)["rows"]] == [HOST_ROW]
 
 
 def test_only_refuses_a_name_that_no_row_has(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The command line: one clear message and exit code 2 for every mistake, and JSON alone where JSON was asked for."""
 
+import fcntl
 import json
 import os
 import re
@@ -157,6 +158,50 @@ def test_env_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     assert "torch" in capsys.readouterr().out
     assert main(["env", "--nonsense"]) == 2
+
+
+def test_a_report_of_what_never_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half a run: its process was killed, a line is cut short, another is no JSON, most files are missing."""
+    step = {"step": 1, "loss": 3.0, "val_loss": None, "grad_norm": None, "step_seconds": 0.5}
+    (tmp_path / "config.yaml").touch()
+    status = {"state": "running", "step": 2, "checkpoint": None, "reason": ""}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    lines = [json.dumps(step), "not JSON", json.dumps({**step, "step": 2, "loss": 2.0}), '{"step": 3, "lo']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    event = {"step": 1, "time": 0.0, "kind": "saved", "text": "checkpoints/step-00000001"}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n{")
+    assert main(["report", "--json", str(tmp_path), "--picture", str(tmp_path / "half.png")]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["runs"]
+    assert told["state"] == "ended without a word; the same command goes on"
+    assert (told["step"], told["train_loss"], told["val_loss"], told["hit_rate"]) == (2, 2.0, None, None)
+    assert (told["step_seconds"], told["events"]) == (0.5, [event])
+    assert (tmp_path / "half.png").read_bytes().startswith(b"\x89PNG\r\n")
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        assert main(["report", str(tmp_path)]) == 0
+    finally:
+        os.close(held)
+    shown = capsys.readouterr().out
+    assert "running" in shown and "step 1: saved: checkpoints/step-00000001" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["here/none"], "'here/none' is no run's directory"),
+        (["RUN", "RUN", "--picture", "a.png"], "--picture draws one run, got 2"),
+        (["RUN", "--picture", "a.png"], "has no losses yet"),
+        (["RUN", "--stepz", "1"], "unknown arguments --stepz 1"),
+        ([], "the following arguments are required: directory"),
+    ],
+)
+def test_a_report_that_cannot_be_given(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert main(["report", *(argument.replace("RUN", str(tmp_path)) for argument in arguments)]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_under_torchrun_one_rank_speaks(config: str, tmp_path: Path) -> None:

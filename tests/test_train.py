@@ -17,6 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from elixir_moe.cli import main
 from elixir_moe.errors import ConfigError
 from elixir_moe.models.gpt import GPT
 from elixir_moe.train import config as configs
@@ -198,6 +199,32 @@ def test_metrics_have_a_line_a_step(tiny_run: tuple[Path, subprocess.CompletedPr
             "blocks.1.mlp": 128,
         }
     assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_a_report_tells_what_the_files_hold(
+    tiny_run: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, done = tiny_run
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    summary, counted = json.loads(done.stdout), [line["statistics"] for line in lines[1:]]
+    picture = tmp_path / "losses.png"
+    assert main(["report", "--json", str(out), "--picture", str(picture)]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (told["state"], told["step"], told["events"], told["reason"]) == ("done", 6, [], None)
+    assert told["train_loss"] == summary["train_loss"] and told["bigram_loss"] == summary["bigram_loss"]
+    assert (told["val_loss"], told["plan"]["rcache_blocks"]) == (summary["val_loss"], 3)
+    assert told["best_val_loss"] == min(lines[2]["val_loss"], lines[5]["val_loss"])
+    for key in ("step_seconds", "tokens_per_second", "grad_norm"):
+        assert told[key] == sorted(line[key] for line in lines[1:])[2]
+    asked = sum(s["hits"] + s["misses"] for s in counted)
+    assert told["hit_rate"] == sum(s["hits"] for s in counted) / asked
+    assert told["bytes_fetched"] == sorted(sum(s["bytes_fetched"].values()) for s in counted)[2]
+    moved = [sum(sum(bytes_of.values()) for bytes_of in s["collective_bytes"].values()) for s in counted]
+    assert told["collective_bytes"] == sorted(moved)[2] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert main(["report", str(out), str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "steps taken" in shown and f"{summary['bigram_loss']:.4g}" in shown
 
 
 def test_the_summary_is_about_the_same_bytes(tiny_run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

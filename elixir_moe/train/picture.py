@@ -14,16 +14,20 @@ _WINDOW = 15
 
 
 def draw_losses(
-    path: Path, title: str, train: Sequence[tuple[int, float]], validation: Sequence[tuple[int, float]], bigram: float
+    path: Path,
+    title: str,
+    train: Sequence[tuple[int, float]],
+    validation: Sequence[tuple[int, float]],
+    bigram: float | None,
 ) -> None:
     """Draws the losses of a run as PNG.
 
     Args:
         path: where the picture goes.
         title: what stands above it.
-        train: (step, loss) of each step, nats a byte.
-        validation: (step, loss) of each evaluation.
-        bigram: loss of the bigram model on the validation bytes.
+        train: (step, loss) of each step, nats a byte; at least one.
+        validation: (step, loss) of each evaluation, if there were any.
+        bigram: loss of the bigram model on the validation bytes, where it is known.
     """
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -31,12 +35,14 @@ def draw_losses(
     steps, losses = [s for s, _ in train], [v for _, v in train]
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1, label="training, each step")
     axes.plot(steps, _smooth(losses), color="tab:blue", linewidth=1.8, label=f"training, mean of {_WINDOW} steps")
-    axes.plot(*zip(*validation, strict=True), color="tab:orange", marker="o", markersize=5, label="validation")
-    axes.axhline(bigram, color="dimgray", linestyle="--", linewidth=1.3, label=f"bigram model, {bigram:.3f}")
-    last_step, last_loss = validation[-1]
-    axes.annotate(f"{last_loss:.3f}", (last_step, last_loss), xytext=(0, -14), textcoords="offset points", ha="center")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), color="tab:orange", marker="o", markersize=5, label="validation")
+        place, last = validation[-1], f"{validation[-1][1]:.3f}"
+        axes.annotate(last, place, xytext=(0, -14), textcoords="offset points", ha="center")
+    if bigram is not None:
+        axes.axhline(bigram, color="dimgray", linestyle="--", linewidth=1.3, label=f"bigram model, {bigram:.3f}")
     axes.set(title=title, xlabel="optimizer step", ylabel="loss (nats per byte)")
-    axes.set_xlim(0, last_step * 1.04)
+    axes.set_xlim(0, steps[-1] * 1.04)
     axes.margins(y=0.08)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

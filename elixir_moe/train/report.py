@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.torch import save_file
 
+from elixir_moe.train.history import records_of
+
 __all__ = ["Console", "Report", "StepRecord", "Summary"]
 
 
@@ -147,9 +149,7 @@ class Report:
 
     def _go_back(self, step: int) -> None:
         path = self._directory / "metrics.jsonl"
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() and step else ""
-        whole = [(line, record) for line in text.splitlines(keepends=True) if (record := _record(line))]
-        kept = [(line, record) for line, record in whole if record["step"] <= step]
+        kept = [(line, record) for line, record in records_of(path) if record["step"] <= step]
         self.write("metrics.jsonl", "".join(line for line, _ in kept))
         self._train_losses = [(r["step"], r["loss"]) for _, r in kept if r["loss"] is not None]
         self._val_losses = [(r["step"], r["val_loss"]) for _, r in kept if r["val_loss"] is not None]
@@ -217,15 +217,6 @@ def _beside(prediction: dict[str, Any]) -> str:
         expected, held = prediction[f"predicted_{tier}_bytes"], prediction[f"held_{tier}_bytes"]
         lines.append(f"{f'bytes held, {tier}':24} {expected:>14,} {held:>14,}")
     return "\n".join(lines)
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    """A line of metrics.jsonl; None for one that is cut short, or that a loss of power has left as something else."""
-    try:
-        record = json.loads(line) if line.endswith("\n") else None
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and {"step", "loss", "val_loss"} <= record.keys() else None
 
 
 def _finite(value: Any) -> Any:

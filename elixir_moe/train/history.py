@@ -1,0 +1,171 @@
+"""What a run's directory tells afterwards, or while it runs: `elixir-moe report`.
+
+Owns how the files of a run are read back and shown beside those of other runs. Changes nothing; a record that is cut
+short or damaged is left out, as a run that goes on would leave it out.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from elixir_moe.errors import ConfigError
+from elixir_moe.train.directory import Claim
+
+_SHOWN = {
+    "state": "state",
+    "step": "steps taken",
+    "train_loss": "training loss, last step",
+    "val_loss": "validation loss, last",
+    "best_val_loss": "validation loss, best",
+    "bigram_loss": "bigram model's",
+    "grad_norm": "gradient norm, median",
+    "step_seconds": "seconds a step, median",
+    "tokens_per_second": "bytes of text a second, median",
+    "hit_rate": "rCache hits",
+    "bytes_fetched": "bytes fetched a step",
+    "bytes_offloaded": "bytes offloaded a step",
+    "collective_bytes": "bytes in collectives a step",
+    "events": "events",
+    "checkpoint": "checkpoint",
+}
+"""Of an account, what the table shows, and what it calls it."""
+
+
+def records_of(metrics: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(line, record) of each whole record in ``metrics.jsonl``; none if there is no such file."""
+    if not metrics.exists():
+        return []
+    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    found = [(line, _object(line)) for line in lines if line.endswith("\n")]
+    return [(line, record) for line, record in found if {"step", "loss", "val_loss"} <= record.keys()]
+
+
+def account(directory: Path) -> dict[str, Any]:
+    """What a run was so far, ready for JSON; what its files do not tell is None.
+
+    Losses are in nats a byte, times medians over all steps but the first, which also records the schedule; bytes and
+    hits are rank 0's, as in `StepRecord`.
+
+    Raises:
+        ConfigError: `directory` is no run's.
+    """
+    if not (directory / "config.yaml").is_file():
+        raise ConfigError(
+            f"{str(directory)!r} is no run's directory (no config.yaml): name one that `train` has written"
+        )
+    names = ("status.json", "summary.json", "plan.json")
+    status, summary, plan = (_object(_text(directory / name)) for name in names)
+    records = [record for _, record in records_of(directory / "metrics.jsonl")]
+    later = records[1:] or records
+    validations = [(r["val_loss"], r["step"]) for r in records if r["val_loss"] is not None]
+    counted = [r["statistics"] for r in later if isinstance(r.get("statistics"), dict)]
+    hits, misses = (sum(s.get(name, 0) for s in counted) for name in ("hits", "misses"))
+    events = [_object(line) for line in _text(directory / "events.jsonl").splitlines()]
+    return {
+        "run": str(directory),
+        "state": _state(directory, status),
+        "reason": status.get("reason") or None,
+        "step": records[-1]["step"] if records else 0,
+        "train_loss": records[-1]["loss"] if records else None,
+        "val_loss": validations[-1][0] if validations else None,
+        "best_val_loss": min(validations)[0] if validations else None,
+        "best_step": min(validations)[1] if validations else None,
+        "bigram_loss": summary.get("bigram_loss"),
+        **{name: _median(r.get(name) for r in later) for name in ("grad_norm", "step_seconds", "tokens_per_second")},
+        "hit_rate": hits / (hits + misses) if hits + misses else None,
+        **{
+            name: _median(_total(s.get(name, 0)) for s in counted)
+            for name in ("bytes_fetched", "bytes_offloaded", "collective_bytes")
+        },
+        "checkpoint": status.get("checkpoint"),
+        "plan": plan or None,
+        "prediction": summary.get("prediction"),
+        "events": [event for event in events if {"step", "kind", "text"} <= event.keys()],
+    }
+
+
+def show(console: Console, accounts: Sequence[Mapping[str, Any]]) -> None:
+    """Prints runs side by side, and below them what happened in each besides training."""
+    table = Table(title_justify="left")
+    table.add_column("")
+    for one in accounts:
+        table.add_column(one["run"], justify="right", overflow="fold")
+    for key, label in _SHOWN.items():
+        if any(one[key] is not None for one in accounts):
+            table.add_row(label, *(_cell(key, one[key]) for one in accounts))
+    console.print(table)
+    for one in accounts:
+        lines = [f"step {event['step']}: {event['kind']}: {event['text']}" for event in one["events"]]
+        lines += [f"{one['state']}: {one['reason']}"] if one["reason"] else []
+        if lines:
+            console.print("\n".join([one["run"], *(f"  {line}" for line in lines)]), highlight=False, markup=False)
+
+
+def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
+    """Draws the losses of a run, finished or not, as PNG.
+
+    Raises:
+        ConfigError: it has none yet, or `path` cannot be written.
+    """
+    from elixir_moe.train.picture import draw_losses  # matplotlib takes a second to load
+
+    records = [record for _, record in records_of(directory / "metrics.jsonl")]
+    train, validation = ([(r["step"], r[k]) for r in records if r[k] is not None] for k in ("loss", "val_loss"))
+    if not train:
+        raise ConfigError(f"--picture: {str(directory)!r} has no losses yet: ask again when a step was taken")
+    try:
+        draw_losses(path, f"{directory}: {found['state']}", train, validation, found["bigram_loss"])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--picture: cannot write {str(path)!r}: {error}; choose another file, .png") from error
+
+
+def _state(directory: Path, status: Mapping[str, Any]) -> str:
+    """What the run last said of itself, unless it says that it runs and does not."""
+    state = str(status.get("state", "not begun"))
+    if state != "running":
+        return state
+    try:
+        Claim(directory, None).release()
+    except ConfigError:
+        return state
+    return "ended without a word; the same command goes on"
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if key == "events":
+        return str(len(value))
+    if key == "hit_rate":
+        return f"{value:.1%}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _median(values: Any) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return median(numbers) if numbers else None
+
+
+def _total(counts: Any) -> int:
+    """The sum of the numbers in nested objects."""
+    return sum(map(_total, counts.values())) if isinstance(counts, dict) else int(counts)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A JSON object; an empty one for what is cut short, or what a loss of power has left as something else."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
