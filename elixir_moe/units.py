@@ -1,19 +1,18 @@
-"""Which modules unshard together: the units, and the schedule to expect of them.
+"""Which modules unshard together: the units, and the order in which a step uses them.
 
 Owns the walk over a model that finds them. Every rank enters the units in the same order, or there would be no telling
 which gather comes next; that is the one thing to get right here.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from elixir_moe.chunks.layout import ChunkSpec
-from elixir_moe.chunks.policy import Entry, Schedule, Verb
+from elixir_moe.chunks.walk import Use, by_first_use
 from elixir_moe.parallel.annotate import pattern_of
 from elixir_moe.parallel.pattern import EXPERT_AXIS
 
@@ -127,31 +126,24 @@ def _has_router(owner: nn.Module, choices: int) -> bool:
     return any(matrix.shape[0] == choices for matrix in matrices)
 
 
-@dataclass(slots=True, frozen=True)
-class Call:
-    """One run of a unit's module in forward. Every entry and every exit gets the next number."""
-
-    entered: int
-    left: int
-    module: nn.Module
-
-
 @torch.no_grad()
-def traced_calls(model: nn.Module, step: Callable[[nn.Module, Any], Any], sample: Any) -> list[Call]:
-    """The calls of all units in ``step(model, sample)``, run once without gradients on the model before `wrap`.
+def traced_uses(model: nn.Module, step: Callable[[nn.Module, Any], Any], sample: Any) -> list[Use]:
+    """The uses of all units in ``step(model, sample)``, run once without gradients on the model before `wrap`.
 
-    Random state and buffers are restored.
+    Units are numbered as in `find_units`, parameters in order of first use. Random state and buffers are restored.
     """
-    units = find_units(model, {p: (0, index) for index, p in enumerate(model.parameters())})
-    calls: list[Call] = []
+    uses: list[tuple[int, int, int]] = []
     running: list[int] = []
     clock = itertools.count()
     handles = []
-    for unit in units:
-        handles += [
-            unit.module.register_forward_pre_hook(lambda *_: running.append(next(clock))),
-            unit.module.register_forward_hook(lambda m, *_: calls.append(Call(running.pop(), next(clock), m))),
-        ]
+    units = _units_of(model)
+    for number, unit in enumerate(units):
+
+        def left(*_: object, number: int = number) -> None:
+            uses.append((running.pop(), next(clock), number))
+
+        handles.append(unit.module.register_forward_pre_hook(lambda *_: running.append(next(clock))))
+        handles.append(unit.module.register_forward_hook(left))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
@@ -161,84 +153,42 @@ def traced_calls(model: nn.Module, step: Callable[[nn.Module, Any], Any], sample
             handle.remove()
         for buffer, before in buffers:
             buffer.copy_(before)
-    return calls
+    return _numbered(units, uses)
 
 
-def calls_of(model: nn.Module, numbered: Iterable[tuple[int, int, int]]) -> list[Call]:
-    """The calls that (entered, left, number of the unit in `find_units`) tell of."""
-    units = list(find_units(model, {p: (0, i) for i, p in enumerate(model.parameters())}))
-    return [Call(entered, left, units[number].module) for entered, left, number in numbered]
-
-
-def registered_calls(model: nn.Module) -> list[Call]:
-    """The calls of all units if each ran once, in order of registration."""
-    units = {id(unit.module) for unit in find_units(model, {p: (0, i) for i, p in enumerate(model.parameters())})}
-    calls: list[Call] = []
+def registered_uses(model: nn.Module) -> list[Use]:
+    """The uses of all units if each ran once, in order of registration; numbered as by `traced_uses`."""
+    units = _units_of(model)
+    numbers = {id(unit.module): number for number, unit in enumerate(units)}
+    uses: list[tuple[int, int, int]] = []
     clock = itertools.count()
 
     def visit(module: nn.Module) -> None:
-        entered = next(clock) if id(module) in units else -1
+        number = numbers.get(id(module))
+        entered = -1 if number is None else next(clock)
         for child in module.children():
             visit(child)
-        if id(module) in units:
-            calls.append(Call(entered, next(clock), module))
+        if number is not None:
+            uses.append((entered, next(clock), number))
 
     visit(model)
-    return calls
+    return _numbered(units, uses)
 
 
-def order_of_first_use(model: nn.Module, calls: Sequence[Call]) -> list[nn.Parameter]:
+def order_of_first_use(model: nn.Module, uses: Sequence[Use]) -> list[nn.Parameter]:
     """The parameters in the order in which forward first enters their units; those it never enters come last."""
-    parameters = list(model.parameters())
-    slots = {id(u.module): u.slots for u in find_units(model, {p: (0, i) for i, p in enumerate(parameters)})}
-    entered = [id(call.module) for call in sorted(calls, key=lambda call: call.entered)]
-    indices = [index for module in (*entered, *slots) for _, index in slots[module]]
-    return [parameters[index] for index in dict.fromkeys(indices)]
+    units = _units_of(model)
+    used = [units[use.unit] for use in sorted(uses, key=lambda use: use.entered)]
+    return list(dict.fromkeys(parameter for unit in (*used, *units) for parameter in unit.parameters))
 
 
-def expected_schedule(units: Sequence[Unit], calls: Sequence[Call], chunks: Sequence[ChunkSpec]) -> Schedule:
-    """What a step that makes these `calls` will ask of the cache.
-
-    Backward visits calls in the reverse of the order forward left them; a unit holds its chunks until everything
-    entered behind it is done, and a chunk is freed when the last of its parameters that forward used has its gradient.
-    What it cannot know, such as checkpointed regions, only asks for more blocks.
-    """
-    unit_of = {id(unit.module): unit for unit in units}
-    cached = {id(unit.module): tuple(c for c in unit.chunks if not chunks[c].resident) for unit in units}
-    awaited: dict[int, set[int]] = {c.index: set() for c in chunks if c.key.trainable and not c.resident}
-    for chunk, index in (slot for call in calls for slot in unit_of[id(call.module)].slots):
-        if chunk in awaited:
-            awaited[chunk].add(index)
-    sizes = {chunk: len(slots) for chunk, slots in awaited.items()}
-    first = {id(call.module): call for call in sorted(calls, key=lambda call: -call.entered)}
-    numbered = [(call.entered, Verb.ACQUIRE, call) for call in calls] + [(c.left, Verb.RELEASE, c) for c in calls]
-    entries = [Entry(verb, cached[id(call.module)]) for _, verb, call in sorted(numbered, key=lambda item: item[0])]
-    gone: set[int] = set()
-
-    def gradients(call: Call) -> Iterator[Entry]:
-        if first[id(call.module)] is call:
-            yield from _gradients(unit_of[id(call.module)], awaited, sizes, gone)
-
-    open_calls: list[Call] = []
-    for call in (*sorted(calls, key=lambda call: -call.left), None):
-        for done in [c for c in open_calls if call is None or c.entered > call.left]:
-            open_calls.remove(done)
-            entries += gradients(done)
-            entries.append(Entry(Verb.RELEASE, tuple(c for c in cached[id(done.module)] if c not in gone)))
-        if call is not None:
-            entries.append(Entry(Verb.ACQUIRE, cached[id(call.module)]))
-            open_calls.append(call)
-            if call.left == call.entered + 1:  # nothing runs inside it: its gradients come at once
-                entries += gradients(call)
-    return Schedule([entry for entry in entries if entry.chunks])
+def _units_of(model: nn.Module) -> list[Unit]:
+    """The units of a model whose parameters are in no chunk yet: each slot is (0, index of the parameter)."""
+    return list(find_units(model, {p: (0, index) for index, p in enumerate(model.parameters())}))
 
 
-def _gradients(unit: Unit, awaited: dict[int, set[int]], sizes: dict[int, int], gone: set[int]) -> Iterator[Entry]:
-    for chunk, index in unit.slots:
-        if index in awaited.get(chunk, ()):
-            if len(awaited[chunk]) == sizes[chunk]:
-                yield Entry(Verb.HOLD, (chunk,))
-            awaited[chunk].discard(index)
-            if not awaited[chunk]:
-                gone.add(chunk)
-                yield Entry(Verb.FREE, (chunk,))
+def _numbered(units: Sequence[Unit], uses: Sequence[tuple[int, int, int]]) -> list[Use]:
+    """The uses that (entered, left, number of the unit) tell of."""
+    params = [tuple(index for _, index in unit.slots) for unit in units]
+    found = [Use(entered=entered, left=left, unit=unit, params=params[unit]) for entered, left, unit in uses]
+    return by_first_use(found, itertools.chain.from_iterable(params))[1]

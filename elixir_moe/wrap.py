@@ -32,6 +32,7 @@ from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.chunks.spill import Spill
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.tiers import check_fits, host_bytes_left
+from elixir_moe.chunks.walk import Use, Walk
 from elixir_moe.errors import ConfigError, LayoutError, PlanError, TierError
 from elixir_moe.guard import Guarded
 from elixir_moe.hooks import Hooks
@@ -46,15 +47,7 @@ from elixir_moe.search.auto import Request, forecast
 from elixir_moe.search.prediction import Prediction
 from elixir_moe.specs import TRAINED_IN, param_specs, ranks_of
 from elixir_moe.state import Wrapped, groups_needed, refuse_plain_state_dicts
-from elixir_moe.units import (
-    Call,
-    calls_of,
-    expected_schedule,
-    find_units,
-    order_of_first_use,
-    registered_calls,
-    traced_calls,
-)
+from elixir_moe.units import find_units, order_of_first_use, registered_uses, traced_uses
 from elixir_moe.updates import check_optimizer, is_adam, moments_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -132,7 +125,7 @@ def wrap(
     prediction = None
     if isinstance(plan, Plan):
         _check_data(model, weights, step)
-        calls = registered_calls(model) if step is None else traced_calls(model, step, sample)
+        uses = registered_uses(model) if step is None else traced_uses(model, step, sample)
     else:
         _check_data(model, weights, None)
         assert step is not None, "checked above"
@@ -150,13 +143,13 @@ def wrap(
             adam=is_adam(optimizer),
         )
         prediction = Prediction(*forecast(model, request))
-        plan, calls = prediction.forecast.plan, calls_of(model, prediction.forecast.calls)
-    order = order_of_first_use(model, calls)
+        plan, uses = prediction.forecast.plan, list(prediction.forecast.uses)
+    order = order_of_first_use(model, uses)
     specs = param_specs(model, order, everywhere=replicated_everywhere(), compute_dtype=compute_dtype)
     parameters = list(specs)
     layout = plan.layout(list(specs.values()))
     peers = _agree(model, plan, specs)
-    spare = _check_blocks(model, calls, plan, layout, parameters)
+    spare = _check_blocks(model, uses, plan, layout, parameters)
     pretrained = None
     if weights is not None:
         pretrained = Pretrained(model, weights)
@@ -354,7 +347,7 @@ def _differences(a: list[str], b: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _check_blocks(
-    model: nn.Module, calls: list[Call], plan: Plan, layout: Layout, parameters: list[nn.Parameter]
+    model: nn.Module, uses: list[Use], plan: Plan, layout: Layout, parameters: list[nn.Parameter]
 ) -> bool:
     """Raises PlanError if some module, or the order of modules, needs more blocks than there are.
 
@@ -364,15 +357,14 @@ def _check_blocks(
         parameters[slot.param]: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)
     }
     blocks = plan.blocks(layout)
-    units = list(find_units(model, slot_of))
-    for unit in units:
+    for unit in find_units(model, slot_of):
         needed = [chunk for chunk in unit.chunks if not layout.chunks[chunk].resident]
         if len(needed) > blocks:
             raise PlanError(
                 f"module {unit.name!r} needs {len(needed)} chunks at once, the rCache has {blocks} blocks of "
                 f"{layout.chunk_numel} elements: set rcache_blocks to at least {len(needed)}, or a larger chunk_numel"
             )
-    least = expected_schedule(units, calls, layout.chunks).least_blocks()
+    least = Walk(uses).schedule(layout).least_blocks()
     if least > blocks:
         raise PlanError(
             f"forward and backward of this model hold {least} chunks at once, the rCache has {blocks} blocks of "

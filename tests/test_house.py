@@ -19,7 +19,7 @@ STOREYS: list[set[str]] = [
     {"chunks.group"},
     {"chunks.layout"},
     {"chunks.policy"},
-    {"chunks.plan"},
+    {"chunks.plan", "chunks.walk"},
     {"chunks.collectives"},
     {"chunks.spill"},
     {"chunks.statistics", "chunks.streams", "chunks.tiers"},
@@ -43,7 +43,7 @@ STOREYS: list[set[str]] = [
     {"__main__"},
 ]
 """From the ground up: a file imports what lies below it, or its neighbours in one room."""
-PURE = ["parallel.pattern", "chunks.group", "chunks.layout", "chunks.plan", "chunks.policy"]
+PURE = ["parallel.pattern", "chunks.group", "chunks.layout", "chunks.plan", "chunks.policy", "chunks.walk"]
 PURE += [f"search.{name}" for name in ("cost", "estimate", "hardware", "profile", "simulator", "solve")]
 HEAVY = ["jsonargparse", "megatron", "matplotlib", "rich", "yaml", "safetensors", "transformers"]
 

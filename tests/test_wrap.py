@@ -11,8 +11,9 @@ from torch import nn
 
 import elixir_moe as em
 from elixir_moe.chunks.policy import simulate
+from elixir_moe.chunks.walk import Walk
 from elixir_moe.guard import Guarded
-from elixir_moe.units import expected_schedule, find_covers, find_units, registered_calls
+from elixir_moe.units import find_covers, find_units, registered_uses
 from tests.ranks import RankError, RankPool
 from tests.test_habits import D, ExpertLists, Frozen, Net, Tied, Unused, adamw, mean_square
 
@@ -182,10 +183,9 @@ def test_ranks_that_disagree_are_told_the_first_difference(what: str, ranks: Ran
     assert set(error.value.types.values()) == {"LayoutError"} and len(error.value.types) == 2
 
 
-def test_expected_schedule_frees_every_trainable_chunk() -> None:
+def test_the_expected_schedule_frees_every_trainable_chunk() -> None:
     model, optimizer = em.wrap(model := Net(), adamw(model), plan=small_plan(model, None))
-    slots = {p: (c.spec.index, i) for c in model.elixir.scheduler.chunks for i, p in enumerate(c.parameters)}
-    schedule = expected_schedule(list(find_units(model, slots)), registered_calls(model), optimizer.layout.chunks)
+    schedule = Walk(registered_uses(model)).schedule(optimizer.layout)
     freed = [chunk for entry in schedule.entries if entry.verb == "free" for chunk in entry.chunks]
     assert sorted(freed) == [chunk.index for chunk in optimizer.layout.cached]
     optimizer.close()

@@ -16,6 +16,7 @@ from torch import nn
 from elixir_moe import errors
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.chunks.tiers import host_bytes_left
+from elixir_moe.chunks.walk import Use
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
 from elixir_moe.search import cost
@@ -67,8 +68,8 @@ class Forecast:
     """The plan that was found and what is expected of it; the same on all ranks that hold the model."""
 
     plan: Plan
-    calls: tuple[tuple[int, int, int], ...]
-    """(entered, left, number of the unit in `find_units`) of each run of a unit in forward."""
+    uses: tuple[Use, ...]
+    """Runs of units in forward, units numbered as in `find_units`."""
     seconds: cost.Seconds
     device_bytes: int
     """What the library holds on the device."""
@@ -152,7 +153,7 @@ def forecast_of(task: Task, choice: Choice, room: Room) -> Forecast:
     device, host = task.held_bytes(choice.size)
     return Forecast(
         plan=explained(task, choice),
-        calls=tuple((use.entered, use.left, use.unit) for use in task.profile.uses),
+        uses=task.profile.uses,
         seconds=choice.seconds,
         device_bytes=device,
         host_bytes=host,

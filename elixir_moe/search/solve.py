@@ -24,10 +24,11 @@ from elixir_moe.chunks.plan import (
     spill_buffer_bytes,
     staging_bytes,
 )
+from elixir_moe.chunks.walk import Walk
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
-from elixir_moe.search.profile import Profile, Requests
+from elixir_moe.search.profile import Profile
 from elixir_moe.search.simulator import Simulator
 
 _LENGTH_SPAN = 4
@@ -97,8 +98,8 @@ def solve(task: Task) -> Choice:
     Raises:
         PlanError: none does; it says by how many bytes, in which tier, and what would help.
     """
-    requests = Requests(task.profile)
-    searches = [_Length(task, requests, length) for length in chunk_lengths(task.profile.params)]
+    walk = Walk(task.profile.uses)
+    searches = [_Length(task, walk, length) for length in chunk_lengths(task.profile.params)]
     found = [choice for choice in (search.best() for search in searches) if choice is not None]
     if not found:
         raise PlanError(_why_not(task, [short for search in searches for short in search.shortages()]))
@@ -211,8 +212,8 @@ class _Held:
 class _Length:
     """The search at one chunk length."""
 
-    def __init__(self, task: Task, requests: Requests, chunk_numel: int) -> None:
-        self._task, self._requests = task, requests
+    def __init__(self, task: Task, walk: Walk, chunk_numel: int) -> None:
+        self._task, self._walk = task, walk
         self._layout = build_layout(task.profile.params, chunk_numel)
         self._numel = chunk_numel
         self._updated = [chunk.shard_numel * chunk.key.trainable for chunk in self._layout.chunks]
@@ -334,7 +335,7 @@ class _Length:
         cached = self._held[device_chunks].cached
         if cached not in self._steps:
             plan = Plan.offload(rcache_blocks=None, device_chunks=device_chunks)
-            schedule = self._requests.schedule(plan.place(self._layout))
+            schedule = self._walk.schedule(plan.place(self._layout))
             self._steps[cached] = Simulator(schedule), schedule.least_blocks()
         return self._steps[cached]
 

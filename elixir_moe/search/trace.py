@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,13 +22,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elixir_moe.chunks.group import ParamSpec
+from elixir_moe.chunks.walk import Use, by_first_use
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.parallel import megatron_dataless
 from elixir_moe.parallel.annotate import pattern_of
 from elixir_moe.parallel.dtensor import local_of, placed_as
 from elixir_moe.parallel.moe import MoE
 from elixir_moe.parallel.pattern import Pattern, RankMesh
-from elixir_moe.search.profile import Exchange, Profile, Sent, Use
+from elixir_moe.search.profile import Exchange, Profile, Sent
 from elixir_moe.search.repeat import Cut, cuts_of, made_whole
 from elixir_moe.search.tape import Kind, Mark, Recorder, peak_of
 from elixir_moe.specs import param_specs
@@ -83,11 +83,10 @@ def trace(
             model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype, tokens=tokens, whole=True
         )
     uses = list(_uses(tape, {unit.name: i for i, unit in enumerate(units)}, slots))
-    used = [p for use in sorted(uses, key=lambda use: use.entered) for p in use.params]
-    moved = {old: new for new, old in enumerate(dict.fromkeys([*used, *itertools.chain.from_iterable(slots)]))}
+    order, uses = by_first_use(uses, itertools.chain.from_iterable(slots))
     return Profile(
-        params=tuple(listed[i] for i in moved),
-        uses=tuple(replace(use, params=tuple(moved[p] for p in use.params)) for use in uses),
+        params=tuple(listed[i] for i in order),
+        uses=tuple(uses),
         parameters=sum(_logical_numel(p) for p in specs),
         tokens=_tokens(sample) if tokens is None else tokens,
         flops=sum(mark.flops for mark in tape),
