@@ -23,7 +23,7 @@ from elixir_moe.chunks.chunk import Chunk
 from elixir_moe.chunks.collectives import naming_failures, world_timeout
 from elixir_moe.chunks.home import Kept
 from elixir_moe.chunks.layout import Layout
-from elixir_moe.chunks.plan import Footprint, Plan, Tier, home_bytes
+from elixir_moe.chunks.plan import Footprint, Plan, Tier, held_rows
 from elixir_moe.chunks.policy import Schedule
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.chunks.spill import Spill
@@ -207,25 +207,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._scheduler.statistics.copy()
 
     def plan_table(self) -> list[dict[str, Any]]:
-        """One row for each chunk group and tier: how many chunks and parameters, and their bytes on this rank."""
-        rows: dict[tuple[str, str, bool], dict[str, Any]] = {}
-        for chunk in self._scheduler.chunks:
-            spec, tier = chunk.spec, chunk.home.tier.value
-            row = rows.setdefault(
-                (spec.key.label, tier, spec.resident),
-                {
-                    "chunk_group": spec.key.label,
-                    "tier": tier,
-                    "resident": spec.resident,
-                    "chunks": 0,
-                    "numel": 0,
-                    "shard_bytes": 0,
-                },
-            )
-            row["chunks"] += 1
-            row["numel"] += sum(slot.numel for slot in spec.slots)
-            row["shard_bytes"] += sum(home_bytes(spec, chunk.home.tier, self._moments).values())
-        return list(rows.values())
+        """What this rank holds: a row for each chunk group and tier, resident chunks apart.
+
+        `numel` are the elements of their parameters when gathered, `shard_bytes` what this rank has of their state.
+        """
+        return held_rows(self.plan, self.layout, self._moments)
 
     def held_bytes(self) -> dict[str, int]:
         """By tier: bytes the library holds on this rank at the end of a backward."""

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elixir_moe.chunks.plan import Plan, Tier
+from elixir_moe.chunks.plan import Plan, Tier, held_rows
 from elixir_moe.collector import paused
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.models import presets
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.search import cost, estimate
-from elixir_moe.search.explain import explain, group_rows
+from elixir_moe.search.explain import explain
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.measure import measured_here
 from elixir_moe.search.solve import Choice, Task, price, shortage, solve
@@ -175,7 +175,7 @@ def _report(known: argparse.Namespace, name: str, task: Task, choice: Choice | N
     report["reason"] = "the fastest of all plans that fit"
     report["plan"] = json.loads(choice.plan.to_json())
     report["predicted"] = _predicted(task, choice)
-    report["groups"] = group_rows(task, choice)
+    report["groups"] = held_rows(choice.plan, choice.layout, task.moments)
     return report
 
 
@@ -227,7 +227,7 @@ def _as_text(report: dict[str, Any], task: Task, choice: Choice | None) -> str:
     for row in report["groups"] or ():
         lines.append(
             f"{row['chunk_group']:44} {row['tier']:>6} {row['chunks']:6} {row['numel']:16,} "
-            f"{row['shard_bytes'] / 2**30:8.2f}"
+            f"{row['shard_bytes'] / 2**30:8.2f}{'  resident' * row['resident']}"
         )
     for row in report.get("compare", ()):
         fits = "fits" if row["feasible"] else f"short of {_short(row['short_bytes'])}"

@@ -15,7 +15,7 @@ from torch import nn
 import elixir_moe as em
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.layout import Layout, build_layout
-from elixir_moe.chunks.plan import SPILL_ALIGN_NUMEL, SPILL_LANES, Plan, Tier, footprint
+from elixir_moe.chunks.plan import SPILL_ALIGN_NUMEL, SPILL_LANES, Plan, Tier, footprint, held_rows
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
@@ -131,6 +131,21 @@ def test_bytes_of_a_footprint(dtype: torch.dtype, trainable: bool, per_element: 
     whole = tiny_layout(dtype, trainable=trainable, scatter=False)
     assert footprint(Plan.ddp(), whole, staged=False).shard_bytes["device"] == 3 * 64 * per_element
     assert footprint(Plan.ddp(), whole, staged=True).staging_bytes == 0
+
+
+def test_rows_of_what_a_rank_holds() -> None:
+    key = ChunkGroupKey(ranks=(0, 1), dtype=torch.bfloat16, trainable=True, divisor=2)
+    params = [ParamSpec(name="p", shape=(48,), key=key, resident=i == 0) for i in range(3)]
+    plan = Plan.offload(rcache_blocks=1, device_chunks=1, chunk_numel=64)
+    layout = plan.layout(params)
+    rows = held_rows(plan, layout, 2)
+    assert [(row["tier"], row["resident"], row["chunks"], row["numel"]) for row in rows] == [
+        ("host", True, 1, 48),
+        ("host", False, 1, 48),
+        ("device", False, 1, 48),
+    ]
+    by_tier = {tier: sum(row["shard_bytes"] for row in rows if row["tier"] == tier) for tier in ("device", "host")}
+    assert by_tier | {"disk": 0} == footprint(plan, layout, staged=False).shard_bytes
 
 
 # ------------------------------------------------------------------------------------------ the papers' table, measured

@@ -70,6 +70,15 @@ def test_a_budget_moves_chunks_to_the_host(capsys: pytest.CaptureFixture[str]) -
     assert tight["predicted"]["step_seconds"] > roomy["predicted"]["step_seconds"]
 
 
+def test_rows_of_one_group_tell_resident_chunks_from_those_that_come_and_go(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*PLAN, "--model", "gpt2-4b", "--gpus", "2", "--batch", "2"]  # whose embedding is tied
+    rows = said(capsys, *arguments)["groups"]
+    assert len({row["chunk_group"] for row in rows}) == 1 and {row["resident"] for row in rows} == {False, True}
+    assert main(arguments) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ranks ")]
+    assert [line.endswith("  resident") for line in printed] == [row["resident"] for row in rows]
+
+
 def test_what_cannot_fit_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     found = said(capsys, *PLAN, "--model", "opt-175b", "--gpus", "4", "--batch", "1")
     assert not found["feasible"] and "bytes too few in host memory" in found["reason"]

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -251,6 +251,22 @@ def home_bytes(chunk: ChunkSpec, tier: Tier, moments: int) -> dict[Tier, int]:
     if tier is Tier.DISK:
         return {Tier.HOST: compute, Tier.DISK: spilled_bytes(chunk.shard_numel, arrays)}
     return {tier: compute + 4 * arrays * chunk.shard_numel}
+
+
+def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:
+    """What one rank holds, as plain data: a row for each chunk group and tier, resident chunks apart.
+
+    `numel` are the elements of their parameters when gathered, `shard_bytes` what this rank has of their state.
+    """
+    rows: dict[tuple[object, ...], dict[str, Any]] = {}
+    for chunk in layout.chunks:
+        label, tier = chunk.key.label, plan.home(layout, chunk)
+        kind = {"chunk_group": label, "tier": tier.value, "resident": chunk.resident}
+        row = rows.setdefault(tuple(kind.values()), {**kind, "chunks": 0, "numel": 0, "shard_bytes": 0})
+        row["chunks"] += 1
+        row["numel"] += sum(slot.numel for slot in chunk.slots)
+        row["shard_bytes"] += sum(home_bytes(chunk, tier, moments).values())
+    return list(rows.values())
 
 
 def accumulator_bytes(chunk: ChunkSpec, tier: Tier) -> int:

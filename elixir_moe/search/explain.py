@@ -4,9 +4,8 @@ Owns the text. Computes nothing but what each choice saves: the step without it,
 """
 
 from dataclasses import replace
-from typing import Any
 
-from elixir_moe.chunks.plan import Plan, Tier, home_bytes
+from elixir_moe.chunks.plan import Plan, Tier
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.solve import Choice, Task, price
@@ -52,16 +51,3 @@ def explain(task: Task, choice: Choice) -> str:
         else:
             lines.append(f"saves     {slower * 1e3:.2f} ms against {change}")
     return "\n".join(lines)
-
-
-def group_rows(task: Task, choice: Choice) -> list[dict[str, Any]]:
-    """What one rank holds: a row for each chunk group and tier, with the elements its chunks have when gathered."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for chunk in choice.layout.chunks:
-        label, tier = chunk.key.label, choice.plan.home(choice.layout, chunk)
-        empty = {"chunk_group": label, "tier": tier.value, "chunks": 0, "numel": 0, "shard_bytes": 0}
-        row = rows.setdefault((label, tier.value), empty)
-        row["chunks"] += 1
-        row["numel"] += sum(slot.numel for slot in chunk.slots)
-        row["shard_bytes"] += sum(home_bytes(chunk, tier, task.moments).values())
-    return list(rows.values())
