@@ -66,8 +66,8 @@ def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0, whol
             FAULTS[at[0]](training, dist.get_rank() == on)
         return wrapping(training, model)
 
-    def updating(training: Training) -> float:
-        lr = update(training)
+    def updating(training: Training) -> None:
+        update(training)
         step = training.progress.step
         if at and step in at and step not in done:
             done.add(step)
@@ -77,7 +77,6 @@ def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0, whol
                     Path(config.run.out, CONTROL).write_text(text)
             else:
                 FAULTS[what](training, dist.get_rank() == on)
-        return lr
 
     Training.update, Training._wrap = updating, beginning  # type: ignore[method-assign]
     console, ended, claim = Console(file=io.StringIO()), "", None

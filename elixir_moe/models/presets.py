@@ -49,7 +49,6 @@ class Planned:
     """The forward of a training step; returns the loss."""
     sample: Any
     """A batch on the meta device."""
-    moe: bool
 
 
 def names() -> list[str]:
@@ -123,7 +122,7 @@ def of_config(name: str, config: GPTConfig, *, batch: int, seq: int, mesh: Devic
         sample = torch.empty(batch, seq + 1, dtype=torch.int64)
     if mesh is not None:
         annotate(model, gpt_patterns(model))
-    return Planned(name=name, model=model, step=lm_loss, sample=sample, moe=any(config.experts))
+    return Planned(name=name, model=model, step=lm_loss, sample=sample)
 
 
 def huggingface_model(path: str, *, batch: int, seq: int) -> Planned:
@@ -154,7 +153,7 @@ def huggingface_model(path: str, *, batch: int, seq: int) -> Planned:
     if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sample = torch.empty(batch, seq, dtype=torch.int64, device="meta")
-    return Planned(name=str(path), model=model, step=_causal_loss, sample=sample, moe=False)
+    return Planned(name=str(path), model=model, step=_causal_loss, sample=sample)
 
 
 def _causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:

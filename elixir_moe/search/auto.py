@@ -77,10 +77,7 @@ class Forecast:
     """What it holds in host memory."""
     disk_bytes: int
     """What it holds on disk."""
-    device_peak_bytes: int
-    """Of the device: the library, buffers and activations."""
     hardware: Hardware
-    room: Room
 
 
 def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None, dict[str, Any] | None]:
@@ -116,7 +113,7 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
             shown = None if machine is None else remembered_fit(machine, task.profile.key)
             if shown is not None:
                 task = replace(task, hardware=replace(hardware, fitted=shown))
-            found = forecast_of(task, solve(task), room)
+            found = forecast_of(task, solve(task))
         except ElixirError as error:
             found = type(error).__name__, str(error)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -148,7 +145,7 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
     )
 
 
-def forecast_of(task: Task, choice: Choice, room: Room) -> Forecast:
+def forecast_of(task: Task, choice: Choice) -> Forecast:
     """What is expected of a choice."""
     device, host = task.held_bytes(choice.size)
     return Forecast(
@@ -158,9 +155,7 @@ def forecast_of(task: Task, choice: Choice, room: Room) -> Forecast:
         device_bytes=device,
         host_bytes=host,
         disk_bytes=choice.size.disk_bytes,
-        device_peak_bytes=cost.device_peak(task.profile, device, task.imbalance),
         hardware=task.hardware,
-        room=room,
     )
 
 

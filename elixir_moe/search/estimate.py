@@ -121,12 +121,3 @@ def figure_2_row(model: Transformer) -> dict[str, float]:
 def efficiency(ait: float, bandwidth: float, peak: float) -> float:
     """Equation 2: ait · bw / (ait · bw + peak), in operations a byte, bytes a second and operations a second."""
     return ait * bandwidth / (ait * bandwidth + peak)
-
-
-def intensities(batch: int, seq: int, hidden: int, checkpoint_interval: int = 1) -> dict[str, float]:
-    """Operations a byte moved (section 4.1), for each kind of state."""
-    return {
-        "parameters_and_gradients": seq * batch,
-        "optimizer_states": seq * batch / 4,
-        "activation_checkpoints": 24 * hidden * checkpoint_interval,
-    }

@@ -183,7 +183,7 @@ class Loop:
     def __init__(
         self, training: Training, report: Report | None, signals: Signals, watchdog: Watchdog, directory: Path
     ) -> None:
-        self.training, self.report, self.directory = training, report, directory
+        self.training, self.report = training, report
         self.config = training.config
         self.supervisor = Supervisor(self.config.watch)
         self._signals, self._watchdog = signals, watchdog

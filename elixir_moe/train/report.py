@@ -155,9 +155,9 @@ class Report:
         self._val_losses = [(r["step"], r["val_loss"]) for _, r in kept if r["val_loss"] is not None]
         self._metrics = path.open("a", encoding="utf-8")
 
-    def event(self, step: int, kind: str, text: str, **facts: Any) -> None:
+    def event(self, step: int, kind: str, text: str) -> None:
         """Keeps what happened in a step besides training, and shows it."""
-        line = json.dumps({"step": step, "time": time.time(), "kind": kind, "text": text, **facts})
+        line = json.dumps({"step": step, "time": time.time(), "kind": kind, "text": text})
         with (self._directory / "events.jsonl").open("a", encoding="utf-8") as events:
             events.write(line + "\n")
         self.say(f"{kind}: {text}")

@@ -130,17 +130,15 @@ class Training:
         clip = self.progress.clip_norm
         return float(self.optimizer.clip_grad_norm_(math.inf if clip is None else clip))
 
-    def update(self) -> float:
-        """Applies the gradients; returns the learning rate they were applied with. Collective."""
-        lr = self.learning_rate()
+    def update(self) -> None:
+        """Applies the gradients. Collective."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = self.learning_rate()
         self.updating = True
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.progress.step += 1
         self.mark()
-        return lr
 
     def skip(self) -> None:
         """Counts the step, and leaves weights and moments as they are."""
