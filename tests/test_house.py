@@ -1,6 +1,7 @@
 """The walls of the house: what may import what, how long a file is, and where state may live."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -165,3 +166,25 @@ def test_every_public_name_is_explained() -> None:
             if not attribute.startswith("_") and (callable(value) or isinstance(value, (property, classmethod))):
                 inner = getattr(value, "__func__", value)
                 assert (inner.__doc__ or "").strip(), f"{name}.{attribute} has no docstring"
+
+
+def tree_of(text: str) -> Iterator[tuple[Path, bool]]:
+    """What a tree of names names, two spaces a storey; and whether it is a folder of which no file is named."""
+    rooms, found = list[Path](), list[Path]()
+    for line in text.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        for name in re.split(r" {2,}", line.strip())[0].split(", "):
+            found.append(Path(*rooms[:depth][-1:], name))
+            if name.endswith("/"):
+                rooms[depth:] = [found[-1]]
+    for path in found:
+        yield path, not any(path in other.parents for other in found)
+
+
+def test_the_readme_names_every_file() -> None:
+    text = (PACKAGE.parent / "README.md").read_text().partition("## The tree")[2].split("```")[1]
+    named = dict(tree_of(text))
+    assert len(named) > 60 and not [str(path) for path in named if not (PACKAGE.parent / path).exists()]
+    files = [*FILES, *(path for path in (PACKAGE.parent / "examples").iterdir() if path.is_file())]
+    for path in (file.relative_to(PACKAGE.parent) for file in files if file.name != "__init__.py"):
+        assert path in named or named.get(path.parent), f"README.md's tree does not name {path}: tell there what it is"
