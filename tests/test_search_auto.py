@@ -5,12 +5,15 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import elixir_moe as em
@@ -324,7 +327,7 @@ def test_what_host_memory_cannot_take_goes_to_disk(ranks: Ranks, tmp_path: Path)
 
 
 def measured(folder: str) -> list[dict[str, Any]]:
-    """(rank) Two starts of the same training on a machine nobody has measured, eight steps each."""
+    """(rank) Two starts of the same training on a machine nobody has measured, until a step is."""
     found = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -336,7 +339,7 @@ def measured(folder: str) -> list[dict[str, Any]]:
             )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                for _ in range(prediction.WARM_UP + prediction.MEASURED + 1):
+                for _ in range(prediction.WARM_UP + prediction.MEASURED):
                     lm_loss(model, sample).backward()
                     optimizer.step()
         found.append(
@@ -364,6 +367,24 @@ def test_a_machine_is_measured_once_and_learns_from_real_steps(ranks: Ranks, tmp
     if first["planned_again"] == first["plan"]:
         assert second["predicted_step_seconds"] == pytest.approx(first["measured_step_seconds"], rel=1e-3)
     assert kept["machine"]["ranks"] == 2 and len(kept["hardware"]["wires"]) == 1
+
+
+def steps_of_a_clock() -> tuple[int, float | None]:
+    """(rank) After how many steps there is a measurement, and it, if step k takes k seconds."""
+    expected = SimpleNamespace(seconds=SimpleNamespace(step=5.0), device_bytes=0, host_bytes=0, disk_bytes=0)
+    measuring = prediction.Prediction(expected, None, None)  # type: ignore[arg-type]
+    optimizer = SimpleNamespace(held_bytes=dict, control=dist.group.WORLD)
+    taken, clock = 0, SimpleNamespace(perf_counter=accumulate(range(1, 20)).__next__)
+    with mock.patch.object(prediction, "time", clock):
+        while measuring.measured_seconds is None:
+            measuring(optimizer)
+            taken += 1
+    return taken, measuring.measured_seconds
+
+
+def test_steps_are_measured_right_after_those_of_warm_up(ranks: Ranks) -> None:
+    (found,) = ranks(1).run(steps_of_a_clock)
+    assert found == (7, 5.0), "the median of steps 3 to 7"
 
 
 def test_what_compute_explains_is_corrected() -> None:

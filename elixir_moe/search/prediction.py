@@ -58,9 +58,9 @@ class Prediction:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._ends.append(time.perf_counter())
-        if len(self._ends) <= WARM_UP + MEASURED:
+        if len(self._ends) < WARM_UP + MEASURED:
             return
-        ends = self._ends[WARM_UP:]
+        ends = self._ends[WARM_UP - 1 :]  # a step takes from the end of the one before to its own
         mine = torch.tensor(statistics.median(b - a for a, b in pairwise(ends)))
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=optimizer.control)
         self.measured_seconds = mine.item()
