@@ -248,7 +248,7 @@ def measure(
 
 
 def wire(step: dict[str, Any]) -> dict[str, int]:
-    """Bytes by collective; one process group here."""
+    """Bytes by collective; one chunk group here."""
     (counted,) = step["collective_bytes"].values()
     return dict(counted)
 

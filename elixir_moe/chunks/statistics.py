@@ -24,7 +24,7 @@ class Statistics:
     bytes_offloaded: Counter[str] = field(default_factory=Counter)
     """By tier: gradient shards brought home."""
     collective_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By (process group, collective)."""
+    """By (chunk group's label, collective): a process group's bytes are those of all its chunk groups."""
     blocks_replaced: int = 0
     """Blocks given up to a reader that outlived its use, and allocated anew. Anything but 0 deserves a look."""
 
@@ -43,15 +43,15 @@ class Statistics:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: collectives as {process group: {collective: bytes}}."""
-        by_group: dict[str, dict[str, int]] = {}
-        for (group, collective), count in self.collective_bytes.items():
-            by_group.setdefault(group, {})[collective] = count
+        """Plain data for JSON: collectives as {chunk group's label: {collective: bytes}}."""
+        by_label: dict[str, dict[str, int]] = {}
+        for (label, collective), count in self.collective_bytes.items():
+            by_label.setdefault(label, {})[collective] = count
         return {
             **asdict(self.cache),
             "bytes_fetched": dict(self.bytes_fetched),
             "bytes_offloaded": dict(self.bytes_offloaded),
-            "collective_bytes": by_group,
+            "collective_bytes": by_label,
             "blocks_replaced": self.blocks_replaced,
         }
 

@@ -40,7 +40,7 @@ class StepRecord:
     tokens_per_second: float
     """Bytes of text trained on, over all ranks, in a second."""
     statistics: dict[str, Any]
-    """What the step added to the library's counters: of the rCache, and bytes moved by tier and by process group."""
+    """What the step added to the library's counters: of the rCache, and bytes moved by tier and by chunk group."""
     tokens_per_expert: dict[str, list[int]]
     """By mixture layer, how many tokens of the last micro-batch chose each expert, all ranks together."""
     val_loss: float | None
