@@ -392,7 +392,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if isinstance(self._update, AdamUpdate) and any(group.get("amsgrad") for group in self.param_groups):
             raise ConfigError("amsgrad was turned on after wrap, which has made no room for it: turn it on before")
         if own:
-            raise ConfigError(f"parameter.grad was set by hand: {own[:8]}; only what backward brings is used")
+            raise ConfigError(
+                f"parameter.grad was set by hand: {own[:8]}; only what backward brings is used: call zero_grad(), and "
+                f"add the term to the loss"
+            )
 
     def _blame(self, norm: float) -> str:
         """Says whose gradient is not finite, from this rank's shards."""

@@ -65,7 +65,8 @@ class SavedTensors:
         """Raises PlanError if there have been updates since there were so many."""
         if updates != self.updates:
             raise PlanError(
-                "backward through a forward that ran before the last optimizer.step(): its weights are gone"
+                "backward through a forward that ran before the last optimizer.step(): its weights are gone; run the "
+                "forward again"
             )
 
     def hooks(self) -> saved_tensors_hooks:
@@ -90,11 +91,15 @@ class SavedTensors:
                 return Packed(self._scheduler.chunks[chunk], index, tensor, self.updates)
             if address in self._placeholder.keys:
                 raise PlanError(
-                    f"an autograd function saves a parameter of shape {tuple(tensor.shape)} that it has not read and "
-                    f"that is not gathered: read it in forward, or call its module"
+                    f"an autograd function saves parameter {self._name_of(tensor)!r} of shape {tuple(tensor.shape)}, "
+                    f"which it has not read and which is not gathered: read it in forward, or call its module"
                 )
         # An output that is saved as it is would keep its own graph alive, beyond the reach of the garbage collector.
         return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        named = (pair for chunk in self._scheduler.chunks for pair in zip(chunk.names, chunk.parameters, strict=True))
+        return next((name for name, parameter in named if parameter is tensor or parameter is tensor._base), "unknown")
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, Packed):

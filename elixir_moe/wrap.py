@@ -276,12 +276,13 @@ def _check_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise ConfigError(
-                f"{name!r} is of torch.jit, which holds its parameters where wrap cannot reach: script none"
+                f"{name!r} is of torch.jit, which holds its parameters where wrap cannot reach: wrap the plain module, "
+                f"not what torch.jit makes of it"
             )
         if getattr(module, "max_norm", None) is not None and dist.get_world_size() > 1:
             raise ConfigError(
                 f"{name!r} writes to its weight in forward (max_norm), on each rank to the rows it meets: ranks would "
-                f"part; clip the norms of rows behind the update instead, on all ranks alike"
+                f"diverge; clip row norms after optimizer.step() instead, on all ranks alike"
             )
 
 

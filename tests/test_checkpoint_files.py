@@ -220,7 +220,7 @@ def test_an_existing_target_is_never_touched(tmp_path: Path) -> None:
         Draft(tmp_path / "b")
     assert partial_of(tmp_path / "b").exists(), "what is being written is not collected"
     (tmp_path / "b").mkdir()
-    with pytest.raises(em.CheckpointError, match="come into being meanwhile"):
+    with pytest.raises(em.CheckpointError, match="was created meanwhile"):
         draft.commit(b"")
     draft.abandon()
     assert names_in(tmp_path) == ["a", "b"]

@@ -80,11 +80,49 @@ def test_gradients_are_not_where_plain_torch_keeps_them(pair: Pair) -> None:
     assert all(p.grad is None for p in model.parameters())
     backward(pair)
     model.last.bias.grad = torch.ones(D)
-    with pytest.raises(em.ConfigError, match=r"set by hand.*last\.bias"):
+    with pytest.raises(em.ConfigError, match=r"set by hand.*last\.bias.*call zero_grad"):
         optimizer.step()
+    optimizer.zero_grad()
+    backward(pair)
+    optimizer.step()
 
 
-def test_amsgrad_comes_too_late_behind_wrap(pair: Pair) -> None:
+class Saves(torch.autograd.Function):
+    """Saves a weight without a look at it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * 2, None
+
+
+class SavesUnseen(nn.Module):
+    """Hides from the guard that it gives another module's weight away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        with torch._C.DisableTorchFunctionSubclass():
+            return Saves.apply(h, self.two.weight)
+
+
+def test_a_weight_that_is_saved_where_it_is_not_gathered_is_named() -> None:
+    model = SavesUnseen()
+    plan = em.Plan.offload(rcache_blocks=1, chunk_numel=72)
+    model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+    with pytest.raises(em.PlanError, match=r"saves parameter 'two\.weight' of shape \(8, 8\).*read it in forward"):
+        model(torch.ones(2, 8))
+    optimizer.close()
+
+
+def test_amsgrad_comes_too_late_after_wrap(pair: Pair) -> None:
     model, optimizer = pair
     before = em.full_state_dict(model)
     optimizer.param_groups[0]["amsgrad"] = True

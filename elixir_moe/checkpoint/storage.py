@@ -62,7 +62,7 @@ class Draft:
         os.fsync(self._manifest)
         sync_directory(self.path)
         if os.path.lexists(self.target):
-            raise CheckpointError(f"{self.target} has come into being meanwhile: save under another name")
+            raise CheckpointError(f"{self.target} was created meanwhile: save under another name")
         os.rename(self.path, self.target)
         self.committed = True
         os.close(self._manifest)

@@ -25,7 +25,7 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
     Raises:
         LayoutError: a parameter no rule matches; a rule that matches nothing, or only what earlier rules already took;
             a tied parameter whose names match rules with different patterns; a sharded dim the parameter lacks.
-            All names concerned are listed. Also a `model` that is none, and `rules` that map no globs to patterns.
+            All names concerned are listed. Or `model` is no nn.Module, or `rules` no mapping of globs to patterns.
     """
     if not isinstance(model, nn.Module):
         raise LayoutError(f"annotate: model is a {type(model).__name__}, expected an nn.Module")
@@ -66,7 +66,7 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
             problems.append(f"parameter {name!r}: {error}")
     for rule in rules:
         if not matched[rule]:
-            problems.append(f"rule {rule!r} matches no parameter: mend the glob or remove the rule")
+            problems.append(f"rule {rule!r} matches no parameter: correct the glob or remove the rule")
         elif not won[rule]:
             problems.append(
                 f"rule {rule!r} never applies: earlier rules take all it matches; put the narrower rule first"

@@ -113,7 +113,7 @@ def _files(path: str) -> list[str]:
         return [path]
     found = sorted(file for file in glob.glob(path, recursive=True) if Path(file).is_file())
     if not found:
-        raise ConfigError(f"data.paths: {path!r} matches no file: mend the pattern or name the files")
+        raise ConfigError(f"data.paths: {path!r} matches no file: correct the pattern or name the files")
     return found
 
 
