@@ -63,7 +63,7 @@ class Forward:
     def numbers_of(self, unit: Unit) -> tuple[int, int]:
         """Those at which it, or a cover beneath which it ran, was first entered and last left.
 
-        What was not seen counts as entered first of all and left last: nothing is behind it, and it is behind nothing.
+        What was not seen counts as entered first of all and left last: it is after nothing, and nothing after it.
         """
         seen = next((known for known in (unit, *unit.around) if known in self.entered), unit)
         return self.entered.get(seen, 0), self.left.get(seen, sys.maxsize)
@@ -98,7 +98,7 @@ class Forwards:
         return self.clock
 
     def take(self, left: int | None, *, keep: bool) -> Forward | None:
-        """All that began before number `left` as one, for a backward behind which they are gone, but for `keep`."""
+        """All that began before number `left` as one, for a backward after which they are gone, but for `keep`."""
         mine = [forward for forward in self._waiting if left is None or forward.start < left]
         if not mine:
             return None

@@ -9,7 +9,7 @@ Backward.  A hook on a module's outputs fires right before the module's backward
            held. Unpacking rebuilds the view from wherever the chunk is now. Gradients go from `parameter.grad` into
            the block.
 Passing.   Every entry into and exit from a module in forward gets the next number. Autograd runs nodes in the reverse
-           of their creation, so when backward reaches a module that was left at number e, everything entered behind e
+           of their creation, so when backward reaches a module that was left at number e, everything entered after e
            is done: gradients that have not come by then will not come, and count as zero.
 Recompute. A forward inside backward (activation checkpointing) holds its chunks until it is passed, since the
            checkpoint's own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest
@@ -136,7 +136,7 @@ class Hooks:
         # Where backward runs parts again that had no gradients in forward, each part is counted by itself.
         again = self._backwards_of.unrecomputed if recomputing else training and not mode[0]
         call.covers = unit is not None and unit.is_cover and not again
-        self._calls.push(call)  # what may fail comes behind it: `_leave` undoes only what was done
+        self._calls.push(call)  # what may fail comes after it: `_leave` undoes only what was done
         if outermost:
             self._forwards.begin()
             if self._packs:
@@ -309,12 +309,12 @@ class Hooks:
     # ------------------------------------------------------------------------------------------------------ backward
 
     def _reach_end(self, left: int, updates: int, gradient: torch.Tensor) -> None:
-        """Backward has come to the outermost module, which forward left at this number, behind so many updates."""
+        """Backward has come to the outermost module, which forward left at this number, after so many updates."""
         self._saved.check_current(updates)
         self._begin_backward(left)
 
     def _begin_backward(self, left: int | None = None) -> None:
-        """Backward has come to what forward left at number `left`: what was entered behind it awaits another one."""
+        """Backward has come to what forward left at number `left`: what was entered after it awaits another one."""
         if self._backward:
             return
         self._backward = True
@@ -377,7 +377,7 @@ class Hooks:
         self._scheduler.add_gradient(*slot, gradient, final=final)
 
     def _pass(self, left: int) -> None:
-        """Everything that forward entered behind number `left` has had its backward."""
+        """Everything that forward entered after number `left` has had its backward."""
         while self._entered:
             unit, entered = self._entered.popitem()  # the one entered last
             if entered <= left:

@@ -10,7 +10,7 @@ no transfer and no collective: `scheduler` does.
     GRADIENT   the same block, values and gradients       REDUCING
     REDUCING   the block until the gradient has left      SHARDED
 
-A chunk that is used in place and shows what its home keeps (`direct`) is GATHERED once, and again behind REDUCING. From
+A chunk that is used in place and shows what its home keeps (`direct`) is GATHERED once, and again after REDUCING. From
 wherever a failed step has left it, `restart` leads back.
 
 A gathered parameter has a storage of its own on the block's memory. How often it is in use tells, parameter by

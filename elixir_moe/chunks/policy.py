@@ -96,7 +96,7 @@ class Schedule:
         return following
 
     def next_use(self, chunk: int, position: int) -> int:
-        """Position of the first acquire of `chunk` behind `position`, for a kept one in the next step too, or NEVER."""
+        """Position of the first acquire of `chunk` after `position`, for a kept one in the next step too, or NEVER."""
         uses = self._uses.get(chunk, [])
         index = bisect_right(uses, position)
         if index < len(uses):
@@ -104,7 +104,7 @@ class Schedule:
         return len(self.entries) + uses[0] if uses and chunk in self.kept else NEVER
 
     def next_acquire(self, position: int) -> int | None:
-        """Position of the first acquire behind `position`."""
+        """Position of the first acquire after `position`."""
         return self._next_acquire[position + 1]
 
     def least_blocks(self) -> int:

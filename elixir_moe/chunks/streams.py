@@ -28,7 +28,7 @@ class Streams:
         return _HOST if self._fetch is None else torch.cuda.stream(self._fetch)
 
     def reducing(self) -> AbstractContextManager[object]:
-        """What is issued inside goes to `reduce`, behind all compute issued so far."""
+        """What is issued inside goes to `reduce`, after all compute issued so far."""
         if self._reduce is None:
             return _HOST
         self._reduce.wait_stream(torch.cuda.current_stream(self._device))

@@ -134,5 +134,5 @@ def _leave_out(release: dict[int, Entry], unit: int, chunk: int) -> None:
 
 
 def _split(open_uses: Sequence[Use], left: int) -> tuple[list[Use], list[Use]]:
-    """The uses still open, and those that forward entered behind number `left`: their backward is done."""
+    """The uses still open, and those that forward entered after number `left`: their backward is done."""
     return [u for u in open_uses if u.entered <= left], [u for u in open_uses if u.entered > left]

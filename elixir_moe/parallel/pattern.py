@@ -132,7 +132,7 @@ class Pattern:
     """Compute dtype of this parameter whatever `wrap` says; None follows `wrap`."""
     view: tuple[int, ...] | None = field(default=None, kw_only=True)
     """Another shape of this rank's slice, whose dims `shard` means; for what is no slice along a dim of the tensor:
-    ``(2, n, k)``, cut on dim 1, of a ``(2 n, k)`` weight that holds gate and up one behind the other."""
+    ``(2, n, k)``, cut on dim 1, of a ``(2 n, k)`` weight that holds gate and up one after the other."""
     grows: int = field(default=0, kw_only=True)
     """With a `view`, the tensor dim that is longer in the logical parameter than in the slice."""
 

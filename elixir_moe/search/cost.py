@@ -9,7 +9,7 @@ A step of one rank::
     |-- host link up: every gather of a host chunk -------|                                                |-- updates |
     |-- host link down: every gradient of a host chunk ---|                                                |-- exposed |
 
-Transfers to and from the host run beside compute, and are seen where they take longer. Updates come behind backward.
+Transfers to and from the host run beside compute, and are seen where they take longer. Updates come after backward.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: one behind every so many steps, the last good one, those of another past.
+"""The checkpoints of a run: one after every so many steps, the last good one, those of another past.
 
 Owns the directory of checkpoints and the save that is under way. When to save, and when to go back, is `loop`'s
 question. All methods are collective where nothing else is said.

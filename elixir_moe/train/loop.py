@@ -197,7 +197,7 @@ class Loop:
     # -------------------------------------------------------------------------------------------------- start and end
 
     def run(self, source: Path | None) -> Summary | None:
-        """All steps that are left, and what comes behind the last."""
+        """All steps that are left, and what comes after the last."""
         self._begin(source)
         begin = time.perf_counter()
         while self.training.progress.step < self.config.run.steps:
@@ -280,7 +280,7 @@ class Loop:
     # ---------------------------------------------------------------------------------------------------------- a step
 
     def step(self) -> None:
-        """One step, and what is due behind it."""
+        """One step, and what is due after it."""
         training, run = self.training, self.config.run
         before, start = training.optimizer.statistics(), time.perf_counter()
         self._watchdog.at(f"step {training.progress.step + 1}")
@@ -387,7 +387,7 @@ class Loop:
         without = f", without the batches {list(action.avoid)}" if action.avoid else ""
         self._event("went back", f"{reason}; back to step {step}, at {rate:g} of the learning rate{without}")
 
-    # ------------------------------------------------------------------------------------------------ behind the step
+    # ------------------------------------------------------------------------------------------------- after the step
 
     def _follow(self, agreed: Agreed) -> None:
         """Saves and ends where that is due."""

@@ -99,7 +99,7 @@ class _Line:
             raise TimeoutError(f"no answer within {_ANSWER_SECONDS:g} s") from None
 
     def close(self) -> None:
-        """Nothing will be asked any more: the thread ends behind what has been, if that is ever answered."""
+        """Nothing will be asked any more: the thread ends after what has been, if that is ever answered."""
         self._questions.put(None)
 
     def _run(self) -> None:
