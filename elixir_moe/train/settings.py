@@ -8,6 +8,7 @@ setting means and which values make sense is said by the dataclass that holds it
 import argparse
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import types
@@ -113,19 +114,25 @@ def _build(cls: Any, values: Any, typed: Mapping[str, str | None], where: str, k
     return cls(**arguments)
 
 
-def _converted(key: str, hint: Any, value: Any) -> Any:
-    """`value` as the type `hint`; raises ConfigError if it is of another type."""
+@functools.cache
+def _parser(hint: Any) -> Any:
+    """What reads a value of the type `hint`; there are few types, and a parser takes longer to make than to use."""
     import jsonargparse
 
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=hint)
+    return parser
+
+
+def _converted(key: str, hint: Any, value: Any) -> Any:
+    """`value` as the type `hint`; raises ConfigError if it is of another type."""
     wrong = ConfigError(f"{key}: expected {inspect.formatannotation(hint)}, got {value!r}")
     if value is None and types.NoneType in typing.get_args(hint):
         return None
     if typing.get_origin(hint) is tuple and isinstance(value, str):
         value = [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--value", type=hint)
     try:
-        found = parser.parse_object({"value": value}).value
+        found = _parser(hint).parse_object({"value": value}).value
     except (argparse.ArgumentError, ValueError, OverflowError):
         raise wrong from None
     if found is None:  # which jsonargparse takes for any type
