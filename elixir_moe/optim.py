@@ -326,11 +326,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: a rank holds only its shards, and their cut is the plan's."""
-        raise ConfigError("the state of a sharded optimizer is not one dict: each rank holds shards of it")
+        raise ConfigError("a sharded optimizer's state is no plain dict: save model and optimizer with em.save")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused, as `state_dict` is."""
-        raise ConfigError("a sharded optimizer cannot load a plain state dict: load it before wrap")
+        """Refused, as `state_dict` is; `wrap` refuses an optimizer that has loaded one."""
+        raise ConfigError("no state dict can be loaded, before wrap or after: em.load a checkpoint of em.save")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is built: chunks are packed in `wrap`."""

@@ -287,7 +287,10 @@ def moments_of(optimizer: torch.optim.Optimizer) -> int:
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ConfigError for an optimizer that has been stepped, or whose update is not elementwise."""
     if any(state and state.get("step", 1) != 0 for state in optimizer.state.values()):
-        raise ConfigError("the optimizer has been stepped: wrap it before the first step")
+        raise ConfigError(
+            "the optimizer has been stepped, or has loaded a state: wrap it before the first step, and go on from a "
+            "checkpoint of em.save, by em.load"
+        )
     kind = type(optimizer)
     whole = [base.__name__ for base in kind.__mro__ if base.__name__ in _WHOLE_TENSOR]
     ours = kind.__module__.startswith("torch.optim")

@@ -360,8 +360,17 @@ def test_plain_state_dicts_of_a_wrapped_model_are_refused() -> None:
         model.state_dict()
     with pytest.raises(em.ConfigError, match="before wrap"):
         model.load_state_dict(Net().state_dict())
-    with pytest.raises(em.ConfigError, match="one dict"):
+    with pytest.raises(em.ConfigError, match=r"no plain dict: save .* with em\.save"):
         optimizer.state_dict()
+    stepped = adamw(other := Net())
+    other(torch.ones(2, D)).sum().backward()
+    stepped.step()
+    with pytest.raises(em.ConfigError, match=r"before wrap or after: em\.load"):
+        optimizer.load_state_dict(stepped.state_dict())
+    loaded = adamw(again := Net())
+    loaded.load_state_dict(stepped.state_dict())
+    with pytest.raises(em.ConfigError, match=r"loaded a state.*by em\.load"):
+        em.wrap(again, loaded, plan=em.Plan.zero2())
     assert list(em.full_state_dict(model)) == list(Net().state_dict())
     optimizer.close()
 
