@@ -10,9 +10,11 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.parallel.annotate import pattern_of
 from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.ranks import Deferred, together
 from elixir_moe.state import Wrapped, full_parameters, full_state_dict
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -75,15 +78,22 @@ class Pretrained:
         self._names: dict[Tensor, list[str]] = {}
         for name, tensor in _named_tensors(model):
             self._names.setdefault(tensor, []).append(name)
-        _agree(self._problem())
+        self._reading = Deferred("read their weights", error=CheckpointError)
+        together("opened a folder of weights", self._open, error=CheckpointError)
 
-    def read(self, tensor: Tensor) -> Tensor:
+    def fill(self, place: Tensor, tensor: Tensor) -> None:
+        """Reads this rank's part of a parameter that was on meta into `place`. What fails is told by `settle`."""
+        self._reading.run(lambda: place.copy_(self._read(tensor)))
+
+    def settle(self) -> None:
+        """Raises CheckpointError on all ranks if any could not `fill` something. Collective."""
+        self._reading.settle()
+
+    def _read(self, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter or buffer that was on meta."""
         name = self._found(tensor)
         assert name is not None, f"{self._names[tensor]} was found when the folder was opened"
         source, pattern = self._sources[name], pattern_of(tensor)
-        if pattern is not None and pattern.view is not None:
-            raise CheckpointError(f"{name!r} has a pattern with a view: load the folder before the model is cut")
         offset = pattern.local_offset(tensor.shape) if pattern is not None else (0,) * tensor.dim()
         part = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
         if source.converter is None:
@@ -100,22 +110,25 @@ class Pretrained:
         return whole[part]
 
     def fill_buffers(self) -> None:
-        """Takes all buffers off meta: as the folder has them or, if it has not, as the model makes them."""
+        """Takes all buffers off meta: as the folder has them or, if it has not, as the model makes them. Collective."""
+        together("read their buffers", self._fill_buffers, error=CheckpointError)
+
+    def _fill_buffers(self) -> None:
         made = []
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta:
                     value = torch.empty(buffer.shape, dtype=buffer.dtype)
                     if self._found(buffer):
-                        value.copy_(self.read(buffer))
+                        value.copy_(self._read(buffer))
                     else:
                         made.append(value)
                     module._buffers[name] = value
         if made:
             _make(self._model, made)
 
-    def _problem(self) -> str:
-        """Opens the folder; says what is wrong with it."""
+    def _open(self) -> None:
+        """Raises CheckpointError for all that can be known to be wrong before a weight is read."""
         from safetensors import SafetensorError, safe_open
 
         index = self._folder / INDEX
@@ -125,7 +138,7 @@ class Pretrained:
                 file = safe_open(str(self._folder / file_name), framework="pt")
                 self._files |= dict.fromkeys(file.keys(), file)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            return f"{self._folder}: no readable {INDEX} or {SINGLE} with its parts: {error}"
+            raise CheckpointError(f"{self._folder}: no readable {INDEX} or {SINGLE} with its parts: {error}") from error
         self._sources = _sources(self._model, self._files)
         problems = []
         for tensor, names in self._names.items():
@@ -133,6 +146,8 @@ class Pretrained:
             made = not isinstance(tensor, nn.Parameter) and _of_transformers(self._model)
             if tensor.is_meta and is_dtensor(tensor):
                 problems.append(f"{names[0]!r} is a DTensor on meta: read the weights before it is parallelised")
+            elif tensor.is_meta and source is not None and getattr(pattern_of(tensor), "view", None) is not None:
+                problems.append(f"{names[0]!r} has a pattern with a view: read the weights before the model is cut")
             elif tensor.is_meta and source is None and not made:
                 problems.append(f"{names[0]!r} is on meta and not in the folder: make it on the CPU")
             elif tensor.is_meta and source is not None and source.converter is None:
@@ -140,7 +155,8 @@ class Pretrained:
                 shape = tuple(self._files[key].get_slice(key).get_shape())
                 if shape != _global_shape(tensor):
                     problems.append(_unlike(names[0], shape, tensor))
-        return f"{self._folder}: " + "\n  ".join(problems) if problems else ""
+        if problems:
+            raise CheckpointError(f"{self._folder}: " + "\n  ".join(problems))
 
     def _found(self, tensor: Tensor) -> str | None:
         """The name under which the folder has `tensor`."""
@@ -231,38 +247,32 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         raise ConfigError("save_pretrained needs a model that went through wrap; a plain one has its own")
     if hasattr(model, "peft_config"):
         state = full_state_dict(model)
-        _agree(_problem_of(folder, lambda: model.save_pretrained(folder, state_dict=state)))  # type: ignore[operator]
+
+        def save() -> None:
+            if dist.get_rank() == 0:
+                model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+
+        together("saved the adapters", save, error=CheckpointError)
         return
-    writer = None
-    problem = ""
-    if dist.get_rank() == 0:
-        try:
-            writer = _Writer(model, wrapped, Path(folder), max_file_bytes)
-        except OSError as error:
-            problem = f"{folder}: {error}"
-    _agree(problem)
-    for name, tensor in _full_tensors(model, wrapped):
-        if writer is not None and not problem:
-            try:
-                writer.add(name, tensor)
-            except OSError as error:
-                problem = f"{folder}: {error}"  # the others are in the next gather: told behind the last
-    if writer is not None:
-        try:
-            writer.close(keep=not problem)
-        except OSError as error:
-            problem = problem or f"{folder}: {error}"
-    _agree(problem)
+    writers: list[_Writer] = []
 
-
-def _problem_of(folder: str | os.PathLike[str], write: Callable[[], Any]) -> str:
-    """What went wrong when rank 0 wrote; nothing on the others."""
-    try:
+    def begin() -> None:
         if dist.get_rank() == 0:
-            write()
-    except OSError as error:
-        return f"{folder}: {error}"
-    return ""
+            writers.append(_Writer(model, wrapped, Path(folder)))
+            writers[0].begin(max_file_bytes)
+
+    writing = Deferred("wrote the model's files", error=CheckpointError)
+    try:
+        together("began the model's files", begin, error=CheckpointError)
+        for name, tensor in _full_tensors(model, wrapped):
+            for writer in writers:
+                writing.run(partial(writer.add, name, tensor))
+        for writer in writers:
+            writing.run(writer.finish)
+        writing.settle()
+    finally:
+        for writer in writers:
+            writer.clean()
 
 
 def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Tensor]]:
@@ -278,9 +288,17 @@ def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Ten
 class _Writer:
     """Files of known size, filled in whatever order tensors come; on one rank."""
 
-    def __init__(self, model: nn.Module, wrapped: Wrapped, folder: Path, max_file_bytes: int) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, wrapped: Wrapped, folder: Path) -> None:
+        self._model, self._wrapped = model, wrapped
         self._folder, self._partial = folder, folder / ".partial"
+        self._files: dict[str, Any] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        self._group_of: dict[str, tuple[str, ...]] = {}
+        self._waiting: dict[str, Tensor] = {}
+
+    def begin(self, max_file_bytes: int) -> None:
+        """Makes all files, of their full size and with their headers."""
+        model, wrapped = self._model, self._wrapped
         kept = {
             p: (p.shape, d)
             for c in wrapped.scheduler.chunks
@@ -291,16 +309,12 @@ class _Writer:
         }
         tensors |= {n: torch.empty_like(b, device="meta") for n, b in model.named_buffers() if n in wrapped.keys}
         self._dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
-        self._group_of: dict[str, tuple[str, ...]] = {}
-        self._waiting: dict[str, Tensor] = {}
         out: dict[str, Tensor] = {}
         for names in _converted_together(model, tensors):
             self._group_of |= dict.fromkeys(names, names)
             out |= _to_files(model, {name: tensors[name] for name in names})
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
-        self._files: dict[str, Any] = {}
-        self._places: dict[str, tuple[str, int]] = {}
         self._nbytes = sum(tensor.nbytes for tensor in out.values())
         files = list(_split(out, max_file_bytes))
         for i, contents in enumerate(files):
@@ -319,7 +333,7 @@ class _Writer:
             offset += t.nbytes
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        file = self._files[file_name] = open(self._partial / file_name, "wb")  # noqa: SIM115 (closed by `close`)
+        file = self._files[file_name] = open(self._partial / file_name, "wb")  # noqa: SIM115 (closed by `clean`)
         file.write(struct.pack("<Q", len(text)) + text)
         file.flush()
         os.posix_fallocate(file.fileno(), 0, 8 + len(text) + offset)  # a full disk shows now
@@ -338,21 +352,26 @@ class _Writer:
                 self._files[file_name].seek(offset)
                 self._files[file_name].write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    def close(self, *, keep: bool) -> None:
-        """Puts the files in their place, if they are to be kept."""
+    def finish(self) -> None:
+        """Puts the files in their place."""
         for file in self._files.values():
             file.close()
-        if keep:
-            if len(self._files) > 1:
-                weight_map = {key: file_name for key, (file_name, _) in sorted(self._places.items())}
-                index = {"metadata": {"total_size": self._nbytes}, "weight_map": weight_map}
-                (self._partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-            self._configure()
-            for old in (*self._folder.glob("model*.safetensors"), *self._folder.glob(INDEX)):
-                old.unlink()
-            for new in sorted(self._partial.iterdir(), key=lambda path: path.name == INDEX):
-                new.replace(self._folder / new.name)
-        shutil.rmtree(self._partial)
+        if len(self._files) > 1:
+            weight_map = {key: file_name for key, (file_name, _) in sorted(self._places.items())}
+            index = {"metadata": {"total_size": self._nbytes}, "weight_map": weight_map}
+            (self._partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        self._configure()
+        for old in (*self._folder.glob("model*.safetensors"), *self._folder.glob(INDEX)):
+            old.unlink()
+        for new in sorted(self._partial.iterdir(), key=lambda path: path.name == INDEX):
+            new.replace(self._folder / new.name)
+
+    def clean(self) -> None:
+        """Removes what is not in its place."""
+        for file in self._files.values():
+            with suppress(OSError):  # a full disk, which was told of
+                file.close()
+        shutil.rmtree(self._partial, ignore_errors=True)
 
     def _configure(self) -> None:
         config: Any = getattr(self._model, "config", None)
@@ -422,12 +441,3 @@ def _global_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def _of_transformers(model: nn.Module) -> bool:
     return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)
-
-
-def _agree(problem: str) -> None:
-    """Raises on every rank what is wrong on one."""
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for rank, text in enumerate(problems):
-        if text:
-            raise CheckpointError(f"rank {rank}: {text}")

@@ -43,6 +43,7 @@ from elixir_moe.parallel.annotate import annotate_dtensors, pattern_of, replicat
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.pattern import is_whole
+from elixir_moe.ranks import gathered, together
 from elixir_moe.search.auto import Request, forecast
 from elixir_moe.search.prediction import Prediction
 from elixir_moe.specs import TRAINED_IN, param_specs, ranks_of
@@ -173,6 +174,8 @@ def wrap(
         _move_in(spec, members, home, communicators[spec.key.ranks], device, pretrained)
         names = [specs[member].name for member in members]
         chunks.append(Chunk(spec, members, names, home, communicators[spec.key.ranks], placeholder))
+    if pretrained is not None:
+        pretrained.settle()
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -324,12 +327,10 @@ def _agree(model: nn.Module, plan: Plan, specs: dict[nn.Parameter, ParamSpec]) -
             f"parameter {spec.name} {spec.shape} {spec.key.dtype} trainable={spec.key.trainable} {pattern.describe()}"
         )
     peers = ranks_of(model, replicated_everywhere())
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (peers, hashlib.sha256("\n".join(lines).encode()).hexdigest()))
+    everyone = gathered((peers, hashlib.sha256("\n".join(lines).encode()).hexdigest()))
     if all(everyone[rank] == everyone[theirs[0]] for theirs, _ in everyone for rank in theirs):
         return peers
-    models: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(models, lines)
+    models = gathered(lines)
     for theirs, _ in everyone:
         for rank in theirs:
             for one, other in _differences(models[theirs[0]], models[rank]):
@@ -376,8 +377,7 @@ def _check_blocks(
 
 def _check_host_memory(nbytes: int) -> None:
     """Raises TierError on all ranks if those of one host need more than it has left."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), nbytes, host_bytes_left()))
+    everyone = gathered((socket.gethostname(), nbytes, host_bytes_left()))
     for host in dict.fromkeys(host for host, *_ in everyone):
         needs = [(theirs, left) for name, theirs, left in everyone if name == host]
         check_fits(sum(theirs for theirs, _ in needs), min(left for _, left in needs), f"{len(needs)} ranks on {host}")
@@ -391,18 +391,18 @@ def _open_spill(
     if not numels:
         return None
     assert directory is not None, "checked with the other arguments"
-    file, problem = None, ""
+    made: list[Spill] = []
     try:
-        file = Spill(os.fspath(directory), numels, arrays, checked=checked)
-    except TierError as error:
-        problem = f"rank {dist.get_rank()} on {socket.gethostname()}: {error}"
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if found := next(filter(None, problems), None):
-        if file is not None:
+        together(
+            "made the files for chunks on disk",
+            lambda: made.append(Spill(os.fspath(directory), numels, arrays, checked=checked)),
+            error=TierError,
+        )
+    except BaseException:
+        for file in made:
             file.close()
-        raise TierError(found)
-    return file
+        raise
+    return made[0]
 
 
 @torch.no_grad()
@@ -425,7 +425,7 @@ def _move_in(
             continue
         leave_meta(parameter)
         if pretrained is not None and communicator.index == 0:
-            place.copy_(pretrained.read(parameter))
+            pretrained.fill(place, parameter)
     communicator.broadcast(whole)
     start, stop = spec.shard_bounds(communicator.rank)
     home.fill(whole[start:stop])

@@ -22,7 +22,7 @@ STOREYS: list[set[str]] = [
     {"chunks.policy"},
     {"chunks.plan", "chunks.walk"},
     {"chunks.collectives"},
-    {"chunks.spill"},
+    {"chunks.spill", "ranks"},
     {"chunks.statistics", "chunks.streams", "chunks.tiers"},
     {"chunks.home"},
     {"chunks.rcache"},

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -130,6 +130,31 @@ def test_all_ranks_learn_that_one_cannot_write(tmp_path: Path, ranks: Ranks) -> 
     assert all("rank 0" in message for message in ranks(2).run(save_to, tmp_path / "file"))
 
 
+class Unwritable:
+    """A config that its own checks refuse, as those of `transformers` do."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        raise ValueError("temperature is set and do_sample is not")
+
+
+def saved_with(config: Any, folder: Path) -> str:
+    model, optimizer = wrap(nn.Linear(4, 4))
+    model.config = config
+    with pytest.raises(CheckpointError) as error:
+        save_pretrained(model, folder)
+    optimizer.close()
+    return str(error.value)
+
+
+def test_whatever_goes_wrong_in_writing_is_learnt_by_all_and_leaves_what_was_there(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    (tmp_path / "model.safetensors").write_text("before")
+    for message in ranks(2).run(saved_with, Unwritable(), tmp_path):
+        assert message == "[rank 0] ValueError: temperature is set and do_sample is not"
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
+
+
 def read_into_meta(name: str, folder: Path) -> dict[str, Any]:
     with torch.device("meta"):
         model = FAMILIES[name].build()
@@ -192,9 +217,9 @@ def test_names_of_a_base_model_are_understood(tmp_path: Path, ranks: Ranks) -> N
         assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
 
-def refused(folder: Path | None, change: Callable[[nn.Module], None]) -> tuple[str, str]:
+def refused(folder: Path | None, change: Callable[[nn.Module], None], family: str = "llama") -> tuple[str, str]:
     with torch.device("meta"):
-        model = FAMILIES["llama"].build()
+        model = FAMILIES[family].build()
         change(model)
     with pytest.raises(em.ElixirError) as error:
         wrap(model, weights=folder)
@@ -223,6 +248,36 @@ def test_what_the_folder_has_not_is_named(change: Any, says: str, tmp_path: Path
     for kind, text in ranks(2).run(refused, tmp_path, change):
         assert kind == "CheckpointError"
         assert re.search(says, text), text
+
+
+def test_what_is_only_found_when_a_weight_is_made_fails_all_ranks(tmp_path: Path, ranks: Ranks) -> None:
+    """Experts of a layer are joined while the first rank of a chunk reads them; the others wait for the chunk."""
+    model: Any = FAMILIES["mixtral"].build()
+    model.save_pretrained(tmp_path)
+    tensors = in_folder(tmp_path)
+    changed = {name: value[:, 1:].contiguous() if ".w2." in name else value for name, value in tensors.items()}
+    assert any(changed[name] is not value for name, value in tensors.items())
+    save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+    for kind, text in ranks(2).run(refused, tmp_path, unchanged, "mixtral"):
+        assert kind == "CheckpointError"
+        assert re.search(r"\[rank 0\] .*down_proj' is \(4, 32, 63\) in the folder and \(4, 32, 64\)", text), text
+
+
+def gate_and_up_read(folder: Path) -> str:
+    """A weight that is cut as two halves, which no folder can be read into."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 6, bias=False)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    em.annotate(model, {"*": em.Pattern(mesh, replicate=("dp",), shard={"tp": 1}, view=(2, 3, 4))})
+    with pytest.raises(CheckpointError) as error:
+        wrap(model, weights=folder)
+    return str(error.value)
+
+
+def test_a_pattern_with_a_view_is_told_before_anything_is_read(tmp_path: Path, ranks: Ranks) -> None:
+    save_file({"weight": torch.zeros(12, 4)}, tmp_path / "model.safetensors")
+    for text in ranks(2).run(gate_and_up_read, tmp_path):
+        assert "'weight' has a pattern with a view" in text
 
 
 def test_no_folder_and_no_weights_are_said(tmp_path: Path, ranks: Ranks) -> None:

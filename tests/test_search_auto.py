@@ -232,6 +232,23 @@ def refused_alone() -> tuple[str, str]:
     return refused({"budget_bytes": None if torch.distributed.get_rank() == 0 else 1_000_000})
 
 
+class Rows(tuple[Tensor, ...]):
+    """A batch that cannot be made from a list, as `trace` tries to."""
+
+    def __new__(cls, first: Tensor, second: Tensor) -> "Rows":
+        return super().__new__(cls, (first, second))
+
+
+def refused_rows() -> tuple[str, str]:
+    return refused({"sample": Rows(torch.zeros(1), torch.zeros(1))})
+
+
+def test_whatever_goes_wrong_on_the_rank_that_searches_fails_all(ranks: Ranks) -> None:
+    first, second = ranks(2).run(refused_rows)
+    assert first == second
+    assert first[0] == "ElixirError" and "[rank 0] TypeError: " in first[1] and "__new__" in first[1]
+
+
 class Skipping(nn.Module):
     """Equal layers, of which forward leaves one out; its parameters come last, in one chunk with others."""
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -123,7 +124,7 @@ def test_a_flipped_bit_is_seen_where_checksums_are_kept(opened: Callable[..., Sp
 def test_a_full_disk_shows_before_training(tmp_path: Path) -> None:
     with (
         mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left on device")),
-        pytest.raises(em.TierError, match=r"^disk: 0\.00 GiB .* GiB are left: No space left .*fewer chunks on disk"),
+        pytest.raises(em.TierError, match=r"^disk of .*: 0\.00 GiB .* GiB are left: No space left .*fewer chunks"),
     ):
         Spill(str(tmp_path), NUMELS, 3)
     with pytest.raises(em.TierError, match=r"'/nowhere/at/all': No such file"):
@@ -245,7 +246,7 @@ def refused(folder: str) -> str:
 @pytest.mark.fault(6)
 def test_a_full_disk_of_one_rank_is_told_on_all(ranks: Ranks, tmp_path: Path) -> None:
     for message in ranks(2).run(refused, str(tmp_path)):
-        assert message.startswith("rank 1 on ")
+        assert message.startswith(f"[rank 1] disk of {socket.gethostname()}: ")
         assert "No space left on device" in message
 
 

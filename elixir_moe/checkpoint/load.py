@@ -16,15 +16,16 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.checkpoint.boxes import Part, meet
+from elixir_moe.checkpoint.chance import read_random_states, seed_new_rank, set_random_states
 from elixir_moe.checkpoint.held import Held, buffers_of, held_by, wrapped_of
 from elixir_moe.checkpoint.manifest import WEIGHT, Buffer, Entry, Manifest, Piece
-from elixir_moe.checkpoint.ranks import read_random_states, seed_new_rank, set_random_states, together
 from elixir_moe.checkpoint.save import UPDATES
 from elixir_moe.checkpoint.storage import MANIFEST, read_manifest, verify
 from elixir_moe.checkpoint.tensors import Files
 from elixir_moe.checkpoint.values import DTYPES, decode
 from elixir_moe.errors import CheckpointError
 from elixir_moe.optim import LossScale, ShardedOptimizer
+from elixir_moe.ranks import together
 from elixir_moe.state import Wrapped
 
 _MOST_NAMED = 8
@@ -83,18 +84,24 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
         verify(directory, manifests[0], _my_share(manifests[0]))
         return f"{directory.name} of {manifests[0].saved_ns}"
 
-    found = together(control, "hashed the files of a checkpoint", hash_files)
+    found = together("hashed the files of a checkpoint", hash_files, control, error=CheckpointError)
     for rank, name in enumerate(found):
         if name != found[0]:
             raise CheckpointError(f"ranks load different checkpoints: {found[0]} (rank 0), {name} (rank {rank})")
     todo: list[_Todo] = []
     files = Files(directory)
     together(
-        control,
         "looked up all parameters in a checkpoint",
         lambda: todo.append(_look_up(manifests[0], files, directory, model, optimizer, wrapped)),
+        control,
+        error=CheckpointError,
     )
-    together(control, "loaded a checkpoint", lambda: _carry_out(todo[0], files, optimizer, found[0]))
+    together(
+        "loaded a checkpoint",
+        lambda: _carry_out(todo[0], files, optimizer, found[0]),
+        control,
+        error=CheckpointError,
+    )
     return todo[0].extra
 
 

@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir_moe.checkpoint.chance import random_states
 from elixir_moe.checkpoint.hashing import digest_of
 from elixir_moe.checkpoint.held import Held, buffers_of, held_by, loss_scale_of, share_of, wrapped_of
 from elixir_moe.checkpoint.manifest import WEIGHT, Buffer, Entry, FileRecord, Manifest, Piece, dump, parse
-from elixir_moe.checkpoint.ranks import random_states, together
 from elixir_moe.checkpoint.storage import MANIFEST, Draft, moment_after_all, partial_of, retain
 from elixir_moe.checkpoint.tensors import FileImage, Item
 from elixir_moe.checkpoint.values import NAMES, encode
@@ -40,6 +40,7 @@ from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.optim import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
+from elixir_moe.ranks import together
 from elixir_moe.state import Wrapped
 
 UPDATES = "updates"
@@ -85,7 +86,7 @@ class Saving:
         """
         if self._future is None:
             return True
-        done = together(self._optimizer.control, "asked whether a save has ended", lambda: self.done)
+        done = together("asked whether a save has ended", lambda: self.done, self._optimizer.control)
         if not all(done):
             return False
         self.wait()
@@ -96,7 +97,7 @@ class Saving:
         future, self._future = self._future, None
         if future is not None:
             self._optimizer.pending = None
-            together(self._optimizer.control, "saved a checkpoint", future.result)
+            together("saved a checkpoint", future.result, self._optimizer.control, error=CheckpointError)
         return self.path
 
 
@@ -141,7 +142,12 @@ def save(
         optimizer.pending.wait()
     target = Path(os.path.abspath(path))
     control = optimizer.control
-    facts = together(control, "looked at what to save", lambda: _facts(target, model, optimizer, extra, wrapped))
+    facts = together(
+        "looked at what to save",
+        lambda: _facts(target, model, optimizer, extra, wrapped),
+        control,
+        error=CheckpointError,
+    )
     _compare(facts)
     contents: list[_Contents] = []
     drafts: list[Draft] = []
@@ -158,7 +164,7 @@ def save(
         _write(process_group, target, contents[0], drafts, facts[0].fixed, keep, taken)
 
     with _abandoning(drafts):
-        together(control, "began a checkpoint", begin)
+        together("began a checkpoint", begin, control, error=CheckpointError)
     if not asynchronous:
         with _abandoning(drafts):
             write(control, lambda: None)
@@ -365,7 +371,7 @@ def _write(
         image = contents.image
         return None if image is None else (contents.file, image.write(directory / contents.file, taken))
 
-    records = together(process_group, "wrote their files", write_file)
+    records = together("wrote their files", write_file, process_group, error=CheckpointError)
     everything: list[Any] | None = [None] * dist.get_world_size(process_group) if drafts else None
     dist.gather_object((contents.entries, contents.buffers), everything, dst=0, group=process_group)
 
@@ -379,7 +385,7 @@ def _write(
             if keep is not None:
                 retain(target.parent, keep)
 
-    together(process_group, "committed a checkpoint", commit)
+    together("committed a checkpoint", commit, process_group, error=CheckpointError)
 
 
 def _merge(

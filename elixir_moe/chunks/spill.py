@@ -14,6 +14,7 @@ there is nothing for io_uring to save.
 import fcntl
 import mmap
 import os
+import socket
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -64,8 +65,9 @@ class Spill:
         except OSError as error:
             left = f", {disk_bytes_left(directory) / 2**30:.2f} GiB are left" if os.path.isdir(directory) else ""
             raise TierError(
-                f"disk: {self.nbytes / 2**30:.2f} GiB for shards cannot be had in {directory!r}{left}: "
-                f"{error.strerror}; name another folder (spill=), put fewer chunks on disk, or use more ranks"
+                f"disk of {socket.gethostname()}: {self.nbytes / 2**30:.2f} GiB for shards cannot be had in "
+                f"{directory!r}{left}: {error.strerror}; name another folder (spill=), put fewer chunks on disk, or "
+                f"use more ranks"
             ) from error
         self._go_around_cache()
         self.lanes = ThreadPoolExecutor(SPILL_LANES, "elixir-disk")

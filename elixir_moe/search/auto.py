@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe import errors
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.chunks.tiers import host_bytes_left
 from elixir_moe.chunks.walk import Use
-from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
+from elixir_moe.ranks import gathered, together
 from elixir_moe.search import cost
 from elixir_moe.search.explain import explained
 from elixir_moe.search.hardware import Hardware
@@ -89,7 +89,8 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
 
     Raises:
         PlanError: no plan fits; it says by how many bytes, in which tier, and what would help. On all ranks.
-        ConfigError: the step cannot be traced, the hardware file lacks a figure, the budget is more than there is.
+        ConfigError: the step cannot be traced, the hardware file lacks a figure, the budget is more than there is. Like
+            whatever else goes wrong, on all ranks: a pipeline stage that fails fails all.
     """
     everywhere = replicated_everywhere()
     wanted = {(pattern_of(p) or everywhere).replicate_ranks for p in model.parameters()}
@@ -99,31 +100,27 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
         machine = describe(request.device, dtype)
         hardware = hardware_here(machine, request.device, wanted)
     else:
-        hardware = Hardware.named(request.hardware)
+        name = request.hardware
+        hardware = together("read the figures of a machine", lambda: Hardware.named(name))[dist.get_rank()]
     peers = ranks_of(model, everywhere)
     disk_bytes = 0
     if request.spill is not None:
         hardware, disk_bytes = with_disk(hardware, request.spill)
-    room = _room(peers, request, disk_bytes)
-    found: Forecast | tuple[str, str] | None = None
-    task = None
-    if dist.get_rank() == peers[0]:
-        try:
-            task = _task(model, request, hardware, room)
-            shown = None if machine is None else remembered_fit(machine, task.profile.key)
-            if shown is not None:
-                task = replace(task, hardware=replace(hardware, fitted=shown))
-            found = forecast_of(task, solve(task))
-        except ElixirError as error:
-            found = type(error).__name__, str(error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    for outcome in (everyone[peers[0]], *everyone):  # a stage that fails fails all
-        if isinstance(outcome, tuple):
-            raise getattr(errors, outcome[0])(outcome[1])
-    ours = everyone[peers[0]]
-    assert isinstance(ours, Forecast), "the first rank of those that hold the model has searched"
-    return ours, task, machine
+    left = gathered(_left(request, disk_bytes))
+    tasks: list[Task] = []
+
+    def search() -> Forecast | None:
+        room = _room(peers, request, left)
+        if dist.get_rank() != peers[0]:
+            return None
+        task = _task(model, request, hardware, room)
+        shown = None if machine is None else remembered_fit(machine, task.profile.key)
+        tasks.append(task if shown is None else replace(task, hardware=replace(hardware, fitted=shown)))
+        return forecast_of(tasks[0], solve(tasks[0]))
+
+    found = together("searched for a plan", search)[peers[0]]
+    assert found is not None, "the first rank of those that hold the model has searched"
+    return found, tasks[0] if tasks else None, machine
 
 
 def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) -> Task:
@@ -159,24 +156,43 @@ def forecast_of(task: Task, choice: Choice) -> Forecast:
     )
 
 
-def _room(peers: tuple[int, ...], request: Request, disk_bytes: int) -> Room:
-    """The least room of any rank that holds the model. Ranks of one host share its memory; a CPU is host and device."""
-    cuda = request.device.type == "cuda"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Left:
+    """What one rank tells the others of its memory."""
+
+    host: str
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    budget_bytes: int | None
+
+
+def _left(request: Request, disk_bytes: int) -> _Left:
     free = 0
-    if cuda:
+    if request.device.type == "cuda":
         unused = torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
         free = torch.cuda.mem_get_info(request.device)[0] + unused
-    everyone: list[Any] = [None] * dist.get_world_size()
-    mine = (socket.gethostname(), free, host_bytes_left(), disk_bytes, request.budget_bytes)
-    dist.all_gather_object(everyone, mine)
-    if len({budget for *_, budget in everyone}) > 1:
-        raise ConfigError(f"budget_bytes differs between ranks: {[budget for *_, budget in everyone]}")
-    hosts = [host for host, *_ in everyone]
-    left = min(everyone[rank][2] // hosts.count(hosts[rank]) for rank in peers)
-    most = min(everyone[rank][1] for rank in peers) if cuda else left
+    return _Left(
+        host=socket.gethostname(),
+        device_bytes=free,
+        host_bytes=host_bytes_left(),
+        disk_bytes=disk_bytes,
+        budget_bytes=request.budget_bytes,
+    )
+
+
+def _room(peers: tuple[int, ...], request: Request, everyone: list[_Left]) -> Room:
+    """The least room of any rank that holds the model. Ranks of one host share its memory; a CPU is host and device."""
+    cuda = request.device.type == "cuda"
+    budgets = [theirs.budget_bytes for theirs in everyone]
+    if len(set(budgets)) > 1:
+        raise ConfigError(f"budget_bytes differs between ranks: {budgets}")
+    hosts = [theirs.host for theirs in everyone]
+    left = min(everyone[rank].host_bytes // hosts.count(hosts[rank]) for rank in peers)
+    most = min(everyone[rank].device_bytes for rank in peers) if cuda else left
     budget = most if request.budget_bytes is None else request.budget_bytes
     if budget > most:
         where = f"{request.device.type} memory for each of its ranks"
         raise ConfigError(f"budget_bytes={budget}: there are {most} bytes of {where}; choose at most that, or None")
-    disk = min(everyone[rank][3] for rank in peers)
+    disk = min(everyone[rank].disk_bytes for rank in peers)
     return Room(device_bytes=budget, host_bytes=left if cuda else left - budget, disk_bytes=disk)

@@ -33,6 +33,7 @@ from elixir_moe.chunks.spill import Spill, disk_bytes_left
 from elixir_moe.chunks.tiers import host_bytes_left
 from elixir_moe.errors import ConfigError, TierError
 from elixir_moe.kernels import adam_step, cpu_features
+from elixir_moe.ranks import gathered, together
 from elixir_moe.search.hardware import Fitted, Hardware, Links, Wire
 
 _FORMAT = 1
@@ -177,8 +178,7 @@ def _read(machine: dict[str, Any]) -> dict[str, Any]:
 
 def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
     cuda = device.type == "cuda"
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts = gathered(socket.gethostname())
     neighbours = tuple(rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()])
     nodes = len(set(hosts))
     v_c = _adam_rate(torch.device("cpu"))
@@ -190,9 +190,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         v_c,
         *(_temporary_rates() if dist.get_rank() == neighbours[0] else (0.0, 0.0)),
     )
-    everyone: list[Any] = [None] * len(hosts)
-    dist.all_gather_object(everyone, mine)
-    columns = list(zip(*everyone, strict=True))
+    columns = list(zip(*gathered(mine), strict=True))
     up, down, v_g, v_c, read, written = (sum(column) / nodes for column in columns[2:])
     groups = {ranks: _wire_of(ranks, device) for ranks in sorted({neighbours, tuple(range(len(hosts)))})}
     within, across = groups[neighbours], groups[tuple(range(len(hosts)))]
@@ -229,26 +227,24 @@ def with_disk(hardware: Hardware, directory: str) -> tuple[Hardware, int]:
     Raises:
         TierError: some rank cannot write there; on all ranks.
     """
-    place: tuple[Any, ...] = (socket.gethostname(), None)
-    room, problem = 0, ""
-    try:
-        place, room = (place[0], os.stat(directory).st_dev), disk_bytes_left(directory)
-    except OSError as error:
-        problem = f"spill={directory!r} on {place[0]}: {error.strerror}"
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (place, problem))
-    places = [theirs for theirs, _ in everyone]
-    rates = None
-    if not any(found for _, found in everyone) and places.index(place) == dist.get_rank():
+    rank, host = dist.get_rank(), socket.gethostname()
+
+    def look() -> tuple[tuple[str, int], int]:
         try:
-            rates = _disk_rates(directory)
-        except TierError as error:
-            problem = str(error)
-    dist.all_gather_object(everyone, (rates, problem))
-    if found := next((found for _, found in everyone if found), None):
-        raise TierError(found)
+            return (host, os.stat(directory).st_dev), disk_bytes_left(directory)
+        except OSError as error:
+            raise TierError(f"spill={directory!r} on {host}: {error.strerror}") from error
+
+    found = together("looked at the disk", look, error=TierError)
+    places = [place for place, _ in found]
+    place, room = found[rank]
+
+    def measure() -> tuple[float, float] | None:
+        return _disk_rates(directory) if places.index(place) == rank else None
+
+    rates = [theirs for theirs in together("measured the disk", measure, error=TierError) if theirs is not None]
     hosts = len({host for host, _ in places})
-    read, written = (sum(column) / hosts for column in zip(*(r for r, _ in everyone if r is not None), strict=True))
+    read, written = (sum(column) / hosts for column in zip(*rates, strict=True))
     if hardware.disk_read is None or hardware.disk_write is None or hardware.disk_bytes is None:
         hardware = replace(hardware, disk_read=read, disk_write=written)
     return hardware, room // places.count(place)
@@ -257,14 +253,12 @@ def with_disk(hardware: Hardware, directory: str) -> tuple[Hardware, int]:
 def _with_wires(hardware: Hardware, device: torch.device, wanted: Iterable[tuple[int, ...]]) -> Hardware:
     """With the figures of process groups that no earlier run has measured."""
     known = {wire.ranks for wire in hardware.wires}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sorted({ranks for ranks in wanted if len(ranks) > 1} - known))
-    missing = sorted({tuple(ranks) for theirs in everyone for ranks in theirs})
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, [_wire_of(ranks, device) for ranks in missing])
+    everyone = gathered({ranks for ranks in wanted if len(ranks) > 1} - known)
+    missing = sorted(set().union(*everyone))
+    found = gathered([_wire_of(ranks, device) for ranks in missing])
     slowest = (
-        max((theirs[i] for theirs in found if theirs[i] is not None), key=lambda wire: 1 / wire.bandwidth)
-        for i in range(len(missing))
+        max((wire for wire in wires if wire is not None), key=lambda wire: 1 / wire.bandwidth)
+        for wires in zip(*found, strict=True)
     )
     return replace(hardware, wires=(*hardware.wires, *slowest))
 
@@ -298,22 +292,22 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """1e12 operations a second of square matrix products."""
     side = _MATRIX * (8 if device.type == "cuda" else 1)
     a = torch.rand(side, side, device=device).to(dtype)
-    return 2 * side**3 / _together(lambda: a @ a, device) / 1e12
+    return 2 * side**3 / _at_once(lambda: a @ a, device) / 1e12
 
 
 def _memory_rate(device: torch.device) -> float:
     """1e9 bytes a second, read or written, of the device's own memory."""
     a = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device=device)
     b = torch.zeros_like(a)
-    return 2 * a.nbytes / _together(lambda: b.copy_(a), device) / 1e9
+    return 2 * a.nbytes / _at_once(lambda: b.copy_(a), device) / 1e9
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:
     """1e9 bytes a second from host memory to the device, and back."""
     host = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty_like(host, device=device)
-    up = _together(lambda: there.copy_(host, non_blocking=True), device)
-    down = _together(lambda: host.copy_(there, non_blocking=True), device)
+    up = _at_once(lambda: there.copy_(host, non_blocking=True), device)
+    down = _at_once(lambda: host.copy_(there, non_blocking=True), device)
     return _COPY_BYTES / up / 1e9, _COPY_BYTES / down / 1e9
 
 
@@ -337,7 +331,7 @@ def _adam_rate(device: torch.device) -> float:
             step=1,
         )
 
-    return _ADAM_NUMEL / _together(update, device) / 1e9
+    return _ADAM_NUMEL / _at_once(update, device) / 1e9
 
 
 def _temporary_rates() -> tuple[float, float]:
@@ -373,7 +367,7 @@ def _disk_rates(directory: str) -> tuple[float, float]:
     return _DISK_BYTES / read / 1e9, _DISK_BYTES / written / 1e9
 
 
-def _together(run: Callable[[], object], device: torch.device) -> float:
+def _at_once(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of `run` while all ranks do it."""
     dist.barrier()
     return _fastest(run, device)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.chunks.plan import Plan
+from elixir_moe.ranks import together
 from elixir_moe.search.auto import Forecast
 from elixir_moe.search.cost import Seconds
 from elixir_moe.search.hardware import Fitted
@@ -82,24 +83,27 @@ class Prediction:
         }
 
     def _plan_again(self, control: dist.ProcessGroup) -> None:
+        everyone = together("planned again", self._planned_anew, control)
+        self.again = everyone[dist.get_rank()] or next((plan for plan in everyone if plan is not None), None)
+
+    def _planned_anew(self) -> Plan | None:
+        """On the rank that searched, the best plan by what was measured."""
         assert self.measured_seconds is not None
-        found = None
-        if self._task is not None:
-            fitted = corrected(self._task.hardware.fitted, self.forecast.seconds, self.measured_seconds)
-            task = replace(self._task, hardware=replace(self._task.hardware, fitted=fitted))
-            found = solve(task).plan
-            if self._machine is not None:
-                remember_fit(self._machine, task.profile.key, fitted)
-            if found != self.forecast.plan:
-                warnings.warn(
-                    f"a step takes {self.measured_seconds:.3f} s, {self.step_seconds:.3f} s were expected; what was "
-                    f"measured makes another plan the best: {found}. Training goes on under the one it has"
-                    + ("; the next start takes the other" if self._machine is not None else ""),
-                    stacklevel=2,
-                )
-        everyone: list[Any] = [None] * dist.get_world_size(control)
-        dist.all_gather_object(everyone, found, group=control)
-        self.again = found or next((plan for plan in everyone if plan is not None), None)
+        if self._task is None:
+            return None
+        fitted = corrected(self._task.hardware.fitted, self.forecast.seconds, self.measured_seconds)
+        task = replace(self._task, hardware=replace(self._task.hardware, fitted=fitted))
+        found = solve(task).plan
+        if self._machine is not None:
+            remember_fit(self._machine, task.profile.key, fitted)
+        if found != self.forecast.plan:
+            warnings.warn(
+                f"a step takes {self.measured_seconds:.3f} s, {self.step_seconds:.3f} s were expected; what was "
+                f"measured makes another plan the best: {found}. Training goes on under the one it has"
+                + ("; the next start takes the other" if self._machine is not None else ""),
+                stacklevel=2,
+            )
+        return found
 
 
 def corrected(fitted: Fitted, expected: Seconds, measured: float) -> Fitted:

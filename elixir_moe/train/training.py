@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from elixir_moe.checkpoint.chance import random_states, read_random_states, set_random_states
 from elixir_moe.checkpoint.held import held_by, share_of, wrapped_of
 from elixir_moe.checkpoint.load import load
-from elixir_moe.checkpoint.ranks import random_states, read_random_states, set_random_states
 from elixir_moe.checkpoint.save import Saving, save
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.kernels import sum_of_squares
@@ -26,6 +26,7 @@ from elixir_moe.models.gpt import GPT, Meshes, generate, gpt_patterns, lm_loss
 from elixir_moe.optim import ShardedOptimizer
 from elixir_moe.parallel.annotate import annotate, pattern_of
 from elixir_moe.parallel.moe import MoE, Place
+from elixir_moe.ranks import gathered
 from elixir_moe.train.config import OptimizerConfig, PlanConfig, TrainConfig, identity
 from elixir_moe.train.data import ByteText, batch_at, rows_of, validation_batches
 from elixir_moe.wrap import wrap
@@ -244,8 +245,7 @@ class Training:
         return found
 
     def _union(self, names: list[str]) -> list[str]:
-        everyone: list[Any] = [None] * self.ranks
-        dist.all_gather_object(everyone, names, group=self.optimizer.control)
+        everyone = gathered(names, self.optimizer.control)
         return list(dict.fromkeys(name for theirs in everyone for name in theirs))
 
     # ----------------------------------------------------------------------------------------------------- evaluation

@@ -34,7 +34,7 @@ _GRACE_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
 """How long the store is waited for."""
 _COLLECTIVES = ("distributed_c10d.py",)
-_AROUND = ("c10d_logger.py", "contextlib.py")
+_AROUND = ("c10d_logger.py", "contextlib.py", os.path.join("elixir_moe", "ranks.py"))
 _BROKEN = ("gloo", "onnection", "Timed out", "timed out", "Broken pipe", "Socket")
 _LIBRARY = os.path.join("elixir_moe", "")
 T = TypeVar("T")

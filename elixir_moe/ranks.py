@@ -1,0 +1,96 @@
+"""What all ranks do as one: tell each other, and fail.
+
+Owns the rule that an error of one rank is an error of all: of the same type, with the same text, on every rank.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from elixir_moe.chunks.collectives import naming_failures
+from elixir_moe.errors import ElixirError
+
+T = TypeVar("T")
+
+
+def gathered(value: T, process_group: dist.ProcessGroup | None = None) -> list[T]:
+    """The small `value` of every rank, by rank; of the world by default. Collective."""
+    return _gathered(value, process_group, "an exchange between all ranks")
+
+
+def together(
+    what: str,
+    work: Callable[[], T],
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    error: type[ElixirError] | None = None,
+) -> list[T]:
+    """Runs `work`, which is no collective, on every rank; returns all their small results, by rank. Collective.
+
+    Args:
+        what: what they have done by then, for the message where a rank is gone: "wrote their files".
+        work: whatever it raises, short of an interrupt, is an error of all ranks.
+        process_group: whose ranks; by default those of the world.
+        error: what is raised; by default as the first rank that failed has it, or ElixirError where that is an error of
+            Python, torch or the system.
+
+    Raises:
+        ElixirError: on all ranks, if it failed on any: names the first that did, says why, and how many did.
+    """
+    raised: Exception | None = None
+    outcome: tuple[type[ElixirError], str] | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as caught:
+        raised = caught
+        outcome = type(caught) if isinstance(caught, ElixirError) else ElixirError, _text(caught)
+    everyone = _gathered((outcome, result), process_group, f"the agreement of all ranks after they {what}")
+    ranks = dist.get_process_group_ranks(process_group)
+    failures = [(rank, *failed) for rank, (failed, _) in zip(ranks, everyone, strict=True) if failed is not None]
+    if not failures:
+        return [found for _, found in everyone]
+    rank, kind, text = failures[0]
+    others = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""
+    raise (error or kind)(f"[rank {rank}]{others} {text}") from raised
+
+
+class Deferred:
+    """What a rank does between collectives of all: a failure waits for `settle`, for the others are in the next one."""
+
+    def __init__(self, what: str, *, error: type[ElixirError] | None = None) -> None:
+        """`what` and `error` as in `together`."""
+        self._what = what
+        self._error = error
+        self._failure: Exception | None = None
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Does the work, unless some before it has failed."""
+        if self._failure is None:
+            try:
+                work()
+            except Exception as error:
+                self._failure = error
+
+    def settle(self) -> None:
+        """Raises on all ranks of the world, as `together` does, if work of any has failed. Collective."""
+        together(self._what, self._check, error=self._error)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _gathered(value: T, process_group: dist.ProcessGroup | None, what: str) -> list[T]:
+    everyone: list[Any] = [None] * dist.get_world_size(process_group)
+    with naming_failures(what):
+        dist.all_gather_object(everyone, value, group=process_group)
+    return everyone
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, OSError):
+        name = f"{error.filename}: " if error.filename else ""
+        return f"{name}{error.strerror or error}"
+    return str(error) if isinstance(error, ElixirError) else f"{type(error).__name__}: {error}"
