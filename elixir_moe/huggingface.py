@@ -2,15 +2,13 @@
 
 Owns both ways. No rank holds more of the full model at once than a chunk and what one tensor in a file is made of.
 Names and shapes in files are the model's own, or those `transformers` registers for its class: mixtures of experts have
-one tensor an expert in their files and one a layer in memory. Formats: https://github.com/huggingface/safetensors, with
-``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on beside ``model.safetensors.index.json``.
+one tensor an expert in their files and one a layer in memory.
 """
 
 import json
 import os
 import shutil
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -26,25 +24,8 @@ from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.parallel.annotate import pattern_of
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.ranks import Deferred, together
+from elixir_moe.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
 from elixir_moe.state import Wrapped, full_parameters, full_state_dict
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""What safetensors calls them."""
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
@@ -315,30 +296,17 @@ class _Writer:
             out |= _to_files(model, {name: tensors[name] for name in names})
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
-        self._nbytes = sum(tensor.nbytes for tensor in out.values())
-        files = list(_split(out, max_file_bytes))
-        for i, contents in enumerate(files):
-            self._start(SINGLE if len(files) == 1 else f"model-{i + 1:05}-of-{len(files):05}.safetensors", contents)
-
-    def _start(self, file_name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Makes a file of its full size, with its header."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, t in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):  # all aligned
-            header[name] = {
-                "dtype": _DTYPES[t.dtype],
-                "shape": list(t.shape),
-                "data_offsets": [offset, offset + t.nbytes],
-            }
-            offset += t.nbytes
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        file = self._files[file_name] = open(self._partial / file_name, "wb")  # noqa: SIM115 (closed by `clean`)
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.flush()
-        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + offset)  # a full disk shows now
-        for name in tensors:
-            self._places[name] = file_name, 8 + len(text) + header[name]["data_offsets"][0]
+        sizes = {key: tensor.nbytes for key, tensor in out.items()}
+        files = files_of(sizes, max_file_bytes)
+        if len(files) > 1:
+            (self._partial / INDEX).write_text(index_of(files, sum(sizes.values())))
+        for file_name, keys in files.items():
+            head = head_of({key: (name_of(out[key].dtype, key), out[key].shape) for key in keys}, {"format": "pt"})
+            file = self._files[file_name] = open(self._partial / file_name, "wb")  # noqa: SIM115 (closed by `clean`)
+            file.write(head.data)
+            file.flush()
+            os.posix_fallocate(file.fileno(), 0, head.nbytes)  # a full disk shows now
+            self._places |= {key: (file_name, place) for key, place in head.places.items()}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Takes the full tensor of the model; writes what can be made of those that have come."""
@@ -356,10 +324,6 @@ class _Writer:
         """Puts the files in their place."""
         for file in self._files.values():
             file.close()
-        if len(self._files) > 1:
-            weight_map = {key: file_name for key, (file_name, _) in sorted(self._places.items())}
-            index = {"metadata": {"total_size": self._nbytes}, "weight_map": weight_map}
-            (self._partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         self._configure()
         for old in (*self._folder.glob("model*.safetensors"), *self._folder.glob(INDEX)):
             old.unlink()
@@ -383,17 +347,6 @@ class _Writer:
             config.save_pretrained(self._partial)
         if hasattr(generation, "save_pretrained"):
             generation.save_pretrained(self._partial)
-
-
-def _split(tensors: Mapping[str, Tensor], max_file_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors in order, as many to a file as it may hold; at least one."""
-    contents: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if contents and sum(t.nbytes for t in contents.values()) + tensor.nbytes > max_file_bytes:
-            yield contents
-            contents = {}
-        contents[name] = tensor
-    yield contents
 
 
 def _converted_together(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 STOREYS: list[set[str]] = [
     {"collector", "errors"},
-    {"parallel", "kernels"},
+    {"parallel", "kernels", "safetensors_format"},
     {"chunks.group"},
     {"chunks.layout"},
     {"chunks.policy"},

@@ -21,9 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import elixir_moe as em
 from elixir_moe.errors import CheckpointError
-from elixir_moe.huggingface import INDEX, save_pretrained
+from elixir_moe.huggingface import save_pretrained
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns
+from elixir_moe.safetensors_format import INDEX
 from tests.cases import with_further
 from tests.hf_cases import FAMILIES
 from tests.parity import TOLERANCE, make_optimizer, mesh_of_world
@@ -115,6 +116,32 @@ def test_dtensors_are_written_whole(tmp_path: Path, ranks: Ranks) -> None:
     found = in_folder(tmp_path)
     assert found["0.weight"].shape == (6, 8)
     assert set(found) == set(wanted) and all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def buffer_saved(dtype: torch.dtype, folder: Path) -> str:
+    """The error, or nothing."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.arange(6).to(dtype))
+    model, optimizer = wrap(model)
+    try:
+        save_pretrained(model, folder)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        optimizer.close()
+    return ""
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.complex64])
+def test_a_buffer_of_any_dtype_that_files_hold(dtype: torch.dtype, tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(2).run(buffer_saved, dtype, tmp_path) == ["", ""]
+    assert torch.equal(in_folder(tmp_path)["table"], torch.arange(6).to(dtype))
+
+
+def test_a_buffer_that_no_file_holds_is_named(tmp_path: Path, ranks: Ranks) -> None:
+    for message in ranks(2).run(buffer_saved, torch.complex128, tmp_path):
+        assert message == "[rank 0] 'table' is of torch.complex128, which files of safetensors do not hold"
+    assert not list(tmp_path.iterdir())
 
 
 def save_to(folder: Path) -> str:

@@ -22,10 +22,11 @@ from elixir_moe.checkpoint.manifest import WEIGHT, Buffer, Entry, Manifest, Piec
 from elixir_moe.checkpoint.save import UPDATES
 from elixir_moe.checkpoint.storage import MANIFEST, read_manifest, verify
 from elixir_moe.checkpoint.tensors import Files
-from elixir_moe.checkpoint.values import DTYPES, decode
+from elixir_moe.checkpoint.values import decode
 from elixir_moe.errors import CheckpointError
 from elixir_moe.optim import LossScale, ShardedOptimizer
 from elixir_moe.ranks import together
+from elixir_moe.safetensors_format import DTYPES
 from elixir_moe.state import Wrapped
 
 _MOST_NAMED = 8

@@ -15,8 +15,8 @@ from typing import Any, NoReturn, TypeVar
 
 from elixir_moe.checkpoint.boxes import Span, flaw
 from elixir_moe.checkpoint.hashing import digest_of
-from elixir_moe.checkpoint.values import DTYPES
 from elixir_moe.errors import CheckpointError
+from elixir_moe.safetensors_format import DTYPES
 
 FORMAT = "elixir-moe checkpoint"
 VERSION = 3

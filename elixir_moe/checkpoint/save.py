@@ -34,13 +34,14 @@ from elixir_moe.checkpoint.held import Held, buffers_of, held_by, loss_scale_of,
 from elixir_moe.checkpoint.manifest import WEIGHT, Buffer, Entry, FileRecord, Manifest, Piece, dump, parse
 from elixir_moe.checkpoint.storage import MANIFEST, Draft, moment_after_all, partial_of, retain
 from elixir_moe.checkpoint.tensors import FileImage, Item
-from elixir_moe.checkpoint.values import NAMES, encode
+from elixir_moe.checkpoint.values import encode
 from elixir_moe.chunks.home import InMemory, OnDisk
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.optim import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.ranks import together
+from elixir_moe.safetensors_format import name_of
 from elixir_moe.state import Wrapped
 
 UPDATES = "updates"
@@ -289,7 +290,7 @@ class _Contents:
                 names=tuple(names[held.parameter]),
                 shape=held.global_shape,
                 grid=held.grid,
-                dtype=_name_of(held.chunk.original_dtypes[held.index], held.name),
+                dtype=name_of(held.chunk.original_dtypes[held.index], held.name),
                 trainable=held.chunk.spec.key.trainable,
                 pieces=tuple(pieces),
             )
@@ -318,7 +319,7 @@ class _Contents:
                     kept[name] = value[inside]
                 else:
                     scalars[name] = encode(value, f"{name!r}, kept by the optimizer for {held.name!r},")
-        dtypes = {name: _name_of(elements.dtype, held.name) for name, elements in kept.items()}
+        dtypes = {name: name_of(elements.dtype, held.name) for name, elements in kept.items()}
         piece = Piece(file=self.file, span=written.span, state=dtypes, scalars=scalars)
         for name, elements in kept.items():
             key = piece.key(held.name, name)
@@ -330,18 +331,12 @@ class _Contents:
     def _add_buffer(self, name: str, buffer: torch.Tensor, digests: list[str]) -> None:
         """The first of the ranks that have the same values writes them."""
         writers = [digests.index(digest) for digest in digests]
-        dtype, shape = _name_of(buffer.dtype, name), tuple(buffer.shape)
+        dtype, shape = name_of(buffer.dtype, name), tuple(buffer.shape)
         files = tuple(f"rank-{rank:05d}.safetensors" for rank in writers)
         self.buffers[name] = Buffer(shape=shape, dtype=dtype, file_of_rank=files)
         if dist.get_rank() in writers:
             self._items.append(Item(key=Buffer.key(name), dtype=dtype, shape=shape, tensor=buffer.detach))
             self._may_change.append(Buffer.key(name))
-
-
-def _name_of(dtype: torch.dtype, name: str) -> str:
-    if dtype not in NAMES:
-        raise CheckpointError(f"{name!r} is of {dtype}, which files of safetensors do not hold")
-    return NAMES[dtype]
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -1,12 +1,11 @@
 """Files of tensors: written, hashed and read.
 
-Owns the format (safetensors, whose own writer does not hash) and the way of bytes to the disk: taken from tensors into
-segments, each hashed and written by another thread while the next is taken. Writes go around the system's cache where
+Owns the way of bytes to the disk (safetensors' own writer does not hash): taken from tensors into segments, each hashed
+and written by another thread while the next is taken. Writes go around the system's cache where
 the file system lets them: the cache would cost a copy, and drop what training has in it.
 """
 
 import errno
-import json
 import math
 import mmap
 import os
@@ -25,8 +24,8 @@ import torch
 
 from elixir_moe.checkpoint.hashing import SEGMENT_BYTES, file_digest, segment_digest
 from elixir_moe.checkpoint.manifest import FileRecord
-from elixir_moe.checkpoint.values import DTYPES
 from elixir_moe.errors import CheckpointError
+from elixir_moe.safetensors_format import DTYPES, head_of
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _WRITERS = 2
@@ -59,26 +58,15 @@ class FileImage:
         self, items: Iterable[Item], metadata: Mapping[str, str] | None = None, *, bounded: bool = True
     ) -> None:
         """Of `items`, with texts for the header. Unless it is `bounded`, taking never waits for writing."""
-        ordered = sorted(items, key=lambda item: -DTYPES[item.dtype].itemsize)  # so each tensor is aligned to its dtype
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        at = 0
-        for item in ordered:
-            header[item.key] = {
-                "dtype": item.dtype,
-                "shape": list(item.shape),
-                "data_offsets": [at, at := at + item.nbytes],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        head = np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8)
-        self._places = {item.key: len(head) + header[item.key]["data_offsets"][0] for item in ordered}
-        self._left = {item.key: item for item in ordered}
-        self._nbytes = len(head) + at
+        given = {item.key: item for item in items}
+        head = head_of({key: (item.dtype, item.shape) for key, item in given.items()}, metadata)
+        self._places, self._nbytes = head.places, head.nbytes
+        self._left = {key: given[key] for key in head.places}
         self._missing = [min(SEGMENT_BYTES, self._nbytes - at) for at in range(0, self._nbytes, SEGMENT_BYTES)]
         self._bounded = bounded
         self._segments: dict[int, Bytes] = {}
         self._free: list[Bytes] = []
-        self._whole = list(self._put(0, head))
+        self._whole = list(self._put(0, np.frombuffer(head.data, dtype=np.uint8)))
 
     def take(self, keys: Iterable[str]) -> None:
         """Copies these tensors now."""

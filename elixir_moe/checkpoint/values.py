@@ -18,27 +18,8 @@ import numpy as np
 import torch
 
 from elixir_moe.errors import CheckpointError
+from elixir_moe.safetensors_format import DTYPES, NAMES
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-"""Names of dtypes, as safetensors has them."""
-NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _ARRAY_KINDS = "biuf"
 

@@ -5,7 +5,6 @@ or plain torch have them, or write the same checkpoint in another number of file
 but for the plain torch file.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,8 +17,8 @@ from elixir_moe.checkpoint.boxes import Span, meet
 from elixir_moe.checkpoint.manifest import WEIGHT, Buffer, Entry, Manifest, Piece, dump
 from elixir_moe.checkpoint.storage import Draft
 from elixir_moe.checkpoint.tensors import Files, Item, write_tensors
-from elixir_moe.checkpoint.values import DTYPES, NAMES
 from elixir_moe.errors import CheckpointError
+from elixir_moe.safetensors_format import DTYPES, INDEX, NAMES, files_of, index_of
 
 
 class Whole:
@@ -103,25 +102,18 @@ def export_huggingface(
     Raises:
         CheckpointError: the folder exists.
     """
-    shards: list[list[Item]] = [[]]
     first_names = set(whole._manifest.parameters) | set(whole._manifest.buffers)
-    for name, item in whole.state_dict(dtype):
-        if name in first_names:
-            if shards[-1] and sum(other.nbytes for other in shards[-1]) + item.nbytes > shard_bytes:
-                shards.append([])
-            shards[-1].append(item)
+    items = {name: item for name, item in whole.state_dict(dtype) if name in first_names}
+    sizes = {name: item.nbytes for name, item in items.items()}
+    files = files_of(sizes, shard_bytes)
     _make(out)
-    if len(shards) == 1:
-        write_tensors(out / "model.safetensors", shards[0], {"format": "pt"})
-        return [out / "model.safetensors"]
-    paths = [out / f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    for path, items in zip(paths, shards, strict=True):
-        write_tensors(path, items, {"format": "pt"})
-    index = out / "model.safetensors.index.json"
-    files = {item.key: path.name for path, items in zip(paths, shards, strict=True) for item in items}
-    total = sum(item.nbytes for items in shards for item in items)
-    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2) + "\n")
-    return [*paths, index]
+    for file, names in files.items():
+        write_tensors(out / file, [items[name] for name in names], {"format": "pt"})
+    written = [out / file for file in files]
+    if len(files) > 1:
+        (out / INDEX).write_text(index_of(files, sum(sizes.values())))
+        written.append(out / INDEX)
+    return written
 
 
 def export_torch(whole: Whole, out: Path, *, dtype: torch.dtype | None = None) -> list[Path]:

@@ -1,0 +1,101 @@
+"""Files of safetensors as such: what dtypes are called in them, how one begins, how a model is cut into several.
+
+Owns the format (https://github.com/huggingface/safetensors): 8 bytes that say how long the header is, the header, which
+is JSON, the tensors. A model in one file has ``model.safetensors``; one in three has
+``model-00001-of-00003.safetensors`` and so on, and beside them ``model.safetensors.index.json``.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from elixir_moe.errors import CheckpointError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""By their names in files."""
+NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """How a file begins, and what that says of the rest."""
+
+    data: bytes
+    """Its first bytes, up to the tensors."""
+    places: Mapping[str, int]
+    """Where in the file each tensor begins."""
+    nbytes: int
+    """Of the whole file."""
+
+
+def name_of(dtype: torch.dtype, tensor: str) -> str:
+    """What files call `dtype`. Raises CheckpointError, naming the tensor, where they have no name for it."""
+    if dtype not in NAMES:
+        raise CheckpointError(f"{tensor!r} is of {dtype}, which files of safetensors do not hold")
+    return NAMES[dtype]
+
+
+def head_of(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> Head:
+    """Of a file with these tensors, each a (name of its dtype, shape), and these texts."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts: dict[str, int] = {}
+    at = 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -DTYPES[item[1][0]].itemsize):  # all aligned
+        starts[name], at = at, at + math.prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [starts[name], at]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data = len(text).to_bytes(8, "little") + text
+    return Head(data=data, places={name: len(data) + start for name, start in starts.items()}, nbytes=len(data) + at)
+
+
+def files_of(sizes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
+    """By file, the names of the tensors in it, in order: as many as it may hold, but at least one.
+
+    Args:
+        sizes: bytes of each tensor.
+        max_file_bytes: what the tensors of a file of several may come to.
+    """
+    parts = list(_parts(sizes, max_file_bytes))
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def _parts(sizes: Mapping[str, int], max_file_bytes: int) -> Iterator[list[str]]:
+    part: list[str] = []
+    taken = 0
+    for name, nbytes in sizes.items():
+        if part and taken + nbytes > max_file_bytes:
+            yield part
+            part, taken = [], 0
+        part.append(name)
+        taken += nbytes
+    yield part
+
+
+def index_of(files: Mapping[str, Sequence[str]], nbytes: int) -> str:
+    """The text of the index beside several files, as `files_of` gives them; `nbytes` is that of all tensors."""
+    file_of = {name: file for file, names in files.items() for name in names}
+    return json.dumps({"metadata": {"total_size": nbytes}, "weight_map": file_of}, indent=2) + "\n"
