@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elixir_moe.errors import CheckpointError, ConfigError
-from elixir_moe.parallel.annotate import pattern_of
+from elixir_moe.parallel.annotate import UNCUT, logical_shape, pattern_of
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.ranks import Deferred, together
 from elixir_moe.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
@@ -74,8 +74,7 @@ class Pretrained:
         """This rank's part of a parameter or buffer that was on meta."""
         name = self._found(tensor)
         assert name is not None, f"{self._names[tensor]} was found when the folder was opened"
-        source, pattern = self._sources[name], pattern_of(tensor)
-        offset = pattern.local_offset(tensor.shape) if pattern is not None else (0,) * tensor.dim()
+        source, offset = self._sources[name], (pattern_of(tensor) or UNCUT).local_offset(tensor.shape)
         part = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
         if source.converter is None:
             key = source.keys[0][0]
@@ -86,7 +85,7 @@ class Pretrained:
             converter.add_tensor(source.first, key, matched, lambda key=key: self._files[key].get_tensor(key))
         made = converter.convert(source.first, model=self._model, config=self._model.config)[name]
         whole: Tensor = made[0] if isinstance(made, list) else made
-        if whole.shape != _global_shape(tensor):
+        if whole.shape != logical_shape(tensor):
             raise CheckpointError(_unlike(name, tuple(whole.shape), tensor))
         return whole[part]
 
@@ -127,14 +126,14 @@ class Pretrained:
             made = not isinstance(tensor, nn.Parameter) and _of_transformers(self._model)
             if tensor.is_meta and is_dtensor(tensor):
                 problems.append(f"{names[0]!r} is a DTensor on meta: read the weights before it is parallelised")
-            elif tensor.is_meta and source is not None and getattr(pattern_of(tensor), "view", None) is not None:
+            elif tensor.is_meta and source is not None and (pattern_of(tensor) or UNCUT).view is not None:
                 problems.append(f"{names[0]!r} has a pattern with a view: read the weights before the model is cut")
             elif tensor.is_meta and source is None and not made:
                 problems.append(f"{names[0]!r} is on meta and not in the folder: make it on the CPU")
             elif tensor.is_meta and source is not None and source.converter is None:
                 key = source.keys[0][0]
                 shape = tuple(self._files[key].get_slice(key).get_shape())
-                if shape != _global_shape(tensor):
+                if shape != logical_shape(tensor):
                     problems.append(_unlike(names[0], shape, tensor))
         if problems:
             raise CheckpointError(f"{self._folder}: " + "\n  ".join(problems))
@@ -149,7 +148,7 @@ class Pretrained:
 
 
 def _unlike(name: str, found: tuple[int, ...], tensor: Tensor) -> str:
-    return f"{name!r} is {found} in the folder and {_global_shape(tensor)} in the model"
+    return f"{name!r} is {found} in the folder and {logical_shape(tensor)} in the model"
 
 
 def leave_meta(parameter: nn.Parameter) -> None:
@@ -286,7 +285,7 @@ class _Writer:
             for p, d in zip(c.parameters, c.original_dtypes, strict=True)
         }
         tensors = {
-            name: torch.empty(_global_shape(p), dtype=kept[p][1], device="meta") for name, p in model.named_parameters()
+            name: torch.empty(logical_shape(p), dtype=kept[p][1], device="meta") for name, p in model.named_parameters()
         }
         tensors |= {n: torch.empty_like(b, device="meta") for n, b in model.named_buffers() if n in wrapped.keys}
         self._dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
@@ -384,12 +383,6 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers, under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def _global_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Of the logical tensor this rank has a part of."""
-    pattern = None if is_dtensor(tensor) else pattern_of(tensor)  # a DTensor's shape is the logical one
-    return tuple(tensor.shape) if pattern is None else pattern.global_shape(tensor.shape)
 
 
 def _of_transformers(model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import ConfigError
-from elixir_moe.parallel.annotate import pattern_of
+from elixir_moe.parallel.annotate import UNCUT, pattern_of
 from elixir_moe.parallel.dtensor import spec_of, whole_of
 from elixir_moe.parallel.pattern import Pattern
 
@@ -72,8 +72,8 @@ def full_parameters(wrapped: Wrapped) -> Iterator[tuple[nn.Parameter, torch.Tens
         owned = zip(chunk.spec.slots, chunk.parameters, chunk.locals, chunk.original_dtypes, strict=True)
         for slot, parameter, shaped, dtype in owned:
             local = whole[slot.start : slot.stop].view(shaped.shape).to(dtype, copy=True)
-            spec = spec_of(parameter)
-            joined = _join(local, pattern_of(parameter), wrapped.groups) if spec is None else whole_of(local, spec)
+            spec, pattern = spec_of(parameter), pattern_of(parameter) or UNCUT
+            joined = _join(local, pattern, wrapped.groups) if spec is None else whole_of(local, spec)
             yield parameter, joined
 
 
@@ -90,12 +90,8 @@ def refuse_plain_state_dicts(model: nn.Module) -> None:
     model.register_load_state_dict_pre_hook(refuse)
 
 
-def _join(
-    local: torch.Tensor, pattern: Pattern | None, groups: dict[tuple[int, ...], dist.ProcessGroup]
-) -> torch.Tensor:
+def _join(local: torch.Tensor, pattern: Pattern, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> torch.Tensor:
     """The logical parameter from the slices of all ranks it is sharded over; the innermost axis is joined first."""
-    if pattern is None:
-        return local
     shape = pattern.global_shape(local.shape)
     local = local.view(pattern.cell_shape(local.shape))
     for axis, dim in reversed(pattern.shard):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import elixir_moe as em
+from elixir_moe.parallel.annotate import annotate_dtensors
+from elixir_moe.search.trace import trace
 from tests.cases import with_further
 from tests.ranks import RankPool
 
@@ -118,6 +121,23 @@ def wrapped(tp: int, sequence_parallel: bool, plans: dict[str, em.Plan]) -> dict
         del model, optimizer
     gc.collect()
     return results
+
+
+def counted() -> tuple[int, int, int]:
+    """Parameters of the whole model: as one process has them, and traced before and after patterns are attached."""
+    mesh = em.init_mesh(tp=2, device_type="cpu")
+    model = Model()
+    whole = sum(p.numel() for p in model.parameters())
+    parallelise(model, mesh["tp"], False)
+    before = trace(model, loss_of, batch(0), world=dist.get_world_size(), rank=dist.get_rank()).parameters
+    annotate_dtensors(model)
+    after = trace(model, loss_of, batch(0), world=dist.get_world_size(), rank=dist.get_rank()).parameters
+    return whole, before, after
+
+
+def test_the_planner_counts_each_element_once(ranks: Ranks) -> None:
+    for whole, before, after in ranks(2).run(counted):
+        assert before == after == whole
 
 
 PLANS = {

@@ -17,7 +17,7 @@ from elixir_moe.chunks.home import Kept
 from elixir_moe.chunks.layout import Slot
 from elixir_moe.errors import ConfigError
 from elixir_moe.optim import ShardedOptimizer
-from elixir_moe.parallel.annotate import pattern_of
+from elixir_moe.parallel.annotate import UNCUT, pattern_of
 from elixir_moe.state import Wrapped
 
 
@@ -32,23 +32,15 @@ class Held:
     span: Span
     here: slice
     """Where they are in the shard."""
+    global_shape: tuple[int, ...]
+    """Shape of the logical parameter."""
+    grid: tuple[int, ...]
+    """The same elements in the shape of which `span` is a part."""
 
     @property
     def parameter(self) -> nn.Parameter:
         """The parameter."""
         return self.chunk.parameters[self.index]
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """Shape of the logical parameter."""
-        pattern, shape = pattern_of(self.parameter), self.chunk.locals[self.index].shape
-        return tuple(shape) if pattern is None else pattern.global_shape(shape)
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """The same elements in the shape of which `span` is a part."""
-        pattern, shape = pattern_of(self.parameter), self.chunk.locals[self.index].shape
-        return tuple(shape) if pattern is None else pattern.grid_shape(shape)
 
     @property
     def values(self) -> Kept:
@@ -75,11 +67,17 @@ def held_by(model: nn.Module, wrapped: Wrapped) -> Iterator[Held]:
 def _held(name: str, chunk: Chunk, index: int, slot: Slot, low: int, high: int) -> Held:
     start = min(max(slot.start, low), slot.stop)
     stop = max(start, min(slot.stop, high))
-    shape, pattern = tuple(chunk.locals[index].shape), pattern_of(chunk.parameters[index])
-    offset = (0,) * len(shape) if pattern is None else pattern.local_offset(shape)
-    cell = shape if pattern is None else pattern.cell_shape(shape)
-    span = Span(offset=offset, shape=cell, start=start - slot.start, stop=stop - slot.start)
-    return Held(name=name, chunk=chunk, index=index, span=span, here=slice(start - low, stop - low))
+    shape, pattern = chunk.locals[index].shape, pattern_of(chunk.parameters[index]) or UNCUT
+    offset, cell = pattern.local_offset(shape), pattern.cell_shape(shape)
+    return Held(
+        name=name,
+        chunk=chunk,
+        index=index,
+        span=Span(offset=offset, shape=cell, start=start - slot.start, stop=stop - slot.start),
+        here=slice(start - low, stop - low),
+        global_shape=pattern.global_shape(shape),
+        grid=pattern.grid_shape(shape),
+    )
 
 
 def share_of(chunk: Chunk) -> tuple[int, int]:

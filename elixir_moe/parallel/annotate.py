@@ -15,6 +15,8 @@ from elixir_moe.parallel.dtensor import is_dtensor, pattern_of_dtensor, tensor_p
 from elixir_moe.parallel.pattern import Pattern, RankMesh
 
 _ATTRIBUTE = "elixir_pattern"
+UNCUT = Pattern(RankMesh.world(1, 0), replicate=("dp",))
+"""Says of shapes what holds where there is no pattern: the slice is the whole."""
 
 
 def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
@@ -97,6 +99,12 @@ def annotate_dtensors(model: nn.Module) -> None:
 def pattern_of(parameter: torch.Tensor, default: Pattern | None = None) -> Pattern | None:
     """The pattern `annotate` gave this parameter, or `default`."""
     return getattr(parameter, _ATTRIBUTE, default)
+
+
+def logical_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the logical tensor this rank has a part of; that is a DTensor's own, whatever its pattern."""
+    pattern = UNCUT if is_dtensor(tensor) else pattern_of(tensor) or UNCUT
+    return pattern.global_shape(tensor.shape)
 
 
 def replicated_everywhere() -> Pattern:

@@ -25,7 +25,7 @@ from elixir_moe.chunks.group import ParamSpec
 from elixir_moe.chunks.walk import Use, by_first_use
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.parallel import megatron_dataless
-from elixir_moe.parallel.annotate import pattern_of
+from elixir_moe.parallel.annotate import logical_shape
 from elixir_moe.parallel.dtensor import local_of, placed_as
 from elixir_moe.parallel.moe import MoE
 from elixir_moe.parallel.pattern import Pattern, RankMesh
@@ -87,7 +87,7 @@ def trace(
     return Profile(
         params=tuple(listed[i] for i in order),
         uses=tuple(uses),
-        parameters=sum(_logical_numel(p) for p in specs),
+        parameters=sum(math.prod(logical_shape(p)) for p in specs),
         tokens=_tokens(sample) if tokens is None else tokens,
         flops=sum(mark.flops for mark in tape),
         traffic_bytes=sum(mark.traffic for mark in tape),
@@ -268,11 +268,6 @@ def _sent(tape: Sequence[Mark]) -> Iterator[Sent]:
     for name, marks in found.items():
         ranks = tuple(int(rank) for rank in name.split())
         yield Sent(ranks=ranks, nbytes=sum(mark.nbytes for mark in marks), times=len(marks))
-
-
-def _logical_numel(parameter: Tensor) -> int:
-    pattern = pattern_of(parameter)
-    return math.prod(pattern.global_shape(parameter.shape)) if pattern is not None else parameter.numel()
 
 
 def _tokens(sample: Any) -> int:

@@ -24,7 +24,7 @@ from elixir_moe.chunks.plan import Plan
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.models.gpt import GPT, Meshes, generate, gpt_patterns, lm_loss
 from elixir_moe.optim import ShardedOptimizer
-from elixir_moe.parallel.annotate import annotate, pattern_of
+from elixir_moe.parallel.annotate import annotate, logical_shape
 from elixir_moe.parallel.moe import MoE, Place
 from elixir_moe.ranks import gathered
 from elixir_moe.train.config import OptimizerConfig, PlanConfig, TrainConfig, identity
@@ -337,5 +337,4 @@ def _plan(config: PlanConfig) -> Plan:
 
 def _count_parameters(model: nn.Module) -> int:
     """Elements of the whole model: a parameter that ranks share out counts with all its parts, a tied one once."""
-    patterns = ((p, pattern_of(p)) for p in model.parameters())
-    return sum(math.prod(pattern.global_shape(p.shape)) if pattern else p.numel() for p, pattern in patterns)
+    return sum(math.prod(logical_shape(p)) for p in model.parameters())
