@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elixir_moe.errors import CheckpointError, ConfigError
-from elixir_moe.parallel.annotate import UNCUT, logical_shape, pattern_of
+from elixir_moe.parallel.annotate import UNCUT, logical_shape, named_tensors, names_of, pattern_of
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.ranks import Deferred, together
 from elixir_moe.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
@@ -56,9 +56,7 @@ class Pretrained:
         self._model = model
         self._files: dict[str, Any] = {}
         self._sources: dict[str, _Source] = {}
-        self._names: dict[Tensor, list[str]] = {}
-        for name, tensor in _named_tensors(model):
-            self._names.setdefault(tensor, []).append(name)
+        self._names = names_of(model)
         self._reading = Deferred("read their weights", error=CheckpointError)
         together("opened a folder of weights", self._open, error=CheckpointError)
 
@@ -170,7 +168,7 @@ def _sources(model: nn.Module, keys: Iterable[str]) -> dict[str, _Source]:
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    names = {name: tensor for name, tensor in _named_tensors(model)}
+    names = {name: tensor for name, tensor in named_tensors(model)}
     sources: dict[str, _Source] = {}
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, str(model.base_model_prefix), names)
@@ -190,7 +188,7 @@ def _sources(model: nn.Module, keys: Iterable[str]) -> dict[str, _Source]:
 def _make(model: Any, buffers: list[Tensor]) -> None:
     """Has `transformers` compute `buffers`: it passes over what is marked, and what is on meta it cannot change."""
     new = {id(buffer) for buffer in buffers}
-    done: list[Any] = [t for _, t in _named_tensors(model) if not t.is_meta and id(t) not in new]
+    done: list[Any] = [t for _, t in named_tensors(model) if not t.is_meta and id(t) not in new]
     for tensor in done:
         tensor._is_hf_initialized = True
     for module in model.modules():
@@ -257,9 +255,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
 def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Tensor]]:
     """(first name, full tensor) of every parameter and kept buffer, a chunk at a time; on every rank."""
-    names = {p: name for name, p in model.named_parameters()}
+    names = names_of(model)
     for parameter, tensor in full_parameters(wrapped):
-        yield names[parameter], tensor
+        yield names[parameter][0], tensor
     for name, buffer in model.named_buffers():
         if name in wrapped.keys:
             yield name, buffer.cpu()
@@ -377,12 +375,6 @@ def _to_files(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 # -------------------------------------------------------------------------------------------------------------- shared
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, under each of their names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _of_transformers(model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
 from elixir_moe.errors import LayoutError
-from elixir_moe.parallel.annotate import pattern_of
+from elixir_moe.parallel.annotate import names_of, pattern_of
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.pattern import Pattern
 
@@ -33,9 +33,7 @@ def param_specs(
     Raises:
         LayoutError: a trainable parameter would be trained in a dtype that has no fp32 master.
     """
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = names_of(model)
     ranks: dict[int, tuple[int, ...]] = {}  # by pattern, which many parameters share: there may be thousands of ranks
     found = {}
     for p in order:

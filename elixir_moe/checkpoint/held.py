@@ -17,7 +17,7 @@ from elixir_moe.chunks.home import Kept
 from elixir_moe.chunks.layout import Slot
 from elixir_moe.errors import ConfigError
 from elixir_moe.optim import ShardedOptimizer
-from elixir_moe.parallel.annotate import UNCUT, pattern_of
+from elixir_moe.parallel.annotate import UNCUT, names_of, pattern_of
 from elixir_moe.state import Wrapped
 
 
@@ -57,11 +57,11 @@ class Held:
 
 def held_by(model: nn.Module, wrapped: Wrapped) -> Iterator[Held]:
     """All that this rank holds, parameters of which it holds nothing included."""
-    names = {p: name for name, p in model.named_parameters()}
+    names = names_of(model)
     for chunk in wrapped.scheduler.chunks:
         low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
         for index, (slot, parameter) in enumerate(zip(chunk.spec.slots, chunk.parameters, strict=True)):
-            yield _held(names[parameter], chunk, index, slot, low, high)
+            yield _held(names[parameter][0], chunk, index, slot, low, high)
 
 
 def _held(name: str, chunk: Chunk, index: int, slot: Slot, low: int, high: int) -> Held:

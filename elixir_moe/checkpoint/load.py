@@ -25,6 +25,7 @@ from elixir_moe.checkpoint.tensors import Files
 from elixir_moe.checkpoint.values import decode
 from elixir_moe.errors import CheckpointError
 from elixir_moe.optim import LossScale, ShardedOptimizer
+from elixir_moe.parallel.annotate import names_of
 from elixir_moe.ranks import together
 from elixir_moe.safetensors_format import DTYPES
 from elixir_moe.state import Wrapped
@@ -161,9 +162,7 @@ def _look_up(
 def _differences(
     manifest: Manifest, model: nn.Module, holdings: list[Held], buffers: dict[str, torch.Tensor]
 ) -> Iterator[str]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = names_of(model)
     own = {held.name: held for held in holdings}
     for kind, saved, found in (("parameter", manifest.parameters, own), ("buffer", manifest.buffers, buffers)):
         yield from (f"{kind} {name!r} of the model is not in the checkpoint" for name in found if name not in saved)
@@ -197,8 +196,8 @@ def _check_optimizer(manifest: Manifest, model: nn.Module, optimizer: ShardedOpt
             f"{directory} was saved with the optimizer {manifest.optimizer[:200]!r}, this is {optimizer.kind!r}: "
             f"what one keeps means nothing to the other"
         )
-    names = {p: name for name, p in model.named_parameters()}
-    groups = [{names[p] for p in group["params"]} for group in optimizer.param_groups]
+    names = names_of(model)
+    groups = [{names[p][0] for p in group["params"]} for group in optimizer.param_groups]
     saved = [set(group["params"]) for group in manifest.param_groups]
     if len(groups) != len(saved):
         raise CheckpointError(f"{directory} has {len(saved)} param_groups, the optimizer has {len(groups)}")

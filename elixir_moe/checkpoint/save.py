@@ -39,6 +39,7 @@ from elixir_moe.chunks.home import InMemory, OnDisk
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.parallel.annotate import names_of
 from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.ranks import together
 from elixir_moe.safetensors_format import name_of
@@ -231,12 +232,12 @@ def _facts(target: Path, model: nn.Module, optimizer: ShardedOptimizer, extra: A
     encoded = encode(extra, "extra")
     fixed = {}
     if dist.get_rank() == 0:
-        names = {p: name for name, p in model.named_parameters()}
+        names = names_of(model)
         fixed = {
             "optimizer": optimizer.kind,
             "param_groups": tuple(
                 {
-                    "params": tuple(names[p] for p in group["params"]),
+                    "params": tuple(names[p][0] for p in group["params"]),
                     "options": {k: encode(v, f"param_group[{k!r}]") for k, v in group.items() if k != "params"},
                 }
                 for group in optimizer.param_groups
@@ -281,9 +282,7 @@ class _Contents:
         self._may_change: list[str] = []
         self.entries: dict[str, Entry] = {}
         self.rng = tuple(found.rng for found in facts)
-        names: dict[nn.Parameter, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
+        names = names_of(model)
         for held in held_by(model, wrapped):
             pieces = self._pieces(held, optimizer)
             self.entries[held.name] = Entry(

@@ -3,7 +3,7 @@
 Owns the match of rules to names and the attribute that carries a pattern. Decides nothing about memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -99,6 +99,20 @@ def annotate_dtensors(model: nn.Module) -> None:
 def pattern_of(parameter: torch.Tensor, default: Pattern | None = None) -> Pattern | None:
     """The pattern `annotate` gave this parameter, or `default`."""
     return getattr(parameter, _ATTRIBUTE, default)
+
+
+def names_of(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """All names of each parameter, then of each buffer, in the model's order; a tied one has several."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, tensor in named_tensors(model):
+        names.setdefault(tensor, []).append(name)
+    return names
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters and buffers, under each of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def logical_shape(tensor: torch.Tensor) -> tuple[int, ...]:
