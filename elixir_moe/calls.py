@@ -150,8 +150,11 @@ class Calls:
         self.check_thread()
 
     def check_thread(self) -> None:
-        """Raises ConfigError on another thread than that of the calls on the stack."""
-        if self._thread != threading.get_ident():
+        """Raises ConfigError on another thread than that of the calls on the stack.
+
+        What backward runs again is on whichever thread autograd has for it: for tensors on a GPU, one of its own.
+        """
+        if self._thread != threading.get_ident() and not in_backward():
             raise ConfigError("two threads run a wrapped model at once: let one wait for the other")
 
     def push(self, call: Call) -> None:
