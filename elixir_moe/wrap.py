@@ -116,9 +116,7 @@ def wrap(
     _check_arguments(model, optimizer, plan, sample, step, compute_dtype)
     _check_search(plan, step, hardware, budget_bytes, accumulation)
     _check_spill(plan, optimizer, spill, check_spill)
-    device = _device(device)
-    if not dist.is_initialized():
-        init_mesh()
+    device = _start(device)
     _check_modules(model)
     annotate_dtensors(model)
     megatron.check(model)
@@ -298,6 +296,17 @@ def _check_data(model: nn.Module, weights: Any, step: Any) -> None:
         )
     if on_meta and step is not None:
         raise ConfigError("step cannot run a model on the meta device: leave step and sample out")
+
+
+def _start(device: torch.device | str | None) -> torch.device:
+    """Where forward runs; torch.distributed is started if nobody has.
+
+    That makes this rank's GPU the current one, so it is asked for behind it; one that was named stays the current one.
+    """
+    _device(device)  # what is not there is refused before anything is started
+    if not dist.is_initialized():
+        init_mesh()
+    return _device(device)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
