@@ -1,6 +1,7 @@
 """What matters on GPUs alone, shown where there is none, by stand-ins for torch.cuda that note what they are asked."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 from importlib import import_module
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import elixir_moe as em
+from elixir_moe.chunks.collectives import backend_of, timeout_of
 
 wrapping = import_module("elixir_moe.wrap")  # the package shows the function of that name
 
@@ -56,3 +58,13 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_started(monkeypat
     with pytest.raises(em.ConfigError, match="4 GPUs"):
         wrapping._start("cuda:4")
     assert not machine.started
+
+
+def test_a_process_group_that_serves_no_cpu_tensors() -> None:
+    """What a world started with backend="nccl" is: asked for its timeout, and used with what it does not serve."""
+    group = dist.new_group(backend="cuda:gloo", timeout=timedelta(seconds=77))
+    assert timeout_of(group) == timedelta(seconds=77)
+    assert backend_of(group, torch.device("cuda")) == "gloo"
+    with pytest.raises(em.ConfigError, match=r"device='cpu': .* tensors on \['cuda'\] alone"):
+        backend_of(group, torch.device("cpu"))
+    dist.destroy_process_group(group)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from elixir_moe.errors import ElixirError
+from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.kernels import add_and_square
 
 
@@ -198,7 +198,17 @@ def naming_failures(what: str) -> Iterator[None]:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend that serves tensors on `device`: "gloo" or "nccl"."""
+    """Name of the backend that serves tensors on `device`: "gloo" or "nccl".
+
+    Raises:
+        ConfigError: none does.
+    """
+    served = sorted({served.type for served in group._device_types})
+    if device.type not in served:
+        raise ConfigError(
+            f"device={str(device)!r}: torch.distributed was started for tensors on {served} alone: start it by "
+            f"em.init_mesh(), or with backend='cpu:gloo,cuda:nccl'"
+        )
     name: str = group._get_backend(device).name()
     return name
 
@@ -213,8 +223,13 @@ def build_communicators(wanted: Iterable[tuple[int, ...]], device: torch.device)
 
 def world_timeout() -> timedelta:
     """After how long collectives of the default process group give up: those of the library do so too."""
-    options = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
-    timeout: timedelta = options._timeout
+    return timeout_of(dist.group.WORLD)  # type: ignore[arg-type]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """After how long the collectives of `group` give up: those on CPU tensors, if it serves any."""
+    served = min(group._device_types, key=lambda device: device.type != "cpu")  # that of plain "nccl" does not
+    timeout: timedelta = group._get_backend(served).options._timeout
     return timeout
 
 
