@@ -1,6 +1,7 @@
 """What matters on GPUs alone, shown where there is none, by stand-ins for torch.cuda that note what they are asked."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import elixir_moe as em
-from elixir_moe.chunks.collectives import backend_of, timeout_of
+from elixir_moe.chunks.collectives import Ticket, backend_of, timeout_of
 
 wrapping = import_module("elixir_moe.wrap")  # the package shows the function of that name
 
@@ -68,3 +69,66 @@ def test_a_process_group_that_serves_no_cpu_tensors() -> None:
     with pytest.raises(em.ConfigError, match=r"device='cpu': .* tensors on \['cuda'\] alone"):
         backend_of(group, torch.device("cpu"))
     dist.destroy_process_group(group)
+
+
+class Lane:
+    """A stream that does nothing, and knows behind what it would do it."""
+
+    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
+        self.device = device
+        self.behind: set[str] = set()
+
+    def note(self, what: str) -> frozenset[str]:
+        """Something is issued; returns what is done before it."""
+        before = frozenset(self.behind)
+        self.behind.add(what)
+        return before
+
+    def wait_stream(self, other: "Lane") -> None:
+        self.behind |= other.behind
+
+    def record_event(self) -> frozenset[str]:
+        return frozenset(self.behind)
+
+    def wait_event(self, event: frozenset[str]) -> None:
+        self.behind |= event
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Lanes:
+    """Streams of two GPUs in the place of torch.cuda's; the current one of each, of which the first is current."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compute = {index: Lane(torch.device("cuda", index)) for index in (0, 1)}
+        self._current = dict(self.compute)
+        monkeypatch.setattr(torch.cuda, "Stream", Lane)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "current_stream", self.current)
+
+    @contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
+        assert lane.device is not None
+        index = lane.device.index
+        before, self._current[index] = self._current[index], lane
+        yield
+        self._current[index] = before
+
+    def current(self, device: torch.device | None = None) -> Lane:
+        return self._current[0 if device is None else device.index]
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> Lanes:
+    return Lanes(monkeypatch)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_ticket_is_waited_for_on_its_own_device(index: int, lanes: Lanes) -> None:
+    """Whichever device is the current one."""
+    ticket, stream = Ticket(), Lane(torch.device("cuda", index))
+    stream.note("reduction")
+    ticket.mark(stream)  # type: ignore[arg-type]
+    ticket.wait()
+    assert [lane.behind for lane in lanes.compute.values()] == [{"reduction"} if i == index else set() for i in (0, 1)]

@@ -21,7 +21,7 @@ from elixir_moe.kernels import add_and_square
 
 
 class Ticket:
-    """The end of an operation in flight. `wait` orders the current stream (on CPU, the host) after it."""
+    """The end of an operation in flight. `wait` orders the current stream of its device (on CPU, the host) after it."""
 
     def __init__(
         self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None, *, what: str = "a collective"
@@ -31,11 +31,11 @@ class Ticket:
         self.what = what
         """What it is, for messages."""
         self._event: torch.cuda.Event | None = None
+        self._device: torch.device | None = None
 
     def mark(self, stream: "torch.cuda.Stream") -> None:
         """Everything issued to `stream` so far belongs to the operation."""
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
+        self._event, self._device = stream.record_event(), stream.device
 
     @property
     def pending(self) -> bool:
@@ -52,7 +52,7 @@ class Ticket:
         if finish is not None:
             finish()
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
         """Blocks the host until the operation is done."""
