@@ -8,9 +8,11 @@ from importlib import import_module
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import elixir_moe as em
 from elixir_moe.chunks.collectives import Ticket, backend_of, timeout_of
+from elixir_moe.chunks.streams import Streams
 
 wrapping = import_module("elixir_moe.wrap")  # the package shows the function of that name
 
@@ -132,3 +134,24 @@ def test_a_ticket_is_waited_for_on_its_own_device(index: int, lanes: Lanes) -> N
     ticket.mark(stream)  # type: ignore[arg-type]
     ticket.wait()
     assert [lane.behind for lane in lanes.compute.values()] == [{"reduction"} if i == index else set() for i in (0, 1)]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_block_is_filled_behind_whoever_has_read_it_late(keeps: bool, lanes: Lanes) -> None:
+    """Also where the reader keeps it: compute may have read the memory that takes its place, too."""
+    model = nn.Linear(4, 4)
+    plan = em.Plan.offload(rcache_blocks=1, chunk_numel=64)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
+    scheduler = optimizer._scheduler
+    streams = scheduler._streams = Streams(torch.device("cuda", 0))
+    (chunk,), (block,) = scheduler.chunks, scheduler._rcache.blocks
+    part: torch.Tensor | None = block._memory[:4]
+    block.vacate(streams.marked(Ticket()))
+    lanes.compute[0].note("late read")
+    if not keeps:
+        del part
+    scheduler._begin_gather(chunk, block)
+    assert streams._fetch is not None
+    assert "late read" in streams._fetch.behind  # type: ignore[attr-defined]
+    assert optimizer.statistics().blocks_replaced == keeps
+    optimizer.close()

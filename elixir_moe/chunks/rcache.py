@@ -47,15 +47,17 @@ class Block:
     def claim(self, spec: ChunkSpec, wait_for_compute: Callable[[], None] = lambda: None) -> torch.Tensor:
         """The buffer for `spec`'s chunk, (numel,) in its compute dtype, safe to write on the current stream.
 
-        That waits for all that was computed so far if somebody may have read the block later than `busy` tells.
+        That waits for all that was computed so far if somebody may have read the block later than `busy` tells, and
+        before new memory takes its place: compute may have read that too, when it was a block before.
         """
         if self.busy is not None:
             self.busy.wait()
             self.busy = None
-        if self._read_later:
+        kept = storage_uses(self._memory) > self._idle_uses
+        if kept or self._read_later:
             wait_for_compute()
             self._read_later = False
-        if storage_uses(self._memory) > self._idle_uses:
+        if kept:
             self._replace()
         return self._memory[: spec.nbytes].view(spec.key.dtype)
 

@@ -163,9 +163,10 @@ class Scheduler:
 
     def _begin_gather(self, chunk: Chunk, block: Block) -> None:
         self.check_open()
+        behind_compute = self._streams.fetch_behind()
         with torch.inference_mode(False), torch.no_grad(), self._streams.fetching():
             values = chunk.home.values()
-            chunk.buffer = block.claim(chunk.spec, self._streams.fetch_after_compute)
+            chunk.buffer = block.claim(chunk.spec, behind_compute)
             if not chunk.spec.in_place:
                 start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
                 chunk.buffer[start:stop].copy_(values, non_blocking=True)

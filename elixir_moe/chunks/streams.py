@@ -5,7 +5,9 @@ carries home-to-block copies and gathers, `reduce` reductions and block-to-home 
 lane, and nothing here does anything.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -45,9 +47,19 @@ class Streams:
         if self._fetch is not None:
             self._fetch.wait_stream(torch.cuda.current_stream(self._device))
 
+    def fetch_behind(self) -> Callable[[], None]:
+        """As `fetch_after_compute`, to be called inside `fetching`, where compute is no longer the current stream."""
+        if self._fetch is None:
+            return _nothing
+        return partial(self._fetch.wait_stream, torch.cuda.current_stream(self._device))
+
     def compute_after_fetch(self, *, host: bool) -> None:
         """Compute may write what earlier fetches read; so may the host, if it is told to wait too."""
         if self._fetch is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._fetch)
             if host:
                 self._fetch.synchronize()
+
+
+def _nothing() -> None:
+    """The host is the only lane."""
