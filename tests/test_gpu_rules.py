@@ -1,9 +1,10 @@
 """What matters on GPUs alone, shown where there is none, by stand-ins for torch.cuda that note what they are asked."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.chunks.collectives import Ticket, backend_of, timeout_of
+from elixir_moe.chunks.chunk import Chunk
+from elixir_moe.chunks.collectives import Communicator, Ticket, backend_of, timeout_of
 from elixir_moe.chunks.streams import Streams
+from tests.ranks import RankPool
 
 wrapping = import_module("elixir_moe.wrap")  # the package shows the function of that name
+Log = list[tuple[str, int, int, frozenset[str]]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -155,3 +159,78 @@ def test_a_block_is_filled_behind_whoever_has_read_it_late(keeps: bool, lanes: L
     assert "late read" in streams._fetch.behind  # type: ignore[attr-defined]
     assert optimizer.statistics().blocks_replaced == keeps
     optimizer.close()
+
+
+class Untagged:
+    """A communicator as on NCCL, which issues to the current stream; notes what it issues there."""
+
+    def __init__(self, communicator: Communicator, lanes: Lanes, log: Log) -> None:
+        self._communicator, self._lanes, self._log = communicator, lanes, log
+        communicator.staged = communicator.tagged = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._communicator, name)
+
+    def all_gather(self, buffer: torch.Tensor, tag: int) -> Ticket:
+        self._log.append(("gather", tag, buffer.data_ptr(), self._lanes.current().note(f"gather {tag}")))
+        return self._communicator.all_gather(buffer, tag)
+
+    def reduce_scatter(self, buffer: torch.Tensor, *args: Any, tag: int) -> Ticket:
+        self._log.append(("reduce", tag, buffer.data_ptr(), self._lanes.current().note(f"reduce {tag}")))
+        return self._communicator.reduce_scatter(buffer, *args, tag=tag)
+
+
+def told(output: torch.Tensor, used: Callable[..., None]) -> None:
+    """Has `used` called when backward comes to this output, behind those who asked before."""
+    output.register_hook(lambda gradient: used())
+
+
+def order_of_a_step(layers: int, blocks: int) -> Log:
+    """What a step issues: kind, chunk, which is a layer, memory, and all that is done before it."""
+    log: Log = []
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+    plan = em.Plan.zero3(rcache_blocks=blocks, chunk_numel=72)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan)
+    model(torch.ones(2, 8)).square().mean().backward()  # which records the schedule
+    optimizer.step()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        lanes = Lanes(monkeypatch)
+        optimizer._scheduler._streams = Streams(torch.device("cuda", 0))
+        for index, chunk in enumerate(optimizer._scheduler.chunks):
+            chunk.communicator = Untagged(chunk.communicator, lanes, log)  # type: ignore[assignment]
+
+            def values(index: int = index, of: Callable[[], torch.Tensor] = chunk.home.values) -> torch.Tensor:
+                log.append(("fetch", index, 0, lanes.current().note(f"fetch {index}")))
+                return of()
+
+            def used(*_: Any, index: int = index, chunk: Chunk = chunk) -> None:
+                assert chunk.buffer is not None
+                log.append(("use", index, chunk.buffer.data_ptr(), lanes.compute[0].note(f"use {index}")))
+
+            chunk.home.values = values  # type: ignore[method-assign]
+            model[index].register_forward_pre_hook(used)
+            model[index].register_forward_hook(lambda module, args, output, used=used: told(output, used))
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.close()
+    return log
+
+
+def test_the_order_among_streams(ranks: Callable[[int], RankPool]) -> None:
+    """Compute waits for gathers, blocks and reductions for compute; no fetch for a gather that nobody has used."""
+    for log in ranks(2).run(order_of_a_step, 6, 3):
+        assert [kind for kind, *_ in log].count("gather") > 6, "a step that gathers nothing again shows nothing"
+        used: set[str] = set()
+        users: dict[int, set[str]] = {}
+        for kind, index, memory, before in log:
+            if kind == "use":
+                assert f"gather {index}" in before
+                used.add(f"gather {index}")
+                users.setdefault(memory, set()).add(f"use {index}")
+            elif kind == "gather":
+                assert before >= {f"fetch {index}"} | users.get(memory, set())
+            elif kind == "reduce":
+                assert f"use {index}" in before
+            else:
+                assert {one for one in before if one.startswith("gather")} <= used

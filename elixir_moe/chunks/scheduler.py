@@ -170,9 +170,12 @@ class Scheduler:
             if not chunk.spec.in_place:
                 start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
                 chunk.buffer[start:stop].copy_(values, non_blocking=True)
-            several, gather = chunk.spec.shards > 1, chunk.communicator.all_gather
-            ticket = gather(block.wire(chunk.spec), chunk.spec.index) if several else Ticket()
-            chunk.arriving = self._streams.marked(ticket)
+            if chunk.spec.shards == 1:
+                chunk.arriving = self._streams.marked(Ticket())
+                return
+            with self._streams.gathering():
+                ticket = chunk.communicator.all_gather(block.wire(chunk.spec), chunk.spec.index)
+                chunk.arriving = self._streams.marked(ticket)
 
     def _await(self, chunk: Chunk) -> None:
         if chunk.state is not GATHERING:
