@@ -106,8 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._segments = {chunk.spec.index: mine for chunk, mine in zip(self._chunks, pieces, strict=True)}
         self._update = update_for(inner, self._chunks, pieces, self.param_groups)
         self._lane = None
-        """The thread on which updates of chunks that are not at home on the device begin, while the next forward does.
-        """
+        """The thread on which updates of chunks that are not at home on the device begin, beside the next forward."""
         if self._update.beside and any(chunk.home.tier is not Tier.DEVICE for chunk in self._chunks):
             self._lane = ThreadPoolExecutor(1, "elixir-update")
         half = any(chunk.spec.key.dtype is torch.float16 for chunk in self._chunks)
@@ -183,6 +182,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scheduler.flush()
         if not overflow:
             self._scheduler.drop()  # what an interrupted update leaves gathered would be stale
+            self._scheduler.drain()  # what was gathered behind the clipping may still be read from its home
             for chunk in self._in_order_of_use():
                 self._update_chunk(chunk, self._segments[chunk.spec.index], facts.used)
             self._update.finish()

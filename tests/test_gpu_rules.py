@@ -77,6 +77,13 @@ def test_a_process_group_that_serves_no_cpu_tensors() -> None:
     dist.destroy_process_group(group)
 
 
+class Event(frozenset[str]):
+    """All that is done when it has come."""
+
+    def synchronize(self) -> None:
+        pass
+
+
 class Lane:
     """A stream that does nothing, and knows behind what it would do it."""
 
@@ -93,10 +100,10 @@ class Lane:
     def wait_stream(self, other: "Lane") -> None:
         self.behind |= other.behind
 
-    def record_event(self) -> frozenset[str]:
-        return frozenset(self.behind)
+    def record_event(self) -> Event:
+        return Event(self.behind)
 
-    def wait_event(self, event: frozenset[str]) -> None:
+    def wait_event(self, event: Event) -> None:
         self.behind |= event
 
     def synchronize(self) -> None:
@@ -234,3 +241,28 @@ def test_the_order_among_streams(ranks: Callable[[int], RankPool]) -> None:
                 assert f"use {index}" in before
             else:
                 assert {one for one in before if one.startswith("gather")} <= used
+
+
+def test_no_copy_from_a_home_is_under_way_when_the_host_updates_it(lanes: Lanes) -> None:
+    """A forward between clipping and step fetches shards that are page-locked, and returns before the copy does."""
+    model = nn.Linear(4, 4)
+    plan = em.Plan.offload(rcache_blocks=1, chunk_numel=64)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
+    streams = optimizer._scheduler._streams = Streams(torch.device("cuda", 0))
+    events: list[str] = []
+
+    def told(what: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (events.append(what), run(*args))[1]
+
+    (chunk,) = optimizer._scheduler.chunks
+    chunk.home.values = told("fetch", chunk.home.values)  # type: ignore[method-assign]
+    streams._fetch.synchronize = told("fetched", streams._fetch.synchronize)  # type: ignore[union-attr, method-assign]
+    optimizer._update.prepare = told("update", optimizer._update.prepare)  # type: ignore[method-assign]
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.clip_grad_norm_(1.0)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    optimizer.step()
+    last = len(events) - 1 - events[::-1].index("fetch")
+    assert "fetched" in events[last : events.index("update")]
+    optimizer.close()
