@@ -1,5 +1,6 @@
 """What matters on GPUs alone, shown where there is none, by stand-ins for torch.cuda that note what they are asked."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,10 @@ from torch import nn
 import elixir_moe as em
 from elixir_moe.chunks.chunk import Chunk
 from elixir_moe.chunks.collectives import Communicator, Ticket, backend_of, timeout_of
+from elixir_moe.chunks.group import ChunkGroupKey
+from elixir_moe.chunks.home import build_homes
+from elixir_moe.chunks.layout import ChunkSpec
+from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.streams import Streams
 from tests.ranks import RankPool
 
@@ -265,4 +270,38 @@ def test_no_copy_from_a_home_is_under_way_when_the_host_updates_it(lanes: Lanes)
     optimizer.step()
     last = len(events) - 1 - events[::-1].index("fetch")
     assert "fetched" in events[last : events.index("update")]
+    optimizer.close()
+
+
+def test_a_gradient_that_lands_from_a_gpu_brings_its_squares() -> None:
+    """A scalar there, for which nobody waits; of the sum of two nobody knows them."""
+    key = ChunkGroupKey(ranks=(0,), dtype=torch.bfloat16, trainable=True, divisor=1)
+    spec = ChunkSpec(index=0, key=key, slots=(), numel=64, shards=1, resident=False)
+    (home,) = build_homes([(spec, Tier.DEVICE)], torch.device("meta"))
+    home.add_gradient(torch.ones(64, dtype=torch.bfloat16, device="meta"))
+    assert isinstance(home.squares, torch.Tensor)
+    assert (home.squares.device.type, home.squares.dtype, home.squares.dim()) == ("meta", torch.float64, 0)
+    home.add_gradient(torch.ones(64, dtype=torch.bfloat16, device="meta"))
+    assert home.squares is None
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_squares_that_are_tensors_make_the_norm(backwards: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    plan = em.Plan.offload(rcache_blocks=1, chunk_numel=32)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
+    homes = [chunk.home for chunk in optimizer._scheduler.chunks]
+    for home in homes:
+
+        def add(reduced: torch.Tensor, _: Any = None, of: Callable[..., None] = home.add_gradient) -> None:
+            of(reduced, reduced.double().square().sum())
+
+        home.add_gradient = add  # type: ignore[method-assign]
+    for _ in range(backwards):
+        for one in (model, plain):
+            one(torch.ones(2, 4)).square().mean().backward()
+    assert all(isinstance(home.squares, torch.Tensor) == (backwards == 1) for home in homes)
+    norm = optimizer.clip_grad_norm_(1.0)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0), rtol=1e-6, atol=0)
     optimizer.close()

@@ -18,6 +18,7 @@ from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.spill import Spill, Spilled
 from elixir_moe.chunks.tiers import Slab
+from elixir_moe.kernels import sum_of_squares
 
 
 class Holds(Enum):
@@ -130,8 +131,8 @@ class Home:
         self.sends_compute = master is None or spec.key.dtype != torch.float32
         """Gathers send the compute shard, and not the master itself."""
         self.holds = Holds.VALUES if self.sends_compute else Holds.STALE
-        self.squares: float | None = None
-        """The sum of squares of the gradient, if it was found on the way here."""
+        self.squares: float | torch.Tensor | None = None
+        """The sum of squares of the gradient, if it was found on the way here; on a GPU if it was found there."""
         self.reader: threading.Event | None = None
         """Set when a save beside the training has copied what is kept here; whoever changes it waits for that."""
         self._accumulated = False
@@ -270,12 +271,18 @@ class Home:
         """Where the next gradient can be summed to save `add_gradient` the copy; None if it is to be added."""
         return self.compute if self.accumulator is None and self.holds is not Holds.GRADIENT else None
 
-    def add_gradient(self, reduced: torch.Tensor, squares: float | None = None) -> None:
+    def add_gradient(self, reduced: torch.Tensor, squares: float | torch.Tensor | None = None) -> None:
         """Adds the gradient summed over the process group, of any dtype and device.
 
-        `squares` is its sum of squares, where that is known.
+        `squares` is its sum of squares, where that is known. On a GPU it is found before the gradient leaves, and stays
+        there: nobody waits for it, and the host need not pass over what has come.
         """
-        self.squares = None if self.has_gradient else squares
+        if self.has_gradient:
+            self.squares = None
+        elif squares is None and reduced.device.type != "cpu":
+            self.squares = sum_of_squares(reduced)
+        else:
+            self.squares = squares
         if reduced.data_ptr() == self.compute.data_ptr():
             self._take_in_place()
         elif self.accumulator is not None:
