@@ -58,16 +58,31 @@ def spare_tiles() -> None:
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
-def sum_of_squares(gradient: Tensor) -> float | Tensor:
+def host_threads(device: torch.device) -> int:
+    """On how many threads shards in host memory are worked on, where forward runs on `device`.
+
+    On a CPU as many as torch uses. Beside a GPU the cores are free, though torchrun lets torch use one of them: each
+    rank of this machine has its equal part of those that the process may run on.
+    """
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        return threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(1, torch.cuda.device_count())
+    return max(threads, cores // ranks)
+
+
+def sum_of_squares(gradient: Tensor, *, threads: int | None = None) -> float | Tensor:
     """The sum of squares of a flat gradient shard, of any floating dtype; as exact as fp64 to about 1e-6.
 
     A number in host memory; of a shard on a GPU a scalar there, fp64, for which nobody waits yet.
 
     Rows of `NORM_ROW_NUMEL` are summed in fp32 and the rows in fp64: one fp32 sum over tens of millions of elements is
-    off by 1e-4, and fp64 throughout takes ten times as long on a CPU.
+    off by 1e-4, and fp64 throughout takes ten times as long on a CPU. The native kernel runs on `threads`, by default
+    as many as torch uses.
     """
     if _native is not None and gradient.device.type == "cpu" and gradient.dtype in _GRAD_DTYPES:
-        return _native.sum_of_squares(to_dlpack(gradient.detach()), threads=torch.get_num_threads())
+        return _native.sum_of_squares(to_dlpack(gradient.detach()), threads=threads or torch.get_num_threads())
     whole = gradient.numel() // NORM_ROW_NUMEL * NORM_ROW_NUMEL
     rows = torch.linalg.vector_norm(gradient[:whole].view(-1, NORM_ROW_NUMEL), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(gradient[whole:], dtype=torch.float32)

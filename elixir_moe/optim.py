@@ -30,7 +30,6 @@ from elixir_moe.chunks.spill import Spill
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.hooks import Hooks
-from elixir_moe.kernels import sum_of_squares
 from elixir_moe.updates import AdamUpdate, Segment, cut, moments_of, update_for
 
 
@@ -351,9 +350,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for chunk in self._chunks:
             if chunk.home.has_gradient:
                 weight = chunk.spec.shards / len(chunk.spec.key.ranks)
-                known = chunk.home.squares
-                squares = sum(map(sum_of_squares, chunk.home.gradients())) if known is None else known
-                mine += weight * squares * self._unscale(chunk) ** 2
+                mine += weight * chunk.squares() * self._unscale(chunk) ** 2
         votes = torch.tensor([float(mine), *map(self._scheduler.used.__contains__, self._slots)], dtype=torch.float64)
         with naming_failures("the all-reduce of the gradient norm over all ranks"):
             if len(self._peers) > 1:

@@ -21,7 +21,7 @@ from torch import nn
 from elixir_moe.chunks.chunk import Chunk
 from elixir_moe.chunks.home import InMemory, Kept, OnDisk
 from elixir_moe.errors import ConfigError
-from elixir_moe.kernels import adam_step
+from elixir_moe.kernels import adam_step, host_threads
 from elixir_moe.parallel.dtensor import local_of
 
 _WHOLE_TENSOR = {"LBFGS", "Adafactor", "SparseAdam", "Muon"}
@@ -92,7 +92,7 @@ class AdamUpdate:
                 "grad_scale": scale,
                 "decoupled": options["decoupled_weight_decay"],
                 "maximize": options["maximize"],
-                "threads": torch.get_num_threads() if home.spilled is None else 1,
+                "threads": host_threads(chunk.device) if home.spilled is None else 1,
             }
             runs.append(_Run(start=start, stop=stop, gradient=home.gradient(start, stop), settings=settings))
         unused = [] if compute is None else [(s.start, s.stop) for s in segments if s.parameter not in used]

@@ -1,6 +1,7 @@
 """What matters on GPUs alone, shown where there is none, by stand-ins for torch.cuda that note what they are asked."""
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +21,7 @@ from elixir_moe.chunks.home import build_homes
 from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.streams import Streams
+from elixir_moe.kernels import host_threads
 from tests.ranks import RankPool
 
 wrapping = import_module("elixir_moe.wrap")  # the package shows the function of that name
@@ -304,4 +306,37 @@ def test_squares_that_are_tensors_make_the_norm(backwards: int) -> None:
     assert all(isinstance(home.squares, torch.Tensor) == (backwards == 1) for home in homes)
     norm = optimizer.clip_grad_norm_(1.0)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0), rtol=1e-6, atol=0)
+    optimizer.close()
+
+
+def test_host_updates_beside_a_gpu_take_the_cores_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun sets one thread a rank; on CPUs that is what the rank has."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert (host_threads(torch.device("cpu")), host_threads(torch.device("cuda"))) == (1, 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert (host_threads(torch.device("cpu")), host_threads(torch.device("cuda"))) == (8, 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert host_threads(torch.device("cuda")) == 8
+
+
+def test_both_passes_over_a_host_shard_run_on_the_threads_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 4)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload(rcache_blocks=1))
+    (chunk,) = optimizer._scheduler.chunks
+    asked: list[torch.device] = []
+
+    def threads(device: torch.device) -> int:
+        asked.append(device)
+        return 3
+
+    monkeypatch.setattr("elixir_moe.chunks.chunk.host_threads", threads)
+    monkeypatch.setattr("elixir_moe.updates.host_threads", threads)
+    model(torch.ones(2, 4)).square().mean().backward()
+    chunk.device = torch.device("cuda", 1)
+    optimizer.step()
+    assert asked == [torch.device("cuda", 1)] * 2
     optimizer.close()

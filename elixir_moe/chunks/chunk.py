@@ -35,6 +35,7 @@ from elixir_moe.chunks.home import Home
 from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.chunks.rcache import Block, storage_uses
 from elixir_moe.errors import ElixirError
+from elixir_moe.kernels import host_threads, sum_of_squares
 from elixir_moe.parallel.dtensor import local_of, recast
 
 
@@ -66,7 +67,8 @@ class Placeholder:
     """What released parameters look like: one NaN for each dtype, expanded."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
+        """That of forward."""
         self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
         self.keys: set[int] = set()
         """Storages of the NaNs, as `Block.key`."""
@@ -76,7 +78,7 @@ class Placeholder:
         nan = self._by_dtype.get(dtype)
         if nan is None:
             fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-            nan = self._by_dtype[dtype] = torch.full((), fill, dtype=dtype, device=self._device)
+            nan = self._by_dtype[dtype] = torch.full((), fill, dtype=dtype, device=self.device)
             self.keys.add(nan.untyped_storage().data_ptr())
         return nan.expand(parameter.shape)
 
@@ -118,6 +120,8 @@ class Chunk:
             recast(parameter, spec.key.dtype)
         self.locals = [local_of(parameter) for parameter in parameters]
         """The parameters themselves, or what those that are DTensors hold on this rank."""
+        self.device = placeholder.device
+        """Where forward runs."""
         self.state = SHARDED
         self.buffer: torch.Tensor | None = None
         """(numel,) in the compute dtype while the chunk is in a block."""
@@ -366,6 +370,13 @@ class Chunk:
         self.landed.clear()
         self.buffer = None
         return block.wire(self.spec)
+
+    def squares(self) -> float | torch.Tensor:
+        """The sum of squares of the gradient at home; a scalar on the device where that is where it was found."""
+        if self.home.squares is not None:
+            return self.home.squares
+        threads = host_threads(self.device)
+        return sum(sum_of_squares(part, threads=threads) for part in self.home.gradients())
 
     def in_use(self, index: int) -> bool:
         """Whether anybody but the parameter itself uses its storage."""

@@ -32,7 +32,7 @@ from elixir_moe.chunks.plan import SPILL_LANES
 from elixir_moe.chunks.spill import Spill, disk_bytes_left
 from elixir_moe.chunks.tiers import host_bytes_left
 from elixir_moe.errors import ConfigError, TierError
-from elixir_moe.kernels import adam_step, cpu_features
+from elixir_moe.kernels import adam_step, cpu_features, host_threads
 from elixir_moe.ranks import gathered, together
 from elixir_moe.search.hardware import Fitted, Hardware, Links, Wire
 
@@ -115,7 +115,7 @@ def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(device) if cuda else None,
         "gpus": torch.cuda.device_count() if cuda else 0,
         "ranks": dist.get_world_size(),
-        "threads": torch.get_num_threads(),
+        "threads": host_threads(device),
         "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
@@ -181,7 +181,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
     hosts = gathered(socket.gethostname())
     neighbours = tuple(rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()])
     nodes = len(set(hosts))
-    v_c = _adam_rate(torch.device("cpu"))
+    v_c = _adam_rate(torch.device("cpu"), host_threads(device))
     mine = (
         _product_rate(device, getattr(torch, machine["dtype"])),
         _memory_rate(device),
@@ -311,7 +311,7 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
     return _COPY_BYTES / up / 1e9, _COPY_BYTES / down / 1e9
 
 
-def _adam_rate(device: torch.device) -> float:
+def _adam_rate(device: torch.device, threads: int | None = None) -> float:
     """1e9 elements a second: bf16 gradients in, master, moments and compute shard out."""
     master, exp_avg, exp_avg_sq, gradient = (torch.rand(_ADAM_NUMEL, device=device) for _ in range(4))
     gradient = gradient.bfloat16()
@@ -329,6 +329,7 @@ def _adam_rate(device: torch.device) -> float:
             eps=1e-8,
             weight_decay=0.0,
             step=1,
+            threads=threads,
         )
 
     return _ADAM_NUMEL / _at_once(update, device) / 1e9
