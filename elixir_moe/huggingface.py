@@ -96,7 +96,7 @@ class Pretrained:
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta:
-                    value = torch.empty(buffer.shape, dtype=buffer.dtype)
+                    value = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
                     if self._found(buffer):
                         value.copy_(self._read(buffer))
                     else:
@@ -151,7 +151,7 @@ def _unlike(name: str, found: tuple[int, ...], tensor: Tensor) -> str:
 
 def leave_meta(parameter: nn.Parameter) -> None:
     """Takes a parameter off meta in place, with one zero for all its elements; its attributes stay."""
-    zero = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+    zero = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
     other = nn.Parameter(zero, requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, other)  # the optimizer and tied modules know this very object

@@ -152,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"clip_grad_norm_(max_norm={max_norm!r}): expected a number") from None
         norm = self._agree().norm * self._clip
         self._clip *= min(1.0, limit / (norm + 1e-6)) if norm == norm else norm
-        return torch.tensor(norm)
+        return torch.tensor(norm, device="cpu")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -351,7 +351,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if chunk.home.has_gradient:
                 weight = chunk.spec.shards / len(chunk.spec.key.ranks)
                 mine += weight * chunk.squares() * self._unscale(chunk) ** 2
-        votes = torch.tensor([float(mine), *map(self._scheduler.used.__contains__, self._slots)], dtype=torch.float64)
+        used_here = map(self._scheduler.used.__contains__, self._slots)
+        votes = torch.tensor([float(mine), *used_here], dtype=torch.float64, device="cpu")
         with naming_failures("the all-reduce of the gradient norm over all ranks"):
             if len(self._peers) > 1:
                 dist.all_reduce(votes, group=self._groups[self._peers])

@@ -304,7 +304,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     """Whether a few updates of a small matrix are those of its two halves, flattened: tried with the user's class."""
     draw = torch.Generator().manual_seed(0)
-    start, gradients = torch.randn(4, 6, generator=draw), torch.randn(3, 4, 6, generator=draw)
+    start, gradients = (torch.randn(*shape, generator=draw, device="cpu") for shape in ((4, 6), (3, 4, 6)))
     whole = [nn.Parameter(start.clone())]
     halves = [nn.Parameter(half.clone()) for half in start.flatten().chunk(2)]
     results = []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -340,3 +341,49 @@ def test_both_passes_over_a_host_shard_run_on_the_threads_of_its_device(monkeypa
     optimizer.step()
     assert asked == [torch.device("cuda", 1)] * 2
     optimizer.close()
+
+
+def train_where_tensors_are_made_elsewhere(folder: str) -> list[torch.Tensor]:
+    """Norms and weights of a training under another default device, saved and loaded, as `train_as_ever` has them."""
+    torch.set_default_device("meta")
+    try:
+        return train_as_ever(folder)
+    finally:
+        torch.set_default_device(None)
+
+
+def train_as_ever(folder: str) -> list[torch.Tensor]:
+    seen: list[torch.Tensor] = []
+    generator = torch.Generator().manual_seed(0)
+    for plan in (
+        em.Plan.zero3(rcache_blocks=1, chunk_numel=72),
+        em.Plan.offload(rcache_blocks=1, chunk_numel=72, disk_chunks=1),
+    ):
+        model = nn.Sequential(*(nn.Linear(8, 8, device="cpu") for _ in range(3)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu"))
+        spill = folder if plan.disk_chunks else None
+        model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan, spill=spill)
+        path = os.path.join(folder, str(plan.disk_chunks))
+        for step in range(3):
+            model(torch.ones(2, 8, device="cpu")).square().mean().backward()
+            seen.append(optimizer.clip_grad_norm_(1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                em.save(path, model, optimizer)
+        em.load(path, model, optimizer)
+        seen += em.full_state_dict(model).values()
+        optimizer.close()
+    return seen
+
+
+def test_a_default_device_of_the_user_changes_nothing(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """Numbers for gloo are made on the CPU whatever torch.set_default_device says."""
+    for name in ("ever", "elsewhere"):
+        (tmp_path / name).mkdir()
+    wanted = ranks(2).run(train_as_ever, str(tmp_path / "ever"))
+    found = ranks(2).run(train_where_tensors_are_made_elsewhere, str(tmp_path / "elsewhere"))
+    for one, other in zip(wanted, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -80,7 +80,11 @@ def _tagged(tag: str, content: Any, where: str) -> Any:
             return _bytes(content)
         case "$tensor":
             name, shape, text = content
-            data = torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8) if text else torch.empty(0).byte()
+            data = (
+                torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)
+                if text
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
             return data.view(DTYPES[name]).reshape(shape)
         case "$array":
             name, shape, text = content

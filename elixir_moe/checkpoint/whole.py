@@ -78,7 +78,7 @@ class Whole:
     def _cell(self, name: str, kept: str, pieces: tuple[Piece, ...], span: Span) -> torch.Tensor:
         """(numel,): the elements of `span`."""
         dtype = DTYPES[pieces[0].state[kept]] if pieces else DTYPES[self._manifest.parameters[name].dtype]
-        flat = torch.empty(span.numel, dtype=dtype)
+        flat = torch.empty(span.numel, dtype=dtype, device="cpu")
         for piece in pieces:
             key = piece.key(name, kept)
             self._files.check(piece.file, key, piece.state[kept], (piece.span.numel,))

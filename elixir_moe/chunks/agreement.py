@@ -53,8 +53,8 @@ class Peers:
             LayoutError: ranks have gathered or used different scattered chunks; on all ranks, with the answer.
         """
         chunks = len(self._scattered)
-        digest = zlib.crc32(torch.tensor(gathered, dtype=torch.int64).numpy().tobytes())
-        mine = torch.tensor([digest, len(gathered), len(used), *used, *[-1] * (chunks - len(used))])
+        digest = zlib.crc32(torch.tensor(gathered, dtype=torch.int64, device="cpu").numpy().tobytes())
+        mine = torch.tensor([digest, len(gathered), len(used), *used, *[-1] * (chunks - len(used))], device="cpu")
         table = mine.new_empty(self._process_group.size(), len(mine))
         with naming_failures(_WHAT):
             work = dist.all_gather(list(table), mine, group=self._process_group, async_op=True)

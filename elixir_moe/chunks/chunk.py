@@ -148,7 +148,7 @@ class Chunk:
         self.delayed: dict[int, torch.Tensor] = {}
         """By index into `parameters`: gradients that wait beside the block."""
         self._versions: list[int] = []
-        self._sole_uses = storage_uses(torch.zeros(1))
+        self._sole_uses = storage_uses(torch.zeros(1, device="cpu"))
         self._offsets = [slot.start * spec.key.dtype.itemsize for slot in spec.slots]
         self._placed = [((spec.index, i), offset) for i, offset in enumerate(self._offsets) if spec.slots[i].numel]
         self._placeholders = [placeholder.like(local, spec.key.dtype) for local in self.locals]

@@ -166,7 +166,7 @@ class Spilled:
 
     def read(self, array: int, start: int, stop: int) -> torch.Tensor:
         """A copy of some elements of an array, fp32."""
-        found = torch.empty(stop - start)
+        found = torch.empty(stop - start, device="cpu")
         for index, here, there in self._parts(start, stop):
             with self._loaded(array, index) as content:
                 found[here] = content[there]

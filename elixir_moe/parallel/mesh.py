@@ -64,7 +64,7 @@ def init_mesh(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     world = dist.get_world_size()
     _check_degree("tp", tp, world, "the ranks of the world")
-    return DeviceMesh(device_type, torch.arange(world).view(world // tp, tp), mesh_dim_names=("dp", "tp"))
+    return DeviceMesh(device_type, torch.arange(world, device="cpu").view(world // tp, tp), mesh_dim_names=("dp", "tp"))
 
 
 def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceMesh:

@@ -304,7 +304,7 @@ def _memory_rate(device: torch.device) -> float:
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:
     """1e9 bytes a second from host memory to the device, and back."""
-    host = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     there = torch.empty_like(host, device=device)
     up = _at_once(lambda: there.copy_(host, non_blocking=True), device)
     down = _at_once(lambda: host.copy_(there, non_blocking=True), device)

@@ -62,7 +62,7 @@ class Prediction:
         if len(self._ends) < WARM_UP + MEASURED:
             return
         ends = self._ends[WARM_UP - 1 :]  # a step takes from the end of the one before to its own
-        mine = torch.tensor(statistics.median(b - a for a, b in pairwise(ends)))
+        mine = torch.tensor(statistics.median(b - a for a, b in pairwise(ends)), device="cpu")
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=optimizer.control)
         self.measured_seconds = mine.item()
         if abs(self.measured_seconds / self.step_seconds - 1) > TOLERANCE:

@@ -325,9 +325,11 @@ class Loop:
                 asked = error
         group = self.training.optimizer.control
         mine = torch.tensor(
-            [loss, seconds, self._signals.received, self.keeper.done, asked is not None], dtype=torch.float64
+            [loss, seconds, self._signals.received, self.keeper.done, asked is not None],
+            dtype=torch.float64,
+            device="cpu",
         )
-        table = torch.empty(self.training.ranks, len(mine), dtype=torch.float64)
+        table = mine.new_empty(self.training.ranks, len(mine))
         dist.all_gather(list(table), mine, group=group)
         losses, busy, signals, saved, changed = table.t().tolist()
         box: list[Any] = [asked]
