@@ -302,6 +302,14 @@ def test_gathered_parameters_are_views_and_gradients_overwrite_them(chunk: Chunk
     assert chunk.buffer is None
 
 
+def test_what_was_written_without_a_trace_is_said_too(chunk: Chunk) -> None:
+    chunk.communicator.rank = 0
+    gather(chunk)  # its home has zeros
+    assert chunk.keep_written(compare=True)
+    assert not chunk.keep_written(compare=True), "it is at home now"
+    assert torch.equal(chunk.home.values(), torch.arange(chunk.spec.numel).float())
+
+
 @pytest.mark.parametrize("reader", ["saved", "view", "unfinished"])
 def test_a_gradient_waits_while_somebody_reads_its_parameter(chunk: Chunk, reader: str) -> None:
     block = gather(chunk)

@@ -248,9 +248,9 @@ class Chunk:
                     yield index, self.view(index)
 
     def keep_written(self, compare: bool) -> bool:
-        """Brings home this rank's part of what user code has written; returns whether there was any that left a trace.
+        """Brings home this rank's part of what user code has written; returns whether there was any.
 
-        `compare` looks for what left none in our part of the block.
+        `compare` looks for what left no trace, in our part of the block.
         """
         written = list(self.written())
         for index, content in written:
@@ -262,6 +262,7 @@ class Chunk:
             if not self.home.shows(now):
                 self.home.store(0, now)
                 self.compare = True
+                return True
         return bool(written)
 
     def store(self, index: int, content: torch.Tensor) -> None:
