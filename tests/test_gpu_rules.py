@@ -387,3 +387,14 @@ def test_a_default_device_of_the_user_changes_nothing(ranks: Callable[[int], Ran
     found = ranks(2).run(train_where_tensors_are_made_elsewhere, str(tmp_path / "elsewhere"))
     for one, other in zip(wanted, found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_what_never_leaves_the_host_is_not_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute shards travel, and the masters of fp32 chunks; those of 16-bit chunks are the host's own."""
+    locked: list[int] = []
+    monkeypatch.setattr("elixir_moe.chunks.tiers._page_lock", lambda memory: locked.append(memory.nbytes))
+    keys = [ChunkGroupKey(ranks=(0,), dtype=d, trainable=True, divisor=1) for d in (torch.bfloat16, torch.float32)]
+    specs = [ChunkSpec(index=i, key=key, slots=(), numel=64, shards=1, resident=False) for i, key in enumerate(keys)]
+    homes = build_homes([(spec, Tier.HOST) for spec in specs], torch.device("cuda"))
+    assert sorted(locked) == [64 * 2, 64 * 4 + 64 * 4]
+    assert all(home.master is not None for home in homes)

@@ -359,14 +359,24 @@ class Home:
 
 
 def build_homes(chunks: list[tuple[ChunkSpec, Tier]], device: torch.device, spill: Spill | None = None) -> list[Home]:
-    """Allocates the state of all chunks: one slab a tier and dtype, and `spill` for what is on disk."""
-    wanted: Counter[tuple[Tier, torch.dtype]] = Counter()
+    """Allocates the state of all chunks: one slab a tier and dtype, and `spill` for what is on disk.
+
+    Beside a GPU there are two in host memory: what is sent there is page-locked, other masters are not.
+    """
+
+    def slab_of(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> tuple[Tier, torch.dtype, bool]:
+        return tier, dtype, device.type == "cuda" and tier is Tier.HOST and dtype == spec.key.dtype
+
+    wanted: Counter[tuple[Tier, torch.dtype, bool]] = Counter()
     for spec, tier in chunks:
         if not spec.keeps_pieces:
-            wanted[tier.of_compute, spec.key.dtype] += spec.shard_numel
+            wanted[slab_of(spec, tier.of_compute, spec.key.dtype)] += spec.shard_numel
         if spec.key.trainable and tier is not Tier.DISK:
-            wanted[tier, torch.float32] += spec.shard_numel
-    slabs = {(tier, dtype): Slab(numel, dtype, tier, device) for (tier, dtype), numel in wanted.items()}
+            wanted[slab_of(spec, tier, torch.float32)] += spec.shard_numel
+    slabs = {
+        (tier, dtype, travels): Slab(numel, dtype, tier, device, travels=travels)
+        for (tier, dtype, travels), numel in wanted.items()
+    }
     homes = []
     for spec, tier in chunks:
         master = spilled = None
@@ -374,8 +384,12 @@ def build_homes(chunks: list[tuple[ChunkSpec, Tier]], device: torch.device, spil
             assert spill is not None, "chunks on disk without a file"
             spilled = spill.take(spec.shard_numel)
         elif spec.key.trainable:
-            master = slabs[tier, torch.float32].take(spec.shard_numel)
-        compute = master if spec.keeps_pieces else slabs[tier.of_compute, spec.key.dtype].take(spec.shard_numel)
+            master = slabs[slab_of(spec, tier, torch.float32)].take(spec.shard_numel)
+        compute = (
+            master
+            if spec.keeps_pieces
+            else slabs[slab_of(spec, tier.of_compute, spec.key.dtype)].take(spec.shard_numel)
+        )
         assert compute is not None
         homes.append(Home(spec, tier, compute, master, spilled))
     return homes

@@ -24,18 +24,21 @@ _CGROUPS = (
 class Slab:
     """One allocation of exactly `numel` elements, handed out piece by piece.
 
-    Host slabs are page-locked where there is a GPU, registered once at their exact size (the framework's own pinned
-    allocator rounds up to powers of two); if the system refuses, they stay pageable, with one warning.
+    Host slabs that `travels` says are copied to a GPU and back are page-locked, registered once at their exact size
+    (the framework's own pinned allocator rounds up to powers of two); if the system refuses, they stay pageable, with
+    one warning.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, tier: Tier, device: torch.device) -> None:
+    def __init__(
+        self, numel: int, dtype: torch.dtype, tier: Tier, device: torch.device, *, travels: bool = False
+    ) -> None:
         self._taken = 0
         nbytes = numel * dtype.itemsize
         try:
             self._memory = torch.zeros(numel, dtype=dtype, device=device if tier is Tier.DEVICE else "cpu")
         except (MemoryError, RuntimeError) as error:
             raise TierError(f"{tier} memory: cannot allocate {nbytes / 2**30:.2f} GiB for shards: {error}") from error
-        if tier is Tier.HOST and device.type == "cuda" and nbytes:
+        if travels and nbytes:
             _page_lock(self._memory)
 
     def take(self, numel: int) -> torch.Tensor:
