@@ -26,6 +26,7 @@ from elixir_moe.kernels import host_threads
 from tests.ranks import RankPool
 
 wrapping = import_module("elixir_moe.wrap")  # the package shows the function of that name
+saving = import_module("elixir_moe.checkpoint.save")
 Log = list[tuple[str, int, int, frozenset[str]]]
 
 
@@ -398,3 +399,13 @@ def test_what_never_leaves_the_host_is_not_page_locked(monkeypatch: pytest.Monke
     homes = build_homes([(spec, Tier.HOST) for spec in specs], torch.device("cuda"))
     assert sorted(locked) == [64 * 2, 64 * 4 + 64 * 4]
     assert all(home.master is not None for home in homes)
+
+
+def test_a_thread_that_saves_works_on_the_gpu_of_its_rank(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's GPU is the first one, where a context of its own would take memory from another rank."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    device = torch.device("cuda", 1)
+    with saving._on(Lane(device)):  # type: ignore[arg-type]
+        assert chosen == [device]
+        assert lanes.current(device) is not lanes.compute[1]

@@ -206,7 +206,15 @@ def _stream_behind(wrapped: Wrapped) -> AbstractContextManager[object]:
         return nullcontext()
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(stream)
+    return _on(stream)
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """A thread works on `stream`. Its GPU has been the first one so far, which may be another rank's."""
+    torch.cuda.set_device(stream.device)
+    with torch.cuda.stream(stream):
+        yield
 
 
 # ---------------------------------------------------------------------------------------------------- what all agree on
