@@ -16,7 +16,7 @@ from torch import nn
 
 import elixir_moe as em
 from elixir_moe.chunks.chunk import Chunk
-from elixir_moe.chunks.collectives import Communicator, Ticket, backend_of, timeout_of
+from elixir_moe.chunks.collectives import Communicator, Ticket, backend_of, build_communicators, timeout_of
 from elixir_moe.chunks.group import ChunkGroupKey
 from elixir_moe.chunks.home import build_homes
 from elixir_moe.chunks.layout import ChunkSpec
@@ -409,3 +409,18 @@ def test_a_thread_that_saves_works_on_the_gpu_of_its_rank(lanes: Lanes, monkeypa
     with saving._on(Lane(device)):  # type: ignore[arg-type]
         assert chosen == [device]
         assert lanes.current(device) is not lanes.compute[1]
+
+
+def gathered_bytes() -> bool:
+    """Gathers what no backend knows the dtype of, as on NCCL."""
+    communicator = build_communicators([(0, 1)], torch.device("cpu"))[0, 1]
+    communicator.staged = False
+    buffer = torch.tensor([1, 2, 3, 4], dtype=torch.int16)
+    buffer[2 * (1 - communicator.index) :][:2] = 0
+    communicator.all_gather(buffer, 0).wait()
+    communicator.close()
+    return buffer.tolist() == [1, 2, 3, 4]
+
+
+def test_a_gather_moves_bytes_of_any_dtype(ranks: Callable[[int], RankPool]) -> None:
+    assert all(ranks(2).run(gathered_bytes))

@@ -98,7 +98,8 @@ class Communicator:
         slices = buffer.view(self.size, -1)
         if not self.staged:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            gather(buffer, slices[self.index], group=self._gather_group)  # in stream order; the host goes on
+            own = slices[self.index].view(torch.uint8)  # NCCL does not know all dtypes
+            gather(buffer.view(torch.uint8), own, group=self._gather_group)  # in stream order; the host goes on
             return Ticket()
         slices = slices.view(torch.uint8)
         works = []
