@@ -23,6 +23,7 @@ from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.streams import Streams
 from elixir_moe.kernels import host_threads
+from elixir_moe.models.gpt import _joined
 from tests.ranks import RankPool
 
 wrapping = import_module("elixir_moe.wrap")  # the package shows the function of that name
@@ -424,3 +425,10 @@ def gathered_bytes() -> bool:
 
 def test_a_gather_moves_bytes_of_any_dtype(ranks: Callable[[int], RankPool]) -> None:
     assert all(ranks(2).run(gathered_bytes))
+
+
+def test_counts_of_a_layer_that_has_not_run_join_those_on_a_gpu() -> None:
+    counts = [torch.zeros(4, dtype=torch.int64), torch.ones(2, dtype=torch.int64, device="meta")]
+    joined = _joined(counts)
+    assert (joined.device.type, joined.shape) == ("meta", (6,))
+    assert _joined(counts[:1]).tolist() == [0] * 4

@@ -194,8 +194,14 @@ def tokens_per_expert(model: nn.Module) -> dict[str, list[int]]:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         return {}
-    counts = iter(torch.cat([layer.tokens_per_expert for layer in layers.values()]).tolist())  # one wait for the device
+    counts = iter(_joined([layer.tokens_per_expert for layer in layers.values()]).tolist())  # one wait for the device
     return {name: list(islice(counts, layer.num_experts)) for name, layer in layers.items()}
+
+
+def _joined(counts: list[Tensor]) -> Tensor:
+    """All on the device of those that are on one; the zeros of a layer that has not run yet are on the CPU."""
+    device = next((count.device for count in counts if count.device.type != "cpu"), torch.device("cpu"))
+    return torch.cat([count.to(device) for count in counts])
 
 
 @torch.no_grad()
