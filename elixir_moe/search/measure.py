@@ -43,6 +43,7 @@ _ADAM_NUMEL = 1 << 23
 _MATRIX = 512
 """Side of the products on a CPU; eight times that on a GPU."""
 _WIRE_BYTES = 1 << 22
+"""What a gather and a reduction move on a CPU; sixteen times that on a GPU, whose wires have not begun by then."""
 _DISK_BYTES = 1 << 25
 _REPEATS = 3
 """Of which the fastest counts: what is slower had company."""
@@ -270,9 +271,10 @@ def _wire_of(ranks: tuple[int, ...], device: torch.device) -> Wire | None:
     if communicator is None:
         return None
     small = _round_seconds(communicator, len(ranks) * 64, device) / 2
-    large = _round_seconds(communicator, _WIRE_BYTES, device) / 2
+    nbytes = _WIRE_BYTES * (16 if device.type == "cuda" else 1)
+    large = _round_seconds(communicator, nbytes, device) / 2
     communicator.close()
-    return Wire(ranks=ranks, latency_us=small * 1e6, bandwidth=_WIRE_BYTES / max(large - small, large / 10) / 1e9)
+    return Wire(ranks=ranks, latency_us=small * 1e6, bandwidth=nbytes / max(large - small, large / 10) / 1e9)
 
 
 def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device) -> float:
