@@ -1,8 +1,12 @@
 """The errors a user can meet.
 
-Owns the exception types and nothing else. Every message names the parameter, chunk or rank, what was expected, what
-was found and what to change. An `assert` elsewhere in the package means a bug of ours, never a user's mistake.
+Owns the exception types, and how the nearest right name is suggested. Every message names the parameter, chunk or rank,
+what was expected, what was found and what to change. An `assert` elsewhere in the package means a bug of ours, never a
+user's mistake.
 """
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class ElixirError(Exception):
@@ -27,3 +31,16 @@ class TierError(ElixirError):
 
 class CheckpointError(ElixirError):
     """A checkpoint is missing, damaged, hostile or does not fit the model."""
+
+
+def nothing_called(what: str, name: str, known: Iterable[str]) -> ConfigError:
+    """Says that no `what` ("model") has that name, which one was meant perhaps, and which there are."""
+    known = list(known)
+    hint = meant(name, known)
+    return ConfigError(f"no {what} is called {name!r}{f'; {hint}' if hint else '.'} There are: {', '.join(known)}")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'?``, or nothing if no known name is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""

@@ -200,7 +200,9 @@ def test_errors_of_the_configuration(settings: dict[str, Any], message: str) -> 
 def test_named_configurations() -> None:
     assert gpt_config("gpt2-8x512", checkpoint="reentrant").checkpoint == "reentrant"
     assert gpt_config("pr-moe-tiny").residual and any(gpt_config("pr-moe-tiny").experts)
-    with pytest.raises(ConfigError, match="did you mean 'gpt2-20b'"):
+    with pytest.raises(ConfigError, match=r"no model is called 'xyzzy'\. There are: "):
+        gpt_config("xyzzy")
+    with pytest.raises(ConfigError, match=r"did you mean 'gpt2-20b'\? There are: "):
         gpt_config("gpt2-20B")
 
 

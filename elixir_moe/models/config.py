@@ -5,10 +5,9 @@ Sources of the named shapes: Elixir v2, table 3 (gpt2-4b to gpt2-20b); PR-MoE's 
 """
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any, Literal
 
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import ConfigError, nothing_called
 
 Checkpoint = Literal["none", "reentrant", "non_reentrant"]
 
@@ -107,9 +106,7 @@ def gpt_config(name: str, **changes: Any) -> GPTConfig:
     """
     configs = named_configs()
     if name not in configs:
-        near = get_close_matches(name, configs, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"no model is called {name!r}{hint} There are: {', '.join(configs)}")
+        raise nothing_called("model", name, configs)
     return replace(configs[name], **changes)
 
 

@@ -8,7 +8,6 @@ OPT's ReLU is GPT-2's GELU here; parameters, products and memory are the same.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import ConfigError, nothing_called
 from elixir_moe.models.config import GPTConfig, gpt_config
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
 from elixir_moe.parallel.annotate import annotate
@@ -71,7 +70,7 @@ def named_model(name: str, *, batch: int, seq: int, mesh: DeviceMesh | None = No
         mesh: where experts are spread; needed by mixtures alone.
 
     Raises:
-        ConfigError: no model has that name; the nearest are suggested. Or `seq` is longer than it allows.
+        ConfigError: no model has that name; the nearest is suggested. Or `seq` is longer than it allows.
     """
     ranks = 1 if mesh is None else mesh.size()
     if name in GPT2:
@@ -107,9 +106,7 @@ def named_model(name: str, *, batch: int, seq: int, mesh: DeviceMesh | None = No
             capacity_factor=1.25,
         )
     else:
-        near = get_close_matches(name, names(), n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
-        raise ConfigError(f"no model is called {name!r}{hint} There are: {', '.join(names())}")
+        raise nothing_called("model", name, names())
     if seq > config.seq_len:
         raise ConfigError(f"seq={seq}: {name} has {config.seq_len} positions, choose at most that many")
     return of_config(name, config, batch=batch, seq=seq, mesh=mesh)
