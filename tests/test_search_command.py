@@ -225,9 +225,11 @@ DAMAGED = {
     "too large": ({"gpu_bytes": 10**400}, "expected a number above 0)"),
     "half a GPU": ({"gpus_per_node": 1.5}, "gpus_per_node (found 1.5, expected a whole number)"),
     "text": ({"peak_tflops": "many"}, "peak_tflops (found 'many'"),
-    "misspelt": ({"node_bandwith": 10}, "node_bandwith (unknown: did you mean 'node_bandwidth'?)"),
+    "misspelt": ({"node_bandwith": 10}, "unknown: node_bandwith (did you mean 'node_bandwidth'?)"),
+    "no object": ({"fitted": 3}, "out of range: fitted (found 3, expected an object)"),
+    "disk": ({"disk_bytes": 10}, "missing: disk_read, disk_write"),
     "wires": ({"wires": "x"}, "wires (found 'x', expected a list)"),
-    "none": ({"fitted": None}, "fitted.device_efficiency"),
+    "none": ({"fitted": None}, "missing: fitted.device_efficiency"),
 }
 
 

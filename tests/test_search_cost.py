@@ -86,16 +86,24 @@ def test_a_busier_rank_takes_longer_and_holds_more() -> None:
     assert cost.activations(given, 1.5) - cost.activations(given, 1.0) == 5 * 10**7
 
 
-def test_what_a_hardware_file_lacks_is_named() -> None:
+def test_what_is_wrong_with_a_hardware_file_is_named() -> None:
     data = machine_file()
     del data["by_gpus"]["2"]["v_c"], data["fitted"]["device_efficiency"], data["cpu_bytes"]
-    data["gpu_bytes"] = "much"
-    with pytest.raises(ConfigError, match="lacks") as error:
+    data |= {"gpu_bytes": "much", "gpus_per_node": -1, "node_bandwith": 3, "xyzzy": 3}
+    with pytest.raises(ConfigError) as error:
         Hardware.parse(json.dumps(data), "mine")
-    for figure in ("by_gpus.2.v_c", "fitted.device_efficiency", "cpu_bytes", "gpu_bytes (found 'much'"):
-        assert figure in str(error.value)
-    with pytest.raises(ConfigError, match=r"no hardware is called 'a100-80g-pcie'.*did you mean 'a100-80g-pcie-x4'"):
+    assert str(error.value) == (
+        "hardware 'mine': missing: cpu_bytes, fitted.device_efficiency, by_gpus.2.v_c; "
+        "unknown: node_bandwith (did you mean 'node_bandwidth'?), xyzzy; "
+        "out of range: gpu_bytes (found 'much', expected a number above 0), "
+        "gpus_per_node (found -1, expected a number above 0)"
+    )
+    with pytest.raises(ConfigError, match=r"hardware 'mine' is a list: expected a JSON object of figures"):
+        Hardware.parse("[]", "mine")
+    with pytest.raises(ConfigError, match=r"no hardware or file is called 'a100-80g-pcie'; did you mean '\S+-x4'\?"):
         Hardware.named("a100-80g-pcie")
+    with pytest.raises(ConfigError, match=r"no hardware or file is called 'xyzzy'\. There are: "):
+        Hardware.named("xyzzy")
     with pytest.raises(ConfigError, match=r"lacks by_gpus\.8: it has figures for 1, 2, 4 GPUs"):
         Hardware.named(MACHINE).links(8)
 

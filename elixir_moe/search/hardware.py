@@ -9,17 +9,18 @@ say of single process groups what `by_gpus` says of their number of ranks.
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from difflib import get_close_matches
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import ConfigError, meant, nothing_called
 
 _GIGA = 1e9
 _MOST = sys.float_info.max
+_WHOLE = ("gpu_bytes", "cpu_bytes", "gpus_per_node")
+_NEEDED = (*_WHOLE, "peak_tflops", "memory_bandwidth")
 _OPTIONAL = ("node_bandwidth", "disk_bytes", "disk_read", "disk_write")
 
 
@@ -109,48 +110,37 @@ class Hardware:
                 return cls.parse(path.read_text(encoding="utf-8"), name)
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"hardware {name!r} cannot be read: {error}") from error
-        near = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"no hardware is called {name!r} and no such file exists{hint} There are: {', '.join(known)}")
+        raise nothing_called("hardware or file", name, known)
 
     @classmethod
     def parse(cls, text: str, name: str) -> Self:
-        """From the JSON of a hardware file. Raises ConfigError, which names every figure that is missing or wrong."""
+        """From the JSON of a hardware file.
+
+        Raises:
+            ConfigError: names every figure that is missing, that is unknown, and that is out of range.
+        """
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"hardware {name!r} is not valid JSON: {error}") from error
-        problems: list[str] = []
-        plain = _figures(
-            data, ("gpu_bytes", "cpu_bytes", "gpus_per_node", "peak_tflops", "memory_bandwidth"), "", problems
-        )
-        whole = ("gpu_bytes", "cpu_bytes", "gpus_per_node")
-        problems += [
-            f"{name} (found {plain[name]!r}, expected a whole number)" for name in whole if plain.get(name, 0) % 1
-        ]
-        problems += _unknown(data, {*cls.__dataclass_fields__} - {"name"}, "")
-        problems += _unknown(
-            data.get("fitted") if isinstance(data, dict) else None, Fitted.__dataclass_fields__, "fitted."
-        )
-        fitted = _figures(_part(data, "fitted"), Fitted.__dataclass_fields__, "fitted.", problems)
-        optional = {name: data[name] for name in _OPTIONAL if isinstance(data, dict) and data.get(name) is not None}
-        optional = _figures(optional, optional, "", problems)
-        if "disk_bytes" in optional:
-            problems += [name for name in ("disk_read", "disk_write") if name not in optional]
-        links: dict[int, Links] = {}
-        for gpus, figures in _part(data, "by_gpus").items():
-            needed = [f for f in Links.__dataclass_fields__ if f != "b_g2g" or gpus != "1"]
-            found = _figures(figures, needed, f"by_gpus.{gpus}.", problems)
-            problems += _unknown(figures, Links.__dataclass_fields__, f"by_gpus.{gpus}.")
-            if not str(gpus).isdecimal() or int(gpus) < 1:
-                problems.append(f"by_gpus.{gpus} (a number of GPUs is expected)")
-            elif len(found) == len(needed):
-                links[int(gpus)] = Links(**found)
-        if not links and not problems:
-            problems.append("by_gpus.1")
-        wires = list(_wires(data, problems))
-        if problems:
-            raise ConfigError(f"hardware {name!r} lacks {', '.join(problems)}")
+        if not isinstance(data, dict):
+            raise ConfigError(f"hardware {name!r} is a {type(data).__name__}: expected a JSON object of figures")
+        faults = _Faults()
+        plain = faults.figures(data, _NEEDED)
+        for whole in _WHOLE:
+            if plain.get(whole, 0) % 1:
+                faults.wrong.append(f"{whole} (found {plain[whole]!r}, expected a whole number)")
+        faults.no_others(data, {*cls.__dataclass_fields__} - {"name"})
+        part = faults.part(data, "fitted")
+        fitted = faults.figures(part, Fitted.__dataclass_fields__, "fitted.")
+        faults.no_others(part, Fitted.__dataclass_fields__, "fitted.")
+        optional = faults.figures(data, [name for name in _OPTIONAL if data.get(name) is not None])
+        if data.get("disk_bytes") is not None:
+            faults.missing.extend(name for name in ("disk_read", "disk_write") if data.get(name) is None)
+        links = dict(faults.links(data))
+        wires = tuple(faults.wires(data))
+        if found := str(faults):
+            raise ConfigError(f"hardware {name!r}: {found}")
         return cls(
             name=name,
             gpu_bytes=int(plain["gpu_bytes"]),
@@ -160,7 +150,7 @@ class Hardware:
             memory_bandwidth=plain["memory_bandwidth"],
             fitted=Fitted(**fitted),
             by_gpus=dict(sorted(links.items())),
-            wires=tuple(wires),
+            wires=wires,
             node_bandwidth=optional.get("node_bandwidth"),
             disk_bytes=int(optional["disk_bytes"]) if "disk_bytes" in optional else None,
             disk_read=optional.get("disk_read"),
@@ -270,42 +260,75 @@ class Hardware:
         return 1 if self.node_bandwidth is None else len({rank // self.gpus_per_node for rank in ranks})
 
 
-def _part(data: Any, key: str) -> dict[str, Any]:
-    part = data.get(key, {}) if isinstance(data, dict) else {}
-    return part if isinstance(part, dict) else {}
+@dataclass(frozen=True, slots=True)
+class _Faults:
+    """What is found wrong with a file while it is read."""
 
+    missing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
 
-def _wires(data: Any, problems: list[str]) -> Iterator[Wire]:
-    listed = data.get("wires", []) if isinstance(data, dict) else []
-    if not isinstance(listed, list):
-        problems.append(f"wires (found {listed!r}, expected a list)")
-        return
-    for number, wire in enumerate(listed):
-        found = _figures(wire, ("latency_us", "bandwidth"), f"wires.{number}.", problems)
-        ranks = wire.get("ranks") if isinstance(wire, dict) else None
-        if not isinstance(ranks, list) or not all(isinstance(rank, int) for rank in ranks):
-            problems.append(f"wires.{number}.ranks (a list of ranks is expected)")
-        elif len(found) == 2:
-            yield Wire(ranks=tuple(ranks), **found)
+    def __str__(self) -> str:
+        kinds = {"missing": self.missing, "unknown": self.unknown, "out of range": self.wrong}
+        return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
 
+    def part(self, data: dict[str, Any], key: str, where: str = "") -> dict[str, Any]:
+        """The object under `key`; empty without one."""
+        part = data.get(key)
+        if isinstance(part, dict):
+            return part
+        if part is not None:
+            self.wrong.append(f"{where}{key} (found {part!r}, expected an object)")
+        return {}
 
-def _unknown(data: Any, names: Collection[str], where: str) -> Iterator[str]:
-    """What nobody would read, with the name that was meant perhaps."""
-    for name in data if isinstance(data, dict) else ():
-        if name not in names and not name.startswith("_"):  # those are notes
-            near = get_close_matches(name, names, n=1)
-            yield f"{where}{name} (unknown{f': did you mean {near[0]!r}?' if near else ''})"
+    def figures(self, data: dict[str, Any], names: Iterable[str], where: str = "") -> dict[str, float]:
+        """The positive numbers under `names`."""
+        found: dict[str, float] = {}
+        for name in names:
+            value = data.get(name)
+            if value is None:
+                self.missing.append(f"{where}{name}")
+            elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST:
+                self.wrong.append(f"{where}{name} (found {value!r}, expected a number above 0)")
+            else:
+                found[name] = value
+        return found
 
+    def no_others(self, data: dict[str, Any], names: Collection[str], where: str = "") -> None:
+        """Nothing but `names`, and notes, which begin with an underscore: nobody would read it."""
+        for name in data:
+            if name not in names and not name.startswith("_"):
+                hint = meant(name, names)
+                self.unknown.append(f"{where}{name}{f' ({hint})' if hint else ''}")
 
-def _figures(data: Any, names: Any, where: str, problems: list[str]) -> dict[str, float]:
-    """The positive numbers under `names`; what is missing or no such number is added to `problems`."""
-    found: dict[str, float] = {}
-    for name in names:
-        value = data.get(name) if isinstance(data, dict) else None
-        if value is None:
-            problems.append(f"{where}{name}")
-        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST:
-            problems.append(f"{where}{name} (found {value!r}, expected a number above 0)")
-        else:
-            found[name] = value
-    return found
+    def links(self, data: dict[str, Any]) -> Iterator[tuple[int, Links]]:
+        """Those of `by_gpus`, of which there is at least one, by number of GPUs."""
+        by_gpus = self.part(data, "by_gpus")
+        if not by_gpus:
+            self.missing.append("by_gpus.1")
+        for gpus in by_gpus:
+            part, where = self.part(by_gpus, gpus, "by_gpus."), f"by_gpus.{gpus}."
+            needed = [name for name in Links.__dataclass_fields__ if name != "b_g2g" or gpus != "1"]
+            found = self.figures(part, needed, where)
+            self.no_others(part, Links.__dataclass_fields__, where)
+            if not gpus.isdecimal() or int(gpus) < 1:
+                self.wrong.append(f"by_gpus.{gpus} (expected a number of GPUs)")
+            elif len(found) == len(needed):
+                yield int(gpus), Links(**found)
+
+    def wires(self, data: dict[str, Any]) -> Iterator[Wire]:
+        """The process groups that were measured."""
+        listed = data.get("wires") or []
+        if not isinstance(listed, list):
+            self.wrong.append(f"wires (found {listed!r}, expected a list)")
+            return
+        for number, wire in enumerate(listed):
+            if not isinstance(wire, dict):
+                self.wrong.append(f"wires.{number} (found {wire!r}, expected an object)")
+                continue
+            found = self.figures(wire, ("latency_us", "bandwidth"), f"wires.{number}.")
+            ranks = wire.get("ranks")
+            if not isinstance(ranks, list) or not all(isinstance(rank, int) for rank in ranks):
+                self.wrong.append(f"wires.{number}.ranks (found {ranks!r}, expected a list of ranks)")
+            elif len(found) == 2:
+                yield Wire(ranks=tuple(ranks), **found)
