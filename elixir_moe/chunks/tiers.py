@@ -20,6 +20,12 @@ _CGROUPS = (
 )
 """Of both versions: (folder, limit, usage, droppable part of it)."""
 
+_RELIEF = {
+    Tier.DEVICE: "keep fewer chunks on the device (em.Plan.offload, device_chunks)",
+    Tier.HOST: "put more chunks on the device (device_chunks) or on disk (disk_chunks, and spill= in wrap)",
+}
+"""What helps where a tier is too small; the disk says so itself."""
+
 
 class Slab:
     """One allocation of exactly `numel` elements, handed out piece by piece.
@@ -37,7 +43,10 @@ class Slab:
         try:
             self._memory = torch.zeros(numel, dtype=dtype, device=device if tier is Tier.DEVICE else "cpu")
         except (MemoryError, RuntimeError) as error:
-            raise TierError(f"{tier} memory: cannot allocate {nbytes / 2**30:.2f} GiB for shards: {error}") from error
+            raise TierError(
+                f"{tier} memory: cannot allocate {nbytes / 2**30:.2f} GiB for shards: {error}; {_RELIEF[tier]}, or use "
+                f"more ranks"
+            ) from error
         if travels and nbytes:
             _page_lock(self._memory)
 
