@@ -404,7 +404,7 @@ def _open_spill(
     try:
         together(
             "made the files for chunks on disk",
-            lambda: made.append(Spill(os.fspath(directory), numels, arrays, checked=checked)),
+            lambda: made.append(Spill(os.fspath(directory), numels, arrays, rank=dist.get_rank(), checked=checked)),
             error=TierError,
         )
     except BaseException:

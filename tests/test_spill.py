@@ -54,7 +54,7 @@ def noise(numel: int, seed: int) -> Tensor:
 
 def test_arrays_of_all_chunks_keep_apart(opened: Callable[..., Spill]) -> None:
     spill = opened(checked=True)
-    places = [spill.take(numel) for numel in NUMELS]
+    places = [spill.take(numel, 0) for numel in NUMELS]
     assert sum(place.nbytes for place in places) == spill.nbytes
     wanted = {(p, a): noise(NUMELS[p], 10 * p + a) for p in range(len(places)) for a in range(3)}
     for (p, a), values in wanted.items():
@@ -71,7 +71,7 @@ def test_arrays_of_all_chunks_keep_apart(opened: Callable[..., Spill]) -> None:
 
 def test_a_change_meets_every_element_once(opened: Callable[..., Spill]) -> None:
     spill = opened(checked=True)
-    places = [spill.take(numel) for numel in NUMELS]
+    places = [spill.take(numel, 0) for numel in NUMELS]
     for place, numel in zip(places, NUMELS, strict=True):
         place.write(0, 0, noise(numel, numel))
 
@@ -89,7 +89,7 @@ def test_a_change_meets_every_element_once(opened: Callable[..., Spill]) -> None
 
 def test_slices_are_changed_side_by_side(opened: Callable[..., Spill]) -> None:
     """While one is computed, others are read and written: here each waits until three are under way."""
-    place = opened([4 * SLICE]).take(4 * SLICE)
+    place = opened([4 * SLICE]).take(4 * SLICE, 0)
     together = threading.Barrier(3, timeout=60)
     for change in place.change(lambda start, _: start < 3 * SLICE and together.wait() and None):
         change.result()
@@ -97,15 +97,15 @@ def test_slices_are_changed_side_by_side(opened: Callable[..., Spill]) -> None:
 
 @pytest.mark.fault(34, 35)
 def test_the_file_has_no_name(opened: Callable[..., Spill], tmp_path: Path) -> None:
-    opened().take(NUMELS[0]).write(0, 0, noise(NUMELS[0], 1))
+    opened().take(NUMELS[0], 7).write(0, 0, noise(NUMELS[0], 1))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.fault(9)
 def test_a_flipped_bit_is_seen_where_checksums_are_kept(opened: Callable[..., Spill]) -> None:
     for checked in (True, False):
-        spill = opened(checked=checked)
-        place = spill.take(NUMELS[0])
+        spill = opened(checked=checked, rank=3)
+        place = spill.take(NUMELS[0], 7)
         place.write(0, 0, noise(NUMELS[0], 1))
         with open(f"/proc/self/fd/{spill._file.fileno()}", "r+b") as behind:
             behind.seek(4 * (3 * SLICE + 11))  # behind a slice of three arrays: in the second slice of the first array
@@ -114,7 +114,8 @@ def test_a_flipped_bit_is_seen_where_checksums_are_kept(opened: Callable[..., Sp
             behind.write(bytes([byte ^ 1]))
         assert torch.equal(place.read(0, 0, SLICE), noise(NUMELS[0], 1)[:SLICE])
         if checked:
-            with pytest.raises(em.TierError, match=r"array 0, slice 1 of a chunk.*go on from a checkpoint"):
+            told = rf"rank 3 .*chunk 7, master, elements {SLICE} to {2 * SLICE} of.*go on from a checkpoint"
+            with pytest.raises(em.TierError, match=told):
                 place.read(0, SLICE, SLICE + 1)
         else:
             assert place.read(0, SLICE + 11, SLICE + 12) != noise(NUMELS[0], 1)[SLICE + 11]
@@ -135,7 +136,7 @@ def test_a_full_disk_shows_before_training(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_is_told(opened: Callable[..., Spill]) -> None:
-    place = opened().take(NUMELS[0])
+    place = opened().take(NUMELS[0], 7)
     broken = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     with mock.patch.object(spilling.os, "preadv", broken), pytest.raises(em.TierError, match="could not be read from"):
         place.read(0, 0, 3)

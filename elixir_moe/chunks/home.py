@@ -382,7 +382,7 @@ def build_homes(chunks: list[tuple[ChunkSpec, Tier]], device: torch.device, spil
         master = spilled = None
         if tier is Tier.DISK:
             assert spill is not None, "chunks on disk without a file"
-            spilled = spill.take(spec.shard_numel)
+            spilled = spill.take(spec.shard_numel, spec.index)
         elif spec.key.trainable:
             master = slabs[slab_of(spec, tier, torch.float32)].take(spec.shard_numel)
         compute = (

@@ -40,20 +40,26 @@ _FLOAT_BYTES = 4
 class Spill:
     """The file of one rank."""
 
-    def __init__(self, directory: str, numels: Sequence[int], arrays: int, *, checked: bool = False) -> None:
+    def __init__(
+        self, directory: str, numels: Sequence[int], arrays: int, *, rank: int = 0, checked: bool = False
+    ) -> None:
         """For chunks of so many elements each, `arrays` of fp32 a chunk, zeros at first.
 
         Args:
             directory: where the file is made; on a disk, not on a file system in memory.
             numels: elements of each chunk's shard.
             arrays: the master shard and the optimizer's moments.
+            rank: whose file it is, for messages.
             checked: a checksum of each slice is kept in memory, and compared whenever it is read.
 
         Raises:
             TierError: there is no such directory, or the disk has too little room.
         """
         self.directory = directory
+        self.where = f"disk of {socket.gethostname()}"
+        """For messages."""
         self.arrays = arrays
+        self.rank = rank
         self.checked = checked
         self.slice_numel = spill_slice_numel(numels)
         self.nbytes = sum(spilled_bytes(numel, arrays) for numel in numels)
@@ -65,7 +71,7 @@ class Spill:
         except OSError as error:
             left = f", {disk_bytes_left(directory) / 2**30:.2f} GiB are left" if os.path.isdir(directory) else ""
             raise TierError(
-                f"disk of {socket.gethostname()}: {self.nbytes / 2**30:.2f} GiB for shards cannot be had in "
+                f"{self.where}: {self.nbytes / 2**30:.2f} GiB for shards cannot be had in "
                 f"{directory!r}{left}: {error.strerror}; name another folder (spill=), put fewer chunks on disk, or "
                 f"use more ranks"
             ) from error
@@ -88,11 +94,11 @@ class Spill:
         except OSError:  # a file system in memory, or with blocks longer than ours
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
 
-    def take(self, numel: int) -> "Spilled":
-        """The place of the next chunk's arrays."""
+    def take(self, numel: int, chunk: int) -> "Spilled":
+        """The place of the next chunk's arrays; `chunk` is its number, for messages."""
         start, self._taken = self._taken, self._taken + spilled_bytes(numel, self.arrays)
         assert self._taken <= self.nbytes, "spill file handed out beyond its size"
-        return Spilled(self, start, numel)
+        return Spilled(self, start, numel, chunk)
 
     @contextmanager
     def buffer(self) -> Iterator[torch.Tensor]:
@@ -114,7 +120,10 @@ class Spill:
                 data, offset = data[moved:], offset + moved
         except OSError as error:
             verb = "written to" if write else "read from"
-            raise TierError(f"disk: shards could not be {verb} {self.directory!r}: {error}") from error
+            raise TierError(
+                f"{self.where}: shards of rank {self.rank} could not be {verb} {self.directory!r}: {error}; go on from "
+                f"a checkpoint, on another disk"
+            ) from error
 
     def close(self) -> None:
         """Gives the disk back when all that was begun has ended."""
@@ -125,9 +134,10 @@ class Spill:
 class Spilled:
     """The arrays of one chunk on disk."""
 
-    def __init__(self, spill: Spill, offset: int, numel: int) -> None:
+    def __init__(self, spill: Spill, offset: int, numel: int, chunk: int) -> None:
         self._spill = spill
         self._offset = offset
+        self._chunk = chunk
         self.numel = numel
         self._slices = range(-(-numel // spill.slice_numel))
         self._checksums: dict[tuple[int, int], int] = {}
@@ -211,9 +221,11 @@ class Spilled:
     def _check(self, index: int, array: int, content: torch.Tensor) -> None:
         wanted = self._checksums.get((index, array))
         if wanted is not None and zlib.crc32(_bytes_of(content)) != wanted:
+            start, stop = self._bounds(index)
             raise TierError(
-                f"disk: what was read from {self._spill.directory!r} is not what was written there (array {array}, "
-                f"slice {index} of a chunk): the disk cannot be trusted; go on from a checkpoint, on another one"
+                f"{self._spill.where}: what rank {self._spill.rank} read from {self._spill.directory!r} is not what it "
+                f"wrote there (chunk {self._chunk}, {f'moment {array}' if array else 'master'}, elements {start} to "
+                f"{stop} of its shard): the disk cannot be trusted; go on from a checkpoint, on another one"
             )
 
 

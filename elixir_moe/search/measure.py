@@ -348,7 +348,7 @@ def _temporary_rates() -> tuple[float, float]:
 
 def _disk_rates(directory: str) -> tuple[float, float]:
     """1e9 bytes a second read and written in a folder, the way chunks on disk are."""
-    spill = Spill(directory, [_DISK_BYTES // 4], 1)
+    spill = Spill(directory, [_DISK_BYTES // 4], 1, rank=dist.get_rank())
     step = spill.slice_numel * 4
 
     def move(offset: int, write: bool) -> None:
