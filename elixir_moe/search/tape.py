@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from elixir_moe.calls import in_backward
+from elixir_moe.calls import in_backward, tensors_in
 from elixir_moe.parallel.dataless import has_data
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.megatron_dataless import is_mixture
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a DTensor's operator comes again, for the local tensors
         kwargs = kwargs or {}
         out = _grouped(func, *args, **kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
-        made = [t for t in _tensors(out) if self._take(t)]
+        made = [t for t in tensors_in(out) if self._take(t)]
         packet = func._overloadpacket
         if func.namespace in ("c10d", "_c10d_functional"):
             self.marks += _sent(func, args, out)
@@ -123,9 +123,11 @@ class Recorder(TorchDispatchMode):
         if packet in flop_registry or packet in _UNREGISTERED:
             self.marks.append(Mark(Kind.OPERATOR, flops=_flops(packet, args, kwargs, out)))
         elif made or func._schema.is_mutable:
-            written = sum(_nbytes(t) for t in _tensors(out))
+            written = sum(_nbytes(t) for t in tensors_in(out))
             read = (
-                written if packet in _PICKS_ROWS else sum(_nbytes(t) for t in _tensors((args, tuple(kwargs.values()))))
+                written
+                if packet in _PICKS_ROWS
+                else sum(_nbytes(t) for t in tensors_in((args, tuple(kwargs.values()))))
             )
             if "empty" not in packet.__name__:
                 self.marks.append(Mark(Kind.OPERATOR, traffic=read + written))
@@ -170,7 +172,7 @@ class Recorder(TorchDispatchMode):
                 self.marks.append(Mark(Kind.BOUNDARY, "forward", nbytes=number))
 
         def leave(_: nn.Module, args: object, output: object) -> None:
-            whose = [t for t in _tensors(output) if t.requires_grad] if not in_backward() else []
+            whose = [t for t in tensors_in(output) if t.requires_grad] if not in_backward() else []
             if whose:
                 whose[0].register_hook(lambda _: self.marks.append(Mark(Kind.BOUNDARY, "backward", nbytes=number)))
 
@@ -195,7 +197,7 @@ def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Mark]:
         return []
     name = func._overloadpacket.__name__
     twice = 1 + ("reduce" in name and "scatter" not in name)
-    largest = max(sum(map(_nbytes, _tensors(part))) for part in (*args, out))
+    largest = max(sum(map(_nbytes, tensors_in(part))) for part in (*args, out))
     return [Mark(Kind.SENT, " ".join(map(str, dist.get_process_group_ranks(group))), nbytes=twice * largest)]
 
 
@@ -233,13 +235,3 @@ _UNREGISTERED = (
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
