@@ -9,8 +9,10 @@ step.
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -111,6 +113,57 @@ def wrapped(config: GPTConfig, plan: em.Plan, accumulation: int, clip: float | N
     del model, optimizer
     gc.collect()  # hooks and model point at each other, and a process group costs threads until it is freed
     return result
+
+
+def trained(
+    build: Callable[[], tuple[nn.Module, Any]],
+    backward: Callable[[Any, int], object],
+    plan: em.Plan | None,
+    steps: int,
+    *,
+    after: Callable[[nn.Module], nn.Module] = lambda model: model,
+    between: Callable[[nn.Module], float] | None = None,
+) -> dict[str, Any]:
+    """The weights after some steps, and the gradient norm of each; under plain torch if `plan` is None.
+
+    Args:
+        build: makes the model and its optimizer; torch's generator is seeded before.
+        backward: ``backward(model, step)`` brings gradients, wrapped of this rank's part of the rows.
+        plan: of `wrap`.
+        steps: how many.
+        after: what is done to the model after `wrap`.
+        between: what is done before and after each step; what it returns counts as a norm.
+    """
+    torch.manual_seed(1)
+    model, optimizer = build()
+    if plan is not None:
+        model, optimizer = em.wrap(model, optimizer, plan=plan, **spill_of(plan))
+    model = after(model)
+    norms = [] if between is None else [between(model)]
+    for step in range(steps):
+        backward(model, step)
+        clip = partial(nn.utils.clip_grad_norm_, model.parameters()) if plan is None else optimizer.clip_grad_norm_
+        norms.append(clip(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        norms += [] if between is None else [between(model)]
+    if plan is None:
+        return {"norms": norms, "state": model.state_dict()}
+    result = {"norms": norms, "state": em.full_state_dict(model)}
+    optimizer.close()
+    del model, optimizer, clip
+    gc.collect()
+    return result
+
+
+def assert_alike(found: dict[str, Any], wanted: dict[str, Any], case: object, tolerance: float, **norms: float) -> None:
+    """Compares what `trained` gave: weights within `tolerance`, norms as `pytest.approx` is told."""
+    assert found["norms"] == pytest.approx(wanted["norms"], **norms), case
+    assert set(found["state"]) == set(wanted["state"]), case
+    for name, value in wanted["state"].items():
+        torch.testing.assert_close(
+            found["state"][name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{case}: {name}: {text}"
+        )
 
 
 def compare(found: dict[str, Any], wanted: dict[str, Any], case: str, tolerance: float = TOLERANCE) -> float:

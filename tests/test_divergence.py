@@ -1,6 +1,5 @@
 """Ranks that run different modules, against plain torch that sees both ranks' rows; and what they may not do."""
 
-import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 import elixir_moe as em
 from elixir_moe.chunks.agreement import Peers
 from elixir_moe.errors import LayoutError
+from tests.parity import assert_alike, trained
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -85,30 +85,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def train(name: str, plan: em.Plan | None) -> dict[str, Any]:
-    torch.manual_seed(1)
-    model = MODELS[name]()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    if plan is not None:
-        model, optimizer = em.wrap(model, optimizer, plan=plan)
-    norms = []
-    for step in range(STEPS):
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = MODELS[name]()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+    def backward(model: nn.Module, step: int) -> None:
         rows = torch.randn(ROWS, D, generator=torch.Generator().manual_seed(step)).chunk(2)
         for half in (0, 1):
             if plan is None or dist.get_rank() == half:
                 loss = (model(rows[half], half) - rows[half].flip(1)).square().mean()
                 (loss / 2 if plan is None else loss).backward()
-        plain = plan is None
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5) if plain else optimizer.clip_grad_norm_(0.5)
-        norms.append(norm.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    if plan is None:
-        return {"norms": norms, "state": model.state_dict()}
-    result = {"norms": norms, "state": em.full_state_dict(model)}
-    optimizer.close()
-    del model, optimizer
-    gc.collect()
-    return result
+
+    return trained(build, backward, plan, STEPS)
 
 
 def train_all(name: str, plans: dict[str, em.Plan]) -> dict[str, dict[str, Any]]:
@@ -122,9 +110,7 @@ def test_ranks_may_run_other_modules_where_weights_are_whole(name: str, ranks: R
     plans = WHOLE | (SCATTERED if name.startswith("experts") else {})
     for found in ranks(2).run(train_all, name, plans):
         for plan, result in found.items():
-            assert result["norms"] == pytest.approx(wanted["norms"], rel=1e-5), plan
-            for key, value in wanted["state"].items():
-                torch.testing.assert_close(result["state"][key], value, rtol=0, atol=1e-5, msg=f"{plan} {key}")
+            assert_alike(result, wanted, plan, 1e-5, rel=1e-5)
 
 
 def agree(used: list[list[int]], gathered: list[list[int]]) -> list[int] | str:

@@ -6,7 +6,6 @@ under plain torch on all rows, and wrapped on one and two ranks, each on its par
 """
 
 import contextlib
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.updates import is_adam
-from tests.cases import spill_of
+from tests.parity import assert_alike, trained
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -537,36 +536,22 @@ PLANS = {
 }
 
 
-def train(scenario: Scenario, plan: em.Plan | None) -> dict[str, Any]:
-    """The training loop; plain torch on all rows if `plan` is None."""
-    torch.manual_seed(1)
-    model = scenario.model()
-    optimizer: Any = scenario.optimizer(model)
+def rows_of(step: int, plan: em.Plan | None) -> Tensor:
+    """The rows of a step: this rank's part, all of them for plain torch."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if plan else (0, 1)
-    if plan is not None:
-        model, optimizer = em.wrap(model, optimizer, plan=plan, **spill_of(plan))
-    norms = [scenario.between(model)]
-    for step in range(STEPS):
-        rows = torch.randn(ROWS, D, generator=torch.Generator().manual_seed(step))[rank * ROWS // world :][
-            : ROWS // world
-        ]
-        loss = scenario.loss(model, rows)
-        scenario.backward(loss, model, rows)
-        if plan is None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        else:
-            norm = optimizer.clip_grad_norm_(0.5)
-        norms.append(norm.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        norms.append(scenario.between(model))
-    if plan is None:
-        return {"norms": norms, "state": model.state_dict()}
-    result = {"norms": norms, "state": em.full_state_dict(model), "replaced": optimizer.statistics().blocks_replaced}
-    optimizer.close()
-    del model, optimizer
-    gc.collect()
-    return result
+    return torch.randn(ROWS, D, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+
+
+def train(scenario: Scenario, plan: em.Plan | None) -> dict[str, Any]:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = scenario.model()
+        return model, scenario.optimizer(model)
+
+    def backward(model: nn.Module, step: int) -> None:
+        rows = rows_of(step, plan)
+        scenario.backward(scenario.loss(model, rows), model, rows)
+
+    return trained(build, backward, plan, STEPS, between=scenario.between)
 
 
 def train_all(names: list[str], plans: dict[str, em.Plan]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -587,9 +572,4 @@ def test_scenario(name: str, world: int, ranks: Ranks) -> None:
     plans = {plan: PLANS[plan] for plan in sorted(chosen)}
     for found in ranks(world).run(train_all, [name], plans):
         for case, result in found.items():
-            assert result["norms"] == pytest.approx(wanted["norms"], rel=1e-5, abs=1e-5), case
-            assert set(result["state"]) == set(wanted["state"])
-            for key, value in wanted["state"].items():
-                torch.testing.assert_close(
-                    result["state"][key], value, rtol=0, atol=2e-5, msg=lambda m, c=case, k=key: f"{c} {k}: {m}"
-                )
+            assert_alike(result, wanted, case, 2e-5, rel=1e-5, abs=1e-5)

@@ -6,7 +6,6 @@ optimizer, tolerances as in `tests.parity`; under autocast both sides round grad
 most 1), each rank its own part, and steps of SGD with lr 1e-2 carry that to 4 * 1e-2 * 2^-9 = 8e-5.
 """
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,12 @@ from torch.nn.utils import parametrizations, parametrize
 
 import elixir_moe as em
 from tests.cases import with_further
+from tests.parity import assert_alike, trained
 from tests.ranks import RankPool
-from tests.test_habits import D, Layer, Net, adamw, mean_square, sgd
+from tests.test_habits import D, Layer, Net, adamw, mean_square, rows_of, sgd
 
 Ranks = Callable[[int], RankPool]
-STEPS, ROWS = 4, 8
+STEPS = 4
 
 
 class Shapes(Net):
@@ -286,34 +286,17 @@ PLANS = {
 
 
 def train(name: str, plan: em.Plan | None) -> dict[str, Any]:
-    """The training loop; plain torch on all rows if `plan` is None."""
     case = CASES[name]
-    torch.manual_seed(1)
-    torch.compiler.reset()
-    model = case.before(case.model())
-    optimizer: Any = case.optimizer(model)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if plan else (0, 1)
-    if plan is not None:
-        model, optimizer = em.wrap(model, optimizer, plan=plan)
-    model = case.after(model)
-    norms = []
-    for step in range(STEPS):
-        rows = torch.randn(ROWS, D, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
-        case.loss(model, rows).backward()
-        if plan is None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        else:
-            norm = optimizer.clip_grad_norm_(0.5)
-        norms.append(norm.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    if plan is None:
-        return {"norms": norms, "state": model.state_dict()}
-    result = {"norms": norms, "state": em.full_state_dict(model)}
-    optimizer.close()
-    del model, optimizer
-    gc.collect()
-    return result
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.compiler.reset()
+        model = case.before(case.model())
+        return model, case.optimizer(model)
+
+    def backward(model: nn.Module, step: int) -> None:
+        case.loss(model, rows_of(step, plan)).backward()
+
+    return trained(build, backward, plan, STEPS, after=case.after)
 
 
 def train_all(name: str) -> dict[str, dict[str, Any]]:
@@ -344,12 +327,7 @@ def test_case(name: str, ranks: Ranks, alone: None) -> None:
     wanted, tolerance = train(name, None), CASES[name].tolerance
     for found in (train_all(name), *ranks(2).run(train_all, name)):
         for plan, result in found.items():
-            assert result["norms"] == pytest.approx(wanted["norms"], rel=max(1e-5, tolerance * 10)), plan
-            assert set(result["state"]) == set(wanted["state"])
-            for key, value in wanted["state"].items():
-                torch.testing.assert_close(
-                    result["state"][key], value, rtol=0, atol=tolerance, msg=lambda m, p=plan, k=key: f"{p} {k}: {m}"
-                )
+            assert_alike(result, wanted, plan, tolerance, rel=max(1e-5, tolerance * 10))
 
 
 def decay_of_each_group(wrapped: bool) -> dict[str, torch.Tensor]:
