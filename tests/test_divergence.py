@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.chunks.agreement import Peers
+from elixir_moe.chunks.agreement import OutOfStepError, Peers
 from elixir_moe.errors import LayoutError
 from tests.parity import assert_alike, trained
 from tests.ranks import RankPool
@@ -113,14 +113,17 @@ def test_ranks_may_run_other_modules_where_weights_are_whole(name: str, ranks: R
             assert_alike(result, wanted, plan, 1e-5, rel=1e-5)
 
 
-def agree(used: list[list[int]], gathered: list[list[int]]) -> list[int] | str:
+def agree(
+    used: list[list[int]], gathered: list[list[int]], issued: tuple[list[int], ...] = ([], [])
+) -> list[int] | str:
     spec = [SimpleNamespace(shards=shards, index=i) for i, shards in enumerate((1, 1, 2, 2))]
-    chunks: Any = [SimpleNamespace(spec=s, names=[f"weight {s.index}"]) for s in spec]
+    one = SimpleNamespace(issued=issued[dist.get_rank()])
+    chunks: Any = [SimpleNamespace(spec=s, names=[f"weight {s.index}"], communicator=one) for s in spec]
     group = dist.group.WORLD
     assert group is not None
     try:
         return Peers(group, chunks)(used[dist.get_rank()], gathered[dist.get_rank()])()
-    except LayoutError as error:
+    except (LayoutError, OutOfStepError) as error:
         return str(error)
 
 
@@ -143,3 +146,10 @@ def test_ranks_that_part_learn_it_before_they_mix_gradients(
     for text in ranks(2).run(agree, used, gathered):
         with pytest.raises(LayoutError, match=message):
             raise LayoutError(text)
+
+
+def test_ranks_that_are_out_of_step_learn_where_they_parted(ranks: Ranks) -> None:
+    for text in ranks(2).run(agree, [[3], [3]], [[2, 3], [2]], ([5, 1], [4, 1])):
+        assert text.startswith("some ranks have issued more gathers or reductions than others")
+        assert "rank 0 has gathered chunk 3 (weight 3) where rank 1 has gathered nothing more" in text
+        assert text.endswith("start all ranks again, from the latest checkpoint")

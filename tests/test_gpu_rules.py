@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -432,3 +433,45 @@ def test_counts_of_a_layer_that_has_not_run_join_those_on_a_gpu() -> None:
     joined = _joined(counts)
     assert (joined.device.type, joined.shape) == ("meta", (6,))
     assert _joined(counts[:1]).tolist() == [0] * 4
+
+
+class Ahead(Communicator):
+    """As if rank 1 had issued one collective more than rank 0, which an interrupt has kept from it."""
+
+    @property
+    def issued(self) -> list[int]:
+        return [number + self.rank for number in super().issued]
+
+
+def out_of_step() -> list[str]:
+    """What a step in step has issued; then what backward, another forward and a step out of step say."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plan = em.Plan.zero2(chunk_numel=72)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
+    communicator = optimizer._scheduler.chunks[0].communicator
+    said = [str(communicator.issued)]  # where messages have tags nobody need count
+    communicator.staged = communicator.tagged = False
+    before = communicator.issued
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    said.append(str([now - then for now, then in zip(communicator.issued, before, strict=True)]))
+    communicator.__class__ = Ahead
+    loss = model(torch.ones(2, 8)).square().mean()
+    for run in (loss.backward, partial(model, torch.ones(2, 8)), optimizer.step):
+        with pytest.raises(em.ElixirError) as raised:
+            run()
+        said.append(str(raised.value))
+        optimizer.zero_grad()
+    communicator.staged = communicator.tagged = True
+    optimizer.close()
+    return said
+
+
+def test_ranks_that_are_out_of_step_stop(ranks: Callable[[int], RankPool]) -> None:
+    """On NCCL nothing but their order tells which collectives belong together; on gloo their tags do."""
+    for tagged, in_step, *said in ranks(2).run(out_of_step):
+        assert (tagged, in_step) == ("[]", "[2, 2]")
+        assert len(said) == 3
+        assert all("more gathers or reductions than others" in text for text in said)
+        assert all(text.endswith("start all ranks again, from the latest checkpoint") for text in said)

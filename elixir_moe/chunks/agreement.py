@@ -4,7 +4,8 @@ Owns the order, what each chunk still waits for, and one small exchange at the b
 ranks that hold one model. Which modules a rank runs is the user's business: layers dropped at random, a head for each
 task, a tower for pictures alone. Chunks that every rank has whole are reduced all the same, with zeros from ranks that
 did not use them. Chunks that are scattered have to be gathered by all ranks alike; where they were not, all ranks learn
-it here, and no gradient is summed with another's.
+it here, and no gradient is summed with another's. So it is where a rank has issued a collective that others have not,
+and nothing but their order tells which belong together: an interrupt strikes each rank at another place.
 """
 
 import zlib
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from elixir_moe.chunks.chunk import Chunk
 from elixir_moe.chunks.collectives import Ticket, naming_failures
-from elixir_moe.errors import LayoutError
+from elixir_moe.errors import ElixirError, LayoutError
 
 Agreement = Callable[[Sequence[int], Sequence[int]], Callable[[], list[int]]]
 """Asks, for the chunks this rank used, in its order, and those it has gathered since the last backward; what it returns
@@ -33,6 +34,10 @@ def alone(used: Sequence[int], gathered: Sequence[int]) -> Callable[[], list[int
 _WHAT = "the agreement on a backward"
 
 
+class OutOfStepError(ElixirError):
+    """Collectives of this rank no longer meet those of others that they belong to."""
+
+
 class Peers:
     """The ranks of a process group hold the same chunks.
 
@@ -43,6 +48,7 @@ class Peers:
 
     def __init__(self, process_group: dist.ProcessGroup, chunks: Sequence[Chunk]) -> None:
         self._process_group = process_group
+        self._communicators = list({id(chunk.communicator): chunk.communicator for chunk in chunks}.values())
         self._scattered = [chunk.spec.shards > 1 for chunk in chunks]
         self._names = [f"chunk {chunk.spec.index} ({', '.join(chunk.names[:3])})" for chunk in chunks]
 
@@ -51,10 +57,12 @@ class Peers:
 
         Raises:
             LayoutError: ranks have gathered or used different scattered chunks; on all ranks, with the answer.
+            OutOfStepError: some have issued more collectives than others; likewise.
         """
         chunks = len(self._scattered)
-        digest = zlib.crc32(torch.tensor(gathered, dtype=torch.int64, device="cpu").numpy().tobytes())
-        mine = torch.tensor([digest, len(gathered), len(used), *used, *[-1] * (chunks - len(used))], device="cpu")
+        issued = [n for communicator in self._communicators for n in communicator.issued]
+        facts = [_digest(issued), _digest(gathered), len(gathered), len(used)]
+        mine = torch.tensor([*facts, *used, *[-1] * (chunks - len(used))], device="cpu")
         table = mine.new_empty(self._process_group.size(), len(mine))
         with naming_failures(_WHAT):
             work = dist.all_gather(list(table), mine, group=self._process_group, async_op=True)
@@ -63,29 +71,44 @@ class Peers:
 
     def _answer(self, ticket: Ticket, table: torch.Tensor, gathered: Sequence[int]) -> list[int]:
         ticket.wait()
-        orders = [row[3 : 3 + row[2]] for row in table.tolist()]
-        if (table[:, :2] != table[0, :2]).any():
-            self._raise("gathered", gathered)
+        orders = [row[4 : 4 + row[3]] for row in table.tolist()]
         scattered = [{chunk for chunk in order if self._scattered[chunk]} for order in orders]
-        if any(theirs != scattered[0] for theirs in scattered):
-            self._raise("used", sorted(scattered[self._process_group.rank()]))
+        found = ""
+        if (table[:, 1:3] != table[0, 1:3]).any():
+            found = self._difference("gathered", gathered)
+        elif any(theirs != scattered[0] for theirs in scattered):
+            found = self._difference("used", sorted(scattered[self._process_group.rank()]))
+        if (table[:, 0] != table[0, 0]).any():
+            raise OutOfStepError(
+                f"some ranks have issued more gathers or reductions than others, as after an interrupt that strikes "
+                f"them at different places{', or where they run other modules: ' * bool(found)}{found}. What comes "
+                f"next would meet another chunk's: start all ranks again, from the latest checkpoint"
+            )
+        if found:
+            raise LayoutError(
+                f"{found}: weights that are scattered must be used by all ranks, in one order. Run the same modules on "
+                f"every rank (multiply by zero what is not wanted), or keep weights whole with Plan.ddp()"
+            )
         return list(dict.fromkeys(chunk for order in orders for chunk in order))
 
-    def _raise(self, verb: str, chunks: Sequence[int]) -> None:
+    def _difference(self, verb: str, chunks: Sequence[int]) -> str:
+        """The first one, in words. Collective."""
         everyone: list[Any] = [None] * self._process_group.size()
         dist.all_gather_object(everyone, list(chunks), group=self._process_group)
         other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
         pairs = zip_longest(everyone[0], everyone[other])
         first, second = next((self._name(a), self._name(b)) for a, b in pairs if a != b)
         ranks = dist.get_process_group_ranks(self._process_group)
-        raise LayoutError(
-            f"since the last backward rank {ranks[0]} has {verb} {first} where rank {ranks[other]} has {verb} "
-            f"{second}: weights that are scattered must be used by all ranks, in one order. Run the same modules on "
-            f"every rank (multiply by zero what is not wanted), or keep weights whole with Plan.ddp()"
+        return (
+            f"since the last backward rank {ranks[0]} has {verb} {first} where rank {ranks[other]} has {verb} {second}"
         )
 
     def _name(self, chunk: int | None) -> str:
         return "nothing more" if chunk is None else self._names[chunk]
+
+
+def _digest(numbers: Sequence[int]) -> int:
+    return zlib.crc32(torch.tensor(numbers, dtype=torch.int64, device="cpu").numpy().tobytes())
 
 
 class Reductions:
@@ -95,6 +118,8 @@ class Reductions:
         self._agreement = agreement
         self.gathered: list[int] = []
         """Chunks whose shards were gathered since the last backward."""
+        self.out_of_step = ""
+        """Why no collective of these ranks is to be trusted any more."""
         self._answer: Callable[[], list[int]] | None = None
         self._order: deque[int] = deque()
         self._awaited: dict[int, set[int]] = {}
@@ -139,7 +164,11 @@ class Reductions:
         self._news = False
         if self._answer is not None:
             answer, self._answer = self._answer, None
-            self._order = deque(answer())
+            try:
+                self._order = deque(answer())
+            except OutOfStepError as error:
+                self.out_of_step = str(error)
+                raise
         while self._order and not self._awaited.get(self._order[0]):
             chunk = self._order.popleft()
             yield chunk, chunk not in self._used

@@ -80,6 +80,7 @@ class Communicator:
         self.index = ranks.index(self.rank) if self.size > 1 else 0
         self._reduction = f"the reduction of a chunk of gradients over ranks {ranks}"
         self._groups = list(groups)
+        self._device = device
         self._gather_group: dist.ProcessGroup | None = None
         self._reduce_group: dist.ProcessGroup | None = None
         if groups:
@@ -87,6 +88,14 @@ class Communicator:
         self.staged = device is not None and bool(groups) and backend_of(groups[0], device) == "gloo"
         self.tagged = self.staged or not groups
         """Messages find their place by their tags: the order among process groups may differ from rank to rank."""
+
+    @property
+    def issued(self) -> list[int]:
+        """How many gathers and reductions this rank has issued, where nothing but their order tells which is which."""
+        if self.tagged or self._device is None:
+            return []
+        backends: list[Any] = [group._get_backend(self._device) for group in self._groups]
+        return [backend._get_sequence_number_for_group() for backend in backends]
 
     def all_gather(self, buffer: torch.Tensor, tag: int) -> Ticket:
         """In place: slice `index` of `buffer`'s `size` equal slices is ours, the others arrive.

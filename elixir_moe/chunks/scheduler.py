@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from elixir_moe.chunks.agreement import Agreement, Reductions, alone
+from elixir_moe.chunks.agreement import Agreement, OutOfStepError, Reductions, alone
 from elixir_moe.chunks.chunk import GATHERED, GATHERING, GRADIENT, REDUCING, SHARDED, Chunk
 from elixir_moe.chunks.collectives import Ticket
 from elixir_moe.chunks.gathers import Gathers
@@ -142,7 +142,9 @@ class Scheduler:
         self._in_flight.clear()
 
     def check_open(self) -> None:
-        """Raises ConfigError after ``optimizer.close()``."""
+        """Raises ConfigError after ``optimizer.close()``, OutOfStepError where collectives of the ranks do not meet."""
+        if self.reductions.out_of_step:
+            raise OutOfStepError(self.reductions.out_of_step)
         if self.closed:
             raise ConfigError("optimizer.close() was called: the model cannot run any more; wrap a new one")
 
