@@ -2,7 +2,8 @@
 
 Owns what counts as out of memory, which setting is made smaller next, and the new beginning of the process groups. A
 rank that runs out of memory in the middle of a step cannot join its peers' collectives any more: it says so in the
-store that brought the ranks together and destroys its process groups, at which those of the others fail.
+store that brought the ranks together and destroys its process groups, at which those of the others fail. Those of gloo
+do; NCCL waits for what was begun when it is destroyed, so there the ranks end instead, and a new start goes on.
 """
 
 import gc
