@@ -87,7 +87,8 @@ class Communicator:
             self._gather_group, self._reduce_group = groups
         self.staged = device is not None and bool(groups) and backend_of(groups[0], device) == "gloo"
         self.tagged = self.staged or not groups
-        """Messages find their place by their tags: the order among process groups may differ from rank to rank."""
+        """Messages find their place by their tags: what begins when may differ from rank to rank. One for all that
+        `build_communicators` makes."""
 
     @property
     def issued(self) -> list[int]:
@@ -228,7 +229,11 @@ def build_communicators(wanted: Iterable[tuple[int, ...]], device: torch.device)
     wanted = set(wanted)
     pairs = zip(make_groups(wanted).items(), make_groups(wanted).values(), strict=True)
     several = {ranks: Communicator(ranks, (gather, reduce), device) for (ranks, gather), reduce in pairs}
-    return {ranks: several.get(ranks) or Communicator(ranks) for ranks in wanted}
+    communicators = {ranks: several.get(ranks) or Communicator(ranks) for ranks in wanted}
+    tagged = all(communicator.tagged for communicator in several.values())
+    for communicator in communicators.values():
+        communicator.tagged = tagged  # a chunk of one rank stands in line before others
+    return communicators
 
 
 def world_timeout() -> timedelta:
