@@ -29,6 +29,12 @@ class Wrapped:
     """Names in the plain model's state dict, in order."""
 
 
+def plain_keys(model: nn.Module) -> tuple[str, ...]:
+    """Names in the state dict of a model before `wrap`, in order; what is no tensor of a module is left out."""
+    named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    return tuple(name for name in model.state_dict() if name in named)
+
+
 def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[int, ...]]:
     """The ranks `full_state_dict` gathers over."""
     patterns = {pattern for p in model.parameters() if (pattern := pattern_of(p)) is not None}

@@ -6,13 +6,14 @@ Owns the order of construction and the agreement of all ranks on it; each step i
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir_moe.checks import check_arguments, check_data, check_disk, check_modules, check_search
 from elixir_moe.chunks.agreement import Peers, alone
 from elixir_moe.chunks.chunk import Chunk, Placeholder
 from elixir_moe.chunks.collectives import (
@@ -34,7 +35,6 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.tiers import check_fits, host_bytes_left
 from elixir_moe.chunks.walk import Use, Walk
 from elixir_moe.errors import ConfigError, LayoutError, PlanError, TierError
-from elixir_moe.guard import Guarded
 from elixir_moe.hooks import Hooks
 from elixir_moe.huggingface import Pretrained, leave_meta
 from elixir_moe.optim import ShardedOptimizer
@@ -42,18 +42,15 @@ from elixir_moe.parallel import megatron
 from elixir_moe.parallel.annotate import annotate_dtensors, pattern_of, replicated_everywhere
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.mesh import init_mesh
-from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.ranks import gathered, together
 from elixir_moe.search.auto import Request, forecast
 from elixir_moe.search.prediction import Prediction
-from elixir_moe.specs import TRAINED_IN, param_specs, ranks_of
-from elixir_moe.state import Wrapped, groups_needed, refuse_plain_state_dicts
+from elixir_moe.specs import param_specs, ranks_of
+from elixir_moe.state import Wrapped, groups_needed, plain_keys, refuse_plain_state_dicts
 from elixir_moe.units import find_units, order_of_first_use, registered_uses, traced_uses
-from elixir_moe.updates import check_optimizer, is_adam, moments_of
+from elixir_moe.updates import is_adam, moments_of
 
 M = TypeVar("M", bound=nn.Module)
-_OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
-"""Classes of torch that reduce or shard what they wrap."""
 
 
 def wrap(
@@ -113,35 +110,23 @@ def wrap(
         TierError: host memory or the disk is too small.
         CheckpointError: `weights` lacks something the model has on meta, or has it in another shape.
     """
-    _check_arguments(model, optimizer, plan, sample, step, compute_dtype)
-    _check_search(plan, step, hardware, budget_bytes, accumulation)
-    _check_spill(plan, optimizer, spill, check_spill)
+    check_arguments(model, optimizer, plan, sample, step, compute_dtype)
+    check_search(plan, step, hardware, budget_bytes, accumulation)
+    check_disk(plan, optimizer, spill, check_spill)
     device = _start(device)
-    _check_modules(model)
+    check_modules(model)
     annotate_dtensors(model)
     megatron.check(model)
-    staged = backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
     prediction = None
     if isinstance(plan, Plan):
-        _check_data(model, weights, step)
+        check_data(model, weights, step)
         uses = registered_uses(model) if step is None else traced_uses(model, step, sample)
     else:
-        _check_data(model, weights, None)
+        check_data(model, weights, None)
         assert step is not None, "checked above"
-        request = Request(
-            step=step,
-            sample=sample,
-            device=device,
-            compute_dtype=compute_dtype,
-            moments=moments_of(optimizer),
-            staged=staged,
-            hardware=None if hardware is None else os.fspath(hardware),
-            budget_bytes=budget_bytes,
-            accumulation=accumulation,
-            spill=None if spill is None else os.fspath(spill),
-            adam=is_adam(optimizer),
+        prediction = _search(
+            model, optimizer, step, sample, device, compute_dtype, hardware, budget_bytes, accumulation, spill
         )
-        prediction = Prediction(*forecast(model, request))
         plan, uses = prediction.forecast.plan, list(prediction.forecast.uses)
     order = order_of_first_use(model, uses)
     specs = param_specs(model, order, everywhere=replicated_everywhere(), compute_dtype=compute_dtype)
@@ -154,7 +139,7 @@ def wrap(
         pretrained = Pretrained(model, weights)
         pretrained.fill_buffers()
 
-    size = footprint(plan, layout, moments=moments_of(optimizer), staged=staged)
+    size = footprint(plan, layout, moments=moments_of(optimizer), staged=_staged(device))
     _check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
 
     file = _open_spill(plan, layout, 1 + moments_of(optimizer), spill, check_spill)
@@ -164,19 +149,11 @@ def wrap(
     statistics = Statistics(cache=cache.counts)
     rcache = RCache(layout, plan.blocks(layout), homes, device, statistics)
     placeholder = Placeholder(device)
-    named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    keys = tuple(name for name in model.state_dict() if name in named)
-    chunks = []
-    for spec, home in zip(layout.chunks, homes, strict=True):
-        members = [parameters[slot.param] for slot in spec.slots]
-        _move_in(spec, members, home, communicators[spec.key.ranks], device, pretrained)
-        names = [specs[member].name for member in members]
-        chunks.append(Chunk(spec, members, names, home, communicators[spec.key.ranks], placeholder))
+    keys = plain_keys(model)
+    chunks = list(_fill(layout, specs, homes, communicators, placeholder, pretrained))
     if pretrained is not None:
         pretrained.settle()
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+    _move_buffers(model, device)
 
     staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
     control = dist.new_group(backend="gloo", timeout=world_timeout())
@@ -194,108 +171,6 @@ def wrap(
         sharded.register_step_post_hook(prediction)
     model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
     return model, sharded
-
-
-def _check_arguments(
-    model: Any, optimizer: Any, plan: Any, sample: Any, step: Any, compute_dtype: torch.dtype | None
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"wrap needs a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"wrap needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if not isinstance(plan, Plan) and plan != "auto":
-        raise ConfigError(f"plan={plan!r}: expected an em.Plan, such as em.Plan.zero2(), or 'auto'")
-    if (step is None) != (sample is None):
-        raise ConfigError("sample and step go together: step(model, sample) is run to learn the order of first use")
-    if step is not None and not callable(step):
-        raise ConfigError(f"step={step!r}: expected a function of model and batch")
-    if compute_dtype not in (None, *TRAINED_IN):
-        raise ConfigError(f"compute_dtype={compute_dtype!r}: expected one of {TRAINED_IN}, or None")
-    guarded = any(isinstance(parameter, Guarded) for parameter in model.parameters())
-    if guarded or isinstance(optimizer, ShardedOptimizer) or any(hasattr(m, "elixir") for m in model.modules()):
-        raise ConfigError("this model, a part of it or the optimizer is wrapped already: call wrap once, on the whole")
-    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    if others := sorted(kinds & _OTHER_WRAPPERS):
-        raise ConfigError(f"{others[0]} holds this model's parameters already: wrap the plain model instead")
-    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in model.parameters()):
-        raise ConfigError("the model has lazy modules: run a forward before wrap, so that their shapes are known")
-    check_optimizer(optimizer)
-    names = {p: name for name, p in model.named_parameters()}
-    given = {p for group in optimizer.param_groups for p in group["params"]}
-    if not given <= names.keys():
-        raise ConfigError("the optimizer has parameters that are not the model's: build it from model.parameters()")
-    missing = [name for p, name in names.items() if p.requires_grad and p not in given]
-    if missing:
-        raise ConfigError(f"trainable parameters are in no param_group of the optimizer: {missing}; add or freeze them")
-
-
-def _check_search(plan: Any, step: Any, hardware: Any, budget_bytes: Any, accumulation: Any) -> None:
-    if plan != "auto":
-        given = {"hardware": hardware, "budget_bytes": budget_bytes, "accumulation": accumulation}
-        for name, default in (("hardware", None), ("budget_bytes", None), ("accumulation", 1)):
-            if given[name] != default:
-                raise ConfigError(
-                    f"{name}={given[name]!r} means nothing for a given plan: leave it out, or plan='auto'"
-                )
-        return
-    if step is None:
-        raise ConfigError(
-            "plan='auto' needs sample and step: a batch, and the forward of a training step, as in "
-            "em.wrap(model, optimizer, plan='auto', sample=batch, step=lambda model, batch: loss)"
-        )
-    if hardware is not None and not isinstance(hardware, (str, os.PathLike)):
-        raise ConfigError(f"hardware={hardware!r}: expected a machine's name, a file, or None to measure this one")
-    if budget_bytes is not None and not is_whole(budget_bytes, least=1):
-        raise ConfigError(f"budget_bytes={budget_bytes!r}: expected a whole number of bytes, at least 1, or None")
-    if not is_whole(accumulation, least=1):
-        raise ConfigError(f"accumulation={accumulation!r}: expected the number of backwards in a step, at least 1")
-
-
-def _check_spill(plan: Any, optimizer: torch.optim.Optimizer, spill: Any, check_spill: Any) -> None:
-    on_disk = plan.disk_chunks if isinstance(plan, Plan) else None
-    if not isinstance(check_spill, bool):
-        raise ConfigError(f"check_spill={check_spill!r}: expected True or False")
-    if spill is None:
-        if on_disk:
-            raise ConfigError(f"the plan has disk_chunks={on_disk}: say with spill= in which folder their file goes")
-        if check_spill:
-            raise ConfigError("check_spill=True means nothing without spill=, the folder of what is on disk")
-        return
-    if not isinstance(spill, (str, os.PathLike)) or not str(spill) or "\0" in str(spill):
-        raise ConfigError(f"spill={spill!r}: expected a folder, or None")
-    if on_disk == 0:
-        raise ConfigError(f"spill={os.fspath(spill)!r} means nothing for a plan without disk_chunks: leave it out")
-    if not is_adam(optimizer):
-        raise ConfigError(
-            f"chunks on disk are updated by Adam and AdamW of torch, without amsgrad; this is "
-            f"{type(optimizer).__name__}: use one of them, or leave spill and disk_chunks out"
-        )
-
-
-def _check_modules(model: nn.Module) -> None:
-    """What forward does behind the back of autograd and hooks."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-            raise ConfigError(
-                f"{name!r} is of torch.jit, which holds its parameters where wrap cannot reach: wrap the plain module, "
-                f"not what torch.jit makes of it"
-            )
-        if getattr(module, "max_norm", None) is not None and dist.get_world_size() > 1:
-            raise ConfigError(
-                f"{name!r} writes to its weight in forward (max_norm), on each rank to the rows it meets: ranks would "
-                f"diverge; clip row norms after optimizer.step() instead, on all ranks alike"
-            )
-
-
-def _check_data(model: nn.Module, weights: Any, step: Any) -> None:
-    on_meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-    if on_meta and weights is None:
-        raise LayoutError(
-            f"{on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device: pass weights=, a folder of "
-            f"safetensors, or materialise the model before wrap"
-        )
-    if on_meta and step is not None:
-        raise ConfigError("step cannot run a model on the meta device: leave step and sample out")
 
 
 def _start(device: torch.device | str | None) -> torch.device:
@@ -357,6 +232,40 @@ def _differences(a: list[str], b: list[str]) -> Iterator[tuple[str, str]]:
             yield mine, other
 
 
+def _search(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: Callable[[nn.Module, Any], Any],
+    sample: Any,
+    device: torch.device,
+    compute_dtype: torch.dtype | None,
+    hardware: str | os.PathLike[str] | None,
+    budget_bytes: int | None,
+    accumulation: int,
+    spill: str | os.PathLike[str] | None,
+) -> Prediction:
+    """The fastest plan that fits, and what a step takes under it. Collective."""
+    request = Request(
+        step=step,
+        sample=sample,
+        device=device,
+        compute_dtype=compute_dtype,
+        moments=moments_of(optimizer),
+        staged=_staged(device),
+        hardware=None if hardware is None else os.fspath(hardware),
+        budget_bytes=budget_bytes,
+        accumulation=accumulation,
+        spill=None if spill is None else os.fspath(spill),
+        adam=is_adam(optimizer),
+    )
+    return Prediction(*forecast(model, request))
+
+
+def _staged(device: torch.device) -> bool:
+    """Whether reductions go through a staging buffer."""
+    return backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
+
+
 def _check_blocks(
     model: nn.Module, uses: list[Use], plan: Plan, layout: Layout, parameters: list[nn.Parameter]
 ) -> bool:
@@ -414,6 +323,23 @@ def _open_spill(
     return made[0]
 
 
+def _fill(
+    layout: Layout,
+    specs: dict[nn.Parameter, ParamSpec],
+    homes: Iterable[Home],
+    communicators: Mapping[tuple[int, ...], Communicator],
+    placeholder: Placeholder,
+    pretrained: Pretrained | None,
+) -> Iterator[Chunk]:
+    """The chunks, one after another, each with the weights of the model at home."""
+    parameters, names = list(specs), [spec.name for spec in specs.values()]
+    for spec, home in zip(layout.chunks, homes, strict=True):
+        members = [parameters[slot.param] for slot in spec.slots]
+        communicator = communicators[spec.key.ranks]
+        _move_in(spec, members, home, communicator, placeholder.device, pretrained)
+        yield Chunk(spec, members, [names[slot.param] for slot in spec.slots], home, communicator, placeholder)
+
+
 @torch.no_grad()
 def _move_in(
     spec: ChunkSpec,
@@ -438,3 +364,9 @@ def _move_in(
     communicator.broadcast(whole)
     start, stop = spec.shard_bounds(communicator.rank)
     home.fill(whole[start:stop])
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

@@ -35,6 +35,7 @@ STOREYS: list[set[str]] = [
     {"optim"},
     {"checkpoint"},
     {"search"},
+    {"checks"},
     {"wrap"},
     {"__init__"},
     {"models"},
