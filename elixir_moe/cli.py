@@ -127,7 +127,7 @@ def _parser(settings_help: str | None) -> _Parser:
 
 
 def _train(known: argparse.Namespace, overrides: list[tuple[str, str]], arguments: Sequence[str]) -> int:
-    from elixir_moe.train.requests import leaving
+    from elixir_moe.train.control import leaving
 
     with leaving(_requeue):  # until there is something to save, or there are ranks
         return _start(known, overrides, arguments)
@@ -135,12 +135,12 @@ def _train(known: argparse.Namespace, overrides: list[tuple[str, str]], argument
 
 def _requeue(number: int) -> NoReturn:
     """Ends this process on a signal that comes so early that there is nothing to save."""
-    from elixir_moe.train import requests
+    from elixir_moe.train import control
 
     text = launch.ended_early(number)
-    if not launch.leave_error(text, requests.REQUEUE):
+    if not launch.leave_error(text, control.REQUEUE):
         print(f"elixir-moe: {text}", file=sys.stderr)
-    _leave(requests.REQUEUE)
+    _leave(control.REQUEUE)
 
 
 def _start(known: argparse.Namespace, overrides: list[tuple[str, str]], arguments: Sequence[str]) -> int:

@@ -59,7 +59,7 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from elixir_moe.train.requests import REQUEUE, answering
+    from elixir_moe.train.control import REQUEUE, answering
 
     received: list[int] = []
 
@@ -138,7 +138,7 @@ def _first_failure(failures: dict[int, "ProcessFailure"], *, asked: bool) -> Ran
     `asked` to end, it is one that says so, and None if none does.
     """
 
-    from elixir_moe.train.requests import REQUEUE, SIGNALS
+    from elixir_moe.train.control import REQUEUE, SIGNALS
 
     def order(item: tuple[int, "ProcessFailure"]) -> tuple[bool, bool, float]:
         failure = item[1]

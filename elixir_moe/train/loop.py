@@ -34,7 +34,7 @@ from elixir_moe.train.directory import CONTROL, Claim, extra_of
 from elixir_moe.train.keeper import Keeper
 from elixir_moe.train.memory import Scarcity
 from elixir_moe.train.report import Console, Report, StepRecord, Summary
-from elixir_moe.train.requests import REQUEUE, Control, ControlFile, Signals
+from elixir_moe.train.control import REQUEUE, Control, ControlFile, Signals
 from elixir_moe.train.supervisor import Action, Observation, Supervisor, Verdict
 from elixir_moe.train.training import Training
 from elixir_moe.train.watchdog import Watchdog, is_broken_collective
