@@ -29,12 +29,12 @@ from elixir_moe.state import full_state_dict
 from elixir_moe.train import memory, settings
 from elixir_moe.train.bigram import Bigram
 from elixir_moe.train.config import TrainConfig
+from elixir_moe.train.control import REQUEUE, Control, ControlFile, Signals
 from elixir_moe.train.data import ByteText
 from elixir_moe.train.directory import CONTROL, Claim, extra_of
 from elixir_moe.train.keeper import Keeper
 from elixir_moe.train.memory import Scarcity
 from elixir_moe.train.report import Console, Report, StepRecord, Summary
-from elixir_moe.train.control import REQUEUE, Control, ControlFile, Signals
 from elixir_moe.train.supervisor import Action, Observation, Supervisor, Verdict
 from elixir_moe.train.training import Training
 from elixir_moe.train.watchdog import Watchdog, is_broken_collective
