@@ -56,8 +56,9 @@ class Prediction:
         if self.measured_seconds is not None:
             return
         self.held_bytes = optimizer.held_bytes()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         self._ends.append(time.perf_counter())
         if len(self._ends) < WARM_UP + MEASURED:
             return
