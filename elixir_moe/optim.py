@@ -279,7 +279,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def has_gradients(self) -> bool:
         """Whether gradients wait for `step`, on this rank."""
-        return self._scheduler.in_flight or any(chunk.home.has_gradient for chunk in self._chunks)
+        return self._scheduler.sent or any(chunk.home.has_gradient for chunk in self._chunks)
 
     def segment_of(self, parameter: nn.Parameter) -> Segment | None:
         """The part of a trainable parameter that lies in this rank's shards; None if none does."""
@@ -341,7 +341,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _agree(self) -> Facts:
         """One small all-reduce: the sum of squares, and who got a gradient. Done once between two updates."""
-        if self._facts is not None and not self._scheduler.in_flight:
+        if self._facts is not None and not self._scheduler.sent:
             return self._facts
         self._scheduler.check_open()
         self._check_backwards()

@@ -35,6 +35,11 @@ class Gathers:
             self._line.popleft()  # not before: what interrupts it leaves it in line
             until = None if chunk is until else until
 
+    def finish(self) -> None:
+        """Begins all that is in line."""
+        if self._line:
+            self.begin(until=self._line[-1][0])
+
     def clear(self) -> None:
         """Nothing is to be gathered any more."""
         self._line.clear()

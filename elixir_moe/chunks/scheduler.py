@@ -68,7 +68,9 @@ class Scheduler:
         self._gathers = Gathers(cache, self._begin_gather)
         self._in_flight: deque[Ticket] = deque()
         self._behind = Ticket()
-        self._sent = False
+        """The last reduction that only streams wait for."""
+        self.sent = False
+        """A gradient was sent off since the last `drain`."""
 
     # ------------------------------------------------------------------------------------------------------- unshard
 
@@ -136,7 +138,7 @@ class Scheduler:
         self._gathers.begin()
 
     def forget(self) -> None:
-        """Awaits nothing any more: the process groups go."""
+        """Asks for nothing and awaits nothing any more."""
         self.requests.forget()
         self._gathers.clear()
         self._in_flight.clear()
@@ -331,18 +333,13 @@ class Scheduler:
         for ticket in (*self._in_flight, self._behind):
             ticket.synchronize() if host else ticket.wait()
         self._in_flight.clear()
-        self._sent = False
+        self.sent = False
         self._streams.compute_after_fetch(host=host)  # a gather may still read a home that is about to be updated
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of blocks, resident buffers and staging on the device."""
         return self._rcache.nbytes + (0 if self._staging is None else self._staging.nbytes)
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a gradient was sent off since the last `drain`."""
-        return self._sent
 
     def drop(self, *, frozen: bool = False) -> None:
         """Lets go of what is gathered and trainable, which an update makes stale; of `frozen` chunks too if so told."""
@@ -369,6 +366,7 @@ class Scheduler:
     def restart(self) -> None:
         """Gives up what was begun and left half done; what user code wrote and gradients at home stay."""
         self.drain()
+        self._gathers.finish()  # another rank may have begun what was decided, and waits for this one
         self.forget()
         for chunk in self.chunks:
             if chunk.arriving is not None:
@@ -398,7 +396,7 @@ class Scheduler:
             ticket = self._streams.marked(self._issue_reduction(chunk, gradients))
         chunk.leaving = ticket
         self._block_of[index].busy = ticket
-        self._sent = True
+        self.sent = True
         if ticket.pending:
             self._in_flight.append(ticket)
             self._wait_for(_REDUCTIONS_IN_FLIGHT)
