@@ -87,12 +87,15 @@ class Communicator:
             self._gather_group, self._reduce_group = groups
         self.staged = device is not None and bool(groups) and backend_of(groups[0], device) == "gloo"
         self.tagged = self.staged or not groups
-        """Messages find their place by their tags: what begins when may differ from rank to rank. One for all that
-        `build_communicators` makes."""
+        """Messages find their place by their tags: the order among process groups may differ from rank to rank."""
 
     @property
     def issued(self) -> list[int]:
-        """How many gathers and reductions this rank has issued, where nothing but their order tells which is which."""
+        """How many gathers and reductions this rank has issued, where nothing but their order tells which is which.
+
+        When backward begins they are the same on all ranks: what forward used has been updated and gathered, so nothing
+        is in line that waits for an update.
+        """
         if self.tagged or self._device is None:
             return []
         backends: list[Any] = [group._get_backend(self._device) for group in self._groups]
@@ -229,11 +232,7 @@ def build_communicators(wanted: Iterable[tuple[int, ...]], device: torch.device)
     wanted = set(wanted)
     pairs = zip(make_groups(wanted).items(), make_groups(wanted).values(), strict=True)
     several = {ranks: Communicator(ranks, (gather, reduce), device) for (ranks, gather), reduce in pairs}
-    communicators = {ranks: several.get(ranks) or Communicator(ranks) for ranks in wanted}
-    tagged = all(communicator.tagged for communicator in several.values())
-    for communicator in communicators.values():
-        communicator.tagged = tagged  # a chunk of one rank stands in line before others
-    return communicators
+    return {ranks: several.get(ranks) or Communicator(ranks) for ranks in wanted}
 
 
 def world_timeout() -> timedelta:
