@@ -178,9 +178,12 @@ def _report(known: argparse.Namespace) -> int:
 
     if known.picture is not None and len(known.directory) > 1:
         raise ConfigError(f"--picture draws one run, got {len(known.directory)}: name one directory")
-    accounts = [history.account(directory) for directory in known.directory]
-    if known.picture is not None:
-        history.draw(known.picture, known.directory[0], accounts[0])
+    try:
+        accounts = [history.account(directory) for directory in known.directory]
+        if known.picture is not None:
+            history.draw(known.picture, known.directory[0], accounts[0])
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename!r}: {error.strerror}; ask whoever owns the run") from error
     if known.json:
         print(json.dumps({"runs": accounts}))
     else:

@@ -166,7 +166,9 @@ def test_a_report_of_what_never_ended(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "config.yaml").touch()
     status = {"state": "running", "step": 2, "checkpoint": None, "reason": ""}
     (tmp_path / "status.json").write_text(json.dumps(status))
-    lines = [json.dumps(step), "not JSON", json.dumps({**step, "step": 2, "loss": 2.0}), '{"step": 3, "lo']
+    wrong = {**step, "loss": [1], "statistics": {"hits": "many", "bytes_fetched": {"host": None}}}
+    second = {**step, "step": 2, "loss": 2.0, "statistics": wrong["statistics"]}
+    lines = [json.dumps(step), "not JSON", json.dumps(wrong), json.dumps(second), '{"step": 3, "lo']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     event = {"step": 1, "time": 0.0, "kind": "saved", "text": "checkpoints/step-00000001"}
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n{")

@@ -42,7 +42,16 @@ def records_of(metrics: Path) -> list[tuple[str, dict[str, Any]]]:
         return []
     lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     found = [(line, _object(line)) for line in lines if line.endswith("\n")]
-    return [(line, record) for line, record in found if {"step", "loss", "val_loss"} <= record.keys()]
+    return [(line, record) for line, record in found if _is_record(record)]
+
+
+def _is_record(found: Mapping[str, Any]) -> bool:
+    losses = [found.get(key, "") for key in ("loss", "val_loss")]
+    return _is_number(found.get("step")) and all(loss is None or _is_number(loss) for loss in losses)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def account(directory: Path) -> dict[str, Any]:
@@ -64,7 +73,7 @@ def account(directory: Path) -> dict[str, Any]:
     later = records[1:] or records
     validations = [(r["val_loss"], r["step"]) for r in records if r["val_loss"] is not None]
     counted = [r["statistics"] for r in later if isinstance(r.get("statistics"), dict)]
-    hits, misses = (sum(s.get(name, 0) for s in counted) for name in ("hits", "misses"))
+    hits, misses = (sum(_total(s.get(name)) for s in counted) for name in ("hits", "misses"))
     events = [_object(line) for line in _text(directory / "events.jsonl").splitlines()]
     return {
         "run": str(directory),
@@ -79,7 +88,7 @@ def account(directory: Path) -> dict[str, Any]:
         **{name: _median(r.get(name) for r in later) for name in ("grad_norm", "step_seconds", "tokens_per_second")},
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         **{
-            name: _median(_total(s.get(name, 0)) for s in counted)
+            name: _median(_total(s.get(name)) for s in counted)
             for name in ("bytes_fetched", "bytes_offloaded", "collective_bytes")
         },
         "checkpoint": status.get("checkpoint"),
@@ -149,13 +158,15 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _median(values: Any) -> float | None:
-    numbers = [value for value in values if value is not None]
+    numbers = [value for value in values if _is_number(value)]
     return median(numbers) if numbers else None
 
 
 def _total(counts: Any) -> int:
     """The sum of the numbers in nested objects."""
-    return sum(map(_total, counts.values())) if isinstance(counts, dict) else int(counts)
+    if isinstance(counts, dict):
+        return sum(map(_total, counts.values()))
+    return int(counts) if _is_number(counts) else 0
 
 
 def _text(path: Path) -> str:
