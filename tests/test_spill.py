@@ -281,3 +281,20 @@ def test_other_optimizers_are_refused(make: Any) -> None:
     optimizer = make((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     with pytest.raises(em.ConfigError, match=f"chunks on disk are updated by Adam.*{type(optimizer).__name__}"):
         em.wrap(model, optimizer, plan=PLAN, spill="/tmp")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_is_nothing_to_masters_on_disk(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    model, optimizer = em.wrap(model, optimizer, plan=PLAN, spill=tmp_path)
+    torch.set_default_dtype(dtype)
+    try:
+        found = em.full_state_dict(model)
+        em.save(tmp_path / "saved", model, optimizer)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    optimizer.close()
+    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in before.items())

@@ -176,7 +176,7 @@ class Spilled:
 
     def read(self, array: int, start: int, stop: int) -> torch.Tensor:
         """A copy of some elements of an array, fp32."""
-        found = torch.empty(stop - start, device="cpu")
+        found = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         for index, here, there in self._parts(start, stop):
             with self._loaded(array, index) as content:
                 found[here] = content[there]
