@@ -93,10 +93,13 @@ class Pretrained:
 
     def _fill_buffers(self) -> None:
         made = []
+        filled: dict[Tensor, Tensor] = {}
         for module in self._model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_meta:
-                    value = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            for name, buffer in module._buffers.items():
+                if buffer in filled:
+                    module._buffers[name] = filled[buffer]
+                elif buffer is not None and buffer.is_meta:
+                    value = filled[buffer] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
                     if self._found(buffer):
                         value.copy_(self._read(buffer))
                     else:

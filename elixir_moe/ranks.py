@@ -52,6 +52,8 @@ def together(
     if not failures:
         return [found for _, found in everyone]
     rank, kind, text = failures[0]
+    if error is None and len({failure[1:] for failure in failures}) == 1 and len(failures) == len(ranks):
+        raise kind(text) from raised  # each would have said the same alone
     others = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""
     raise (error or kind)(f"[rank {rank}]{others} {text}") from raised
 

@@ -110,10 +110,15 @@ def wrap(
         TierError: host memory or the disk is too small.
         CheckpointError: `weights` lacks something the model has on meta, or has it in another shape.
     """
-    check_arguments(model, optimizer, plan, sample, step, compute_dtype)
-    check_search(plan, step, hardware, budget_bytes, accumulation)
-    check_disk(plan, optimizer, spill, check_spill)
+
+    def check() -> None:
+        check_arguments(model, optimizer, plan, sample, step, compute_dtype)
+        check_search(plan, step, hardware, budget_bytes, accumulation)
+        check_disk(plan, optimizer, spill, check_spill)
+
+    together("checked what wrap was given", check) if dist.is_initialized() else check()
     device = _start(device)
+    _check_alike(optimizer, plan=plan, hardware=hardware, spill=spill, weights=weights)
     check_modules(model)
     annotate_dtensors(model)
     megatron.check(model)
@@ -131,8 +136,8 @@ def wrap(
     order = order_of_first_use(model, uses)
     specs = param_specs(model, order, everywhere=replicated_everywhere(), compute_dtype=compute_dtype)
     parameters = list(specs)
-    layout = plan.layout(list(specs.values()))
     peers = _agree(model, plan, specs)
+    layout = plan.layout(list(specs.values()))
     spare = _check_blocks(model, uses, plan, layout, parameters)
     pretrained = None
     if weights is not None:
@@ -197,6 +202,19 @@ def _device(device: torch.device | str | None) -> torch.device:
     if chosen.index is not None:
         torch.cuda.set_device(chosen)  # streams, NCCL and DLPack go by the current device
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _check_alike(optimizer: torch.optim.Optimizer, **given: object) -> None:
+    """Raises ConfigError on all ranks if some were given what makes them take another way through `wrap`."""
+    kinds = {name: value if value in (None, "auto") else type(value).__name__ for name, value in given.items()}
+    everyone = gathered({"optimizer": type(optimizer).__name__, **kinds})
+    for rank, theirs in enumerate(everyone):
+        for name, kind in theirs.items():
+            if kind != everyone[0][name]:
+                raise ConfigError(
+                    f"wrap was given {name}={everyone[0][name]} on rank 0 and {name}={kind} on rank {rank}: give all "
+                    f"ranks the same"
+                )
 
 
 def _agree(model: nn.Module, plan: Plan, specs: dict[nn.Parameter, ParamSpec]) -> tuple[int, ...]:
@@ -367,6 +385,9 @@ def _move_in(
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """All buffers; one that has several names keeps them."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved.setdefault(buffer, buffer.to(device))

@@ -138,6 +138,24 @@ def test_a_buffer_of_any_dtype_that_files_hold(dtype: torch.dtype, tmp_path: Pat
     assert torch.equal(in_folder(tmp_path)["table"], torch.arange(6).to(dtype))
 
 
+def twice_named() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.arange(6))
+    model.register_buffer("same", model.table)
+    return model
+
+
+def test_a_buffer_of_two_names_stays_one(tmp_path: Path) -> None:
+    model, optimizer = wrap(twice_named())
+    save_pretrained(model, tmp_path)
+    optimizer.close()
+    with torch.device("meta"):
+        empty = twice_named()
+    model, optimizer = em.wrap(empty, torch.optim.AdamW(empty.parameters()), plan=em.Plan.zero2(), weights=tmp_path)
+    optimizer.close()
+    assert model.same is model.table and model.table.tolist() == list(range(6))
+
+
 def test_a_buffer_that_no_file_holds_is_named(tmp_path: Path, ranks: Ranks) -> None:
     for message in ranks(2).run(buffer_saved, torch.complex128, tmp_path):
         assert message == "[rank 0] 'table' is of torch.complex128, which files of safetensors do not hold"

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,46 @@ def test_ranks_that_disagree_are_told_the_first_difference(what: str, ranks: Ran
     with pytest.raises(RankError, match=r"Rank 0: .*Rank 1: ") as error:
         ranks(2).run(disagree, what)
     assert set(error.value.types.values()) == {"LayoutError"} and len(error.value.types) == 2
+
+
+def given_apart(what: str) -> str:
+    """(rank) The error of a wrap in which rank 1 is given something else than rank 0."""
+    other = torch.distributed.get_rank() == 1
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=other and what == "model"))
+    make = torch.optim.SGD if other and what == "optimizer" else torch.optim.AdamW
+    options: dict[str, Any] = {"plan": em.Plan.zero2(chunk_numel=80)}
+    if what in ("auto", "hardware", "model"):
+        options = {"plan": "auto", "sample": torch.ones(2, 8), "step": lambda m, x: m(x).sum()}
+        options |= {"hardware": "a100-40g-sxm-x4", "budget_bytes": 10_000_000}
+    match what, other:
+        case "auto", True:
+            options = {"plan": em.Plan.zero2(chunk_numel=80)}
+        case "hardware", True:
+            options["hardware"] = None
+        case "plan", True:
+            options["plan"] = "zero7"
+        case "spill", True:
+            options["spill"] = "/tmp"
+    with pytest.raises(em.ElixirError) as told:
+        em.wrap(model, make(model.parameters(), lr=1e-2), **options)
+    return f"{type(told.value).__name__}: {told.value}"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("optimizer", "ConfigError: wrap was given optimizer=AdamW on rank 0 and optimizer=SGD on rank 1"),
+        ("auto", "ConfigError: wrap was given plan=auto on rank 0 and plan=Plan on rank 1"),
+        ("hardware", "ConfigError: wrap was given hardware=str on rank 0 and hardware=None on rank 1"),
+        ("plan", "ConfigError: [rank 1] plan='zero7': expected an em.Plan"),
+        ("spill", "ConfigError: [rank 1] spill='/tmp' means nothing for a plan without disk_chunks"),
+        ("model", "LayoutError: ranks disagree about the plan or the model. Rank 0: "),
+    ],
+)
+@pytest.mark.fault(5)
+def test_what_one_rank_is_given_apart_is_an_error_of_all(what: str, said: str, ranks: Ranks) -> None:
+    for told in ranks(2).run(given_apart, what):
+        assert told.startswith(said)
 
 
 def test_the_expected_schedule_frees_every_trainable_chunk() -> None:
