@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = {row.name for row in ROWS} | {row.peer for row in ROWS} | set(parts)
     parts = {name: part for name, part in parts.items() if options.only in (None, name)}
     if not wanted and not parts:
-        print(f"no row is called {options.only!r}; there are: {', '.join(sorted(names))}", file=sys.stderr)
+        print(f"no row is called {options.only!r}; there are: {', '.join(map(repr, sorted(names)))}", file=sys.stderr)
         return 2
     _own_extensions(Path(options.out).resolve().parent / "torch_extensions")
     rows: list[dict[str, Any]] = []
@@ -67,16 +67,28 @@ def _own_extensions(folder: Path) -> None:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.run", description="Step times against the peers, as ratios."
-    )
+    parser = argparse.ArgumentParser(prog="elixir-moe bench", description="Step times against the peers, as ratios.")
     parser.add_argument("--out", default="build/bench.json", help="the JSON; the table goes beside it as .md")
-    parser.add_argument("--rounds", type=int, help="rounds of each row (9)")
-    parser.add_argument("--steps", type=int, help="steps of each contender in a round (1)")
+    parser.add_argument("--rounds", type=_at_least_1, help="rounds of each row (9)")
+    parser.add_argument("--steps", type=_at_least_1, help="steps of each contender in a round (1)")
     parser.add_argument("--only", metavar="NAME", help="only the rows with this name or this peer")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     parser.add_argument("--quick", action="store_true", help="tiny models and few rounds: to see that all works")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}; name a file that can be written")
+    if Path(options.out).is_dir():
+        parser.error(f"--out {options.out}: it is a directory; name a file")
+    return options
+
+
+def _at_least_1(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return number
 
 
 def _spawn(ranks: int, measure: Any, *arguments: Any) -> list[dict[str, Any]]:

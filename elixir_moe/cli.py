@@ -29,6 +29,7 @@ from elixir_moe.kernels import cpu_features
 from elixir_moe.planning import add_estimate, add_plan, run_estimate, run_plan
 from elixir_moe.train import launch
 
+_ABOUT = "Trains mixture-of-experts models, and dense ones, that do not fit the GPUs at hand."
 _SECONDS_FOR_RANK_0 = 10.0
 
 
@@ -92,7 +93,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _parser(settings_help: str | None) -> _Parser:
-    parser = _Parser(prog="elixir-moe", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = _Parser(prog="elixir-moe", description=_ABOUT, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     train_parser = verbs.add_parser(
         "train",
@@ -183,9 +184,9 @@ def _report(known: argparse.Namespace) -> int:
         if known.picture is not None:
             history.draw(known.picture, known.directory[0], accounts[0])
     except OSError as error:
-        raise ConfigError(f"cannot read {error.filename!r}: {error.strerror}; ask whoever owns the run") from error
+        raise ConfigError(f"cannot read {error.filename!r}: {error.strerror}: ask its owner for it") from error
     if known.json:
-        print(json.dumps({"runs": accounts}))
+        print(json.dumps({"runs": accounts}, allow_nan=False))
     else:
         history.show(Console(), accounts)
     return 0

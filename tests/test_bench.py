@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.run import main as measure
 from tests.cases import with_further
 
 BESIDE = "asynchronous save: what it blocks training for"
@@ -53,6 +54,23 @@ def test_a_quick_run_measures_every_row(only: str | None, ranks: set[int], tmp_p
     table = path.with_suffix(".md").read_text()
     assert json.loads(run.stdout) == result if as_json else run.stdout == table
     assert all(f"| {row['name']} |" in table for row in result["rows"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--rounds", "0"], "expected at least 1, got 0"),
+        (["--steps", "-1"], "expected at least 1, got -1"),
+        (["--out", "/proc/none/bench.json"], "--out /proc/none/bench.json: No such file or directory"),
+        (["--out", "/"], "--out /: it is a directory"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_measured(
+    wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        measure(wrong)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_only_refuses_a_name_that_no_row_has(tmp_path: Path) -> None:

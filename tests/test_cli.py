@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import re
 import subprocess
@@ -170,8 +171,8 @@ def test_a_report_of_what_never_ended(tmp_path: Path, capsys: pytest.CaptureFixt
     second = {**step, "step": 2, "loss": 2.0, "statistics": wrong["statistics"]}
     lines = [json.dumps(step), "not JSON", json.dumps(wrong), json.dumps(second), '{"step": 3, "lo']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    event = {"step": 1, "time": 0.0, "kind": "saved", "text": "checkpoints/step-00000001"}
-    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n{")
+    event = {"step": 1, "time": None, "kind": "saved", "text": "checkpoints/step-00000001"}
+    (tmp_path / "events.jsonl").write_text(json.dumps({**event, "time": math.nan}) + "\n{" + "[" * 200_000)
     assert main(["report", "--json", str(tmp_path), "--picture", str(tmp_path / "half.png")]) == 0
     (told,) = json.loads(capsys.readouterr().out)["runs"]
     assert told["state"] == "ended without a word; the same command goes on"
@@ -194,6 +195,7 @@ def test_a_report_of_what_never_ended(tmp_path: Path, capsys: pytest.CaptureFixt
         (["here/none"], "'here/none' is no run's directory"),
         (["RUN", "RUN", "--picture", "a.png"], "--picture draws one run, got 2"),
         (["RUN", "--picture", "a.png"], "has no losses yet"),
+        (["RUN/mine"], "is no run's directory"),
         (["RUN", "--stepz", "1"], "unknown arguments --stepz 1"),
         ([], "the following arguments are required: directory"),
     ],
@@ -202,6 +204,8 @@ def test_a_report_that_cannot_be_given(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.yaml").touch()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.yaml").write_text("mine: 1")
     assert main(["report", *(argument.replace("RUN", str(tmp_path)) for argument in arguments)]) == 2
     assert said in capsys.readouterr().err
 

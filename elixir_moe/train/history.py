@@ -12,9 +12,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.train.directory import Claim
+from elixir_moe.train.directory import Claim, is_run
 
 _SHOWN = {
     "state": "state",
@@ -38,9 +39,7 @@ _SHOWN = {
 
 def records_of(metrics: Path) -> list[tuple[str, dict[str, Any]]]:
     """(line, record) of each whole record in ``metrics.jsonl``; none if there is no such file."""
-    if not metrics.exists():
-        return []
-    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    lines = _text(metrics).splitlines(keepends=True)
     found = [(line, _object(line)) for line in lines if line.endswith("\n")]
     return [(line, record) for line, record in found if _is_record(record)]
 
@@ -51,7 +50,8 @@ def _is_record(found: Mapping[str, Any]) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is one that can be shown and drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def account(directory: Path) -> dict[str, Any]:
@@ -63,10 +63,8 @@ def account(directory: Path) -> dict[str, Any]:
     Raises:
         ConfigError: `directory` is no run's.
     """
-    if not (directory / "config.yaml").is_file():
-        raise ConfigError(
-            f"{str(directory)!r} is no run's directory (no config.yaml): name one that `train` has written"
-        )
+    if not is_run(directory):
+        raise ConfigError(f"{str(directory)!r} is no run's directory (by its config.yaml): name one of `train`'s")
     names = ("status.json", "summary.json", "plan.json")
     status, summary, plan = (_object(_text(directory / name)) for name in names)
     records = [record for _, record in records_of(directory / "metrics.jsonl")]
@@ -78,23 +76,23 @@ def account(directory: Path) -> dict[str, Any]:
     return {
         "run": str(directory),
         "state": _state(directory, status),
-        "reason": status.get("reason") or None,
+        "reason": _words(status.get("reason")),
         "step": records[-1]["step"] if records else 0,
         "train_loss": records[-1]["loss"] if records else None,
         "val_loss": validations[-1][0] if validations else None,
         "best_val_loss": min(validations)[0] if validations else None,
         "best_step": min(validations)[1] if validations else None,
-        "bigram_loss": summary.get("bigram_loss"),
+        "bigram_loss": bigram if _is_number(bigram := summary.get("bigram_loss")) else None,
         **{name: _median(r.get(name) for r in later) for name in ("grad_norm", "step_seconds", "tokens_per_second")},
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         **{
             name: _median(_total(s.get(name)) for s in counted)
             for name in ("bytes_fetched", "bytes_offloaded", "collective_bytes")
         },
-        "checkpoint": status.get("checkpoint"),
-        "plan": plan or None,
-        "prediction": summary.get("prediction"),
-        "events": [event for event in events if {"step", "kind", "text"} <= event.keys()],
+        "checkpoint": _words(status.get("checkpoint")),
+        "plan": _finite(plan) or None,
+        "prediction": _finite(summary.get("prediction")),
+        "events": [_finite(event) for event in events if {"step", "kind", "text"} <= event.keys()],
     }
 
 
@@ -103,14 +101,15 @@ def show(console: Console, accounts: Sequence[Mapping[str, Any]]) -> None:
     table = Table(title_justify="left")
     table.add_column("")
     for one in accounts:
-        table.add_column(one["run"], justify="right", overflow="fold")
+        table.add_column(Text(one["run"]), justify="right", overflow="fold")
     for key, label in _SHOWN.items():
         if any(one[key] is not None for one in accounts):
-            table.add_row(label, *(_cell(key, one[key]) for one in accounts))
+            table.add_row(label, *(Text(_cell(key, one[key])) for one in accounts))
     console.print(table)
     for one in accounts:
         lines = [f"step {event['step']}: {event['kind']}: {event['text']}" for event in one["events"]]
-        lines += [f"{one['state']}: {one['reason']}"] if one["reason"] else []
+        told = any(event["text"] == one["reason"] for event in one["events"])
+        lines += [f"{one['state']}: {one['reason']}"] if one["reason"] and not told else []
         if lines:
             console.print("\n".join([one["run"], *(f"  {line}" for line in lines)]), highlight=False, markup=False)
 
@@ -127,10 +126,25 @@ def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
     train, validation = ([(r["step"], r[k]) for r in records if r[k] is not None] for k in ("loss", "val_loss"))
     if not train:
         raise ConfigError(f"--picture: {str(directory)!r} has no losses yet: ask again when a step was taken")
+    if path.suffix != ".png":
+        raise ConfigError(f"--picture {str(path)!r}: expected a file that ends in .png")
     try:
         draw_losses(path, f"{directory}: {found['state']}", train, validation, found["bigram_loss"])
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--picture: cannot write {str(path)!r}: {error}; choose another file, .png") from error
+    except OSError as error:
+        raise ConfigError(f"--picture: cannot write {str(path)!r}: {error.strerror}; choose another file") from error
+
+
+def _finite(value: Any) -> Any:
+    """What JSON can say of it: numbers that are not finite become None, as in the files."""
+    if isinstance(value, dict):
+        return {key: _finite(inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return list(map(_finite, value))
+    return None if isinstance(value, float) and not _is_number(value) else value
+
+
+def _words(value: Any) -> str | None:
+    return value if value and isinstance(value, str) else None
 
 
 def _state(directory: Path, status: Mapping[str, Any]) -> str:
@@ -177,6 +191,6 @@ def _object(text: str) -> dict[str, Any]:
     """A JSON object; an empty one for what is cut short, or what a loss of power has left as something else."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

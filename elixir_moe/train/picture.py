@@ -41,7 +41,8 @@ def draw_losses(
         axes.annotate(last, place, xytext=(0, -14), textcoords="offset points", ha="center")
     if bigram is not None:
         axes.axhline(bigram, color="dimgray", linestyle="--", linewidth=1.3, label=f"bigram model, {bigram:.3f}")
-    axes.set(title=title, xlabel="optimizer step", ylabel="loss (nats per byte)")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per byte)")
+    axes.set_title(title.encode(errors="replace").decode(), parse_math=False)
     axes.set_xlim(0, steps[-1] * 1.04)
     axes.margins(y=0.08)
     axes.grid(alpha=0.25)

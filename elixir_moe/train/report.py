@@ -5,6 +5,7 @@ Owns the form of every record in the run directory. Rank 0 alone has a `Report`.
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -172,15 +173,16 @@ class Report:
         from elixir_moe.train.picture import draw_losses  # matplotlib takes a second to load; only this rank draws
 
         self._progress.stop()
-        title = f"{summary.out}: {summary.parameters:,} parameters, ranks: {summary.ranks}"
-        draw_losses(self._directory / "loss.png", title, self._train_losses, self._val_losses, self.bigram_loss)
         self.write("sample.txt", sample)
         # A copy each: safetensors refuses tensors that share memory, as tied weights do under their two names.
         tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
         temporary = self._directory / "weights.safetensors.part"
         save_file(tensors, temporary)
+        shutil.copymode(self._directory / "sample.txt", temporary)
         temporary.replace(self._directory / "weights.safetensors")
         self.write("summary.json", json.dumps(summary.as_dict(), indent=2) + "\n")
+        title = f"{summary.out}: {summary.parameters:,} parameters, ranks: {summary.ranks}"
+        draw_losses(self._directory / "loss.png", title, self._train_losses, self._val_losses, self.bigram_loss)
         verdict = f"{'below' if summary.val_loss < summary.bigram_loss else 'not below'} the bigram model's"
         if sample:
             self.say(f"\n--- a sample of the model's text\n{sample}\n---\n")
