@@ -44,7 +44,7 @@ format: setup
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 train: setup
-	$(BIN)/elixir-moe train --nproc 2 --config examples/pr_moe_small.yaml
+	$(BIN)/elixir-moe train --nproc 2 --config examples/pr_moe_small.yaml --run.overwrite true
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -W ignore -m benchmarks.run --out build/bench.json

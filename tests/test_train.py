@@ -139,9 +139,14 @@ def test_a_directory_is_claimed_once_and_only_our_own_files_are_removed(tmp_path
         claim_directory(config_of(out), text)
     claim_directory(config_of(out, overwrite=True), text).release()
     assert sorted(p.name for p in out.iterdir()) == ["config.yaml", "notes.txt"]
-    (out / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match="is not empty"):
-        claim_directory(config_of(out), text)
+    for content in ("mine: 1", "run: [out]", "a: b: c", None):
+        if content is None:
+            (out / "config.yaml").unlink()
+        else:
+            (out / "config.yaml").write_text(content)
+        for overwrite in (False, True):
+            with pytest.raises(ConfigError, match="is not empty and holds no run: choose another"):
+                claim_directory(config_of(out, overwrite=overwrite), text)
     with pytest.raises(ConfigError, match=r"notes.txt'.*choose another directory"):
         claim_directory(config_of(out / "notes.txt", overwrite=True), text)
     with pytest.raises(ConfigError, match=r"run\.resume: .*nowhere: no such checkpoint"):
@@ -149,7 +154,7 @@ def test_a_directory_is_claimed_once_and_only_our_own_files_are_removed(tmp_path
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    draw_losses(tmp_path / "loss.png", "a run", [(1, 5.0)], [(1, 4.9)], bigram=2.4)
+    draw_losses(tmp_path / "loss.png", "a run in $a^$\udcff", [(1, 5.0)], [(1, 4.9)], bigram=2.4)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 

@@ -5,6 +5,7 @@ Owns the arguments of the verb and what is printed.
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,10 +56,10 @@ def run(known: argparse.Namespace) -> int:
         dtype = _DTYPES.get(known.dtype)
         if known.format == "torch":
             written = export_torch(whole, known.out, dtype=dtype)
-        elif known.shard_gb > 0:
+        elif 0 < known.shard_gb < math.inf:
             written = export_huggingface(whole, known.out, dtype=dtype, shard_bytes=int(known.shard_gb * 1e9))
         else:
-            raise ConfigError(f"--shard-gb {known.shard_gb}: expected a number above 0")
+            raise ConfigError(f"--shard-gb {known.shard_gb}: expected a finite number above 0")
     if known.action == "reshard":
         if known.files < 1:
             raise ConfigError(f"--files {known.files}: expected at least 1")

@@ -181,3 +181,5 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True)
     except FileExistsError:
         raise CheckpointError(f"{folder} exists: name another folder") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made: {error.strerror}; name another folder") from error

@@ -123,7 +123,7 @@ class RunConfig:
     out: str
     """Directory for everything the run writes; made if missing, refused if it holds something else than this run."""
     overwrite: bool = False
-    """Whether an earlier run's files in `out` are replaced; a run that its launcher restarts goes on all the same."""
+    """Whether a run in `out`, ended or not, is replaced; one that its launcher restarts goes on all the same."""
     resume: str = "auto"
     """auto: the run in `out`, if there is one, goes on from its latest checkpoint; fall_back: from the latest
     whose files are all sound; never: a used `out` is refused; or a checkpoint of another run to start from."""
@@ -156,8 +156,8 @@ class RunConfig:
         _check(bool(self.out.strip()), "run.out", self.out, "a directory")
         for name in ("steps", "global_batch", "accumulation", "eval_every", "eval_batches", "log_every", "threads"):
             _check(getattr(self, name) >= 1, f"run.{name}", getattr(self, name), "at least 1")
-        for name in ("seed", "sample_bytes"):
-            _check(getattr(self, name) >= 0, f"run.{name}", getattr(self, name), "0 or more")
+        _check(self.sample_bytes >= 0, "run.sample_bytes", self.sample_bytes, "0 or more")
+        _check(0 <= self.seed < 2**62, "run.seed", self.seed, "0 or more, below 2**62")
         patience = self.timeout_seconds
         _check(1 <= patience < math.inf, "run.timeout_seconds", patience, "at least 1 second")
         heat = self.temperature

@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from elixir_moe.checkpoint.storage import MANIFEST, collect, discard, latest, partials, read_manifest
 from elixir_moe.checkpoint.values import decode
 from elixir_moe.errors import CheckpointError, ConfigError
@@ -65,6 +67,16 @@ def restarted() -> bool:
     return any(os.environ.get(name, "0") != "0" for name in _RESTARTS)
 
 
+def is_run(directory: Path) -> bool:
+    """Whether a run has made this directory its own: its settings lie in it, or are about to."""
+    mark = directory / "config.yaml"
+    try:
+        found = yaml.safe_load(mark.read_text(encoding="utf-8")) if mark.is_file() else ""
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return False
+    return found is None or (isinstance(found, dict) and isinstance(found.get("run"), dict) and "out" in found["run"])
+
+
 def check_directory(config: TrainConfig, text: ByteText) -> Path | None:
     """Refuses where `claim_directory` would, but changes nothing; returns the checkpoint the run would go on from."""
     run, directory = config.run, Path(config.run.out)
@@ -72,9 +84,13 @@ def check_directory(config: TrainConfig, text: ByteText) -> Path | None:
         used = directory.exists() and bool(set(os.listdir(directory)) - {CONTROL})
     except OSError as error:
         raise _unusable(run.out, error) from error
-    if not used or (run.overwrite and not restarted()):
+    if not used:
         return _chosen(config, text)
-    if run.resume == "never" or not (directory / "config.yaml").exists():
+    if not is_run(directory):
+        raise ConfigError(f"run.out: {run.out!r} is not empty and holds no run: choose another directory")
+    if run.overwrite and not restarted():
+        return _chosen(config, text)
+    if run.resume == "never":
         raise ConfigError(
             f"run.out: {run.out!r} is not empty: choose another directory, or give --run.overwrite true to replace "
             f"the run in it"

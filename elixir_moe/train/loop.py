@@ -408,7 +408,8 @@ class Loop:
     def _stop(self, text: str, exit_code: int) -> NoReturn:
         self._event("stopped", text)
         self._status("stopped", text)
-        raise Stopped(f"{text}; the same command goes on from there", exit_code)
+        again = "the same command" + " with --run.overwrite false" * self.config.run.overwrite
+        raise Stopped(f"{text}; {again} goes on from there", exit_code)
 
     def _apply(self, control: Control | None, *, first: bool = False) -> Control:
         """Takes over new settings. What the file asks for once (save, stop) it cannot have asked of this start."""
