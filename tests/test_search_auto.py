@@ -391,7 +391,8 @@ def steps_of_a_clock() -> tuple[int, float | None]:
     """(rank) After how many steps there is a measurement, and it, if step k takes k seconds."""
     expected = SimpleNamespace(seconds=SimpleNamespace(step=5.0), device_bytes=0, host_bytes=0, disk_bytes=0)
     measuring = prediction.Prediction(expected, None, None)  # type: ignore[arg-type]
-    optimizer = SimpleNamespace(held_bytes=dict, control=dist.group.WORLD)
+    groups = [{"params": [torch.zeros(1)]}]
+    optimizer = SimpleNamespace(held_bytes=dict, control=dist.group.WORLD, param_groups=groups)
     taken, clock = 0, SimpleNamespace(perf_counter=accumulate(range(1, 20)).__next__)
     with mock.patch.object(prediction, "time", clock):
         while measuring.measured_seconds is None:
