@@ -88,8 +88,15 @@ def _run(arguments: Sequence[str]) -> int:
         return _bench(known, rest)
     if rest:
         parser.error(f"unknown arguments {' '.join(rest)}")
-    verbs = {"env": _env, "ckpt": ckpt.run, "plan": run_plan, "estimate": run_estimate, "clean": _clean}
-    return {**verbs, "report": _report}[known.verb](known)
+    verbs = {
+        "env": _env,
+        "ckpt": ckpt.run,
+        "plan": run_plan,
+        "estimate": run_estimate,
+        "report": _report,
+        "clean": _clean,
+    }
+    return verbs[known.verb](known)
 
 
 def _parser(settings_help: str | None) -> _Parser:

@@ -5,7 +5,8 @@ short or damaged is left out, as a run that goes on would leave it out.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,6 +43,22 @@ def records_of(metrics: Path) -> list[tuple[str, dict[str, Any]]]:
     lines = _text(metrics).splitlines(keepends=True)
     found = [(line, _object(line)) for line in lines if line.endswith("\n")]
     return [(line, record) for line, record in found if _is_record(record)]
+
+
+def losses_of(records: Iterable[Mapping[str, Any]]) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """(step, loss) of each step, and of each evaluation, where there is one."""
+    records = list(records)
+    train, validation = ([(r["step"], r[k]) for r in records if r[k] is not None] for k in ("loss", "val_loss"))
+    return train, validation
+
+
+def finite(value: Any) -> Any:
+    """What JSON can say of it: in plain data, however nested, floats that are not finite become None."""
+    if isinstance(value, dict):
+        return {key: finite(inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return list(map(finite, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_record(found: Mapping[str, Any]) -> bool:
@@ -90,9 +107,9 @@ def account(directory: Path) -> dict[str, Any]:
             for name in ("bytes_fetched", "bytes_offloaded", "collective_bytes")
         },
         "checkpoint": _words(status.get("checkpoint")),
-        "plan": _finite(plan) or None,
-        "prediction": _finite(summary.get("prediction")),
-        "events": [_finite(event) for event in events if {"step", "kind", "text"} <= event.keys()],
+        "plan": finite(plan) or None,
+        "prediction": finite(summary.get("prediction")),
+        "events": [finite(event) for event in events if {"step", "kind", "text"} <= event.keys()],
     }
 
 
@@ -123,7 +140,7 @@ def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
     from elixir_moe.train.picture import draw_losses  # matplotlib takes a second to load
 
     records = [record for _, record in records_of(directory / "metrics.jsonl")]
-    train, validation = ([(r["step"], r[k]) for r in records if r[k] is not None] for k in ("loss", "val_loss"))
+    train, validation = losses_of(records)
     if not train:
         raise ConfigError(f"--picture: {str(directory)!r} has no losses yet: ask again when a step was taken")
     if path.suffix != ".png":
@@ -132,15 +149,6 @@ def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
         draw_losses(path, f"{directory}: {found['state']}", train, validation, found["bigram_loss"])
     except OSError as error:
         raise ConfigError(f"--picture: cannot write {str(path)!r}: {error.strerror}; choose another file") from error
-
-
-def _finite(value: Any) -> Any:
-    """What JSON can say of it: numbers that are not finite become None, as in the files."""
-    if isinstance(value, dict):
-        return {key: _finite(inside) for key, inside in value.items()}
-    if isinstance(value, list):
-        return list(map(_finite, value))
-    return None if isinstance(value, float) and not _is_number(value) else value
 
 
 def _words(value: Any) -> str | None:

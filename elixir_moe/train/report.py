@@ -4,7 +4,6 @@ Owns the form of every record in the run directory. Rank 0 alone has a `Report`.
 """
 
 import json
-import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.torch import save_file
 
-from elixir_moe.train.history import records_of
+from elixir_moe.train.history import finite, losses_of, records_of
 
 __all__ = ["Console", "Report", "StepRecord", "Summary"]
 
@@ -75,7 +74,7 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        return {key: _finite(value) for key, value in asdict(self).items()}
+        return dict(finite(asdict(self)))
 
 
 class Report:
@@ -132,8 +131,7 @@ class Report:
 
     def step(self, record: StepRecord) -> None:
         """Keeps a step and shows it where it is due."""
-        line = {key: _finite(value) for key, value in asdict(record).items()}
-        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        self._metrics.write(json.dumps(finite(asdict(record)), allow_nan=False) + "\n")
         self._metrics.flush()
         self._train_losses.append((record.step, record.loss))
         if record.val_loss is not None:
@@ -152,8 +150,7 @@ class Report:
         path = self._directory / "metrics.jsonl"
         kept = [(line, record) for line, record in records_of(path) if record["step"] <= step]
         self.write("metrics.jsonl", "".join(line for line, _ in kept))
-        self._train_losses = [(r["step"], r["loss"]) for _, r in kept if r["loss"] is not None]
-        self._val_losses = [(r["step"], r["val_loss"]) for _, r in kept if r["val_loss"] is not None]
+        self._train_losses, self._val_losses = losses_of(record for _, record in kept)
         self._metrics = path.open("a", encoding="utf-8")
 
     def event(self, step: int, kind: str, text: str) -> None:
@@ -219,7 +216,3 @@ def _beside(prediction: dict[str, Any]) -> str:
         expected, held = prediction[f"predicted_{tier}_bytes"], prediction[f"held_{tier}_bytes"]
         lines.append(f"{f'bytes held, {tier}':24} {expected:>14,} {held:>14,}")
     return "\n".join(lines)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
