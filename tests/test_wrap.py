@@ -262,12 +262,16 @@ def test_modules_in_one_chunk_cover_what_is_beneath_them() -> None:
     assert resident == {"", "0", "1", "1.0"}, "what always stays is no reason to part"
 
 
-def test_a_guest_inside_a_cover_has_the_block_that_it_leaves() -> None:
-    class Host(nn.Module):
-        def __init__(self, guest: nn.Module) -> None:
-            super().__init__()
-            self.one, self.two, self.guests = nn.Linear(16, 16), nn.Linear(16, 16), [guest]
+class HasGuest(nn.Module):
+    """Two layers of its own, and a module that is none of its parts."""
 
+    def __init__(self, guest: nn.Module) -> None:
+        super().__init__()
+        self.one, self.two, self.guests = nn.Linear(16, 16), nn.Linear(16, 16), [guest]
+
+
+def test_a_guest_inside_a_cover_has_the_block_that_it_leaves() -> None:
+    class Host(HasGuest):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = self.two(self.guests[0](self.one(x)))
             return h + nn.functional.linear(x, self.guests[0].weight)
@@ -292,11 +296,7 @@ def test_a_guest_inside_a_cover_has_the_block_that_it_leaves() -> None:
 def test_covers_need_a_block_to_spare() -> None:
     """Backward comes to a guest that was called last before it comes to the cover, and holds both."""
 
-    class Host(nn.Module):
-        def __init__(self, guest: nn.Module) -> None:
-            super().__init__()
-            self.one, self.two, self.guests = nn.Linear(16, 16), nn.Linear(16, 16), [guest]
-
+    class Host(HasGuest):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.guests[0](self.two(self.one(x)))
 
