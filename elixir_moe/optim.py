@@ -117,6 +117,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._facts: Facts | None = None
         self._scaled = False
         self._clip = 1.0
+        self._clipped = False
+        """Whether gradients have been clipped since the last step: those that come behind it would not be."""
         self._place_of = {
             segment.parameter: (chunk, segment)
             for chunk in self._chunks
@@ -144,14 +146,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Scales the gradients so that their global norm is at most `max_norm`; returns the norm before, a scalar.
 
         The norm is that of the logical model: shards, experts and replicas of all ranks, each element once. The scaling
-        happens in `step`. Collective.
+        happens in `step`, and a backward in between is an error, whether the limit was reached or not. A limit of
+        infinity clips nothing: it asks for the norm, at any time. Collective.
         """
         try:
             limit = float(max_norm)
         except (TypeError, ValueError):
-            raise ConfigError(f"clip_grad_norm_(max_norm={max_norm!r}): expected a number") from None
+            limit = math.nan
+        if not limit >= 0:
+            raise ConfigError(f"clip_grad_norm_(max_norm={max_norm!r}): expected a number of at least 0")
         norm = self._agree().norm * self._clip
         self._clip *= min(1.0, limit / (norm + 1e-6)) if norm == norm else norm
+        self._clipped |= limit < math.inf
         return torch.tensor(norm, device="cpu")
 
     @torch.no_grad()
@@ -371,8 +377,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 "a backward failed, and a part of its gradients is gone: call zero_grad() and run it again"
             )
-        if self._clip != 1.0:
-            raise ConfigError("backward ran after clip_grad_norm_: clip when all gradients of the step have come")
+        if self._clipped:
+            raise ConfigError(
+                "backward ran after clip_grad_norm_: clip when all gradients of the step have come, or call zero_grad()"
+            )
         if self.loss_scale is not None and self._scheduler.used and not self._scaled:
             raise ConfigError("fp16 gradients need a scaled loss: call optimizer.scale(loss).backward()")
 
@@ -434,4 +442,4 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for chunk in self._chunks:
             chunk.home.clear_gradient()
         self._scheduler.used.clear()
-        self._facts, self._clip, self._scaled = None, 1.0, False
+        self._facts, self._clip, self._clipped, self._scaled = None, 1.0, False, False

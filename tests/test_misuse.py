@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import pickle
 import sys
 import weakref
@@ -135,19 +136,41 @@ def test_amsgrad_comes_too_late_after_wrap(pair: Pair) -> None:
 def test_the_models_own_zero_grad_forgets_gradients(pair: Pair) -> None:
     model, optimizer = pair
     backward(pair)
-    norm = optimizer.clip_grad_norm_(1e9)
+    norm = optimizer.clip_grad_norm_(math.inf)
     model.zero_grad()
-    assert optimizer.clip_grad_norm_(1e9) == 0.0
+    assert optimizer.clip_grad_norm_(math.inf) == 0.0
     backward(pair)
-    assert optimizer.clip_grad_norm_(1e9) == norm
+    assert optimizer.clip_grad_norm_(math.inf) == norm
 
 
-def test_a_gradient_behind_the_clipping(pair: Pair) -> None:
+@pytest.mark.parametrize("limit", [1e-3, 1e9])
+def test_a_gradient_behind_the_clipping(pair: Pair, limit: float) -> None:
+    """Refused whether the limit was reached or not: that is the batch's business."""
+    model, optimizer = pair
+    before = em.full_state_dict(model)
     backward(pair)
-    pair[1].clip_grad_norm_(1e-3)
+    optimizer.clip_grad_norm_(limit)
     backward(pair)
-    with pytest.raises(em.ConfigError, match="after clip_grad_norm_"):
-        pair[1].step()
+    for late in (optimizer.step, lambda: optimizer.clip_grad_norm_(limit)):
+        with pytest.raises(em.ConfigError, match="after clip_grad_norm_"):
+            late()
+    assert all(torch.equal(value, before[name]) for name, value in em.full_state_dict(model).items())
+    optimizer.zero_grad()
+    backward(pair)
+    optimizer.clip_grad_norm_(limit)
+    optimizer.step()
+    backward(pair)
+    optimizer.clip_grad_norm_(limit)
+
+
+def test_the_norm_can_be_asked_for_between_backwards(pair: Pair) -> None:
+    """A limit of infinity clips nothing."""
+    norms = []
+    for _ in range(3):
+        backward(pair)
+        norms.append(pair[1].clip_grad_norm_(math.inf).item())
+    pair[1].step()
+    assert norms == pytest.approx([norms[0], 2 * norms[0], 3 * norms[0]])
 
 
 def test_fp16_without_a_scaled_loss() -> None:
@@ -161,8 +184,8 @@ def test_fp16_without_a_scaled_loss() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("clip", ["one", None])
-def test_a_norm_that_is_no_number(pair: Pair, clip: Any) -> None:
+@pytest.mark.parametrize("clip", ["one", None, math.nan, -1.0])
+def test_a_limit_that_is_none(pair: Pair, clip: Any) -> None:
     with pytest.raises(em.ConfigError, match="max_norm"):
         pair[1].clip_grad_norm_(clip)
 
