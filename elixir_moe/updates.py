@@ -7,12 +7,14 @@ segment. Never decides whether or when.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from numbers import Real
+from types import NoneType
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ from elixir_moe.parallel.dtensor import local_of
 
 _WHOLE_TENSOR = {"LBFGS", "Adafactor", "SparseAdam", "Muon"}
 """Optimizers of torch whose update of one element looks at others."""
+
+_TRIED_NUMEL = 2**17
+"""Elements of the tensor on which it is seen what an optimizer keeps; those of 8 bits begin at 4096 to keep blocks."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -224,7 +229,9 @@ class ElementwiseUpdate:
 
     def state(self, chunk: Chunk, segment: Segment) -> dict[str, Any]:
         """As `AdamUpdate.state`; the names are those of the user's optimizer, none before its first step."""
-        state = self._optimizers[chunk.spec.index, segment.group].state.get(self._pieces[id(segment)], {})
+        optimizer, piece = self._optimizers[chunk.spec.index, segment.group], self._pieces[id(segment)]
+        state = optimizer.state.get(piece, {})
+        _check_kept(optimizer, state, piece)
         return {n: InMemory(v) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in state.items()}
 
     def replace_state(
@@ -285,7 +292,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError for an optimizer that has been stepped, or whose update is not elementwise."""
+    """Raises ConfigError for an optimizer that has been stepped, is not elementwise, or keeps what cannot be cut."""
     if any(state and state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer has been stepped, or has loaded a state: wrap it before the first step, and go on from a "
@@ -294,10 +301,31 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     whole = [base.__name__ for base in kind.__mro__ if base.__name__ in _WHOLE_TENSOR]
     ours = kind.__module__.startswith("torch.optim")
+    if not whole and not ours:
+        for parameter, state in optimizer.state.items():
+            _check_kept(optimizer, state, local_of(parameter))
     if whole or not (ours or all(_is_elementwise(optimizer, group) for group in optimizer.param_groups)):
         raise ConfigError(
             f"{[*whole, kind.__name__][0]} looks at whole tensors (their norm, their shape), but a rank holds only "
             f"flat pieces: use an elementwise one, as AdamW, and param_groups for what should be updated otherwise"
+        )
+    for group in () if ours else optimizer.param_groups:
+        piece = nn.Parameter(torch.ones(_TRIED_NUMEL, device="cpu"))
+        _check_kept(optimizer, _tried(optimizer, group, [piece], [torch.ones_like(piece)]).state[piece], piece)
+
+
+def _check_kept(optimizer: torch.optim.Optimizer, state: dict[str, Any], piece: torch.Tensor) -> None:
+    """Raises ConfigError unless all that is kept for `piece` can be cut with it, or is a value for all of it."""
+    for name, value in state.items():
+        found = local_of(value) if isinstance(value, torch.Tensor) else value
+        plain = type(found) in (torch.Tensor, nn.Parameter) and found.layout is torch.strided
+        if isinstance(found, (Real, str, NoneType)) or (plain and found.shape in (piece.shape, ())):
+            continue
+        form = f"a {found.dtype} tensor of shape {tuple(found.shape)}" if plain else f"a {type(found).__name__}"
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps {name!r}, {form}, for {piece.numel()} elements of a parameter: only "
+            f"plain tensors with a value for each element can be cut between ranks and saved. Use torch.optim.AdamW "
+            f"with em.Plan.offload, which has the moments in host memory or, with disk_chunks, on disk"
         )
 
 
@@ -309,19 +337,31 @@ def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
     halves = [nn.Parameter(half.clone()) for half in start.flatten().chunk(2)]
     results = []
     for pieces in (whole, halves):
-        twin = _like(optimizer, [(piece, _state_alike(optimizer, group, piece)) for piece in pieces], group)
-        for gradient in gradients:
-            for piece, part in zip(pieces, gradient.flatten().chunk(len(pieces)), strict=True):
-                piece.grad = part.view_as(piece).clone()
-            try:
-                twin.step()
-            except Exception as error:
-                raise ConfigError(
-                    f"{type(optimizer).__name__} could not be tried on a small tensor, to see whether it updates each "
-                    f"element by itself: {type(error).__name__}: {error}"
-                ) from error
+        _tried(optimizer, group, pieces, gradients)
         results.append(torch.cat([piece.detach().flatten() for piece in pieces]))
     return torch.allclose(results[0], results[1], rtol=1e-5, atol=1e-7)
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    pieces: list[nn.Parameter],
+    gradients: Iterable[torch.Tensor],
+) -> torch.optim.Optimizer:
+    """One like the user's that has updated `pieces` with each of the `gradients`, of all of them; compiles nothing."""
+    twin = _like(optimizer, [(piece, _state_alike(optimizer, group, piece)) for piece in pieces], group)
+    for gradient in gradients:
+        for piece, part in zip(pieces, gradient.flatten().chunk(len(pieces)), strict=True):
+            piece.grad = part.view_as(piece).clone()
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                twin.step()
+        except Exception as error:
+            raise ConfigError(
+                f"{type(optimizer).__name__} could not be tried on a small tensor, to see whether it updates each "
+                f"element by itself: {type(error).__name__}: {error}; use an optimizer of torch.optim, as AdamW"
+            ) from error
+    return twin
 
 
 def _state_alike(optimizer: torch.optim.Optimizer, group: dict[str, Any], piece: nn.Parameter) -> dict[str, Any]:

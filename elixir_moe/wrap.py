@@ -106,7 +106,8 @@ def wrap(
         PlanError: the plan does not fit the model (a chunk too short, an rCache too small), or "auto" finds none that
             fits: by how many bytes, in which tier, and what would help.
         LayoutError: patterns do not fit the ranks, or ranks disagree.
-        ConfigError: the optimizer is not elementwise, has been stepped, or does not belong to the model.
+        ConfigError: the optimizer is not elementwise, keeps what cannot be cut (8-bit moments in blocks), has been
+            stepped, or does not belong to the model.
         TierError: host memory or the disk is too small.
         CheckpointError: `weights` lacks something the model has on meta, or has it in another shape.
     """

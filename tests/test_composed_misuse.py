@@ -69,6 +69,103 @@ class Sums(torch.optim.Optimizer):
                     p.sub_(group["lr"] * p.grad / self.state[p]["sum"].sqrt())
 
 
+class Momentum(torch.optim.Optimizer):
+    """Descent along a momentum; subclasses say what they keep of it."""
+
+    least = 4096
+    """Elements from which the momentum is kept in another form, as 8-bit optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state, fresh = self.state[p], torch.zeros(p.shape)
+                    momentum = 0.9 * (self.read(state) if state else fresh).view(p.shape) + p.grad
+                    p.sub_(group["lr"] * momentum)
+                    state.update(self.kept(momentum) if p.numel() >= self.least else {"momentum": momentum})
+
+    def kept(self, momentum: Tensor) -> dict[str, Any]:
+        return {"momentum": momentum.bfloat16(), "count": torch.tensor(1.0), "rounds": 1, "nothing": None}
+
+    def read(self, state: dict[str, Any]) -> Tensor:
+        return state["momentum"].float()
+
+
+class InBlocks(Momentum):
+    """Bytes, and a scale for each 256 of them."""
+
+    def kept(self, momentum: Tensor) -> dict[str, Any]:
+        blocks = momentum.view(-1, 256)
+        scales = blocks.abs().amax(1) / 127
+        return {"bytes": (blocks / scales[:, None]).round().to(torch.int8).view(-1), "scales": scales}
+
+    def read(self, state: dict[str, Any]) -> Tensor:
+        if "momentum" in state:
+            return state["momentum"]
+        return state["bytes"].view(-1, 256) * state["scales"][:, None]
+
+
+class Narrow(Tensor):
+    """fp32 to whoever looks, bf16 inside."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Narrow":
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(arg.inner.float() if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+
+class InNarrow(Momentum):
+    def kept(self, momentum: Tensor) -> dict[str, Any]:
+        return {"momentum": Narrow(momentum.bfloat16())}
+
+    def read(self, state: dict[str, Any]) -> Tensor:
+        return state["momentum"] * 1
+
+
+class OneOfTwo(Momentum):
+    """Two of them in one tensor."""
+
+    def kept(self, momentum: Tensor) -> dict[str, Any]:
+        return {"both": torch.stack([momentum, momentum])}
+
+    def read(self, state: dict[str, Any]) -> Tensor:
+        return state["both"][0] if "both" in state else state["momentum"]
+
+
+class Remembers(Momentum):
+    def kept(self, momentum: Tensor) -> dict[str, Any]:
+        return {"momentum": momentum, "history": [momentum.norm()]}
+
+
+class Counts(Sums):
+    """Its constructor makes a tensor of one element, and one dim, for each parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        for state in self.state.values():
+            state["count"] = torch.zeros(1)
+
+
+class Compiled(Momentum):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        torch.compile(super().step, backend=compiler)()
+
+
+def compiler(*_: Any) -> Any:
+    raise AssertionError("compiled")
+
+
 class Raises(Sums):
     def step(self, closure: Any = None) -> None:
         raise RuntimeError("no tensor is good enough")
@@ -100,6 +197,65 @@ def test_optimizers_of_whole_tensors_are_found_out(kind: type[torch.optim.Optimi
     model = model_of()
     with pytest.raises(ConfigError, match=f"{kind.__name__} looks at whole tensors"):
         em.wrap(model, kind(model.parameters()), plan=PLAN)
+
+
+KEPT = {
+    InBlocks: r"'scales', a torch\.float32 tensor of shape \(\d+,\), for \d+ elements",
+    InNarrow: "'momentum', a Narrow, for",
+    OneOfTwo: r"'both', a torch\.float32 tensor of shape \(2, \d+\), for",
+    Remembers: "'history', a list, for",
+    Counts: r"'count', a torch\.float32 tensor of shape \(1,\), for",
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_optimizers_whose_state_cannot_be_cut_are_named(kind: type[torch.optim.Optimizer]) -> None:
+    """Also where the model is too small for the blocks: whether an optimizer is served does not depend on it."""
+    model = model_of()
+    said = rf"{kind.__name__} keeps {KEPT[kind]}.*torch\.optim\.AdamW .*em\.Plan\.offload"
+    with pytest.raises(ConfigError, match=said):
+        em.wrap(model, kind(model.parameters()), plan=PLAN)
+
+
+def test_optimizers_whose_state_can_be_cut_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Whatever the dtype of their tensors; and with values for a whole parameter."""
+
+    def wrapped(seed: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(64, 80)
+        return em.wrap(model, Momentum(model.parameters()), plan=em.Plan.zero2())
+
+    def step(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+        model(torch.ones(2, 64)).square().mean().backward()
+        optimizer.step()
+        return em.full_state_dict(model)
+
+    one, other = wrapped(0), wrapped(1)
+    step(*one)
+    em.save(tmp_path / "a", *one)
+    em.load(tmp_path / "a", *other)
+    wanted, found = step(*one), step(*other)
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+    for _, optimizer in (one, other):
+        optimizer.close()
+
+
+def test_a_state_that_was_not_foreseen_is_named_when_it_is_saved(tmp_path: Path) -> None:
+    """Blocks that begin at more elements than `wrap` tries."""
+    model = nn.Linear(1024, 512)
+    optimizer: Any = InBlocks(model.parameters())
+    optimizer.least = 2**19
+    model, optimizer = em.wrap(model, optimizer, plan=em.Plan.zero2())
+    model(torch.ones(2, 1024)).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(em.CheckpointError, match=r"InBlocks keeps 'scales', a torch.float32 tensor of shape \(2048,\)"):
+        em.save(tmp_path / "a", model, optimizer)
+    optimizer.close()
+
+
+def test_trying_an_optimizer_compiles_nothing() -> None:
+    model, optimizer = em.wrap(model := model_of(), Compiled(model.parameters()), plan=PLAN)
+    optimizer.close()
 
 
 def test_an_optimizer_that_cannot_be_tried_says_so() -> None:
