@@ -109,14 +109,13 @@ class AdamUpdate:
 
     def state(self, chunk: Chunk, segment: Segment) -> dict[str, Any]:
         """What is kept for a segment: by name its flat elements, or a value for all of it."""
-        chunk.home.finish_update()
-        spilled = chunk.home.spilled
+        spilled, wait = chunk.home.spilled, chunk.home.await_update
         if spilled is not None:
             ends = segment.start, segment.stop
-            return {"exp_avg": OnDisk(spilled, 1, *ends), "exp_avg_sq": OnDisk(spilled, 2, *ends)}
+            return {"exp_avg": OnDisk(spilled, 1, *ends, wait), "exp_avg_sq": OnDisk(spilled, 2, *ends, wait)}
         here = slice(segment.start, segment.stop)
         exp_avg, exp_avg_sq = self._state[chunk.spec.index]
-        return {"exp_avg": InMemory(exp_avg[here]), "exp_avg_sq": InMemory(exp_avg_sq[here])}
+        return {"exp_avg": InMemory(exp_avg[here], wait), "exp_avg_sq": InMemory(exp_avg_sq[here], wait)}
 
     def replace_state(
         self, chunk: Chunk, segment: Segment, dtypes: dict[str, torch.dtype], values: dict[str, Any]
@@ -232,7 +231,8 @@ class ElementwiseUpdate:
         optimizer, piece = self._optimizers[chunk.spec.index, segment.group], self._pieces[id(segment)]
         state = optimizer.state.get(piece, {})
         _check_kept(optimizer, state, piece)
-        return {n: InMemory(v) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in state.items()}
+        wait = chunk.home.await_update
+        return {n: InMemory(v, wait) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in state.items()}
 
     def replace_state(
         self, chunk: Chunk, segment: Segment, dtypes: dict[str, torch.dtype], values: dict[str, Any]
@@ -241,7 +241,7 @@ class ElementwiseUpdate:
         piece = self._pieces[id(segment)]
         tensors = {name: torch.empty_like(piece, dtype=dtype) for name, dtype in dtypes.items()}
         self._optimizers[chunk.spec.index, segment.group].state[piece] = {**tensors, **values}
-        return {name: InMemory(tensor) for name, tensor in tensors.items()}
+        return {name: InMemory(tensor, chunk.home.await_update) for name, tensor in tensors.items()}
 
 
 def _at_once(work: Callable[[], None]) -> tuple[()]:

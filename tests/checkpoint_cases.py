@@ -7,6 +7,7 @@ the same weights, so a checkpoint of one can be loaded by any other.
 import gc
 import math
 import os
+import random
 import resource
 import signal
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,6 +35,7 @@ from tests.cases import spill_of
 from tests.parity import make_optimizer, mesh_of_world, tokens
 
 ROWS = 4
+PATIENCE_SECONDS = 60
 PLANS = {
     "ddp": em.Plan.ddp(),
     "zero2": em.Plan.zero2(),
@@ -244,6 +247,59 @@ def held_back(directory: Path, ep: int, plan: str) -> None:
     moved = [name for name in after if name.endswith(" exp_avg")]
     assert moved and not any(torch.equal(after[name], changed[name]) for name in moved), "the update was one"
     run.close()
+
+
+def updates_under_way(directory: Path, plan: em.Plan, copies_late: bool) -> None:
+    """A save while updates are held back until the training has gone on, and one that waits for all, of the same step.
+
+    The copying begins at once and waits for the updates; or, if it `copies_late`, when the next update waits for it.
+    """
+
+    def wrapped() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = Norms()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        return em.wrap(model, optimizer, plan=plan, **spill_of(plan))
+
+    extra: dict[str, Any] = {"seen": [0, 1]}
+    model, optimizer = wrapped()
+    take_step(model, optimizer, 0)
+    take_step(model, optimizer, 1)
+    save(directory / "at-once", model, optimizer, extra=extra)
+    optimizer.close()
+
+    model, optimizer = wrapped()
+    take_step(model, optimizer, 0)
+    go_on, copy, write = threading.Event(), threading.Event(), FileImage.write
+    held_back = optimizer._lane.submit(go_on.wait, PATIENCE_SECONDS)
+    take_step(model, optimizer, 1)
+    if not copies_late:
+        copy.set()
+    with mock.patch.object(FileImage, "write", lambda *of: (copy.wait(PATIENCE_SECONDS), write(*of))[1]):
+        saving = save(directory / "beside", model, optimizer, extra=extra, asynchronous=True)
+        assert not held_back.done(), "the save waits for updates"
+        extra["seen"].append(2)
+        optimizer.param_groups[0]["lr"] = 0.5
+        torch.rand(1), random.random(), np.random.rand()
+        (copied,) = {chunk.home.reader for chunk in model.elixir.scheduler.chunks}
+        copied.wait = lambda: (copy.set(), threading.Event.wait(copied))
+        model.register_forward_pre_hook(lambda *_: go_on.set())
+        take_step(model, optimizer, 2)
+        assert copy.is_set(), "the next update waits for the copying"
+        saving.wait()
+    optimizer.close()
+
+    assert_same(everything(directory / "at-once"), everything(directory / "beside"), "updates under way")
+    wanted, found = (read_manifest(directory / name) for name in ("at-once", "beside"))
+    for field in ("param_groups", "rng", "extra", "buffers"):
+        assert getattr(wanted, field) == getattr(found, field), field
+
+
+def take_step(model: nn.Module, optimizer: Any, step: int) -> None:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
 
 
 def dying(directory: Path) -> None:

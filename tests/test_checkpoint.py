@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import elixir_moe as em
 from elixir_moe.checkpoint.storage import latest, read_manifest
 from tests.checkpoint_cases import (
     SHAPES,
@@ -21,6 +22,7 @@ from tests.checkpoint_cases import (
     sliced,
     train_and_save,
     unbroken_and_resumed,
+    updates_under_way,
 )
 from tests.ranks import RankError, RankPool
 
@@ -133,6 +135,16 @@ def test_a_save_beside_the_training_holds_the_moment_it_began(ranks: Ranks, tmp_
 def test_what_comes_after_a_save_has_begun_is_not_in_it(ep: int, plan: str, ranks: Ranks, tmp_path: Path) -> None:
     """Updates and writes of users, of chunks that are gathered and of those used in place, before the copying began."""
     ranks(2).run(held_back, tmp_path, ep, plan)
+
+
+@pytest.mark.parametrize("copies_late", [False, True])
+@pytest.mark.parametrize("disk_chunks", [0, 2])
+def test_a_save_beside_the_training_waits_for_no_update(
+    disk_chunks: int, copies_late: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    """It returns while they are under way; the checkpoint has them, and nothing of what came after the call."""
+    plan = em.Plan.offload(rcache_blocks=None, disk_chunks=disk_chunks, chunk_numel=32)
+    ranks(2).run(updates_under_way, tmp_path, plan, copies_late)
 
 
 @pytest.mark.fault(7, 8, 30)

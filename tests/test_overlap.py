@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,13 +220,16 @@ def fails(chunk: Any, *args: Any) -> Callable[[], None]:
     return update
 
 
-def test_an_update_that_fails_is_told_to_whoever_looks() -> None:
+def test_an_update_that_fails_is_told_to_whoever_looks(tmp_path: Path) -> None:
     model, optimizer = sharded(em.Plan.offload(rcache_blocks=2, chunk_numel=CHUNK))
     optimizer._update.prepare = fails  # type: ignore[method-assign]
     take_step(model, optimizer, 0)
     for look in (lambda: model(torch.zeros(1, D)), lambda: em.full_state_dict(model), lambda: model(torch.zeros(1, D))):
         with pytest.raises(MemoryError, match="no room"):
             look()
+    with pytest.raises(em.CheckpointError, match="no room"):
+        em.save(tmp_path / "a", model, optimizer, asynchronous=True).wait()
+    assert not list(tmp_path.iterdir())
     with pytest.raises(MemoryError, match="no room"):
         optimizer.close()
     assert optimizer._scheduler.closed, "all the same"

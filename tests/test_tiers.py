@@ -1,6 +1,8 @@
 """The long-lived state of a chunk: what its home holds when, and that too much is refused before it is allocated."""
 
 import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -48,6 +50,23 @@ def update(home: Home) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- homes
+
+
+def test_what_is_kept_is_had_at_once_and_read_behind_the_update() -> None:
+    """On any thread; when one beside training has waited, which differs between ranks, decides no order of gathers."""
+    home = home_of(torch.bfloat16)
+    assert home.master is not None
+    master, under_way = home.master, Future[Sequence[Future[None]]]()
+    home.update_beside(under_way)
+    kept = home.weights[3:5]
+    with ThreadPoolExecutor(1) as beside:
+        reading = beside.submit(kept.read)
+        master.fill_(2.0)
+        assert not reading.done()
+        under_way.set_result(())
+        assert reading.result().tolist() == [2.0, 2.0]
+    assert home.has_update
+    assert torch.equal(home.master, master) and not home.has_update
 
 
 def test_bf16_sends_its_compute_shard_and_the_gradient_takes_its_place() -> None:

@@ -12,7 +12,8 @@ own, so that its agreements stand in no order with those of the training.
 
 What is copied before `save` returns is what user code can change unseen: buffers, and weights used in place. All else
 is changed by an update, by a load, or by what brings home what users have written; each waits until the thread has
-copied it (`Home.await_reader`).
+copied it (`Home.await_reader`). Updates of the last step may be under way when `save` is called: it is the thread that
+waits for them, a shard at a time (`Kept.read`).
 """
 
 import os
@@ -201,7 +202,7 @@ def _abandoning(drafts: list[Draft]) -> Iterator[None]:
 
 def _stream_behind(wrapped: Wrapped) -> AbstractContextManager[object]:
     """What a thread enters to copy from a GPU beside its work, behind all that has been issued up to now."""
-    device = next((c.home.compute.device for c in wrapped.scheduler.chunks if c.home.compute.is_cuda), None)
+    device = next((c.home.device for c in wrapped.scheduler.chunks if c.home.device.type == "cuda"), None)
     if device is None:
         return nullcontext()
     stream = torch.cuda.Stream(device)

@@ -6,9 +6,9 @@ nothing between ranks. Source: "master copy of each scattered shard", Elixir v1,
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
@@ -33,7 +33,7 @@ class Holds(Enum):
 
 
 class Kept(Protocol):
-    """Flat elements of a shard at home, wherever that is."""
+    """Flat elements of a shard at home, wherever that is. Having them waits for no update; `read` and `write` do."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,6 +58,8 @@ class InMemory:
     """Elements that are at hand."""
 
     tensor: torch.Tensor
+    await_update: Callable[[], None]
+    """Blocks until an update of them that is under way has ended (`Home.await_update`)."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,15 +68,17 @@ class InMemory:
 
     def read(self) -> torch.Tensor:
         """As `Kept.read`."""
+        self.await_update()
         return self.tensor
 
     def write(self, values: torch.Tensor) -> None:
         """As `Kept.write`."""
+        self.await_update()
         if values is not self.tensor:
             self.tensor.copy_(values)
 
     def __getitem__(self, part: slice) -> "InMemory":
-        return InMemory(self.tensor[part])
+        return replace(self, tensor=self.tensor[part])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +89,23 @@ class OnDisk:
     array: int
     start: int
     stop: int
+    await_update: Callable[[], None]
+    """As `InMemory.await_update`."""
     dtype = torch.float32
 
     def read(self) -> torch.Tensor:
         """As `Kept.read`."""
+        self.await_update()
         return self.spilled.read(self.array, self.start, self.stop)
 
     def write(self, values: torch.Tensor) -> None:
         """As `Kept.write`."""
+        self.await_update()
         self.spilled.write(self.array, self.start, values.cpu())
 
     def __getitem__(self, part: slice) -> "OnDisk":
         start, stop, _ = part.indices(self.stop - self.start)
-        return OnDisk(self.spilled, self.array, self.start + start, self.start + max(start, stop))
+        return replace(self, start=self.start + start, stop=self.start + max(start, stop))
 
 
 class Home:
@@ -152,10 +160,14 @@ class Home:
     @property
     def weights(self) -> Kept:
         """What a checkpoint keeps: the master shard, or the compute shard of a frozen chunk."""
-        self.finish_update()
         if self.spilled is not None:
-            return OnDisk(self.spilled, 0, 0, self.spec.shard_numel)
-        return InMemory(self._compute if self._master is None else self._master)
+            return OnDisk(self.spilled, 0, 0, self.spec.shard_numel, self.await_update)
+        return InMemory(self._compute if self._master is None else self._master, self.await_update)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the compute shard lies; waits for no update."""
+        return self._compute.device
 
     def fill(self, values: torch.Tensor) -> None:
         """Takes the shard's first values, in the master's dtype."""
@@ -182,11 +194,15 @@ class Home:
 
     def finish_update(self) -> None:
         """Blocks until an update that is under way has ended; raises what it failed of, each time."""
+        self.await_update()
+        self._update = None
+
+    def await_update(self) -> None:
+        """As `finish_update`, on any thread: that one beside training has waited decides nothing (`has_update`)."""
         update = self._update
         if update is not None:
             for part in update.result():
                 part.result()
-            self._update = None
 
     @property
     def shows_master(self) -> bool:
