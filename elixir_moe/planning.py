@@ -63,7 +63,7 @@ def add_estimate(verb: argparse.ArgumentParser) -> None:
 
 
 def run_plan(known: argparse.Namespace) -> int:
-    """Prints the plan, or why there is none."""
+    """Prints the plan and returns 0, or why there is none and 2."""
     for name in ("gpus", "batch", "seq"):
         if getattr(known, name) < 1:
             raise ConfigError(f"--{name}: expected at least 1, got {getattr(known, name)}")
@@ -91,7 +91,7 @@ def run_plan(known: argparse.Namespace) -> int:
     if known.compare:
         report["compare"] = list(_compare(task, choice))
     print(json.dumps(report) if known.json else _as_text(report, task, choice))
-    return 0
+    return 0 if choice is not None else 2
 
 
 def _import_compiler() -> None:

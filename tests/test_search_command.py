@@ -41,8 +41,8 @@ FIGURE_2 = [
 ]
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main([*arguments, "--json"]) == 0
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert main([*arguments, "--json"]) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -79,10 +79,13 @@ def test_rows_of_one_group_tell_resident_chunks_from_those_that_come_and_go(caps
     assert [line.endswith("  resident") for line in printed] == [row["resident"] for row in rows]
 
 
-def test_what_cannot_fit_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    found = said(capsys, *PLAN, "--model", "opt-175b", "--gpus", "4", "--batch", "1")
+def test_what_cannot_fit_is_an_answer_and_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*PLAN, "--model", "opt-175b", "--gpus", "4", "--batch", "1"]
+    found = said(capsys, *arguments, code=2)
     assert not found["feasible"] and "bytes too few in host memory" in found["reason"]
     assert found["parameters"] == 174_604_468_224  # OPTForCausalLM has as many
+    assert main(arguments) == 2
+    assert found["reason"] in capsys.readouterr().out
 
 
 def test_a_hugging_face_config_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
