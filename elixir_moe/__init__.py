@@ -13,7 +13,7 @@ from elixir_moe.checkpoint.save import Saving, save
 from elixir_moe.checkpoint.storage import latest
 from elixir_moe.chunks.plan import Footprint, Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.errors import CheckpointError, ConfigError, ElixirError, LayoutError, PlanError, TierError
+from elixir_moe.errors import CheckpointError, ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError
 from elixir_moe.huggingface import save_pretrained
 from elixir_moe.kernels import spare_tiles
 from elixir_moe.optim import ShardedOptimizer
@@ -29,6 +29,7 @@ spare_tiles()
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DiskError",
     "ElixirError",
     "Footprint",
     "LayoutError",

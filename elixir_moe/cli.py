@@ -1,7 +1,7 @@
 """The command line: `elixir-moe VERB ...`, also `python -m elixir_moe VERB ...`.
 
 Owns the arguments, exit codes and what goes to which stream. Trains nothing itself. Exit codes: 0 done; 1 failed while
-running; 2 a setting, file or command-line value is wrong, found before anything was started; 3 stopped by the
+running; 2 a setting, file, command-line value or plan is wrong: the same command would end so again; 3 stopped by the
 supervisor, the state saved apart; 75 stopped by a signal, the state saved, to be started again; 130 interrupted.
 
 What only a training needs is imported when one starts: a plan should be there in seconds.
@@ -24,13 +24,15 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.checkpoint import command as ckpt
-from elixir_moe.errors import ConfigError, ElixirError, LayoutError
+from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError
 from elixir_moe.kernels import cpu_features
 from elixir_moe.planning import add_estimate, add_plan, run_estimate, run_plan
 from elixir_moe.train import launch
 
 _ABOUT = "Trains mixture-of-experts models, and dense ones, that do not fit the GPUs at hand."
 _SECONDS_FOR_RANK_0 = 10.0
+_OF_SETTINGS = (ConfigError, LayoutError, PlanError, TierError)
+"""Errors that the same command meets again until something is changed."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -73,7 +75,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             print("elixir-moe: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        code = 2 if isinstance(error, (ConfigError, LayoutError)) else 1
+        code = 2 if isinstance(error, _OF_SETTINGS) and not isinstance(error, DiskError) else 1
         _tell(error, code, traced or not isinstance(error, ElixirError))
         return code
 

@@ -29,6 +29,10 @@ class TierError(ElixirError):
     """A memory tier (device, host, disk) cannot hold what the plan puts there."""
 
 
+class DiskError(TierError):
+    """The disk tier failed while it was used: what lay there is lost, though the plan fits."""
+
+
 class CheckpointError(ElixirError):
     """A checkpoint is missing, damaged, hostile or does not fit the model."""
 

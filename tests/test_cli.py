@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
+import torch.distributed as dist
 
+import elixir_moe as em
 from elixir_moe.cli import main
-from elixir_moe.train import launch
+from elixir_moe.train import history, launch
 from elixir_moe.train.config import TrainConfig
 
 SETTINGS = """
@@ -133,6 +135,52 @@ def test_a_traceback_comes_only_if_asked_for(config: str, capsys: pytest.Capture
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (em.ConfigError, 2),
+        (em.LayoutError, 2),
+        (em.PlanError, 2),
+        (em.TierError, 2),
+        (em.DiskError, 1),
+        (em.CheckpointError, 1),
+        (em.ElixirError, 1),
+        (RuntimeError, 1),
+    ],
+)
+def test_the_exit_code_says_whether_the_same_command_can_do_better(
+    error: type[Exception], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_directory: Path) -> None:
+        raise error("so it is")
+
+    monkeypatch.setattr(history, "account", fail)
+    assert main(["report", str(tmp_path)]) == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            "--plan.kind=auto --plan.rcache_blocks=null --plan.hardware=a100-80g-pcie-x4 --plan.budget_gib=1e-6",
+            "PlanError: no plan fits",
+        ),
+        ("--plan.disk_chunks=1 --plan.spill=/no/such", "TierError: .*'/no/such': No such file or directory"),
+    ],
+)
+@pytest.mark.fault(18)
+def test_a_plan_that_does_not_fit_is_a_setting(
+    arguments: str, said: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is only found when the model is there."""
+    try:
+        assert main(["train", "--config", config, "--model.ep", "1,1", *arguments.split()]) == 2
+    finally:
+        dist.destroy_process_group()
+    err = capsys.readouterr().err
+    assert re.search(said, err) and "Traceback" not in err
+
+
 def test_no_verb_and_a_wrong_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2 and main(["trian"]) == 2
     assert "invalid choice: 'trian'" in capsys.readouterr().err
@@ -210,9 +258,16 @@ def test_a_report_that_cannot_be_given(
     assert said in capsys.readouterr().err
 
 
-def test_under_torchrun_one_rank_speaks(config: str, tmp_path: Path) -> None:
-    """All ranks meet the same wrong setting; rank 0's process tells it, no other does."""
-    arguments = ["-m", "elixir_moe", "train", "--config", config, "--run.stepz", "3"]
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--run.stepz", "3"], "unknown setting 'run.stepz'; did you mean 'run.steps'?"),
+        pytest.param(["--plan.chunk_numel", "1"], "PlanError: ", marks=pytest.mark.slow),
+    ],
+)
+def test_under_torchrun_one_rank_speaks(wrong: list[str], said: str, config: str) -> None:
+    """All ranks meet the same wrong setting, before they start or in it; rank 0's process tells it, no other does."""
+    arguments = ["-m", "elixir_moe", "train", "--config", config, *wrong]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments],
         capture_output=True,
@@ -221,19 +276,18 @@ def test_under_torchrun_one_rank_speaks(config: str, tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode != 0
-    assert done.stderr.count("unknown setting 'run.stepz'; did you mean 'run.steps'?") == 1
-    assert not (tmp_path / "out").exists()
+    assert done.stderr.count(said) == 1 and re.search(r"exitcode +: 2 ", done.stderr)
 
 
 def test_an_error_of_the_ranks_reaches_the_user_once(config: str) -> None:
-    """Chunks too short for the model's parameters: found on every rank, once the model is there."""
+    """Chunks too short for the model's parameters: found on every rank, once the model is there, and yet a setting."""
     done = subprocess.run(
         [sys.executable, "-m", "elixir_moe", "train", "--nproc", "2", "--config", config, "--plan.chunk_numel", "1"],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 1 and done.stderr.count("PlanError") == 1
+    assert done.returncode == 2 and done.stderr.count("PlanError") == 1
     assert re.search(r"^elixir-moe: \[rank [01]\] PlanError: ", done.stderr, re.MULTILINE)
 
 

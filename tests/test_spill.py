@@ -115,7 +115,7 @@ def test_a_flipped_bit_is_seen_where_checksums_are_kept(opened: Callable[..., Sp
         assert torch.equal(place.read(0, 0, SLICE), noise(NUMELS[0], 1)[:SLICE])
         if checked:
             told = rf"rank 3 .*chunk 7, master, elements {SLICE} to {2 * SLICE} of.*go on from a checkpoint"
-            with pytest.raises(em.TierError, match=told):
+            with pytest.raises(em.DiskError, match=told):
                 place.read(0, SLICE, SLICE + 1)
         else:
             assert place.read(0, SLICE + 11, SLICE + 12) != noise(NUMELS[0], 1)[SLICE + 11]
@@ -138,13 +138,13 @@ def test_a_full_disk_shows_before_training(tmp_path: Path) -> None:
 def test_a_disk_that_fails_is_told(opened: Callable[..., Spill]) -> None:
     place = opened().take(NUMELS[0], 7)
     broken = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
-    with mock.patch.object(spilling.os, "preadv", broken), pytest.raises(em.TierError, match="could not be read from"):
+    with mock.patch.object(spilling.os, "preadv", broken), pytest.raises(em.DiskError, match="could not be read from"):
         place.read(0, 0, 3)
-    with mock.patch.object(spilling.os, "pwritev", broken), pytest.raises(em.TierError, match="not be written to"):
+    with mock.patch.object(spilling.os, "pwritev", broken), pytest.raises(em.DiskError, match="not be written to"):
         place.write(0, 0, torch.zeros(3))
     with (
         mock.patch.object(spilling.os, "pwritev", broken),
-        pytest.raises(em.TierError, match="Input/output error"),
+        pytest.raises(em.DiskError, match="Input/output error"),
     ):
         [part.result() for part in place.change(lambda *_: None)]
 

@@ -32,7 +32,7 @@ from elixir_moe.chunks.plan import (
     spilled_bytes,
     whole_pages,
 )
-from elixir_moe.errors import TierError
+from elixir_moe.errors import DiskError, TierError
 
 _FLOAT_BYTES = 4
 
@@ -110,7 +110,7 @@ class Spill:
             self._buffers.put(memory)
 
     def move(self, offset: int, memory: torch.Tensor, *, write: bool) -> None:
-        """Fills `memory` from the file, or writes it there. Raises TierError if the disk does not do it."""
+        """Fills `memory` from the file, or writes it there. Raises DiskError if the disk does not do it."""
         data = _bytes_of(memory)
         try:
             while data:
@@ -120,7 +120,7 @@ class Spill:
                 data, offset = data[moved:], offset + moved
         except OSError as error:
             verb = "written to" if write else "read from"
-            raise TierError(
+            raise DiskError(
                 f"{self.where}: shards of rank {self.rank} could not be {verb} {self.directory!r}: {error}; go on from "
                 f"a checkpoint, on another disk"
             ) from error
@@ -222,7 +222,7 @@ class Spilled:
         wanted = self._checksums.get((index, array))
         if wanted is not None and zlib.crc32(_bytes_of(content)) != wanted:
             start, stop = self._bounds(index)
-            raise TierError(
+            raise DiskError(
                 f"{self._spill.where}: what rank {self._spill.rank} read from {self._spill.directory!r} is not what it "
                 f"wrote there (chunk {self._chunk}, {f'moment {array}' if array else 'master'}, elements {start} to "
                 f"{stop} of its shard): the disk cannot be trusted; go on from a checkpoint, on another one"
