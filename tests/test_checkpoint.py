@@ -9,6 +9,7 @@ import torch
 
 import elixir_moe as em
 from elixir_moe.checkpoint.storage import latest, read_manifest
+from elixir_moe.cli import main
 from tests.checkpoint_cases import (
     SHAPES,
     assert_same,
@@ -166,7 +167,9 @@ def test_what_is_refused_is_refused_on_all_ranks_and_changes_nothing(ranks: Rank
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
 
 
-def test_each_rank_gets_its_own_buffers_and_random_numbers_back(ranks: Ranks, tmp_path: Path) -> None:
+def test_each_rank_gets_its_own_buffers_and_random_numbers_back(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved, loaded = ranks(2).run(buffers, tmp_path, True), ranks(2).run(buffers, tmp_path, False)
     for (mean, drawn), (mean_again, drawn_again) in zip(saved, loaded, strict=True):
         assert torch.equal(mean, mean_again) and torch.equal(drawn, drawn_again)
@@ -174,6 +177,9 @@ def test_each_rank_gets_its_own_buffers_and_random_numbers_back(ranks: Ranks, tm
     (mean, drawn), *others = ranks(4).run(buffers, tmp_path, False)
     assert torch.equal(mean, saved[0][0]) and torch.equal(others[1][0], mean), "a new rank has the first one's buffers"
     assert torch.equal(drawn, saved[0][1]) and not torch.equal(others[1][1], others[2][1]), "and numbers of its own"
+    reshard = ["ckpt", "reshard", str(tmp_path / "norms"), str(tmp_path / "other"), "--files"]
+    assert main([*reshard, "1"]) == 2 and "has 2 versions; give at least as many" in capsys.readouterr().err
+    assert main([*reshard, "2"]) == 0
 
 
 @pytest.mark.fault(1, 2)

@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -496,6 +497,70 @@ def test_the_command_lists_and_verifies(small: Path, capsys: pytest.CaptureFixtu
     assert main(["ckpt", "ls", str(small / "nowhere")]) == 2
 
 
+def test_a_directory_stands_for_the_latest_checkpoint_in_it(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that holds checkpoints, or a run's, which has them in a folder of their own."""
+    run = tmp_path / "run-of-train"
+    shutil.copytree(small, run / "checkpoints")
+    (run / "config.yaml").touch()
+    for directory, home in ((small, small), (run, run / "checkpoints")):
+        partial_of(home / "step-3").mkdir()
+        assert main(["ckpt", "ls", str(directory), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [row["path"] for row in found["checkpoints"]] == [str(home / "step-1"), str(home / "step-2")]
+        assert found["partial"] == [str(partial_of(home / "step-3"))]
+        for arguments in (["verify"], ["export", str(directory) + "-out"], ["reshard", str(directory) + "-again"]):
+            action, *out = arguments
+            assert main(["ckpt", action, str(directory), *out, "--json"]) == 0
+            told = json.loads(capsys.readouterr().out)
+            assert told["path"] == str(home / "step-2") and bool(told["written"]) == bool(out)
+        assert partial_of(home / "step-3").is_dir(), "looking changes nothing"
+        (home / "step-1" / "manifest.json").write_text("")  # which of them was saved last can no longer be told
+        assert main(["ckpt", "verify", str(directory)]) == 1
+        assert "step-1/manifest.json is damaged" in capsys.readouterr().err
+        assert main(["ckpt", "verify", str(home / "step-2")]) == 0
+        capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["verify", "HERE/nowhere"], "nowhere is no checkpoint and holds none"),
+        (["verify", "HERE/empty"], "empty is no checkpoint and holds none"),
+        (["verify", "HERE/file"], "file is no checkpoint and holds none"),
+        (["verify", "HERE/file/below"], "below is no checkpoint and holds none"),
+        (["verify", "HERE/run/step-1/manifest.json"], "manifest.json is no checkpoint and holds none"),
+        (["export", "HERE/nowhere", "HERE/out"], "nowhere is no checkpoint and holds none"),
+        (["export", "HERE/run", "HERE/empty"], "empty exists"),
+        (["export", "HERE/run", "HERE/file", "--format", "torch"], "file exists"),
+        (["export", "HERE/run", "HERE/file/out"], "out cannot be made: "),
+        (["export", "HERE/run", "HERE/file/out.pt", "--format", "torch"], "out.pt cannot be made: "),
+        (["export", "HERE/run", "HERE/out", "--shard-gb", "0"], "--shard-gb 0.0: expected a finite number above 0"),
+        (["reshard", "HERE/nowhere", "HERE/out"], "nowhere is no checkpoint and holds none"),
+        (["reshard", "HERE/run", "HERE/empty"], "empty exists"),
+        (["reshard", "HERE/run", "HERE/file/out"], "out cannot be made: "),
+        (["reshard", "HERE/run", "HERE/out.partial"], "out.partial: what ends in .partial is no whole checkpoint"),
+        (["reshard", "HERE/run", "HERE/out", "--files", "0"], "--files 0: expected at least 1"),
+        (["ls", "HERE/file"], "file is no directory"),
+    ],
+    ids=lambda value: " ".join(value).replace("HERE/", "") if isinstance(value, list) else "",
+)
+def test_a_wrong_path_or_setting_is_told_before_a_file_is_hashed(
+    arguments: list[str], said: str, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint is damaged, which nobody finds."""
+    here = small.parent
+    (small / "step-2" / "rank-00000.safetensors").write_bytes(b"")
+    (here / "empty").mkdir()
+    (here / "file").touch()
+    before = sorted(here.rglob("*"))
+    assert main(["ckpt", *(argument.replace("HERE", str(here)) for argument in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert said in err and err.count("\n") == 1 and not out
+    assert sorted(here.rglob("*")) == before
+
+
 def test_the_command_exports(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from safetensors.torch import load_file
 
@@ -511,7 +576,7 @@ def test_the_command_exports(small: Path, tmp_path: Path, capsys: pytest.Capture
     assert main(["ckpt", "export", source, str(plain), "--format", "torch"]) == 0
     assert same(torch.load(plain, weights_only=True), wanted)
     for out, options in ((hf, ["--format", "hf"]), (plain, ["--format", "torch"])):
-        assert main(["ckpt", "export", source, str(out), *options]) == 1
+        assert main(["ckpt", "export", source, str(out), *options]) == 2
         assert f"{out} exists" in capsys.readouterr().err
 
 
@@ -526,6 +591,3 @@ def test_the_command_reshards(small: Path, capsys: pytest.CaptureFixture[str]) -
             before = Whole(small / "step-1", read_manifest(small / "step-1")).parameter(name)
             assert torch.equal(Whole(target, manifest).parameter(name), before)
         assert manifest.extra == {"step": 3} and latest(small.parent) is not None
-    assert main(["ckpt", "reshard", str(small / "step-1"), str(target)]) == 1
-    assert "exists" in capsys.readouterr().err
-    assert main(["ckpt", "reshard", str(small / "step-1"), str(small / "x"), "--files", "0"]) == 2

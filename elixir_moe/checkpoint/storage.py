@@ -25,6 +25,8 @@ from elixir_moe.checkpoint.tensors import hash_file, open_regular, sync_director
 from elixir_moe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
+"""The folder in a run's directory where its checkpoints lie."""
 _PARTIAL = ".partial"
 _HEAD_BYTES = 512
 """In so many bytes a manifest says when it was saved."""
@@ -42,10 +44,7 @@ class Draft:
         """
         self.target, self.path = target, partial_of(target)
         self.committed = False
-        if target.name.endswith(_PARTIAL):
-            raise CheckpointError(f"{target}: what ends in {_PARTIAL} is no whole checkpoint: save under another name")
-        if os.path.lexists(target):
-            raise CheckpointError(f"{target} exists: save under another name, or remove it first")
+        check_target(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         collect(target.parent)
         try:
@@ -73,6 +72,14 @@ class Draft:
         if not self.committed:
             _remove(self.path)
             os.close(self._manifest)
+
+
+def check_target(target: Path) -> None:
+    """Raises CheckpointError if no checkpoint can be saved under that name."""
+    if target.name.endswith(_PARTIAL):
+        raise CheckpointError(f"{target}: what ends in {_PARTIAL} is no whole checkpoint: save under another name")
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists: save under another name, or remove it first")
 
 
 def partial_of(target: Path) -> Path:
@@ -155,6 +162,12 @@ def checkpoints(directory: Path) -> list[tuple[Path, Manifest | CheckpointError]
             except CheckpointError as error:
                 found.append((path, error))
     return sorted(found, key=lambda item: item[1].saved_ns if isinstance(item[1], Manifest) else -1)
+
+
+def home_of(directory: Path) -> Path:
+    """Where the checkpoints of `directory` lie: in it, or, if it has none and is a run's, in a folder of it."""
+    own = directory / CHECKPOINTS
+    return own if own.is_dir() and not checkpoints(directory) else directory
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -17,7 +17,7 @@ from elixir_moe.checkpoint.boxes import Span, meet
 from elixir_moe.checkpoint.manifest import WEIGHT, Buffer, Entry, Manifest, Piece, dump
 from elixir_moe.checkpoint.storage import Draft
 from elixir_moe.checkpoint.tensors import Files, Item, write_tensors
-from elixir_moe.errors import CheckpointError
+from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.safetensors_format import DTYPES, INDEX, NAMES, files_of, index_of
 
 
@@ -136,7 +136,8 @@ def reshard(whole: Whole, target: Path, files: int) -> Manifest:
     """Writes the same checkpoint anew in `files` files of about equal size.
 
     Raises:
-        CheckpointError: the target exists, or there are more versions of a buffer than files.
+        CheckpointError: the target exists.
+        ConfigError: there are more versions of a buffer than files.
     """
     manifest = whole._manifest
     names = [f"part-{i:05d}.safetensors" for i in range(files)]
@@ -157,7 +158,7 @@ def reshard(whole: Whole, target: Path, files: int) -> Manifest:
     for name, buffer in manifest.buffers.items():
         versions = list(dict.fromkeys(buffer.file_of_rank))
         if len(versions) > files:
-            raise CheckpointError(f"buffer {name!r} has {len(versions)} versions: at least so many files are needed")
+            raise ConfigError(f"files={files}: buffer {name!r} has {len(versions)} versions; give at least as many")
         for at, file in enumerate(versions):
             rank = buffer.file_of_rank.index(file)
             give = whole._later(whole.buffer, name, rank)

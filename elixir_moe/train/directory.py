@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from elixir_moe.checkpoint.storage import MANIFEST, collect, discard, latest, partials, read_manifest
+from elixir_moe.checkpoint.storage import CHECKPOINTS, MANIFEST, collect, discard, latest, partials, read_manifest
 from elixir_moe.checkpoint.values import decode
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.train.config import TrainConfig, identity
@@ -36,7 +36,7 @@ FILES: tuple[str, ...] = (
     *("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "status.json", "loss.png", "sample.txt"),
     *("weights.safetensors", "summary.json"),
 )
-CHECKPOINTS, APART, CONTROL = "checkpoints", "apart", "control.yaml"
+APART, CONTROL = "apart", "control.yaml"
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
