@@ -111,6 +111,35 @@ def test_a_mistake_in_the_file_is_told(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run: {out: x\nplan: {}", "line 2, column 5: while parsing a flow mapping: expected ',' or '}', but got ':'"),
+        ("run:\n  out: x\n\tsteps: 3", "line 3, column 1: while scanning for the next token: found character '\\t'"),
+        ("run:\n  out: 'x", "line 2, column 10: while scanning a quoted scalar: found unexpected end of stream"),
+        ("run:\n  out: \x00", "line 2, column 8: unacceptable character #x0000"),
+        ("run:\n  out: x\n  out: y", "line 2, column 3: key 'out' stands twice"),
+        ("run:\n  steps: 3\n  out: 2024-02-30", "line 3, column 8: '2024-02-30' is no timestamp"),
+        ("run:\n  overwrite: !!bool perhaps", "line 2, column 14: 'perhaps' is no bool"),
+        (f"run:\n  seed: {'1' * 5000}", f"line 2, column 9: {'1' * 80!r} is no int"),
+        ("run:\n  out: !!python/none x", "line 2, column 8: could not determine a constructor for the tag"),
+        ("run: &all\n  - *any", "line 2, column 5: found undefined alias 'any'"),
+        ("{" * 100_000, "it is nested too deep"),
+    ],
+)
+def test_text_that_is_no_yaml_is_told_by_its_line(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    assert main(["train", "--config", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert f"the settings file {str(path)!r} is not valid YAML: {said}" in err and err.count("\n") == 1
+    assert main(["report", str(tmp_path)]) == 2, "no run's"
+    (tmp_path / "config.yaml").write_text(text)
+    assert main(["report", str(tmp_path)]) == 2 and capsys.readouterr().err.count("\n") == 2
+
+
 def test_an_empty_text_and_a_missing_settings_file(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

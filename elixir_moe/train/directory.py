@@ -24,11 +24,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from elixir_moe.checkpoint.storage import CHECKPOINTS, MANIFEST, collect, discard, latest, partials, read_manifest
 from elixir_moe.checkpoint.values import decode
 from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig, identity
 from elixir_moe.train.data import ByteText
 
@@ -70,11 +69,13 @@ def restarted() -> bool:
 def is_run(directory: Path) -> bool:
     """Whether a run has made this directory its own: its settings lie in it, or are about to."""
     mark = directory / "config.yaml"
-    try:
-        found = yaml.safe_load(mark.read_text(encoding="utf-8")) if mark.is_file() else ""
-    except (yaml.YAMLError, UnicodeDecodeError):
+    if not mark.is_file():
         return False
-    return found is None or (isinstance(found, dict) and isinstance(found.get("run"), dict) and "out" in found["run"])
+    try:
+        found = settings.parse_yaml(mark.read_text(encoding="utf-8"), mark)
+    except (ConfigError, UnicodeDecodeError):
+        return False
+    return not found or (isinstance(found.get("run"), dict) and "out" in found["run"])
 
 
 def check_directory(config: TrainConfig, text: ByteText) -> Path | None:

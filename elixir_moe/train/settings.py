@@ -29,11 +29,17 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         if Path(path).is_fifo():  # which would be waited for
             raise OSError("it is a pipe")
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_OnceLoader)
+        return parse_yaml(Path(path).read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the settings file {str(path)!r}: {error}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: the 30th of February
-        raise ConfigError(f"the settings file {str(path)!r} is not valid YAML: {error}") from error
+
+
+def parse_yaml(text: str, path: str | Path) -> dict[str, Any]:
+    """The same, of a file that has been read."""
+    try:
+        values = yaml.load(text, Loader=_OnceLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"the settings file {str(path)!r} is not valid YAML: {_flaw(error, text)}") from error
     if not isinstance(values, dict | None):
         raise ConfigError(f"the settings file {str(path)!r} must hold sections with keys, got {values!r}")
     return values or {}
@@ -76,8 +82,30 @@ def help_of(cls: type) -> str:
     return parser.format_help()
 
 
+def _flaw(error: yaml.YAMLError | RecursionError, text: str) -> str:
+    """Where `text` is no YAML, and why, in one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        why = ": ".join(filter(None, (error.context, error.problem)))
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {why}"
+    if isinstance(error, yaml.reader.ReaderError):
+        before = text[: error.position]
+        place = f"line {before.count(chr(10)) + 1}, column {len(before) - before.rfind(chr(10))}"
+        return f"{place}: unacceptable character #x{ord(text[error.position]):04x}"
+    return "it is nested too deep"
+
+
 class _OnceLoader(yaml.SafeLoader):
-    """YAML's safe loader, except that a key given twice is an error: one of the two would be ignored silently."""
+    """YAML's safe loader, except that a key given twice is an error: one of the two would be ignored silently.
+
+    A text that is none of its type, as the 30th of February is no date, is an error with a place, too.
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:
+            text = f"{str(node.value)[:80]!r} is no {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, text, node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep=deep)
