@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elixir_moe.chunks.plan import Plan, Tier, held_rows
+from elixir_moe.chunks.plan import Plan, Tier, held_rows, size_text
 from elixir_moe.collector import paused
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.models import presets
@@ -220,14 +220,14 @@ def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
 
 
 def _as_text(report: dict[str, Any], task: Task, choice: Choice | None) -> str:
-    lines = [f"{report['model']}: {report['parameters'] / 1e9:.2f} B parameters on {task.gpus} x {task.hardware.name}"]
+    lines = [f"{report['model']}: {report['parameters']:,} parameters on {task.gpus} x {task.hardware.name}"]
     lines += [report["reason"]] if choice is None else [explain(task, choice)]
     if choice is not None:
-        lines.append(f"{'on one rank':44} {'tier':>6} {'chunks':>6} {'elements':>16} {'GiB':>8}")
+        lines.append(f"{'on one rank':44} {'tier':>6} {'chunks':>6} {'elements':>16} {'bytes':>11}")
     for row in report["groups"] or ():
         lines.append(
             f"{row['chunk_group']:44} {row['tier']:>6} {row['chunks']:6} {row['numel']:16,} "
-            f"{row['shard_bytes'] / 2**30:8.2f}{'  resident' * row['resident']}"
+            f"{size_text(row['shard_bytes']):>11}{'  resident' * row['resident']}"
         )
     for row in report.get("compare", ()):
         fits = "fits" if row["feasible"] else f"short of {_short(row['short_bytes'])}"
@@ -237,7 +237,7 @@ def _as_text(report: dict[str, Any], task: Task, choice: Choice | None) -> str:
 
 
 def _short(missing: dict[str, int]) -> str:
-    return " and ".join(f"{nbytes / 2**30:.2f} GiB of {tier} memory" for tier, nbytes in missing.items())
+    return " and ".join(f"{size_text(nbytes)} of {tier} memory" for tier, nbytes in missing.items())
 
 
 def run_estimate(known: argparse.Namespace) -> int:
@@ -254,6 +254,9 @@ def run_estimate(known: argparse.Namespace) -> int:
     if known.json:
         print(json.dumps({"rows": rows}))
         return 0
+    for row in rows:
+        if "gib" in row:
+            row["memory"] = size_text(row.pop("gib") * 2**30)
     print("  ".join(rows[0]))
     for row in rows:
         print("  ".join(_cell(value).rjust(len(name)) for name, value in row.items()))

@@ -15,7 +15,7 @@ from torch import nn
 import elixir_moe as em
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.layout import Layout, build_layout
-from elixir_moe.chunks.plan import SPILL_ALIGN_NUMEL, SPILL_LANES, Plan, Tier, footprint, held_rows
+from elixir_moe.chunks.plan import SPILL_ALIGN_NUMEL, SPILL_LANES, Plan, Tier, footprint, held_rows, size_text
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
@@ -26,6 +26,25 @@ from tests.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 
 # ------------------------------------------------------------------------------------------------------- plans as data
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (5 * 2**19, "2.50 MiB"),
+        (2**30 - 1, "1024.00 MiB"),
+        (3 * 2**30, "3.00 GiB"),
+        (2**50, "1048576.00 GiB"),
+        (1e3, "1000 B"),
+    ],
+)
+def test_a_size_is_shown_in_the_unit_that_shows_it(nbytes: float, text: str) -> None:
+    assert size_text(nbytes) == text
+
 
 PRESETS = [
     Plan.ddp(),

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from importlib import resources
@@ -94,6 +95,20 @@ def test_a_hugging_face_config_is_enough(tmp_path: Path, capsys: pytest.CaptureF
     found = said(capsys, *PLAN, "--config", str(path), "--gpus", "2", "--batch", "1")
     layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64
     assert found["parameters"] == 6 * layer + 2 * 128 * 64 + 64 and found["host_chunks"] == 0
+
+
+def test_the_sizes_of_a_small_model_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    arguments = [*PLAN, "--config", str(tmp_path), "--gpus", "2", "--batch", "1", "--compare"]
+    assert main([*arguments, "--budget-gib", "0.1"]) == 0
+    fitting = capsys.readouterr().out
+    assert "on 2 x" in fitting and not re.search(r"\b0\.00 ([KMG]iB|B|buffers|there)", fitting)
+    assert re.search(r"^ranks .* [\d.]+ [KM]iB", fitting, re.MULTILINE)
+    assert main([*arguments, "--budget-gib", "1e-4"]) == 2
+    assert re.search(r"^zero-3 .* short of [\d.]+ [KM]iB of device memory$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["estimate", "--parameters", "1000"]) == 0
+    header, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert header[-1] == "memory" and [row[-2:] for row in rows[:2]] == [["7.81", "KiB"], ["7.81", "KiB"]]
 
 
 @pytest.mark.parametrize(

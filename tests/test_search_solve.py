@@ -1,6 +1,7 @@
 """The search against trying everything, and its bytes against those of the runtime."""
 
 import random
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -47,6 +48,21 @@ def test_nothing_beats_the_plan_found(gpus: int, room: float) -> None:
     best = min(choice.seconds.step for choice in every_plan(given, random.Random(0)))
     assert found.seconds.step <= best * (1 + 1e-12)
     assert "chunks" in explain(given, found)
+
+
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def test_the_explanation_of_a_small_model_shows_its_bytes() -> None:
+    given = task(2, 0.65, layers=2)
+    found = solve(given)
+    shown = re.findall(r"([\d.]+) (B|KiB|MiB|GiB)\b", explain(given, found))
+    sizes = [found.size.device_bytes, given.allowed_bytes, given.profile.activation_bytes, given.profile.buffer_bytes]
+    sizes += [given.capacity_bytes, found.size.host_bytes, given.host_bytes, found.size.disk_bytes, 0]
+    assert len(shown) == len(sizes)
+    for (number, unit), nbytes in zip(shown, sizes, strict=True):
+        assert abs(float(number) * UNITS[unit] - nbytes) <= 0.006 * UNITS[unit]
+        assert float(number) >= 1 or not nbytes, "no size is lost in its unit"
 
 
 def test_more_memory_is_never_slower() -> None:

@@ -37,6 +37,14 @@ class Tier(StrEnum):
         return Tier.HOST if self is Tier.DISK else self
 
 
+def size_text(nbytes: float) -> str:
+    """A size for a reader, in the largest binary unit that it fills: ``2.50 MiB``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
 _WHOLE_NUMBERS = (
     ("rcache_blocks", 1, True),
     ("device_chunks", 0, False),

@@ -27,6 +27,7 @@ import torch
 from elixir_moe.chunks.plan import (
     SPILL_ALIGN_NUMEL,
     SPILL_LANES,
+    size_text,
     spill_buffer_bytes,
     spill_slice_numel,
     spilled_bytes,
@@ -69,9 +70,9 @@ class Spill:
             if self.nbytes:
                 os.posix_fallocate(self._file.fileno(), 0, self.nbytes)
         except OSError as error:
-            left = f", {disk_bytes_left(directory) / 2**30:.2f} GiB are left" if os.path.isdir(directory) else ""
+            left = f", {size_text(disk_bytes_left(directory))} are left" if os.path.isdir(directory) else ""
             raise TierError(
-                f"{self.where}: {self.nbytes / 2**30:.2f} GiB for shards cannot be had in "
+                f"{self.where}: {size_text(self.nbytes)} for shards cannot be had in "
                 f"{directory!r}{left}: {error.strerror}; name another folder (spill=), put fewer chunks on disk, or "
                 f"use more ranks"
             ) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from elixir_moe.chunks.plan import Tier
+from elixir_moe.chunks.plan import Tier, size_text
 from elixir_moe.errors import TierError
 
 _CGROUPS = (
@@ -44,7 +44,7 @@ class Slab:
             self._memory = torch.zeros(numel, dtype=dtype, device=device if tier is Tier.DEVICE else "cpu")
         except (MemoryError, RuntimeError) as error:
             raise TierError(
-                f"{tier} memory: cannot allocate {nbytes / 2**30:.2f} GiB for shards: {error}; {_RELIEF[tier]}, or use "
+                f"{tier} memory: cannot allocate {size_text(nbytes)} for shards: {error}; {_RELIEF[tier]}, or use "
                 f"more ranks"
             ) from error
         if travels and nbytes:
@@ -74,8 +74,8 @@ def check_fits(nbytes: int, left: int, where: str) -> None:
     """Raises TierError if `nbytes` is more than what is `left`."""
     if nbytes > left:
         raise TierError(
-            f"host memory: the plan needs {nbytes / 2**30:.2f} GiB for {where}, {left / 2**30:.2f} GiB are left "
-            f"({(nbytes - left) / 2**30:.2f} GiB short): put more chunks on the device or on disk (disk_chunks, and "
+            f"host memory: the plan needs {size_text(nbytes)} for {where}, {size_text(left)} are left "
+            f"({size_text(nbytes - left)} short): put more chunks on the device or on disk (disk_chunks, and "
             f"spill= in wrap), use more ranks or hosts"
         )
 

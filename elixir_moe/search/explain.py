@@ -5,12 +5,10 @@ Owns the text. Computes nothing but what each choice saves: the step without it,
 
 from dataclasses import replace
 
-from elixir_moe.chunks.plan import Plan, Tier
+from elixir_moe.chunks.plan import Plan, Tier, size_text
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.solve import Choice, Task, price
-
-_GIB = 2**30
 
 
 def explained(task: Task, choice: Choice) -> Plan:
@@ -28,11 +26,11 @@ def explain(task: Task, choice: Choice) -> str:
         f"rCache    {blocks} blocks: {len(choice.loads)} gathers a step, {len(layout.cached)} if all were kept",
         f"tiers     {choice.chunks_in(Tier.DEVICE)} chunks on the device, {choice.chunks_in(Tier.HOST)} in host "
         f"memory, {choice.chunks_in(Tier.DISK)} on disk",
-        f"device    {size.device_bytes / _GIB:.2f} GiB of the library (U_allowed {task.allowed_bytes / _GIB:.2f}), "
-        f"{activations / _GIB:.2f} activations, {task.profile.buffer_bytes / _GIB:.2f} buffers; "
-        f"{task.capacity_bytes / _GIB:.2f} there are",
-        f"host      {size.host_bytes / _GIB:.2f} GiB a rank of {task.host_bytes / _GIB:.2f}",
-        f"disk      {size.disk_bytes / _GIB:.2f} GiB a rank of {(task.disk_bytes or 0) / _GIB:.2f}",
+        f"device    {size_text(size.device_bytes)} of the library (U_allowed {size_text(task.allowed_bytes)}), "
+        f"{size_text(activations)} activations, {size_text(task.profile.buffer_bytes)} buffers; "
+        f"{size_text(task.capacity_bytes)} there are",
+        f"host      {size_text(size.host_bytes)} a rank of {size_text(task.host_bytes)}",
+        f"disk      {size_text(size.disk_bytes)} a rank of {size_text(task.disk_bytes or 0)}",
         f"step      {seconds.step:.3f} s, {cost.tflops_per_gpu(task.profile, seconds.step):.1f} TFLOPS a GPU: compute "
         f"{seconds.compute:.3f}, fetch {seconds.fetch:.3f}, offload {seconds.offload:.3f}, exposed collectives "
         f"{seconds.exposed:.3f}, updates {seconds.device_update:.3f} on device, {seconds.host_update:.3f} on host, "
