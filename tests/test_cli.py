@@ -266,6 +266,20 @@ def test_a_report_of_what_never_ended(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "running" in shown and "step 1: saved: checkpoints/step-00000001" in shown
 
 
+def test_a_report_counts_what_leaves_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shards at home on the device are copied into blocks, and gradients back, without leaving it."""
+    (tmp_path / "config.yaml").touch()
+    moved = [{"device": 1000, "host": 7}, {"device": 1000}, {"device": 1000, "host": 3}]
+    records = [
+        {"step": step, "loss": 3.0, "val_loss": None, "statistics": {"bytes_fetched": by, "bytes_offloaded": by}}
+        for step, by in enumerate([moved[0], *moved], 1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["report", "--json", str(tmp_path)]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (told["bytes_fetched"], told["bytes_offloaded"]) == (3, 3), "the medians of 7, 0 and 3"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -20,9 +20,9 @@ class Statistics:
     cache: CacheCounts = field(default_factory=CacheCounts)
     """Hits, misses, evictions and prefetches of the rCache."""
     bytes_fetched: Counter[str] = field(default_factory=Counter)
-    """By tier: shards copied from home into a block."""
+    """By the tier of their home: shards copied from there into a block. Those on the device stay on it."""
     bytes_offloaded: Counter[str] = field(default_factory=Counter)
-    """By tier: gradient shards brought home."""
+    """By the tier of their home: gradient shards brought there, likewise."""
     collective_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By (chunk group's label, collective): a process group's bytes are those of all its chunk groups."""
     blocks_replaced: int = 0

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import ConfigError
 from elixir_moe.train.directory import Claim, is_run
 
@@ -29,8 +30,8 @@ _SHOWN = {
     "step_seconds": "seconds a step, median",
     "tokens_per_second": "bytes of text a second, median",
     "hit_rate": "rCache hits",
-    "bytes_fetched": "bytes fetched a step",
-    "bytes_offloaded": "bytes offloaded a step",
+    "bytes_fetched": "bytes fetched from the host a step",
+    "bytes_offloaded": "bytes offloaded to the host a step",
     "collective_bytes": "bytes in collectives a step",
     "events": "events",
     "checkpoint": "checkpoint",
@@ -75,7 +76,7 @@ def account(directory: Path) -> dict[str, Any]:
     """What a run was so far, ready for JSON; what its files do not tell is None.
 
     Losses are in nats a byte, times medians over all steps but the first, which also records the schedule; bytes and
-    hits are rank 0's, as in `StepRecord`.
+    hits are rank 0's, as in `StepRecord`. Bytes fetched and offloaded are those between the device and the host.
 
     Raises:
         ConfigError: `directory` is no run's.
@@ -103,9 +104,10 @@ def account(directory: Path) -> dict[str, Any]:
         **{name: _median(r.get(name) for r in later) for name in ("grad_norm", "step_seconds", "tokens_per_second")},
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         **{
-            name: _median(_total(s.get(name)) for s in counted)
-            for name in ("bytes_fetched", "bytes_offloaded", "collective_bytes")
+            name: _median(_total(_beyond_device(s.get(name))) for s in counted)
+            for name in ("bytes_fetched", "bytes_offloaded")
         },
+        "collective_bytes": _median(_total(s.get("collective_bytes")) for s in counted),
         "checkpoint": _words(status.get("checkpoint")),
         "plan": finite(plan) or None,
         "prediction": finite(summary.get("prediction")),
@@ -182,6 +184,11 @@ def _cell(key: str, value: Any) -> str:
 def _median(values: Any) -> float | None:
     numbers = [value for value in values if _is_number(value)]
     return median(numbers) if numbers else None
+
+
+def _beyond_device(by_tier: Any) -> Any:
+    """Of bytes by tier, those that crossed the link: a shard at home on the device is copied on the device."""
+    return {t: n for t, n in by_tier.items() if t != Tier.DEVICE} if isinstance(by_tier, dict) else None
 
 
 def _total(counts: Any) -> int:
