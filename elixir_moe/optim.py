@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.chunk import Chunk
-from elixir_moe.chunks.collectives import naming_failures, world_timeout
+from elixir_moe.chunks.collectives import world_timeout
 from elixir_moe.chunks.home import Kept
 from elixir_moe.chunks.layout import Layout
 from elixir_moe.chunks.plan import Footprint, Plan, Tier, held_rows
@@ -31,6 +31,7 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.hooks import Hooks
 from elixir_moe.updates import AdamUpdate, Segment, cut, moments_of, update_for
+from elixir_moe.waits import Wait
 
 
 @dataclass(kw_only=True, slots=True)
@@ -258,7 +259,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._lane.shutdown()
         if self._spill is not None:
             self._spill.close()
-        dist.barrier(group=self._control)  # a group destroyed while a peer still joins it fails there
+        with Wait("the close of the optimizer on all ranks"):
+            dist.barrier(group=self._control)  # a group destroyed while a peer still joins it fails there
         for group in self._groups.values():
             dist.destroy_process_group(group)
         for communicator in {id(c.communicator): c.communicator for c in self._scheduler.chunks}.values():
@@ -359,7 +361,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 mine += weight * chunk.squares() * self._unscale(chunk) ** 2
         used_here = map(self._scheduler.used.__contains__, self._slots)
         votes = torch.tensor([float(mine), *used_here], dtype=torch.float64, device="cpu")
-        with naming_failures("the all-reduce of the gradient norm over all ranks"):
+        with Wait("the all-reduce of the gradient norm over all ranks"):
             if len(self._peers) > 1:
                 dist.all_reduce(votes, group=self._groups[self._peers])
             if len(self._peers) < dist.get_world_size(self._control):  # other pipeline stages have other parameters

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from elixir_moe.chunks.collectives import naming_failures
 from elixir_moe.errors import ElixirError
+from elixir_moe.waits import Wait
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class Deferred:
 
 def _gathered(value: T, process_group: dist.ProcessGroup | None, what: str) -> list[T]:
     everyone: list[Any] = [None] * dist.get_world_size(process_group)
-    with naming_failures(what):
+    with Wait(what, dist.get_process_group_ranks(process_group)):
         dist.all_gather_object(everyone, value, group=process_group)
     return everyone
 

@@ -49,6 +49,7 @@ from elixir_moe.specs import param_specs, ranks_of
 from elixir_moe.state import Wrapped, groups_needed, plain_keys, refuse_plain_state_dicts
 from elixir_moe.units import find_units, order_of_first_use, registered_uses, traced_uses
 from elixir_moe.updates import is_adam, moments_of
+from elixir_moe.waits import Wait, watch
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -116,6 +117,7 @@ def wrap(
         check_arguments(model, optimizer, plan, sample, step, compute_dtype)
         check_search(plan, step, hardware, budget_bytes, accumulation)
         check_disk(plan, optimizer, spill, check_spill)
+        watch()
 
     together("checked what wrap was given", check) if dist.is_initialized() else check()
     device = _start(device)
@@ -162,7 +164,8 @@ def wrap(
     _move_buffers(model, device)
 
     staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
-    control = dist.new_group(backend="gloo", timeout=world_timeout())
+    with Wait("the making of process groups by all ranks"):
+        control = dist.new_group(backend="gloo", timeout=world_timeout())
     groups = make_groups([peers, *groups_needed(model, layout.chunks)], backend="gloo")
     agreement = Peers(groups[peers], chunks) if len(peers) > 1 else alone
     scheduler = Scheduler(chunks, cache, rcache, staging, device, statistics, agreement)
@@ -187,6 +190,7 @@ def _start(device: torch.device | str | None) -> torch.device:
     _device(device)  # what is not there is refused before anything is started
     if not dist.is_initialized():
         init_mesh()
+        watch()
     return _device(device)
 
 

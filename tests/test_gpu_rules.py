@@ -189,13 +189,13 @@ class Untagged:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._communicator, name)
 
-    def all_gather(self, buffer: torch.Tensor, tag: int) -> Ticket:
+    def all_gather(self, buffer: torch.Tensor, tag: int, **what: Any) -> Ticket:
         self._log.append(("gather", tag, buffer.data_ptr(), self._lanes.current().note(f"gather {tag}")))
-        return self._communicator.all_gather(buffer, tag)
+        return self._communicator.all_gather(buffer, tag, **what)
 
-    def reduce_scatter(self, buffer: torch.Tensor, *args: Any, tag: int) -> Ticket:
+    def reduce_scatter(self, buffer: torch.Tensor, *args: Any, tag: int, **what: Any) -> Ticket:
         self._log.append(("reduce", tag, buffer.data_ptr(), self._lanes.current().note(f"reduce {tag}")))
-        return self._communicator.reduce_scatter(buffer, *args, tag=tag)
+        return self._communicator.reduce_scatter(buffer, *args, tag=tag, **what)
 
 
 def told(output: torch.Tensor, used: Callable[..., None]) -> None:

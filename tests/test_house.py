@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 STOREYS: list[set[str]] = [
     {"collector", "errors"},
+    {"waits"},
     {"parallel", "kernels", "safetensors_format"},
     {"chunks.group"},
     {"chunks.layout"},

@@ -64,13 +64,13 @@ class Logged:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._communicator, name)
 
-    def all_gather(self, buffer: Tensor, tag: int) -> Ticket:
+    def all_gather(self, buffer: Tensor, tag: int, **what: Any) -> Ticket:
         self._events.append(f"gather {tag}")
-        return self._told(self._communicator.all_gather(buffer, tag), f"gathered {tag}")
+        return self._told(self._communicator.all_gather(buffer, tag, **what), f"gathered {tag}")
 
-    def reduce_scatter(self, *args: Any, tag: int) -> Ticket:
+    def reduce_scatter(self, *args: Any, tag: int, **what: Any) -> Ticket:
         self._events.append(f"reduce {tag}")
-        return self._told(self._communicator.reduce_scatter(*args, tag=tag), f"reduced {tag}")
+        return self._told(self._communicator.reduce_scatter(*args, tag=tag, **what), f"reduced {tag}")
 
     def _told(self, ticket: Ticket, end: str) -> Ticket:
         events = self._events

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.chunks.chunk import Chunk
-from elixir_moe.chunks.collectives import Ticket, naming_failures
+from elixir_moe.chunks.collectives import Ticket
 from elixir_moe.errors import ElixirError, LayoutError
+from elixir_moe.waits import Wait
 
 Agreement = Callable[[Sequence[int], Sequence[int]], Callable[[], list[int]]]
 """Asks, for the chunks this rank used, in its order, and those it has gathered since the last backward; what it returns
@@ -50,7 +51,8 @@ class Peers:
         self._process_group = process_group
         self._communicators = list({id(chunk.communicator): chunk.communicator for chunk in chunks}.values())
         self._scattered = [chunk.spec.shards > 1 for chunk in chunks]
-        self._names = [f"chunk {chunk.spec.index} ({', '.join(chunk.names[:3])})" for chunk in chunks]
+        self._names = [chunk.label for chunk in chunks]
+        self._ranks = dist.get_process_group_ranks(process_group)
 
     def __call__(self, used: Sequence[int], gathered: Sequence[int]) -> Callable[[], list[int]]:
         """The order of the first rank, then what others have used besides. Collective; so is what it returns.
@@ -64,10 +66,10 @@ class Peers:
         facts = [_digest(issued), _digest(gathered), len(gathered), len(used)]
         mine = torch.tensor([*facts, *used, *[-1] * (chunks - len(used))], device="cpu")
         table = mine.new_empty(self._process_group.size(), len(mine))
-        with naming_failures(_WHAT):
+        with Wait(_WHAT, self._ranks):
             work = dist.all_gather(list(table), mine, group=self._process_group, async_op=True)
         kept = tuple(gathered)
-        return lambda: self._answer(Ticket([work], what=_WHAT), table, kept)
+        return lambda: self._answer(Ticket([work], what=_WHAT, ranks=self._ranks), table, kept)
 
     def _answer(self, ticket: Ticket, table: torch.Tensor, gathered: Sequence[int]) -> list[int]:
         ticket.wait()
@@ -94,13 +96,14 @@ class Peers:
     def _difference(self, verb: str, chunks: Sequence[int]) -> str:
         """The first one, in words. Collective."""
         everyone: list[Any] = [None] * self._process_group.size()
-        dist.all_gather_object(everyone, list(chunks), group=self._process_group)
+        with Wait("the comparison of what ranks have run", self._ranks):
+            dist.all_gather_object(everyone, list(chunks), group=self._process_group)
         other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
         pairs = zip_longest(everyone[0], everyone[other])
         first, second = next((self._name(a), self._name(b)) for a, b in pairs if a != b)
-        ranks = dist.get_process_group_ranks(self._process_group)
         return (
-            f"since the last backward rank {ranks[0]} has {verb} {first} where rank {ranks[other]} has {verb} {second}"
+            f"since the last backward rank {self._ranks[0]} has {verb} {first} where rank {self._ranks[other]} has "
+            f"{verb} {second}"
         )
 
     def _name(self, chunk: int | None) -> str:

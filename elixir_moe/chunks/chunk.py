@@ -112,6 +112,8 @@ class Chunk:
         self.parameters = parameters
         """In the order of `spec.slots`."""
         self.names = names
+        self.label = f"chunk {spec.index} ({', '.join(names[:3])})"
+        """For messages."""
         self.home = home
         self.communicator = communicator
         self.original_dtypes = [parameter.dtype for parameter in parameters]

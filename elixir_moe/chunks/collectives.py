@@ -8,28 +8,32 @@ peer, in place, and a reduce-scatter is an all-to-all into a staging buffer and 
 in fp32 whatever travels, in rank order.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.errors import ConfigError
 from elixir_moe.kernels import add_and_square
+from elixir_moe.waits import Issued, Wait, named
 
 
 class Ticket:
     """The end of an operation in flight. `wait` orders the current stream of its device (on CPU, the host) after it."""
 
     def __init__(
-        self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None, *, what: str = "a collective"
+        self,
+        works: Sequence[Any] = (),
+        finish: Callable[[], None] | None = None,
+        *,
+        what: str = "a collective",
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self._works = list(works)
         self._finish = finish
-        self.what = what
-        """What it is, for messages."""
+        self._what, self._ranks = what, ranks  # for messages
         self._event: torch.cuda.Event | None = None
         self._device: torch.device | None = None
 
@@ -45,7 +49,7 @@ class Ticket:
     def wait(self) -> None:
         """Orders the caller after the operation; a second wait costs nothing."""
         while self._works:
-            with naming_failures(self.what):
+            with Wait(self._what, self._ranks):
                 self._works[0].wait()
             del self._works[0]  # not before: what interrupts the wait leaves it to be waited for
         finish, self._finish = self._finish, None
@@ -78,7 +82,7 @@ class Communicator:
         self.rank = dist.get_rank()
         self.size = len(ranks)
         self.index = ranks.index(self.rank) if self.size > 1 else 0
-        self._reduction = f"the reduction of a chunk of gradients over ranks {ranks}"
+        self._issued = Issued(ranks) if self.size > 1 else None
         self._groups = list(groups)
         self._device = device
         self._gather_group: dist.ProcessGroup | None = None
@@ -101,13 +105,15 @@ class Communicator:
         backends: list[Any] = [group._get_backend(self._device) for group in self._groups]
         return [backend._get_sequence_number_for_group() for backend in backends]
 
-    def all_gather(self, buffer: torch.Tensor, tag: int) -> Ticket:
+    def all_gather(self, buffer: torch.Tensor, tag: int, *, of: str = "a chunk") -> Ticket:
         """In place: slice `index` of `buffer`'s `size` equal slices is ours, the others arrive.
 
-        `tag` is the same on all ranks for the same content: where messages have tags, none takes another's place.
+        `tag` is the same on all ranks for the same content: where messages have tags, none takes another's place. `of`
+        is what that is, for messages.
         """
-        if self.size == 1:
+        if self._issued is None:
             return Ticket()
+        what = self._issued.gather(of)
         slices = buffer.view(self.size, -1)
         if not self.staged:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -120,7 +126,7 @@ class Communicator:
             to, source = (self.index + step) % self.size, (self.index - step) % self.size
             works.append(dist.irecv(slices[source], self.ranks[source], group=self._gather_group, tag=tag))
             works.append(dist.isend(slices[self.index], self.ranks[to], group=self._gather_group, tag=tag))
-        return Ticket(works, what=f"the all-gather of a chunk over ranks {self.ranks}")
+        return Ticket(works, what=what, ranks=self.ranks)
 
     def reduce_scatter(
         self,
@@ -130,6 +136,7 @@ class Communicator:
         place: torch.Tensor | None = None,
         *,
         tag: int = 0,
+        of: str = "a chunk",
     ) -> Ticket:
         """Sums `buffer` over the ranks and gives `land` this rank's slice when it is complete.
 
@@ -140,11 +147,13 @@ class Communicator:
                 it is given, where that was found on the way.
             place: where the sum may be written, (numel / size,), so that `land` need not copy it; on gloo.
             tag: as in `all_gather`.
+            of: as in `all_gather`.
         """
         slices = buffer.view(self.size, -1)
-        if self.size == 1:
+        if self._issued is None:
             land(slices[0])
             return Ticket()
+        what = self._issued.reduction(of)
         if not self.staged:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             scatter(slices[self.index], buffer, group=self._reduce_group)
@@ -155,7 +164,7 @@ class Communicator:
             assert staging is not None
             received = staging.view(self.size, -1)
             work = dist.all_to_all_single(received.view(torch.uint8), leaving, group=self._reduce_group, async_op=True)
-            return Ticket([work], lambda: land(torch.sum(received, 0, out=place)), what=self._reduction)
+            return Ticket([work], lambda: land(torch.sum(received, 0, out=place)), what=what, ranks=self.ranks)
         # Of two ranks each needs one slice of the other, right where the sum is to be; its own is read where it lies.
         if place is None:
             assert staging is not None
@@ -165,23 +174,24 @@ class Communicator:
             dist.irecv(theirs.view(torch.uint8), peer, group=self._reduce_group, tag=tag),
             dist.isend(leaving[1 - self.index], peer, group=self._reduce_group, tag=tag),
         ]
-        return Ticket(works, lambda: land(theirs, add_and_square(theirs, own)), what=self._reduction)
+        return Ticket(works, lambda: land(theirs, add_and_square(theirs, own)), what=what, ranks=self.ranks)
 
     def needs_staging(self, place: torch.Tensor | None) -> bool:
         """Whether a reduction into `place` takes a staging buffer."""
         return self.staged and (self.size > 2 or place is None)
 
-    def all_reduce(self, buffer: torch.Tensor, land: Land) -> Ticket:
-        """Sums `buffer` over the ranks in place and gives it to `land`."""
-        if self.size == 1:
+    def all_reduce(self, buffer: torch.Tensor, land: Land, *, of: str = "a chunk") -> Ticket:
+        """Sums `buffer` over the ranks in place and gives it to `land`; `of` as in `all_gather`."""
+        if self._issued is None:
             land(buffer)
             return Ticket()
+        what = self._issued.reduction(of)
         if not self.staged:
             dist.all_reduce(buffer, group=self._reduce_group)
             land(buffer)
             return Ticket()
         work = dist.all_reduce(buffer, group=self._reduce_group, async_op=True)
-        return Ticket([work], lambda: land(buffer), what=self._reduction)
+        return Ticket([work], lambda: land(buffer), what=what, ranks=self.ranks)
 
     def close(self) -> None:
         """Destroys the process groups."""
@@ -196,19 +206,8 @@ class Communicator:
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Gives every rank the first rank's `buffer`; blocks."""
         if self.size > 1:
-            dist.broadcast(buffer.view(torch.uint8), self.ranks[0], group=self._gather_group)
-
-
-@contextmanager
-def naming_failures(what: str) -> Iterator[None]:
-    """Turns the failure of a collective into an ElixirError that says which one it was."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ElixirError(
-            f"{what} failed on rank {dist.get_rank()}: {error}. Another rank has stopped, or runs other modules: every "
-            f"rank must call the same modules, and read the same parameters, in the same order"
-        ) from error
+            with Wait(f"the broadcast of a chunk's first weights over {named(self.ranks)}", self.ranks):
+                dist.broadcast(buffer.view(torch.uint8), self.ranks[0], group=self._gather_group)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -256,7 +255,8 @@ def make_groups(
     """
     mine = {ranks for ranks in wanted if len(ranks) > 1}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sorted(mine))
-    union = sorted({tuple(ranks) for theirs in everyone for ranks in theirs})
-    made = {ranks: dist.new_group(list(ranks), backend=backend, timeout=world_timeout()) for ranks in union}
+    with Wait("the making of process groups by all ranks"):
+        dist.all_gather_object(everyone, sorted(mine))
+        union = sorted({tuple(ranks) for theirs in everyone for ranks in theirs})
+        made = {ranks: dist.new_group(list(ranks), backend=backend, timeout=world_timeout()) for ranks in union}
     return {ranks: group for ranks, group in made.items() if ranks in mine}

@@ -178,7 +178,7 @@ class Scheduler:
                 chunk.arriving = self._streams.marked(Ticket())
                 return
             with self._streams.gathering():
-                ticket = chunk.communicator.all_gather(block.wire(chunk.spec), chunk.spec.index)
+                ticket = chunk.communicator.all_gather(block.wire(chunk.spec), chunk.spec.index, of=chunk.label)
                 chunk.arriving = self._streams.marked(ticket)
 
     def _await(self, chunk: Chunk) -> None:
@@ -423,7 +423,7 @@ class Scheduler:
         if chunk.spec.shards == 1:
             if communicator.size > 1:
                 self._count(chunk, "all_reduce", 2)
-            return communicator.all_reduce(buffer, land)
+            return communicator.all_reduce(buffer, land, of=chunk.label)
         self._count(chunk, "reduce_scatter", 1)
         staging = None
         place = chunk.home.free_place() if chunk.home.compute.device == buffer.device else None
@@ -431,7 +431,7 @@ class Scheduler:
             assert self._staging is not None
             self._wait_for(0)  # the staging buffer serves one reduction at a time
             staging = self._staging[: chunk.spec.nbytes].view(buffer.dtype)
-        return communicator.reduce_scatter(buffer, staging, land, place, tag=chunk.spec.index)
+        return communicator.reduce_scatter(buffer, staging, land, place, tag=chunk.spec.index, of=chunk.label)
 
     # ------------------------------------------------------------------------------------------------------- helpers
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from elixir_moe.parallel.dataless import even_counts, has_data
+from elixir_moe.waits import Wait
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +118,8 @@ class Exchange:
         assert self._under_way is not None, "no rows are under way"
         work, _, arrived = self._under_way
         if work is not None:
-            work.wait()
+            with Wait("an exchange of tokens with the experts", dist.get_process_group_ranks(self._process_group)):
+                work.wait()
         self._under_way = None  # not before: what interrupts the wait must not let go of the memory
         return arrived
 

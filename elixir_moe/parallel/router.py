@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from elixir_moe.errors import LayoutError
 from elixir_moe.parallel.dataless import has_data
+from elixir_moe.waits import Wait
 
 
 class Routing(NamedTuple):
@@ -114,7 +115,8 @@ def gather_statistics(routing: Routing, process_group: dist.ProcessGroup | None)
         mine = torch.cat([counts.flatten().double(), sums.detach().double(), numbers])
         table = mine.new_empty(ranks, mine.numel())
         if has_data(mine):
-            dist.all_gather(list(table), mine, group=process_group)
+            with Wait("the all-gather of the router's statistics", dist.get_process_group_ranks(process_group)):
+                dist.all_gather(list(table), mine, group=process_group)
         gathered, others, numbers = table.split([k * E, E + 1, 1], dim=1)
         counts, tokens, total = gathered.long().view(ranks, k, E), numbers.sum(), others.sum(dim=0)
     local = sums * (ranks / tokens).float()

@@ -10,22 +10,18 @@ being watched. A stopped or dead process stops beating; a rank in an endless loo
 
 import contextlib
 import math
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from elixir_moe.chunks.collectives import Ticket
 from elixir_moe.errors import ElixirError
+from elixir_moe.waits import Place, place_of
 
 _SAMPLE_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
@@ -33,39 +29,8 @@ _GRACE_SECONDS = 2.0
 """How long a rank that should meet an error by itself is given for it."""
 _ANSWER_SECONDS = 2.0
 """How long the store is waited for."""
-_COLLECTIVES = ("distributed_c10d.py",)
-_AROUND = ("c10d_logger.py", "contextlib.py", os.path.join("elixir_moe", "ranks.py"))
 _BROKEN = ("gloo", "onnection", "Timed out", "timed out", "Broken pipe", "Socket")
-_LIBRARY = os.path.join("elixir_moe", "")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a thread is."""
-
-    waiting: bool
-    """In a collective."""
-    what: str
-    """The collective, or the line of code."""
-
-
-def place_of(frame: FrameType | None) -> Place:
-    """Reads a stack: the collective it waits in, or else its innermost line outside of installed packages."""
-    line = "no line of Python"
-    function = ""
-    while frame is not None:
-        code = frame.f_code
-        if code is Ticket.wait.__code__:
-            return Place(True, frame.f_locals["self"].what)
-        if code.co_filename.endswith(_COLLECTIVES):
-            function = code.co_name
-        elif function and not code.co_filename.endswith(_AROUND):
-            return Place(True, f"{function}, called in {_where(frame)}")
-        elif "site-packages" not in code.co_filename and "<" not in code.co_filename:
-            return Place(False, _where(frame))
-        frame = frame.f_back
-    return Place(bool(function), function or line)
 
 
 def is_broken_collective(error: BaseException) -> bool:
@@ -210,7 +175,7 @@ class Watchdog:
                 self._late()
 
     def _place(self) -> Place:
-        return place_of(sys._current_frames().get(self._main or 0))
+        return place_of(self._main)
 
     def _tell(self) -> None:
         place = self._place()
@@ -259,9 +224,3 @@ class Watchdog:
 def _silent(error: Exception) -> str:
     why = str(error).splitlines()[0]
     return f"the store that brought the ranks together, of rank 0 or of its launcher, does not answer: {why}"
-
-
-def _where(frame: FrameType) -> str:
-    name = frame.f_code.co_filename
-    short = name[name.rindex(_LIBRARY) :] if _LIBRARY in name else os.path.basename(name)
-    return f"{short}:{frame.f_lineno} ({frame.f_code.co_name})"
