@@ -42,6 +42,7 @@ from elixir_moe.parallel import megatron
 from elixir_moe.parallel.annotate import annotate_dtensors, pattern_of, replicated_everywhere
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.mesh import init_mesh
+from elixir_moe.parallel.twins import marks_of, warn_of_twins
 from elixir_moe.ranks import gathered, together
 from elixir_moe.search.auto import Request, forecast
 from elixir_moe.search.prediction import Prediction
@@ -234,8 +235,10 @@ def _agree(model: nn.Module, plan: Plan, specs: dict[nn.Parameter, ParamSpec]) -
             f"parameter {spec.name} {spec.shape} {spec.key.dtype} trainable={spec.key.trainable} {pattern.describe()}"
         )
     peers = ranks_of(model, replicated_everywhere())
-    everyone = gathered((peers, hashlib.sha256("\n".join(lines).encode()).hexdigest()))
+    told = gathered((peers, hashlib.sha256("\n".join(lines).encode()).hexdigest(), marks_of(list(specs))))
+    everyone = [(theirs, digest) for theirs, digest, _ in told]
     if all(everyone[rank] == everyone[theirs[0]] for theirs, _ in everyone for rank in theirs):
+        warn_of_twins({parameter: spec.name for parameter, spec in specs.items()}, [marks for *_, marks in told])
         return peers
     models = gathered(lines)
     for theirs, _ in everyone:

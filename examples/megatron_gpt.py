@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 import elixir_moe as em
 from elixir_moe.train.data import VOCABULARY, batch_at, python_help_text, rows_of
 
-STEPS, ROWS, SEQ = 10, 8, 64
+SEED, STEPS, ROWS, SEQ = 0, 10, 8, 64
 
 
 class Attention(torch.nn.Module):
@@ -32,11 +32,15 @@ class Attention(torch.nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
 
 
-def train(config: TransformerConfig, spec: Any) -> None:
-    """Ten steps on the English text that comes with Python."""
+def build(config: TransformerConfig, spec: Any) -> GPTModel:
+    """This rank's part of the model, its weights drawn with the same seed on all ranks."""
     spec.submodules.self_attention.submodules.core_attention = Attention
-    torch.manual_seed(0)
-    model = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=SEQ)
+    torch.manual_seed(SEED)
+    return GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=SEQ)
+
+
+def train(model: GPTModel) -> None:
+    """Ten steps on the English text that comes with Python."""
     em.megatron.annotate(model)  # Megatron knows what each parameter is
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = em.wrap(model, optimizer, plan=em.Plan.offload(rcache_blocks=8))
@@ -67,7 +71,7 @@ def main() -> None:
         tensor_model_parallel_size=degree,
         use_cpu_initialization=True,
     )
-    train(config, get_gpt_layer_local_spec())
+    train(build(config, get_gpt_layer_local_spec()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A Megatron-core mixture of experts under em.wrap: `torchrun --nproc-per-node 2 examples/megatron_moe.py`.
 
-Runs on CPUs too, with a router and a line in `main` that stand in for what Megatron asks of CUDA; see megatron_gpt.py.
+Runs on CPUs too, with a router, `draw_experts` and a line in `main` that stand in for what Megatron asks of CUDA; see
+megatron_gpt.py.
 """
 
 import torch
@@ -10,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron_gpt import train
+from megatron_gpt import SEED, build, train
 
 import elixir_moe as em
 
@@ -21,6 +22,19 @@ class Router(TopKRouter):
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """(sequence, batch, width) -> (sequence, batch, experts)."""
         return F.linear(input, self.weight, self.bias)
+
+
+def draw_experts(model: torch.nn.Module, config: TransformerConfig) -> None:
+    """With a seed of each expert-parallel rank's own, as `model_parallel_cuda_manual_seed` has it.
+
+    Megatron draws experts so on GPUs alone: under `use_cpu_initialization` they come from the seed of all ranks, and
+    every rank has the same ones.
+    """
+    torch.manual_seed(SEED + 1024 + 100 * parallel_state.get_expert_model_parallel_rank())
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "allreduce", True):  # Megatron's mark of experts
+            init = config.output_layer_init_method if "linear_fc2" in name else config.init_method
+            init(parameter)
 
 
 def main() -> None:
@@ -45,7 +59,9 @@ def main() -> None:
     )
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
     spec.submodules.mlp.submodules.router = Router
-    train(config, spec)
+    model = build(config, spec)
+    draw_experts(model, config)
+    train(model)
 
 
 if __name__ == "__main__":
