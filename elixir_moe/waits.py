@@ -222,16 +222,18 @@ class _Watch:
         if not self._connect():
             return
         begun, self._begun = self._begun, self.begun
-        place = self._place()
-        self._tell(place if begun == self._begun else "")
+        # Of a rank that stands still alone: whoever reads a stack keeps its tensors in use meanwhile, and a block in
+        # use is replaced by new memory.
+        place = self._place() if begun == self._begun else ""
+        self._tell(place)
         self._ages = {wait: self._ages.get(wait, 0) + 1 for wait in list(self.open.values())}
         for wait, age in self._ages.items():
             if age > _LOOKS:
                 wait.found = f"Last seen: {self._others(wait)}. "
             if age == _LOOKS + 1 and wait in self.open.values():
                 warnings.warn(
-                    f"rank {self._rank} has waited for {self._seconds:g} s {place}. {wait.found}It goes on "
-                    f"waiting, until the timeout of torch.distributed: {_RULE}",
+                    f"rank {self._rank} has waited for {self._seconds:g} s {place or f'in {wait.what}'}. {wait.found}"
+                    f"It goes on waiting, until the timeout of torch.distributed: {_RULE}",
                     stacklevel=1,
                 )
 
