@@ -19,6 +19,7 @@
 
 #include "adam.hpp"
 #include "cache.hpp"
+#include "ending.hpp"
 #include "numa.hpp"
 #include "tiles.hpp"
 
@@ -170,6 +171,15 @@ NB_MODULE(_native, m) {
         "The instruction set the kernels use on this CPU: 'avx512', 'avx2' or 'scalar'.");
 
     m.def("tiles_trap", &elixir::tiles_trap, "Whether this CPU announces matrix tiles (AMX) that trap when used.");
+
+    m.def(
+        "begin_exit",
+        [](nb::handle kept) {
+            kept.inc_ref();
+            elixir::park_ended_threads();
+        },
+        "kept"_a,
+        "Never frees `kept`; a thread that Python ends from now on stands still and does not end the process.");
 
     m.def("adam_step", &adam_step, "master"_a.noconvert(), "exp_avg"_a.noconvert(), "exp_avg_sq"_a.noconvert(),
           "grad"_a.noconvert(), "compute"_a.noconvert().none(), nb::kw_only(), "lr"_a, "beta1"_a, "beta2"_a, "eps"_a,

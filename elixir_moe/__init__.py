@@ -13,6 +13,7 @@ from elixir_moe.checkpoint.save import Saving, save
 from elixir_moe.checkpoint.storage import latest
 from elixir_moe.chunks.plan import Footprint, Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.ending import keep_exit_codes
 from elixir_moe.errors import CheckpointError, ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError
 from elixir_moe.huggingface import save_pretrained
 from elixir_moe.kernels import spare_tiles
@@ -25,6 +26,7 @@ from elixir_moe.state import full_state_dict
 from elixir_moe.wrap import wrap
 
 spare_tiles()
+keep_exit_codes()
 
 __all__ = [
     "CheckpointError",

@@ -10,6 +10,12 @@ def cpu_features() -> str:
 def tiles_trap() -> bool:
     """Whether this CPU announces matrix tiles (AMX) and does not describe them: using one is fatal."""
 
+def begin_exit(kept: object) -> None:
+    """Never frees `kept`; a thread that Python ends from now on stands still and does not end the process.
+
+    To be called when the process exits, by the thread that does.
+    """
+
 def adam_step(
     master: Tensor,
     exp_avg: Tensor,

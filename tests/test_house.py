@@ -15,7 +15,7 @@ PACKAGE = Path(elixir_moe.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 STOREYS: list[set[str]] = [
-    {"collector", "errors"},
+    {"collector", "ending", "errors"},
     {"waits"},
     {"parallel", "kernels", "safetensors_format"},
     {"chunks.group"},
