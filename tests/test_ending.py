@@ -68,3 +68,9 @@ def test_a_thread_that_python_ends_does_not_end_the_process() -> None:
 def test_a_worker_of_gloo_that_python_ends_neither_aborts_nor_hangs_it() -> None:
     found = ended("-c", LATE_WORKER)
     assert found.returncode == OWN, found.stderr
+
+
+def test_errors_of_every_kind_end_with_their_own_exit_codes() -> None:
+    """Some of those that `python -m tests.error_exits` counts."""
+    found = ended("-m", "tests.error_exits", "--count", "4")
+    assert found.returncode == 0, found.stdout + found.stderr
