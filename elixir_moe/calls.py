@@ -8,7 +8,7 @@ Also what is remembered of a forward until its backward.
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NoReturn
 
@@ -210,6 +210,22 @@ class Hook:
 def in_backward() -> bool:
     """Whether autograd runs the one who asks."""
     return torch._C._current_graph_task_id() != -1
+
+
+def brings_gradients(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether the backward that runs now brings a gradient of any of `parameters`."""
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            if parameter.requires_grad:
+                view = parameter.view_as(parameter).grad_fn
+                assert view is not None
+                node = view.next_functions[0][0]
+                try:
+                    if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
+                        return True
+                except RuntimeError:  # what torch says of a parameter that autograd.grad was asked about
+                    return False
+    return False
 
 
 def hook_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:

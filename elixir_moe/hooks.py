@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_moe.calls import Call, Calls, Forward, Forwards, Hook, hook_outputs, in_backward
+from elixir_moe.calls import Call, Calls, Forward, Forwards, Hook, brings_gradients, hook_outputs, in_backward
 from elixir_moe.chunks.chunk import GRADIENT, Placeholder
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import ConfigError, PlanError
@@ -47,6 +47,7 @@ class Hooks:
         self._packs = not all(chunk.direct for chunk in scheduler.chunks)  # else weights stay where autograd saw them
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
         self._names = {p: name for name, p in model.named_parameters()}
+        self._model = model
         self._units = list(find_units(model, self._slot_of))
         moves = [not chunk.spec.resident for chunk in scheduler.chunks]
         self._units += find_covers(model, self._units, moves.__getitem__, longest_cover)
@@ -336,19 +337,7 @@ class Hooks:
     def _accumulates(self) -> bool:
         """Whether this backward brings gradients of parameters: that of `torch.autograd.grad` does not."""
         slots = (slot for unit in reversed(self._entered) for slot in unit.slots)
-        parameters = (self._scheduler.chunks[chunk].parameters[index] for chunk, index in slots)
-        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-            for parameter in parameters:
-                if parameter.requires_grad:
-                    view = parameter.view_as(parameter).grad_fn
-                    assert view is not None
-                    node = view.next_functions[0][0]
-                    try:
-                        if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
-                            return True
-                    except RuntimeError:  # what torch says of a parameter that autograd.grad was asked about
-                        return False
-        return False
+        return brings_gradients(self._scheduler.chunks[chunk].parameters[index] for chunk, index in slots)
 
     def _reach(self, unit: Unit, entered: int, left: int, gradient: torch.Tensor) -> None:
         """Backward has come to a call of `unit` that forward entered and left at these numbers."""
@@ -420,6 +409,11 @@ class Hooks:
     def name_of(self, parameter: nn.Parameter) -> str:
         """Its first name in the model."""
         return self._names[parameter]
+
+    def new_parameters(self) -> list[str]:
+        """Trainable parameters that the model has and had not in `wrap`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [n for n, p in self._model.named_parameters() if p.requires_grad and p not in self._names]
 
     def abandon(self) -> None:
         """Forgets what did not come to its end: forwards that were interrupted, a backward that failed."""

@@ -25,7 +25,7 @@ from elixir_moe.parallel.annotate import UNCUT, logical_shape, named_tensors, na
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.ranks import Deferred, together
 from elixir_moe.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
-from elixir_moe.state import Wrapped, full_parameters, full_state_dict
+from elixir_moe.state import Wrapped, check_as_wrapped, full_parameters, full_state_dict
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
@@ -220,7 +220,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         max_file_bytes: how large a file of several tensors may get.
 
     Raises:
-        ConfigError: the model is not wrapped.
+        ConfigError: the model is not wrapped, or has other parameters or buffers than it had then.
         CheckpointError: rank 0 cannot write; on every rank.
     """
     wrapped: Wrapped | None = getattr(model, "elixir", None)
@@ -235,6 +235,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
         together("saved the adapters", save, error=CheckpointError)
         return
+    check_as_wrapped(model, wrapped)
     writers: list[_Writer] = []
 
     def begin() -> None:
@@ -258,9 +259,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
 def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Tensor]]:
     """(first name, full tensor) of every parameter and kept buffer, a chunk at a time; on every rank."""
-    names = names_of(model)
     for parameter, tensor in full_parameters(wrapped):
-        yield names[parameter][0], tensor
+        yield wrapped.names[parameter][0], tensor
     for name, buffer in model.named_buffers():
         if name in wrapped.keys:
             yield name, buffer.cpu()
@@ -286,7 +286,8 @@ class _Writer:
             for p, d in zip(c.parameters, c.original_dtypes, strict=True)
         }
         tensors = {
-            name: torch.empty(logical_shape(p), dtype=kept[p][1], device="meta") for name, p in model.named_parameters()
+            names[0]: torch.empty(logical_shape(p), dtype=kept[p][1], device="meta")
+            for p, names in wrapped.names.items()
         }
         tensors |= {n: torch.empty_like(b, device="meta") for n, b in model.named_buffers() if n in wrapped.keys}
         self._dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)

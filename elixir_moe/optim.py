@@ -172,8 +172,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         With fp16 parameters the update is skipped on all ranks if any gradient overflowed.
 
         Raises:
-            ConfigError: a parameter frozen in `wrap` is trainable now, gradients lie where only a plain optimizer would
-                look for them, or came after they were clipped.
+            ConfigError: a parameter frozen in `wrap` is trainable now, or a trainable one has come since; gradients lie
+                where only a plain optimizer would look for them, or came after they were clipped.
             ElixirError: a gradient is not finite; on all ranks alike, naming the parameters. No weight has changed.
         """
         loss = None
@@ -391,6 +391,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch._C.DisableTorchFunctionSubclass():
             thawed = [self._hooks.name_of(p) for p in self._frozen if p.requires_grad]
             own = [self._hooks.name_of(p) for p in self._parameters if p.grad is not None]
+        if new := self._hooks.new_parameters():
+            raise ConfigError(
+                f"the model has trainable parameters that it had not in wrap: {new}; add and replace modules before "
+                f"wrap, and register there what makes parameters of its own"
+            )
         if thawed:
             raise ConfigError(
                 f"parameters were frozen when wrapped and are trainable now: {thawed}; unfreeze before wrap"

@@ -3,6 +3,7 @@
 Owns `full_state_dict`. Reads homes and gathers over process groups of its own; disturbs neither rCache nor schedule.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from torch import nn
 from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import ConfigError
-from elixir_moe.parallel.annotate import UNCUT, pattern_of
+from elixir_moe.parallel.annotate import UNCUT, names_of, pattern_of
 from elixir_moe.parallel.dtensor import spec_of, whole_of
 from elixir_moe.parallel.pattern import Pattern
 
@@ -27,12 +28,19 @@ class Wrapped:
     """gloo process groups by their ranks: those of every chunk and of every sharded axis."""
     keys: tuple[str, ...]
     """Names in the plain model's state dict, in order."""
+    names: dict[nn.Parameter, list[str]]
+    """All names of each parameter in `wrap`, in the model's order; a parametrisation that comes later changes none."""
 
 
 def plain_keys(model: nn.Module) -> tuple[str, ...]:
     """Names in the state dict of a model before `wrap`, in order; what is no tensor of a module is left out."""
     named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     return tuple(name for name in model.state_dict() if name in named)
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter, in the model's order."""
+    return {p: names for p, names in names_of(model).items() if isinstance(p, nn.Parameter)}
 
 
 def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[int, ...]]:
@@ -52,19 +60,43 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     it.
 
     Raises:
-        ConfigError: the model is not wrapped.
+        ConfigError: the model is not wrapped, or has other parameters or buffers than it had then.
     """
     wrapped: Wrapped | None = getattr(model, "elixir", None)
     if wrapped is None:
         raise ConfigError("full_state_dict needs a model that went through wrap; use model.state_dict() on a plain one")
+    check_as_wrapped(model, wrapped)
     full = dict(full_parameters(wrapped))
-    if new := [name for name, p in model.named_parameters() if p not in full]:
-        raise ConfigError(f"the model has {new} now and had not in wrap: add and replace modules before wrap")
-    state = {name: full[p] for name, p in model.named_parameters(remove_duplicate=False)}
+    state = {name: full[p] for p, names in wrapped.names.items() for name in names}
     state |= {name: buffer.cpu().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
-    if missing := [name for name in wrapped.keys if name not in state]:
-        raise ConfigError(f"the model had {missing} in wrap and has not now: rename and remove parameters before wrap")
     return {name: state[name] for name in wrapped.keys}
+
+
+def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
+    """Raises ConfigError if the model has not the parameters and buffers it had in `wrap`, under the same names.
+
+    A parametrisation may have moved a parameter, or moved it back.
+    """
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    lasting = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._buffers.keys() - module._non_persistent_buffers_set
+    }
+    new = [name for name, p in model.named_parameters() if p not in wrapped.names]
+    new += sorted((lasting & buffers.keys()).difference(wrapped.keys))
+    if new:
+        raise ConfigError(f"the model has {new} now and had not in wrap: add and replace modules before wrap")
+    known = {_unparametrized(name) for name, _ in model.named_parameters(remove_duplicate=False)} | buffers.keys()
+    named = dict.fromkeys(name for names in wrapped.names.values() for name in names) | dict.fromkeys(wrapped.keys)
+    missing = [name for name in named if _unparametrized(name) not in known]
+    if missing:
+        raise ConfigError(f"the model had {missing} in wrap and has not now: rename and remove parameters before wrap")
+
+
+def _unparametrized(name: str) -> str:
+    """The name of a parameter without the way that `torch.nn.utils.parametrize` puts into it."""
+    return re.sub(r"parametrizations\.([^.]+)\.original$", r"\1", name)
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ from elixir_moe.ranks import gathered, together
 from elixir_moe.search.auto import Request, forecast
 from elixir_moe.search.prediction import Prediction
 from elixir_moe.specs import param_specs, ranks_of
-from elixir_moe.state import Wrapped, groups_needed, plain_keys, refuse_plain_state_dicts
+from elixir_moe.state import Wrapped, groups_needed, parameter_names, plain_keys, refuse_plain_state_dicts
 from elixir_moe.units import find_units, order_of_first_use, registered_uses, traced_uses
 from elixir_moe.updates import is_adam, moments_of
 from elixir_moe.waits import Wait, watch
@@ -158,7 +158,7 @@ def wrap(
     statistics = Statistics(cache=cache.counts)
     rcache = RCache(layout, plan.blocks(layout), homes, device, statistics)
     placeholder = Placeholder(device)
-    keys = plain_keys(model)
+    keys, names = plain_keys(model), parameter_names(model)
     chunks = list(_fill(layout, specs, homes, communicators, placeholder, pretrained))
     if pretrained is not None:
         pretrained.settle()
@@ -171,7 +171,7 @@ def wrap(
     agreement = Peers(groups[peers], chunks) if len(peers) > 1 else alone
     scheduler = Scheduler(chunks, cache, rcache, staging, device, statistics, agreement)
     hooks = Hooks(model, scheduler, placeholder, 1 if spare else 0)
-    model.elixir = Wrapped(scheduler=scheduler, groups=groups, keys=keys)  # type: ignore[assignment]
+    model.elixir = Wrapped(scheduler=scheduler, groups=groups, keys=keys, names=names)  # type: ignore[assignment]
     refuse_plain_state_dicts(model)
     sharded = ShardedOptimizer(
         optimizer, scheduler, hooks, control, groups, peers=peers, plan=plan, layout=layout, footprint=size, spill=file

@@ -17,8 +17,8 @@ from elixir_moe.chunks.home import Kept
 from elixir_moe.chunks.layout import Slot
 from elixir_moe.errors import ConfigError
 from elixir_moe.optim import ShardedOptimizer
-from elixir_moe.parallel.annotate import UNCUT, names_of, pattern_of
-from elixir_moe.state import Wrapped
+from elixir_moe.parallel.annotate import UNCUT, pattern_of
+from elixir_moe.state import Wrapped, check_as_wrapped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +55,12 @@ class Held:
         return replace(self, span=span, here=slice(low, max(low, high)))
 
 
-def held_by(model: nn.Module, wrapped: Wrapped) -> Iterator[Held]:
+def held_by(wrapped: Wrapped) -> Iterator[Held]:
     """All that this rank holds, parameters of which it holds nothing included."""
-    names = names_of(model)
     for chunk in wrapped.scheduler.chunks:
         low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
         for index, (slot, parameter) in enumerate(zip(chunk.spec.slots, chunk.parameters, strict=True)):
-            yield _held(names[parameter][0], chunk, index, slot, low, high)
+            yield _held(wrapped.names[parameter][0], chunk, index, slot, low, high)
 
 
 def _held(name: str, chunk: Chunk, index: int, slot: Slot, low: int, high: int) -> Held:
@@ -90,7 +89,11 @@ def share_of(chunk: Chunk) -> tuple[int, int]:
 
 
 def wrapped_of(model: nn.Module, optimizer: Any) -> Wrapped:
-    """What `wrap` left on the model. Raises ConfigError if it is not wrapped, with this optimizer, or closed."""
+    """What `wrap` left on the model.
+
+    Raises:
+        ConfigError: it is not wrapped, with another optimizer, or closed; it has not the parameters it had then.
+    """
     wrapped: Wrapped | None = getattr(model, "elixir", None)
     if wrapped is None or not isinstance(optimizer, ShardedOptimizer):
         raise ConfigError("checkpoints are of a model and an optimizer that went through em.wrap")
@@ -98,6 +101,7 @@ def wrapped_of(model: nn.Module, optimizer: Any) -> Wrapped:
     if not parameters <= {p for chunk in wrapped.scheduler.chunks for p in chunk.parameters}:
         raise ConfigError("the optimizer is another model's: pass both as em.wrap returned them")
     wrapped.scheduler.check_open()
+    check_as_wrapped(model, wrapped)
     return wrapped
 
 

@@ -25,7 +25,6 @@ from elixir_moe.checkpoint.tensors import Files
 from elixir_moe.checkpoint.values import decode
 from elixir_moe.errors import CheckpointError
 from elixir_moe.optim import LossScale, ShardedOptimizer
-from elixir_moe.parallel.annotate import names_of
 from elixir_moe.ranks import together
 from elixir_moe.safetensors_format import DTYPES
 from elixir_moe.state import Wrapped
@@ -73,7 +72,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
     Raises:
         CheckpointError: on all ranks, and nothing has changed: a file is damaged, missing, a link or not of this
             version; a parameter or buffer is missing, is too much, or has another shape; another optimizer saved it.
-        ConfigError: model or optimizer are not wrapped.
+        ConfigError: model or optimizer are not wrapped, or parameters or buffers have come or gone since.
     """
     wrapped = wrapped_of(model, optimizer)
     if optimizer.pending is not None:
@@ -131,14 +130,14 @@ def _look_up(
     wrapped: Wrapped,
 ) -> _Todo:
     where = str(directory / MANIFEST)
-    holdings = list(held_by(model, wrapped))
+    holdings = list(held_by(wrapped))
     buffers = buffers_of(model, wrapped)
-    problems = list(_differences(manifest, model, holdings, buffers))
+    problems = list(_differences(manifest, wrapped, holdings, buffers))
     if problems:
         more = f"\n  and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise CheckpointError(f"{directory} does not fit the model: " + "\n  ".join(problems[:_MOST_NAMED]) + more)
     if any(chunk.spec.key.trainable for chunk in wrapped.scheduler.chunks):
-        _check_optimizer(manifest, model, optimizer, directory)
+        _check_optimizer(manifest, wrapped, optimizer, directory)
     present = [held for held in holdings if held.span.numel]
     moves = [_move(held, manifest.parameters[held.name], files, directory, optimizer) for held in present]
     rank = dist.get_rank()
@@ -160,9 +159,8 @@ def _look_up(
 
 
 def _differences(
-    manifest: Manifest, model: nn.Module, holdings: list[Held], buffers: dict[str, torch.Tensor]
+    manifest: Manifest, wrapped: Wrapped, holdings: list[Held], buffers: dict[str, torch.Tensor]
 ) -> Iterator[str]:
-    names = names_of(model)
     own = {held.name: held for held in holdings}
     for kind, saved, found in (("parameter", manifest.parameters, own), ("buffer", manifest.buffers, buffers)):
         yield from (f"{kind} {name!r} of the model is not in the checkpoint" for name in found if name not in saved)
@@ -171,7 +169,7 @@ def _differences(
         entry = manifest.parameters.get(name)
         if entry is None:
             continue
-        tied = tuple(names[held.parameter])
+        tied = tuple(wrapped.names[held.parameter])
         if entry.names != tied:
             yield f"parameter {name!r} has the names {list(entry.names)} in the checkpoint, {list(tied)} in the model"
         yield from _unlike(f"parameter {name!r}", entry, held.global_shape, held.values.dtype)
@@ -190,14 +188,13 @@ def _unlike(what: str, saved: Entry | Buffer, shape: tuple[int, ...], dtype: tor
         yield f"{what} is of {before} in the checkpoint, {dtype} in the model"
 
 
-def _check_optimizer(manifest: Manifest, model: nn.Module, optimizer: ShardedOptimizer, directory: Path) -> None:
+def _check_optimizer(manifest: Manifest, wrapped: Wrapped, optimizer: ShardedOptimizer, directory: Path) -> None:
     if manifest.optimizer != optimizer.kind:
         raise CheckpointError(
             f"{directory} was saved with the optimizer {manifest.optimizer[:200]!r}, this is {optimizer.kind!r}: "
             f"what one keeps means nothing to the other"
         )
-    names = names_of(model)
-    groups = [{names[p][0] for p in group["params"]} for group in optimizer.param_groups]
+    groups = [{wrapped.names[p][0] for p in group["params"]} for group in optimizer.param_groups]
     saved = [set(group["params"]) for group in manifest.param_groups]
     if len(groups) != len(saved):
         raise CheckpointError(f"{directory} has {len(saved)} param_groups, the optimizer has {len(groups)}")

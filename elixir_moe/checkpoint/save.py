@@ -40,7 +40,6 @@ from elixir_moe.chunks.home import InMemory, OnDisk
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.optim import ShardedOptimizer
-from elixir_moe.parallel.annotate import names_of
 from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.ranks import together
 from elixir_moe.safetensors_format import name_of
@@ -136,7 +135,7 @@ def save(
         CheckpointError: on all ranks: the directory exists, the disk is full, ranks disagree on path or `extra`,
             `extra` holds something else, gradients wait for a step; or an asynchronous save before this one failed and
             nobody has polled it.
-        ConfigError: model or optimizer are not wrapped.
+        ConfigError: model or optimizer are not wrapped, or parameters or buffers have come or gone since.
     """
     wrapped = wrapped_of(model, optimizer)
     if keep is not None and not is_whole(keep, least=1):
@@ -241,12 +240,11 @@ def _facts(target: Path, model: nn.Module, optimizer: ShardedOptimizer, extra: A
     encoded = encode(extra, "extra")
     fixed = {}
     if dist.get_rank() == 0:
-        names = names_of(model)
         fixed = {
             "optimizer": optimizer.kind,
             "param_groups": tuple(
                 {
-                    "params": tuple(names[p][0] for p in group["params"]),
+                    "params": tuple(wrapped.names[p][0] for p in group["params"]),
                     "options": {k: encode(v, f"param_group[{k!r}]") for k, v in group.items() if k != "params"},
                 }
                 for group in optimizer.param_groups
@@ -291,11 +289,10 @@ class _Contents:
         self._may_change: list[str] = []
         self.entries: dict[str, Entry] = {}
         self.rng = tuple(found.rng for found in facts)
-        names = names_of(model)
-        for held in held_by(model, wrapped):
+        for held in held_by(wrapped):
             pieces = self._pieces(held, optimizer)
             self.entries[held.name] = Entry(
-                names=tuple(names[held.parameter]),
+                names=tuple(wrapped.names[held.parameter]),
                 shape=held.global_shape,
                 grid=held.grid,
                 dtype=name_of(held.chunk.original_dtypes[held.index], held.name),

@@ -197,8 +197,8 @@ class Training:
     def scales(self) -> dict[str, float]:
         """Root mean square of every trainable parameter, from the masters. Collective."""
         wrapped = wrapped_of(self.model, self.optimizer)
-        rows = {held.name: [0.0, 0.0] for held in held_by(self.model, wrapped) if held.chunk.spec.key.trainable}
-        for held in held_by(self.model, wrapped):
+        rows = {held.name: [0.0, 0.0] for held in held_by(wrapped) if held.chunk.spec.key.trainable}
+        for held in held_by(wrapped):
             if held.name in rows:
                 part = held.cut(*share_of(held.chunk)).values.read()
                 rows[held.name] = [float(sum_of_squares(part)), part.numel()]
