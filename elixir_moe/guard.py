@@ -146,8 +146,6 @@ class Guarded(nn.Parameter):
         name, is_property = _name(func)
         if name == "data" and is_property and len(args) == 2:
             return getattr(args[0], _ATTRIBUTE).assign(args[0], args[1])
-        if name == "set_":
-            raise ConfigError("set_() on a wrapped parameter: copy_() new values into it instead")
         if name not in _READING_PROPERTIES if is_property else name in _TELLING_METHODS:
             with torch._C.DisableTorchFunctionSubclass():
                 value = func(*args, **kwargs)
@@ -167,6 +165,16 @@ class Guarded(nn.Parameter):
             if name in _ADDRESSING:
                 getattr(args[0], _ATTRIBUTE).gave(args[0], None)
             return func(*args, **kwargs)
+
+    def set_(self, *source: Any, **named: Any) -> torch.Tensor:  # type: ignore[override]
+        """``p.set_(tensor)`` is ``p.data = tensor``, and nothing where that is `p` itself, as in parametrisations.
+
+        torch hands this one function to no subclass.
+        """
+        if named or len(source) != 1 or not isinstance(source[0], torch.Tensor):
+            raise ConfigError("set_() on a wrapped parameter takes a tensor alone: copy_() new values into it instead")
+        getattr(self, _ATTRIBUTE).assign(self, source[0])
+        return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (

@@ -218,6 +218,7 @@ class Hooks:
                 self._take_back(unit)
             if recomputing:
                 self._guard.close(self._doors[unit])
+                self._keep_beside_gradients(unit.chunks)
                 entered, left = self._backwards_of.numbers_of(unit)
             else:
                 entered, left = call.entered, self._forwards.leave(unit) if call.training else 0
@@ -239,6 +240,12 @@ class Hooks:
         for parameter, foreign in zip(unit.parameters, taken, strict=True):
             if foreign is not None:
                 self._put(parameter, foreign)
+
+    def _keep_beside_gradients(self, chunks: tuple[int, ...]) -> None:
+        """Brings home what was written in backward, before a gradient takes its place in the block."""
+        for chunk in map(self._scheduler.chunks.__getitem__, chunks):
+            if chunk.state is GRADIENT:
+                self._scheduler.bring_home(chunk)
 
     @contextmanager
     def _lend(self, parameters: list[nn.Parameter]) -> Iterator[None]:
@@ -265,9 +272,7 @@ class Hooks:
                 yield
         finally:
             self._guard.close(doors)
-            for index in chunks:
-                if self._scheduler.chunks[index].state is GRADIENT:
-                    self._scheduler.bring_home(self._scheduler.chunks[index])
+            self._keep_beside_gradients(chunks)
             self._scheduler.release(chunks, tracked=tracked)
             self._unfinished -= 1
 

@@ -123,6 +123,7 @@ def trained(
     *,
     after: Callable[[nn.Module], nn.Module] = lambda model: model,
     between: Callable[[nn.Module], float] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """The weights after some steps, and the gradient norm of each; under plain torch if `plan` is None.
 
@@ -133,11 +134,12 @@ def trained(
         steps: how many.
         after: what is done to the model after `wrap`.
         between: what is done before and after each step; what it returns counts as a norm.
+        options: of `wrap` too.
     """
     torch.manual_seed(1)
     model, optimizer = build()
     if plan is not None:
-        model, optimizer = em.wrap(model, optimizer, plan=plan, **spill_of(plan))
+        model, optimizer = em.wrap(model, optimizer, plan=plan, **spill_of(plan), **options)
     model = after(model)
     norms = [] if between is None else [between(model)]
     for step in range(steps):
