@@ -68,6 +68,10 @@ class Forward:
         seen = next((known for known in (unit, *unit.around) if known in self.entered), unit)
         return self.entered.get(seen, 0), self.left.get(seen, sys.maxsize)
 
+    def first_of(self, units: Iterable[Unit]) -> int:
+        """The number at which the first of `units` was entered; what was not seen counts as after everything."""
+        return min(self.entered.get(unit, sys.maxsize) for unit in units)
+
 
 class Forwards:
     """Those that await their backward, and the clock that numbers entries and exits."""

@@ -15,8 +15,8 @@ Recompute. A forward inside backward (activation checkpointing) holds its chunks
            checkpoint's own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest
            checkpointed region).
 Elsewhere. Parameters are guarded while their module does not run. A function that reads one all the same borrows it:
-           its chunk is gathered for as long as the function runs. Such a read is in the recorded schedule like any
-           other, and has a position, so that its gradient is waited for.
+           its chunk is gathered for as long as the function runs, in a recomputation until it is passed. Such a read is
+           in the recorded schedule like any other, and has a position, so that its gradient is waited for.
 """
 
 import weakref
@@ -43,7 +43,7 @@ class Hooks:
 
     def __init__(self, model: nn.Module, scheduler: Scheduler, placeholder: Placeholder, longest_cover: int) -> None:
         self._scheduler = scheduler
-        self._saved = SavedTensors(scheduler, placeholder, self._unpacking)
+        self._saved = SavedTensors(scheduler, placeholder, self._begin_backward)
         self._packs = not all(chunk.direct for chunk in scheduler.chunks)  # else weights stay where autograd saw them
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
         self._names = {p: name for name, p in model.named_parameters()}
@@ -255,25 +255,29 @@ class Hooks:
         slots = [self._slot_of[p] for p in parameters]
         chunks = tuple(sorted({chunk for chunk, _ in slots}))
         names = ", ".join(self._names[p] for p in parameters[:4])
-        backward, training = in_backward(), torch.is_grad_enabled()
+        backward, with_grad = in_backward(), torch.is_grad_enabled()
+        tracked = with_grad or backward or self._calls.training
+        self._begin_backward()
         for chunk, index in slots:
             if backward and self._scheduler.chunks[chunk].overwritten(index):
                 raise PlanError(f"backward reads {names} when its gradient is complete: read it through its module")
-            if training and self._calls and not backward:
+            if tracked and self._calls and not backward:
                 self._forwards.clock += 1
-                self._forwards.enter(self._borrower(chunk, index))
-        tracked = training or backward
+                self._forwards.enter(self._borrower((chunk, index)))
         self._unfinished += 1
         self._scheduler.unshard(chunks, tracked=tracked, who=f"a read of {names}")
         doors = self._guard.doors(parameters)
         self._guard.open(doors)
         try:
-            with self._saved.hooks() if self._packs and training and not self._calls else nullcontext():
+            with self._saved.hooks() if self._packs and with_grad and not self._calls else nullcontext():
                 yield
         finally:
             self._guard.close(doors)
             self._keep_beside_gradients(chunks)
-            self._scheduler.release(chunks, tracked=tracked)
+            if backward and with_grad:
+                self._holds.append((self._backwards_of.first_of(map(self._borrower, slots)), chunks))
+            else:
+                self._scheduler.release(chunks, tracked=tracked)
             self._unfinished -= 1
 
     def _gave(self, parameter: nn.Parameter, view: torch.Tensor | None) -> None:
@@ -299,18 +303,14 @@ class Hooks:
             )
         self._scheduler.put(*self._slot_of[parameter], value)
 
-    def _borrower(self, chunk: int, index: int) -> Unit:
+    def _borrower(self, slot: tuple[int, int]) -> Unit:
         """Stands for all reads of one parameter outside its own module."""
-        unit = self._borrowers.get((chunk, index))
+        unit = self._borrowers.get(slot)
         if unit is None:
-            owner = self._owners[chunk, index][0]
-            unit = self._borrowers[chunk, index] = Unit(owner.name, owner.module, [(chunk, index)], (chunk,))
-            self._owners[chunk, index].append(unit)
+            owner = self._owners[slot][0]
+            unit = self._borrowers[slot] = Unit(owner.name, owner.module, [slot], slot[:1])
+            self._owners[slot].append(unit)
         return unit
-
-    def _unpacking(self) -> None:
-        if in_backward():
-            self._begin_backward()
 
     # ------------------------------------------------------------------------------------------------------ backward
 
@@ -321,7 +321,7 @@ class Hooks:
 
     def _begin_backward(self, left: int | None = None) -> None:
         """Backward has come to what forward left at number `left`: what was entered after it awaits another one."""
-        if self._backward:
+        if self._backward or not in_backward():
             return
         self._backward = True
         self._land_last()

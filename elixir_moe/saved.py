@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from elixir_moe.chunks.chunk import GATHERED, GRADIENT, Chunk, Placeholder
+from elixir_moe.chunks.chunk import Chunk, Placeholder
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import PlanError
 from elixir_moe.parallel.dtensor import local_of, spec_of, wrap_local
@@ -113,7 +113,7 @@ class SavedTensors:
         if version != packed.version:
             _refuse_written(version, packed.version, packed.size)
         self._unpacking()
-        if chunk.direct or chunk.state is GATHERED or chunk.state is GRADIENT:
+        if chunk.direct or self._scheduler.requests.holds(chunk.spec.index):
             return packed.view()
         chunks = (chunk.spec.index,)
         self._scheduler.unshard(chunks, tracked=True, who="backward")

@@ -134,6 +134,11 @@ class CacheCounts:
     """Requests that were not the recorded ones: served on demand."""
 
 
+def advice(least: int) -> str:
+    """What to do about an rCache that has fewer than `least` blocks."""
+    return f"set rcache_blocks to at least {least}, or a larger chunk_numel, with which more parameters share a block"
+
+
 class CacheState:
     """The rCache without its memory: which chunk is in which block, which are held, and who leaves next.
 
@@ -160,6 +165,10 @@ class CacheState:
     def chunks(self) -> tuple[int, ...]:
         """The chunks in blocks, in the order they came."""
         return tuple(self._where)
+
+    def holds(self, chunk: int) -> int:
+        """How many requests for `chunk` have not been released."""
+        return self._held[chunk]
 
     @property
     def schedule(self) -> Schedule | None:
@@ -273,8 +282,8 @@ class CacheState:
         kept = self._held.keys() | set(chunks)
         if missing > len(self._empty) + sum(chunk not in kept for chunk in self._where):
             raise PlanError(
-                f"all {self.blocks} blocks of the rCache are in use at once (chunks {sorted(kept)}): give the plan "
-                f"more rcache_blocks, or a smaller chunk_numel"
+                f"all {self.blocks} blocks of the rCache are in use at once (chunks {sorted(kept)}): "
+                f"{advice(len(kept))}"
             )
 
     def _victim(self, kept: Counter[int], position: int | None = None) -> int | None:

@@ -47,6 +47,15 @@ class Requests:
         self.settle()
         self._ended = chunks, tracked
 
+    def holds(self, chunk: int) -> bool:
+        """Whether somebody has asked for `chunk` and still uses it.
+
+        Who finds that nobody does asks for it himself, even if it is in a block: what a step asks for would depend on
+        the cache otherwise, and would not be the same in the next one.
+        """
+        ended = self._ended is not None and chunk in self._ended[0]
+        return self._cache.holds(chunk) > ended
+
     def settle(self) -> None:
         """Tells the cache what has ended."""
         if self._ended is not None:

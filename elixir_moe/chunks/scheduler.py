@@ -285,7 +285,7 @@ class Scheduler:
         """The chunk gets where gradients can land, that of parameter `position` first."""
         self._order(chunk)
         index = chunk.spec.index
-        borrowed = chunk.state in (SHARDED, GATHERING)
+        borrowed = not self.requests.holds(index)
         if borrowed:
             self.unshard((index,), tracked=True, who=f"the gradient of {chunk.names[position]!r}")
         if chunk.state is GATHERED:
