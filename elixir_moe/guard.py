@@ -130,6 +130,12 @@ class Guard:
             if not door.times:
                 door.parameter.__class__ = door.guarded
 
+    def remove(self) -> None:
+        """The parameters are what they were, for good."""
+        for door in self._doors.values():
+            door.parameter.__class__ = door.plain
+            delattr(door.parameter, _ATTRIBUTE)
+
     def close_all(self) -> None:
         """Undoes every `open`, also one that was interrupted."""
         for door in self._doors.values():

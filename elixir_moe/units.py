@@ -5,7 +5,8 @@ which gather comes next; that is the one thing to get right here.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from elixir_moe.chunks.walk import Use, by_first_use
+from elixir_moe.guard import Guard
 from elixir_moe.parallel.annotate import pattern_of
 from elixir_moe.parallel.pattern import EXPERT_AXIS
 
@@ -127,68 +129,112 @@ def _has_router(owner: nn.Module, choices: int) -> bool:
 
 
 @torch.no_grad()
-def traced_uses(model: nn.Module, step: Callable[[nn.Module, Any], Any], sample: Any) -> list[Use]:
-    """The uses of all units in ``step(model, sample)``, run once without gradients on the model before `wrap`.
+def traced_uses(
+    model: nn.Module, step: Callable[[nn.Module, Any], Any], sample: Any
+) -> tuple[Sequence[str], Sequence[Use]]:
+    """The uses in ``step(model, sample)``, run once without gradients on the model before `wrap`.
 
-    Units are numbered as in `find_units`, parameters in order of first use. Random state and buffers are restored.
+    Returns the names of all parameters in order of first use, and the uses, whose parameters are indices into that
+    order. Random state and buffers are restored.
     """
-    uses: list[tuple[int, int, int]] = []
+    uses: list[Use] = []
     running: list[int] = []
     clock = itertools.count()
     handles = []
-    units = _units_of(model)
-    for number, unit in enumerate(units):
+    index_of = {p: index for index, p in enumerate(model.parameters())}
+    units = list(find_units(model, {p: (0, index) for p, index in index_of.items()}))
 
-        def left(*_: object, number: int = number) -> None:
-            uses.append((running.pop(), next(clock), number))
+    def entered(*_: object) -> None:
+        running.append(next(clock))
 
-        handles.append(unit.module.register_forward_pre_hook(lambda *_: running.append(next(clock))))
+    def read(parameters: Sequence[nn.Parameter]) -> None:
+        params = tuple(index_of[p] for p in parameters)
+        uses.append(Use(entered=next(clock), left=next(clock), params=params, is_read=True))
+
+    for unit in units:
+
+        def left(*_: object, params: tuple[int, ...] = tuple(index_of[p] for p in unit.parameters)) -> None:
+            uses.append(Use(entered=running.pop(), left=next(clock), params=params))
+
+        handles.append(unit.module.register_forward_pre_hook(entered))
         handles.append(unit.module.register_forward_hook(left))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices), reads_heard([(u.module, u.parameters) for u in units], read):
             step(model, sample)
     finally:
         for handle in handles:
             handle.remove()
         for buffer, before in buffers:
             buffer.copy_(before)
-    return _numbered(units, uses)
+    return _in_order(model, uses)
 
 
-def registered_uses(model: nn.Module) -> list[Use]:
-    """The uses of all units if each ran once, in order of registration; numbered as by `traced_uses`."""
-    units = _units_of(model)
-    numbers = {id(unit.module): number for number, unit in enumerate(units)}
-    uses: list[tuple[int, int, int]] = []
+@contextmanager
+def reads_heard(
+    units: Iterable[tuple[nn.Module, Sequence[nn.Parameter]]], read: Callable[[Sequence[nn.Parameter]], None]
+) -> Iterator[None]:
+    """Tells `read` of each function that reads parameters outside the forward of their unit, before it runs.
+
+    Args:
+        units: the module and the parameters of each, of a model that is not wrapped.
+        read: is told the parameters that the wrapped model will have to gather for the function.
+    """
+    opened = list(units)
+
+    @contextmanager
+    def lend(parameters: list[nn.Parameter]) -> Iterator[None]:
+        read(parameters)
+        doors = guard.doors(parameters)
+        guard.open(doors)
+        try:
+            yield
+        finally:
+            guard.close(doors)
+
+    def assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
+        with lend([parameter]):
+            parameter.data = value
+
+    everything = dict.fromkeys(p for _, parameters in opened for p in parameters)
+    guard = Guard(everything, lend=lend, gave=lambda *_: None, assign=assign, has_gradient=lambda _: False)
+    handles = []
+    for module, parameters in opened:
+        doors = guard.doors(parameters)
+        handles.append(module.register_forward_pre_hook(lambda *_, doors=doors: guard.open(doors)))
+        handles.append(module.register_forward_hook(lambda *_, doors=doors: guard.close(doors), always_call=True))
+    try:
+        with torch.compiler.set_stance("force_eager"):  # a compiled module would be compiled for this run alone
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        guard.remove()
+
+
+def registered_uses(model: nn.Module) -> tuple[Sequence[str], Sequence[Use]]:
+    """The uses if each unit ran once, in order of registration, and nothing were read outside; as `traced_uses`."""
+    index_of = {p: index for index, p in enumerate(model.parameters())}
+    units = find_units(model, {p: (0, index) for p, index in index_of.items()})
+    params = {id(unit.module): tuple(index_of[p] for p in unit.parameters) for unit in units}
+    uses: list[Use] = []
     clock = itertools.count()
 
     def visit(module: nn.Module) -> None:
-        number = numbers.get(id(module))
-        entered = -1 if number is None else next(clock)
+        mine = params.get(id(module))
+        entered = -1 if mine is None else next(clock)
         for child in module.children():
             visit(child)
-        if number is not None:
-            uses.append((entered, next(clock), number))
+        if mine is not None:
+            uses.append(Use(entered=entered, left=next(clock), params=mine))
 
     visit(model)
-    return _numbered(units, uses)
+    return _in_order(model, uses)
 
 
-def order_of_first_use(model: nn.Module, uses: Sequence[Use]) -> list[nn.Parameter]:
-    """The parameters in the order in which forward first enters their units; those it never enters come last."""
-    units = _units_of(model)
-    used = [units[use.unit] for use in sorted(uses, key=lambda use: use.entered)]
-    return list(dict.fromkeys(parameter for unit in (*used, *units) for parameter in unit.parameters))
-
-
-def _units_of(model: nn.Module) -> list[Unit]:
-    """The units of a model whose parameters are in no chunk yet: each slot is (0, index of the parameter)."""
-    return list(find_units(model, {p: (0, index) for index, p in enumerate(model.parameters())}))
-
-
-def _numbered(units: Sequence[Unit], uses: Sequence[tuple[int, int, int]]) -> list[Use]:
-    """The uses that (entered, left, number of the unit) tell of."""
-    params = [tuple(index for _, index in unit.slots) for unit in units]
-    found = [Use(entered=entered, left=left, unit=unit, params=params[unit]) for entered, left, unit in uses]
-    return by_first_use(found, itertools.chain.from_iterable(params))[1]
+def _in_order(model: nn.Module, uses: Sequence[Use]) -> tuple[Sequence[str], Sequence[Use]]:
+    """From uses of parameters as `model` lists them."""
+    names = [name for name, _ in model.named_parameters()]
+    order, numbered = by_first_use(uses, range(len(names)))
+    return [names[index] for index in order], numbered

@@ -6,7 +6,7 @@ Owns the order of construction and the agreement of all ranks on it; each step i
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from elixir_moe.chunks.group import ParamSpec
 from elixir_moe.chunks.home import Home, build_homes
 from elixir_moe.chunks.layout import ChunkSpec, Layout
 from elixir_moe.chunks.plan import Plan, Tier, footprint
-from elixir_moe.chunks.policy import CacheState
+from elixir_moe.chunks.policy import CacheState, advice
 from elixir_moe.chunks.rcache import RCache
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.chunks.spill import Spill
@@ -44,11 +44,11 @@ from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.twins import marks_of, warn_of_twins
 from elixir_moe.ranks import gathered, together
-from elixir_moe.search.auto import Request, forecast
+from elixir_moe.search.auto import Request, forecast, uses_of
 from elixir_moe.search.prediction import Prediction
 from elixir_moe.specs import param_specs, ranks_of
 from elixir_moe.state import Wrapped, groups_needed, parameter_names, plain_keys, refuse_plain_state_dicts
-from elixir_moe.units import find_units, order_of_first_use, registered_uses, traced_uses
+from elixir_moe.units import find_units, registered_uses
 from elixir_moe.updates import is_adam, moments_of
 from elixir_moe.waits import Wait, watch
 
@@ -82,9 +82,11 @@ def wrap(
         plan: where chunks are at home and how many are gathered at once; "auto" traces one step and finds the fastest
             that fits (docs/planning.md). `optimizer.plan` is what was found, ``optimizer.plan.explain()`` says why, and
             `optimizer.prediction` what a step takes.
-        sample: with `step`, a batch: ``step(model, sample)`` runs once, without gradients, to learn the order in which
-            parameters are first used, which is the order they are packed in. By default the order of registration.
-            With ``plan="auto"`` both are needed, and the step runs on tensors without data instead.
+        sample: with `step`, a batch: ``step(model, sample)`` and its backward run once on tensors without data, to
+            learn the order in which parameters are first used, which is the order they are packed in, and how many
+            blocks of the rCache a step needs. A step that cannot run without data runs once on the model instead,
+            without gradients. By default the order is that of registration. ``plan="auto"`` needs both, and a step that
+            runs without data.
         step: the forward of a training step, as in ``step(model, batch).backward()``.
         compute_dtype: what forward and backward run in; fp32 masters keep the weights as they are now. By default each
             parameter's own dtype. `Pattern.dtype` overrides it.
@@ -129,15 +131,16 @@ def wrap(
     prediction = None
     if isinstance(plan, Plan):
         check_data(model, weights, step)
-        uses = registered_uses(model) if step is None else traced_uses(model, step, sample)
+        names, uses = registered_uses(model) if step is None else uses_of(model, step, sample, compute_dtype)
     else:
         check_data(model, weights, None)
         assert step is not None, "checked above"
         prediction = _search(
             model, optimizer, step, sample, device, compute_dtype, hardware, budget_bytes, accumulation, spill
         )
-        plan, uses = prediction.forecast.plan, list(prediction.forecast.uses)
-    order = order_of_first_use(model, uses)
+        plan, names, uses = prediction.forecast.plan, prediction.forecast.params, prediction.forecast.uses
+    named = dict(model.named_parameters())  # other names than the rank's that searched are told of in `_agree`
+    order = dict.fromkeys([*(named[name] for name in names if name in named), *named.values()])
     specs = param_specs(model, order, everywhere=replicated_everywhere(), compute_dtype=compute_dtype)
     parameters = list(specs)
     peers = _agree(model, plan, specs)
@@ -293,7 +296,7 @@ def _staged(device: torch.device) -> bool:
 
 
 def _check_blocks(
-    model: nn.Module, uses: list[Use], plan: Plan, layout: Layout, parameters: list[nn.Parameter]
+    model: nn.Module, uses: Sequence[Use], plan: Plan, layout: Layout, parameters: list[nn.Parameter]
 ) -> bool:
     """Raises PlanError if some module, or the order of modules, needs more blocks than there are.
 
@@ -303,18 +306,18 @@ def _check_blocks(
         parameters[slot.param]: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)
     }
     blocks = plan.blocks(layout)
+    least = Walk(uses).schedule(layout).least_blocks()
     for unit in find_units(model, slot_of):
         needed = [chunk for chunk in unit.chunks if not layout.chunks[chunk].resident]
         if len(needed) > blocks:
             raise PlanError(
                 f"module {unit.name!r} needs {len(needed)} chunks at once, the rCache has {blocks} blocks of "
-                f"{layout.chunk_numel} elements: set rcache_blocks to at least {len(needed)}, or a larger chunk_numel"
+                f"{layout.chunk_numel} elements: {advice(max(len(needed), least))}"
             )
-    least = Walk(uses).schedule(layout).least_blocks()
     if least > blocks:
         raise PlanError(
             f"forward and backward of this model hold {least} chunks at once, the rCache has {blocks} blocks of "
-            f"{layout.chunk_numel} elements: set rcache_blocks to at least {least}, or another chunk_numel"
+            f"{layout.chunk_numel} elements: {advice(least)}"
         )
     return blocks > least or blocks >= len(layout.cached)
 

@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 STOREYS: list[set[str]] = [
     {"collector", "ending", "errors"},
     {"waits"},
-    {"parallel", "kernels", "safetensors_format"},
+    {"guard", "parallel", "kernels", "safetensors_format"},
     {"chunks.group"},
     {"chunks.layout"},
     {"chunks.policy"},
@@ -30,7 +30,7 @@ STOREYS: list[set[str]] = [
     {"chunks.chunk"},
     {"chunks.agreement", "chunks.gathers", "chunks.requests"},
     {"chunks.scheduler"},
-    {"units", "state", "guard", "saved", "updates", "specs"},
+    {"units", "state", "saved", "updates", "specs"},
     {"calls"},
     {"hooks", "huggingface"},
     {"optim"},

@@ -42,12 +42,12 @@ def drawn(rng: random.Random) -> Task:
         params += [replace(p, resident=rng.random() < 0.1) for p in mine]
         indices = tuple(range(len(params) - len(mine), len(params)))
         region = rng.choice([None, region, unit])
-        uses.append(Use(entered=clock, left=clock + 1, unit=unit, params=indices, region=region))
+        uses.append(Use(entered=clock, left=clock + 1, params=indices, region=region))
         clock += 2
     if rng.random() < 0.5:  # a unit that contains all others, as a model with parameters of its own does
         params.append(ParamSpec(name="outer", shape=(64,), key=everyone))
         uses = [replace(use, entered=use.entered + 1, left=use.left + 1) for use in uses]
-        uses.append(Use(entered=0, left=clock + 1, unit=len(uses), params=(len(params) - 1,)))
+        uses.append(Use(entered=0, left=clock + 1, params=(len(params) - 1,)))
     profile = Profile(
         params=tuple(params),
         uses=tuple(uses),

@@ -29,10 +29,10 @@ def lines(uses: list[Use], layout: Layout) -> list[str]:
 
 def test_a_step_by_hand() -> None:
     uses = [  # unit 0 around 1, 2, and 1 again; the last two share a chunk, of which another parameter is never used
-        Use(entered=1, left=2, unit=1, params=(1,)),
-        Use(entered=3, left=4, unit=2, params=(2, 3)),
-        Use(entered=5, left=6, unit=1, params=(1,)),
-        Use(entered=0, left=7, unit=0, params=(0,)),
+        Use(entered=1, left=2, params=(1,)),
+        Use(entered=3, left=4, params=(2, 3)),
+        Use(entered=5, left=6, params=(1,)),
+        Use(entered=0, left=7, params=(0,)),
     ]
     forward = ["acquire 0", "acquire 1", "release 1", "acquire 1 2", "release 1 2", "acquire 1", "release 1"]
     backward = ["acquire 0", "acquire 1", "release 1", "acquire 1 2", "hold 1", "hold 2", "free 2"]
@@ -42,15 +42,15 @@ def test_a_step_by_hand() -> None:
 
 
 def test_a_recomputed_region_is_held_until_its_backward_is_done() -> None:
-    uses = [Use(entered=2 * unit, left=2 * unit + 1, unit=unit, params=(unit,), region=0) for unit in range(3)]
+    uses = [Use(entered=2 * unit, left=2 * unit + 1, params=(unit,), region=0) for unit in range(3)]
     layout = layout_of([0, 1, 2])
     assert Walk(uses).schedule(layout).least_blocks() == 3
-    kept = [Use(entered=use.entered, left=use.left, unit=use.unit, params=use.params) for use in uses]
+    kept = [Use(entered=use.entered, left=use.left, params=use.params) for use in uses]
     assert Walk(kept).schedule(layout).least_blocks() == 1
 
 
 def test_parameters_come_in_order_of_first_use() -> None:
-    uses = [Use(entered=1, left=2, unit=1, params=(3, 1)), Use(entered=0, left=3, unit=0, params=(2, 3))]
+    uses = [Use(entered=1, left=2, params=(3, 1)), Use(entered=0, left=3, params=(2, 3))]
     order, numbered = by_first_use(uses, range(5))
     assert order == [2, 3, 1, 0, 4]
     assert [use.params for use in numbered] == [(1, 2), (0, 1)]
@@ -70,7 +70,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Use], Layout]:
             running.append((clock, unit))
         elif running:
             entered, left = running.pop()
-            uses.append(Use(entered=entered, left=clock, unit=left, params=params[left]))
+            uses.append(Use(entered=entered, left=clock, params=params[left]))
     frozen, resident = (tuple(draw(st.sets(st.integers(0, 4), max_size=2))) for _ in range(2))
     return uses, layout_of(where, frozen, resident)
 

@@ -5,7 +5,7 @@ Owns what `wrap` asks for: how much memory there is, one rank's search for all r
 """
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from elixir_moe.search.measure import describe, hardware_here, remembered_fit, w
 from elixir_moe.search.solve import Choice, Task, solve
 from elixir_moe.search.trace import trace
 from elixir_moe.specs import ranks_of
+from elixir_moe.units import traced_uses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +69,10 @@ class Forecast:
     """The plan that was found and what is expected of it; the same on all ranks that hold the model."""
 
     plan: Plan
+    params: tuple[str, ...]
+    """All parameters' names, in order of first use."""
     uses: tuple[Use, ...]
-    """Runs of units in forward, units numbered as in `find_units`."""
+    """What uses them in forward, by their indices in that order."""
     seconds: cost.Seconds
     device_bytes: int
     """What the library holds on the device."""
@@ -123,6 +126,23 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
     return found, tasks[0] if tasks else None, machine
 
 
+def uses_of(
+    model: nn.Module, step: Callable[[nn.Module, Any], Any], sample: Any, compute_dtype: torch.dtype | None
+) -> tuple[Sequence[str], Sequence[Use]]:
+    """The names of all parameters in order of first use in ``step(model, sample)``, and what uses them.
+
+    A step that cannot run on tensors without data is run on the model, without its backward: what is recomputed there
+    is not known then.
+    """
+    try:
+        profile = trace(
+            model, step, sample, world=dist.get_world_size(), rank=dist.get_rank(), compute_dtype=compute_dtype
+        )
+    except ConfigError:
+        return traced_uses(model, step, sample)
+    return [spec.name for spec in profile.params], profile.uses
+
+
 def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) -> Task:
     world = dist.get_world_size()
     hardware.links(world)
@@ -147,6 +167,7 @@ def forecast_of(task: Task, choice: Choice) -> Forecast:
     device, host = task.held_bytes(choice.size)
     return Forecast(
         plan=explained(task, choice),
+        params=tuple(spec.name for spec in task.profile.params),
         uses=task.profile.uses,
         seconds=choice.seconds,
         device_bytes=device,

@@ -3,7 +3,7 @@
 Owns the comparison of layers, the shortened lists of layers, and the repetition of a period of the tape.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,7 +63,12 @@ class Cut:
                     return new + name[len(old) :]
             return name
 
-        return [replace(mark, name=rename(mark.name)) if mark.name else mark for mark in marks]
+        return [
+            replace(mark, name=rename(mark.name), params=tuple(map(rename, mark.params)))
+            if mark.name or mark.params
+            else mark
+            for mark in marks
+        ]
 
 
 def cuts_of(model: nn.Module) -> list[Cut]:
@@ -85,7 +90,7 @@ def cuts_of(model: nn.Module) -> list[Cut]:
 
 
 def made_whole(marks: Sequence[Mark], cuts: Sequence[Cut]) -> list[Mark] | None:
-    """The tape as if every layer had been traced; None if a period has no beginning or end in it."""
+    """The tape as if every layer had been traced; None if the periods on it do not tell what the others do."""
     insertions: list[tuple[int, list[Mark]]] = []
     for number, cut in enumerate(cuts):
         where: dict[tuple[str, int], int] = {}
@@ -94,7 +99,8 @@ def made_whole(marks: Sequence[Mark], cuts: Sequence[Cut]) -> list[Mark] | None:
                 if (mark.name, mark.nbytes % 3) in where:
                     return None  # a layer that runs twice
                 where[mark.name, mark.nbytes % 3] = position
-        if len(where) < 6:
+        order = [("forward", 0), ("forward", 1), ("forward", 2), ("backward", 2), ("backward", 1), ("backward", 0)]
+        if sorted(where, key=where.__getitem__) != order or _read_elsewhere(marks, cut, where):
             return None
         extra = range(2, cut.periods - 1)
         forward = marks[where["forward", 1] : where["forward", 2]]
@@ -105,6 +111,19 @@ def made_whole(marks: Sequence[Mark], cuts: Sequence[Cut]) -> list[Mark] | None:
     for position, more in sorted(insertions, key=lambda item: -item[0]):
         whole[position:position] = more
     return whole
+
+
+def _read_elsewhere(marks: Sequence[Mark], cut: Cut, where: Mapping[tuple[str, int], int]) -> bool:
+    """Whether parameters of a traced period are read outside of it: then those of other periods may be too."""
+    for number, period in enumerate((0, 1, cut.periods - 1)):
+        first = cut.start + period * cut.period
+        prefixes = tuple(f"{cut.name}.{layer}." for layer in range(first, first + cut.period))
+        inside = range(where["forward", number], where.get(("forward", number + 1), len(marks)))
+        for position, mark in enumerate(marks):
+            its = mark.kind is Kind.READ and any(name.startswith(prefixes) for name in mark.params)
+            if its and position not in inside:
+                return True
+    return False
 
 
 def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int] | None:

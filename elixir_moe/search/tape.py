@@ -6,6 +6,7 @@ Owns `Mark`, and `Recorder`, which listens to operators, modules and gradients w
 import math
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import accumulate
@@ -23,7 +24,7 @@ from elixir_moe.parallel.dataless import has_data
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.megatron_dataless import is_mixture
 from elixir_moe.parallel.moe import MoE
-from elixir_moe.units import Unit
+from elixir_moe.units import Unit, reads_heard
 
 aten = torch.ops.aten
 _PICKS_ROWS = (aten.embedding, aten.index_select, aten.gather, aten.index)
@@ -41,6 +42,10 @@ class Kind(Enum):
     LEAVE = auto()
     AGAIN = auto()
     """A unit's module begins in backward: its region is recomputed."""
+    READ = auto()
+    """A function reads `params` in forward, outside the modules they belong to."""
+    READ_AGAIN = auto()
+    """The same in backward."""
     GRADIENT = auto()
     """A parameter's gradient is complete."""
     MIX = auto()
@@ -59,6 +64,10 @@ class Mark:
     kind: Kind
     name: str = ""
     """The module's name in the model."""
+    params: tuple[str, ...] = ()
+    """The parameters' names."""
+    with_grad: bool = True
+    """Autograd records what begins."""
     nbytes: int = 0
     flops: int = 0
     traffic: int = 0
@@ -83,6 +92,9 @@ class Recorder(TorchDispatchMode):
         self._listening = True
         self._handles: list[Any] = []
         self._model, self._units, self._boundaries = model, units, boundaries
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._places = {p: (module, key) for module in model.modules() for key, p in module._parameters.items()}
+        self._reading = ExitStack()
         self._mixtures = [
             (name, module) for name, module in model.named_modules() if isinstance(module, MoE) or is_mixture(module)
         ]
@@ -98,6 +110,7 @@ class Recorder(TorchDispatchMode):
             self._listen(module, name, Kind.MIX, Kind.MIX_AGAIN)
         for number, (first, last) in enumerate(self._boundaries):
             self._mark_boundary(first, last, number)
+        self._reading.enter_context(self._reads_heard())
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._landed))
@@ -106,6 +119,7 @@ class Recorder(TorchDispatchMode):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        self._reading.close()
         self._listening = False
         for handle in self._handles:
             handle.remove()
@@ -114,7 +128,8 @@ class Recorder(TorchDispatchMode):
         if any(hasattr(kind, "_local_tensor") for kind in types):
             return NotImplemented  # a DTensor's operator comes again, for the local tensors
         kwargs = kwargs or {}
-        out = _grouped(func, *args, **kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # what computes a shape in Python reads no parameter
+            out = _grouped(func, *args, **kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
         made = [t for t in tensors_in(out) if self._take(t)]
         packet = func._overloadpacket
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -153,9 +168,23 @@ class Recorder(TorchDispatchMode):
     def _listen(self, module: nn.Module, name: str, forward: Kind, backward: Kind) -> None:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
             rows = args[0].numel() // args[0].shape[-1] if forward is Kind.MIX else 0
-            self.marks.append(Mark(backward if in_backward() else forward, name, nbytes=rows))
+            kind = backward if in_backward() else forward
+            self.marks.append(Mark(kind, name, with_grad=torch.is_grad_enabled(), nbytes=rows))
 
         self._handles.append(module.register_forward_pre_hook(enter))
+
+    def _reads_heard(self) -> AbstractContextManager[None]:
+        present: dict[Any, Any] = {p: module._parameters[key] for p, (module, key) in self._places.items()}
+        name_of = {
+            present[p]: name for p, name in self._names.items()
+        }  # others may be in the place of those there were
+
+        def read(parameters: Sequence[Tensor]) -> None:
+            names = tuple(name_of[p] for p in parameters)
+            kind = Kind.READ_AGAIN if in_backward() else Kind.READ
+            self.marks.append(Mark(kind, params=names, with_grad=torch.is_grad_enabled()))
+
+        return reads_heard([(unit.module, [present[p] for p in unit.parameters]) for unit in self._units], read)
 
     def _leaves(self, name: str) -> Any:
         def leave(*_: object) -> None:

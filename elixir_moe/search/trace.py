@@ -69,7 +69,6 @@ def trace(
     index_of = {p: i for i, p in enumerate(specs)}
     listed = list(specs.values())
     units = list(find_units(model, {p: (0, i) for p, i in index_of.items()}))
-    slots = [tuple(dict.fromkeys(index_of[p] for p in unit.parameters)) for unit in units]
     cuts = [] if whole else cuts_of(model)
     try:
         marks = _run(model, step, sample, specs, units, cuts)
@@ -82,8 +81,9 @@ def trace(
         return trace(
             model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype, tokens=tokens, whole=True
         )
-    uses = list(_uses(tape, {unit.name: i for i, unit in enumerate(units)}, slots))
-    order, uses = by_first_use(uses, itertools.chain.from_iterable(slots))
+    slots = {unit.name: tuple(dict.fromkeys(index_of[p] for p in unit.parameters)) for unit in units}
+    uses = list(_uses(tape, slots, {name: index_of[p] for name, p in model.named_parameters()}))
+    order, uses = by_first_use(uses, index_of.values())
     return Profile(
         params=tuple(listed[i] for i in order),
         uses=tuple(uses),
@@ -192,29 +192,38 @@ def _fake(value: Any) -> Any:
     return value
 
 
-def _uses(tape: Sequence[Mark], numbers: Mapping[str, int], slots: Sequence[tuple[int, ...]]) -> Iterator[Use]:
-    """The runs of units in forward, with the region each is recomputed in."""
-    regions: dict[str, int] = {}
+def _uses(tape: Sequence[Mark], slots: Mapping[str, tuple[int, ...]], numbers: Mapping[str, int]) -> Iterator[Use]:
+    """The runs of units and the reads outside of them in forward, with the region each is recomputed in.
+
+    Where some of the uses of one name ran without gradients, it is those that reentrant checkpoints run again.
+    """
+    regions: dict[tuple[str, tuple[str, ...]], int] = {}
     count, fresh = 0, True
     for mark in tape:
         if mark.kind is Kind.GRADIENT:
             fresh = True
-        elif mark.kind is Kind.AGAIN:
+        elif mark.kind in (Kind.AGAIN, Kind.READ_AGAIN):
             count, fresh = count + fresh, False
-            regions.setdefault(mark.name, count - 1)
-    running: list[int] = []
+            regions.setdefault((mark.name, mark.params), count - 1)
+    ungraded = {
+        (mark.name, mark.params) for mark in tape if mark.kind in (Kind.ENTER, Kind.READ) and not mark.with_grad
+    }
+    running: list[tuple[int, bool]] = []
     clock = itertools.count()
     for mark in tape:
-        if mark.kind is Kind.ENTER:
-            running.append(next(clock))
-        elif mark.kind is Kind.LEAVE:
-            unit = numbers[mark.name]
+        if mark.kind in (Kind.ENTER, Kind.READ):
+            running.append((next(clock), mark.with_grad))
+        if mark.kind in (Kind.LEAVE, Kind.READ):
+            entered, with_grad = running.pop()
+            key = mark.name, mark.params
+            is_read = mark.kind is Kind.READ
             yield Use(
-                entered=running.pop(),
+                entered=entered,
                 left=next(clock),
-                unit=unit,
-                params=slots[unit],
-                region=regions.get(mark.name),
+                params=tuple(numbers[name] for name in mark.params) if is_read else slots[mark.name],
+                is_read=is_read,
+                with_grad=with_grad,
+                region=None if with_grad and key in ungraded else regions.get(key),
             )
 
 
