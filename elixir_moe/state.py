@@ -14,7 +14,7 @@ from torch import nn
 from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import ConfigError
-from elixir_moe.parallel.annotate import UNCUT, names_of, pattern_of
+from elixir_moe.parallel.annotate import UNCUT, named_tensors, names_of, pattern_of
 from elixir_moe.parallel.dtensor import spec_of, whole_of
 from elixir_moe.parallel.pattern import Pattern
 
@@ -77,19 +77,19 @@ def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
 
     A parametrisation may have moved a parameter, or moved it back.
     """
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    keys = dict.fromkeys(wrapped.keys)
     lasting = {
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules(remove_duplicate=False)
         for name in module._buffers.keys() - module._non_persistent_buffers_set
     }
     new = [name for name, p in model.named_parameters() if p not in wrapped.names]
-    new += sorted((lasting & buffers.keys()).difference(wrapped.keys))
+    new += [name for name, _ in model.named_buffers() if name in lasting and name not in keys]
     if new:
         raise ConfigError(f"the model has {new} now and had not in wrap: add and replace modules before wrap")
-    known = {_unparametrized(name) for name, _ in model.named_parameters(remove_duplicate=False)} | buffers.keys()
-    named = dict.fromkeys(name for names in wrapped.names.values() for name in names) | dict.fromkeys(wrapped.keys)
-    missing = [name for name in named if _unparametrized(name) not in known]
+    known = {_unparametrized(name) for name, _ in named_tensors(model)}
+    named = dict.fromkeys(name for names in wrapped.names.values() for name in names)
+    missing = [name for name in named | keys if _unparametrized(name) not in known]
     if missing:
         raise ConfigError(f"the model had {missing} in wrap and has not now: rename and remove parameters before wrap")
 
