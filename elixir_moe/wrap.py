@@ -161,7 +161,7 @@ def wrap(
     statistics = Statistics(cache=cache.counts)
     rcache = RCache(layout, plan.blocks(layout), homes, device, statistics)
     placeholder = Placeholder(device)
-    keys, names = plain_keys(model), parameter_names(model)
+    keys, all_names = plain_keys(model), parameter_names(model)
     chunks = list(_fill(layout, specs, homes, communicators, placeholder, pretrained))
     if pretrained is not None:
         pretrained.settle()
@@ -174,7 +174,7 @@ def wrap(
     agreement = Peers(groups[peers], chunks) if len(peers) > 1 else alone
     scheduler = Scheduler(chunks, cache, rcache, staging, device, statistics, agreement)
     hooks = Hooks(model, scheduler, placeholder, 1 if spare else 0)
-    model.elixir = Wrapped(scheduler=scheduler, groups=groups, keys=keys, names=names)  # type: ignore[assignment]
+    model.elixir = Wrapped(scheduler=scheduler, groups=groups, keys=keys, names=all_names)  # type: ignore[assignment]
     refuse_plain_state_dicts(model)
     sharded = ShardedOptimizer(
         optimizer, scheduler, hooks, control, groups, peers=peers, plan=plan, layout=layout, footprint=size, spill=file
