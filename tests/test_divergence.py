@@ -120,7 +120,8 @@ def agree(
 ) -> list[int] | str:
     spec = [SimpleNamespace(shards=shards, index=i) for i, shards in enumerate((1, 1, 2, 2))]
     one = SimpleNamespace(issued=issued[dist.get_rank()])
-    chunks: Any = [SimpleNamespace(spec=s, names=[f"weight {s.index}"], communicator=one) for s in spec]
+    labels = [f"chunk {s.index} (weight {s.index})" for s in spec]
+    chunks: Any = [SimpleNamespace(spec=s, label=label, communicator=one) for s, label in zip(spec, labels, strict=True)]
     group = dist.group.WORLD
     assert group is not None
     try:
