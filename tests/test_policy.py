@@ -125,7 +125,7 @@ def test_least_blocks_is_the_least(schedule: Schedule) -> None:
     for prefetch in (0, 1, 3):
         simulate(schedule, least, prefetch=prefetch)
         if least > 1:
-            with pytest.raises(PlanError, match=f"all {least - 1} blocks .* more rcache_blocks"):
+            with pytest.raises(PlanError, match=f"all {least - 1} blocks .* set rcache_blocks to at least"):
                 simulate(schedule, least - 1, prefetch=prefetch)
     assert least == max((len(held) for held in holds_after(schedule)), default=0)
 
@@ -210,7 +210,7 @@ def test_a_request_that_fails_changes_nothing() -> None:
     state = CacheState(2)
     request(state, *entries("+0"))
     for chunks in ((1, 2), (0, 1, 2)):
-        with pytest.raises(PlanError, match="more rcache_blocks"):
+        with pytest.raises(PlanError, match="set rcache_blocks to at least"):
             state.acquire(chunks)
     assert state.chunks == (0,)
     assert state.counts.misses == 1
