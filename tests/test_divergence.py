@@ -121,7 +121,9 @@ def agree(
     spec = [SimpleNamespace(shards=shards, index=i) for i, shards in enumerate((1, 1, 2, 2))]
     one = SimpleNamespace(issued=issued[dist.get_rank()])
     labels = [f"chunk {s.index} (weight {s.index})" for s in spec]
-    chunks: Any = [SimpleNamespace(spec=s, label=label, communicator=one) for s, label in zip(spec, labels, strict=True)]
+    chunks: Any = [
+        SimpleNamespace(spec=s, label=label, communicator=one) for s, label in zip(spec, labels, strict=True)
+    ]
     group = dist.group.WORLD
     assert group is not None
     try:
