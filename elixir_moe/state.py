@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.layout import ChunkSpec
-from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.annotate import UNCUT, named_tensors, names_of, pattern_of
 from elixir_moe.parallel.dtensor import spec_of, whole_of
 from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.scheduler import Scheduler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,7 @@ class Wrapped:
     """What `wrap` leaves on a model for those who come later."""
 
     scheduler: Scheduler
+    hooks: Hooks
     groups: dict[tuple[int, ...], dist.ProcessGroup]
     """gloo process groups by their ranks: those of every chunk and of every sharded axis."""
     keys: tuple[str, ...]
@@ -105,7 +107,7 @@ def full_parameters(wrapped: Wrapped) -> Iterator[tuple[nn.Parameter, torch.Tens
     wrapped.scheduler.check_open()
     wrapped.scheduler.flush()
     for chunk in wrapped.scheduler.chunks:
-        source = chunk.home.weights.read().cpu()
+        source = chunk.shard.weights().read().cpu()
         whole = torch.cat(_all(source, wrapped.groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
         owned = zip(chunk.spec.slots, chunk.parameters, chunk.locals, chunk.original_dtypes, strict=True)
         for slot, parameter, shaped, dtype in owned:

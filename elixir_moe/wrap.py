@@ -7,6 +7,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,42 +15,40 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.checks import check_arguments, check_data, check_disk, check_modules, check_search
-from elixir_moe.chunks.agreement import Peers, alone
-from elixir_moe.chunks.chunk import Chunk, Placeholder
 from elixir_moe.chunks.collectives import (
     Communicator,
     backend_of,
     build_communicators,
-    make_groups,
-    world_timeout,
 )
 from elixir_moe.chunks.group import ParamSpec
-from elixir_moe.chunks.home import Home, build_homes
 from elixir_moe.chunks.layout import ChunkSpec, Layout
 from elixir_moe.chunks.plan import Plan, Tier, footprint
 from elixir_moe.chunks.policy import CacheState, advice
-from elixir_moe.chunks.rcache import RCache
-from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.chunks.spill import Spill
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.tiers import check_fits, host_bytes_left
-from elixir_moe.chunks.walk import Use, Walk
+from elixir_moe.chunks.walk import Walk, by_first_use
 from elixir_moe.errors import ConfigError, LayoutError, PlanError, TierError
-from elixir_moe.hooks import Hooks
 from elixir_moe.huggingface import Pretrained, leave_meta
-from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.memory.blocks import Blocks
+from elixir_moe.memory.shard_state import ShardState, build_shards
+from elixir_moe.optim.accepted import is_adam, moments_of
+from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
 from elixir_moe.parallel.annotate import annotate_dtensors, pattern_of, replicated_everywhere
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.twins import marks_of, warn_of_twins
-from elixir_moe.ranks import gathered, together
+from elixir_moe.ranks import ControlGroups, gathered, together
+from elixir_moe.runtime.chunk import Chunk, Placeholder
+from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.reduction_order import Peers, alone
+from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.runtime.units import build_units, find_parts, registered_uses
 from elixir_moe.search.auto import Request, forecast, uses_of
 from elixir_moe.search.prediction import Prediction
 from elixir_moe.specs import param_specs, ranks_of
 from elixir_moe.state import Wrapped, groups_needed, parameter_names, plain_keys, refuse_plain_state_dicts
-from elixir_moe.units import find_units, registered_uses
-from elixir_moe.updates import is_adam, moments_of
 from elixir_moe.waits import Wait, watch
 
 M = TypeVar("M", bound=nn.Module)
@@ -129,23 +128,28 @@ def wrap(
     annotate_dtensors(model)
     megatron.check(model)
     prediction = None
+    parts = find_parts(model)
     if isinstance(plan, Plan):
         check_data(model, weights, step)
-        names, uses = registered_uses(model) if step is None else uses_of(model, step, sample, compute_dtype)
+        uses = registered_uses(parts) if step is None else uses_of(model, parts, step, sample, compute_dtype)
     else:
         check_data(model, weights, None)
         assert step is not None, "checked above"
         prediction = _search(
             model, optimizer, step, sample, device, compute_dtype, hardware, budget_bytes, accumulation, spill
         )
-        plan, names, uses = prediction.forecast.plan, prediction.forecast.params, prediction.forecast.uses
-    named = dict(model.named_parameters())  # other names than the rank's that searched are told of in `_agree`
-    order = dict.fromkeys([*(named[name] for name in names if name in named), *named.values()])
-    specs = param_specs(model, order, everywhere=replicated_everywhere(), compute_dtype=compute_dtype)
+        plan, uses = prediction.forecast.plan, prediction.forecast.uses
+    registered = list(model.parameters())
+    order, part_specs, uses = by_first_use(parts.specs, uses, len(registered))
+    parts = replace(parts, specs=part_specs)
+    specs = param_specs(
+        model, [registered[i] for i in order], everywhere=replicated_everywhere(), compute_dtype=compute_dtype
+    )
     parameters = list(specs)
     peers = _agree(model, plan, specs)
-    layout = plan.layout(list(specs.values()))
-    spare = _check_blocks(model, uses, plan, layout, parameters)
+    walk = Walk(part_specs, uses)
+    layout = walk.counted(plan.layout(list(specs.values())))
+    _check_blocks(walk, plan, layout, parts.names)
     pretrained = None
     if weights is not None:
         pretrained = Pretrained(model, weights)
@@ -156,28 +160,30 @@ def wrap(
 
     file = _open_spill(plan, layout, 1 + moments_of(optimizer), spill, check_spill)
     communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
-    homes = build_homes([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device, file)
+    shards = build_shards([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device, file)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
     statistics = Statistics(cache=cache.counts)
-    rcache = RCache(layout, plan.blocks(layout), homes, device, statistics)
+    blocks = Blocks(layout, plan.blocks(layout), shards, device, statistics)
     placeholder = Placeholder(device)
-    keys, all_names = plain_keys(model), parameter_names(model)
-    chunks = list(_fill(layout, specs, homes, communicators, placeholder, pretrained))
+    keys, names = plain_keys(model), parameter_names(model)
+    chunks = list(_fill(layout, specs, shards, communicators, placeholder, pretrained))
     if pretrained is not None:
         pretrained.settle()
     _move_buffers(model, device)
 
     staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
     with Wait("the making of process groups by all ranks"):
-        control = dist.new_group(backend="gloo", timeout=world_timeout())
-    groups = make_groups([peers, *groups_needed(model, layout.chunks)], backend="gloo")
-    agreement = Peers(groups[peers], chunks) if len(peers) > 1 else alone
-    scheduler = Scheduler(chunks, cache, rcache, staging, device, statistics, agreement)
-    hooks = Hooks(model, scheduler, placeholder, 1 if spare else 0)
-    model.elixir = Wrapped(scheduler=scheduler, groups=groups, keys=keys, names=all_names)  # type: ignore[assignment]
+        groups = ControlGroups(peers, groups_needed(model, layout.chunks))
+    agreement = Peers(groups.peers_group, chunks) if len(peers) > 1 else alone
+    scheduler = Scheduler(chunks, cache, blocks, staging, device, statistics, agreement)
+    slot_of = {parameters[s.param]: (c.index, i) for c in layout.chunks for i, s in enumerate(c.slots)}
+    hooks = Hooks(model, build_units(parts, parameters, slot_of, layout), scheduler, placeholder)
+    model.elixir = Wrapped(  # type: ignore[assignment]
+        scheduler=scheduler, hooks=hooks, groups=groups.by_ranks, keys=keys, names=names
+    )
     refuse_plain_state_dicts(model)
     sharded = ShardedOptimizer(
-        optimizer, scheduler, hooks, control, groups, peers=peers, plan=plan, layout=layout, footprint=size, spill=file
+        optimizer, scheduler, hooks, groups, plan=plan, layout=layout, footprint=size, spill=file
     )
     if prediction is not None:
         sharded.prediction = prediction
@@ -295,31 +301,15 @@ def _staged(device: torch.device) -> bool:
     return backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
 
 
-def _check_blocks(
-    model: nn.Module, uses: Sequence[Use], plan: Plan, layout: Layout, parameters: list[nn.Parameter]
-) -> bool:
-    """Raises PlanError if some module, or the order of modules, needs more blocks than there are.
-
-    Returns whether there is a block to spare.
-    """
-    slot_of = {
-        parameters[slot.param]: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)
-    }
-    blocks = plan.blocks(layout)
-    least = Walk(uses).schedule(layout).least_blocks()
-    for unit in find_units(model, slot_of):
-        needed = [chunk for chunk in unit.chunks if not layout.chunks[chunk].resident]
-        if len(needed) > blocks:
-            raise PlanError(
-                f"module {unit.name!r} needs {len(needed)} chunks at once, the rCache has {blocks} blocks of "
-                f"{layout.chunk_numel} elements: {advice(max(len(needed), least))}"
-            )
+def _check_blocks(walk: Walk, plan: Plan, layout: Layout, names: Sequence[str]) -> None:
+    """Raises PlanError if a step holds more weights and gradients at once than there are blocks."""
+    blocks, least = plan.blocks(layout), walk.schedule(layout).least_blocks()
     if least > blocks:
+        part, alone = walk.widest(layout)
         raise PlanError(
-            f"forward and backward of this model hold {least} chunks at once, the rCache has {blocks} blocks of "
-            f"{layout.chunk_numel} elements: {advice(least)}"
+            f"forward and backward of this model hold {least} blocks at once, module {names[part]!r} alone {alone}; "
+            f"the rCache has {blocks} of {layout.chunk_numel} elements: {advice(least)}"
         )
-    return blocks > least or blocks >= len(layout.cached)
 
 
 def _check_host_memory(nbytes: int) -> None:
@@ -355,30 +345,30 @@ def _open_spill(
 def _fill(
     layout: Layout,
     specs: dict[nn.Parameter, ParamSpec],
-    homes: Iterable[Home],
+    shards: Iterable[ShardState],
     communicators: Mapping[tuple[int, ...], Communicator],
     placeholder: Placeholder,
     pretrained: Pretrained | None,
 ) -> Iterator[Chunk]:
     """The chunks, one after another, each with the weights of the model at home."""
     parameters, names = list(specs), [spec.name for spec in specs.values()]
-    for spec, home in zip(layout.chunks, homes, strict=True):
+    for spec, shard in zip(layout.chunks, shards, strict=True):
         members = [parameters[slot.param] for slot in spec.slots]
         communicator = communicators[spec.key.ranks]
-        _move_in(spec, members, home, communicator, placeholder.device, pretrained)
-        yield Chunk(spec, members, [names[slot.param] for slot in spec.slots], home, communicator, placeholder)
+        _move_in(spec, members, shard, communicator, placeholder.device, pretrained)
+        yield Chunk(spec, members, [names[slot.param] for slot in spec.slots], shard, communicator, placeholder)
 
 
 @torch.no_grad()
 def _move_in(
     spec: ChunkSpec,
     members: list[nn.Parameter],
-    home: Home,
+    shard: ShardState,
     communicator: Communicator,
     device: torch.device,
     pretrained: Pretrained | None,
 ) -> None:
-    """Fills a chunk's home from the parameters of the first rank of its group, or from a folder."""
+    """Fills a chunk's shard from the parameters of the first rank of its group, or from a folder."""
     dtype = torch.float32 if spec.key.trainable else spec.key.dtype
     whole = torch.zeros(spec.numel, dtype=dtype, device=device)
     for slot, parameter in zip(spec.slots, members, strict=True):
@@ -392,7 +382,7 @@ def _move_in(
             pretrained.fill(place, parameter)
     communicator.broadcast(whole)
     start, stop = spec.shard_bounds(communicator.rank)
-    home.fill(whole[start:stop])
+    shard.fill(whole[start:stop])
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

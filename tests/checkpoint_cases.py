@@ -219,7 +219,7 @@ def held_back(directory: Path, ep: int, plan: str) -> None:
 
     def by_hand(run: Run) -> None:
         for parameter in run.model.parameters():
-            parameter.data.mul_(2)
+            parameter.mul_(2)
         em.full_state_dict(run.model)  # brings home what was written
 
     def update(run: Run) -> None:
@@ -271,7 +271,7 @@ def updates_under_way(directory: Path, plan: em.Plan, copies_late: bool) -> None
     model, optimizer = wrapped()
     take_step(model, optimizer, 0)
     go_on, copy, write = threading.Event(), threading.Event(), FileImage.write
-    held_back = optimizer._lane.submit(go_on.wait, PATIENCE_SECONDS)
+    held_back = optimizer._update_thread.submit(go_on.wait, PATIENCE_SECONDS)
     take_step(model, optimizer, 1)
     if not copies_late:
         copy.set()
@@ -433,7 +433,7 @@ def sliced(source: Path | None, target: Path, ep: int, tp: int, plan: str, uneve
             model().backward()
             optimizer.step()
         if uneven and dist.get_rank() == 1:
-            optimizer.segment_of(model.twice).steps += 1
+            optimizer.kept.segment_of(model.twice).steps += 1
     save(target, model, optimizer)
     optimizer.close()
     return ""

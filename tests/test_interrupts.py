@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.optim.optimizer import ShardedOptimizer
 from tests.cases import spill_of
 
 D = 16

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from elixir_moe.checkpoint.boxes import Span
-from elixir_moe.chunks.chunk import Chunk
-from elixir_moe.chunks.home import Kept
 from elixir_moe.chunks.layout import Slot
 from elixir_moe.errors import ConfigError
-from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.memory.shard_state import Kept
+from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.annotate import UNCUT, pattern_of
+from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.state import Wrapped, check_as_wrapped
 
 
@@ -45,7 +45,7 @@ class Held:
     @property
     def values(self) -> Kept:
         """The elements at home: fp32 masters of what is trainable, else in the compute dtype; flat."""
-        return self.chunk.home.weights[self.here]
+        return self.chunk.shard.weights()[self.here]
 
     def cut(self, start: int, stop: int) -> "Held":
         """Those of them that are elements `start` .. `stop` of the chunk's shard."""

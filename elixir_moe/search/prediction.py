@@ -64,10 +64,10 @@ class Prediction:
             return
         ends = self._ends[WARM_UP - 1 :]  # a step takes from the end of the one before to its own
         mine = torch.tensor(statistics.median(b - a for a, b in pairwise(ends)), device="cpu")
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=optimizer.control)
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=optimizer.kept.groups.control)
         self.measured_seconds = mine.item()
         if abs(self.measured_seconds / self.step_seconds - 1) > TOLERANCE:
-            self._plan_again(optimizer.control)
+            self._plan_again(optimizer.kept.groups.control)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
