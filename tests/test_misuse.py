@@ -442,7 +442,7 @@ def test_what_is_unsharded_can_be_written_in_any_way(pair: Pair, grad: bool) -> 
 
 
 def test_what_runs_while_parameters_are_unsharded(pair: Pair) -> None:
-    """Forward, evaluation, a look at all weights and other memory are as with plain torch; a step is refused by name."""
+    """Forward, evaluation, all weights and other memory are as with plain torch; a step is refused by name."""
     model, optimizer = pair
     plain = Net()
     plain.load_state_dict(em.full_state_dict(model))
@@ -470,9 +470,9 @@ def test_what_runs_while_parameters_are_unsharded(pair: Pair) -> None:
         with em.unsharded(model.last, write=True):
             optimizer.step()
     else:
-        with pytest.raises(em.ConfigError, match=r"optimizer\.step.*inside em\.unsharded.*last\.weight"):
-            with em.unsharded(model.last, write=True):
-                optimizer.step()
+        refused = pytest.raises(em.ConfigError, match=r"optimizer\.step.*inside em\.unsharded.*last\.weight")
+        with refused, em.unsharded(model.last, write=True):
+            optimizer.step()
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in em.full_state_dict(model).items())
     backward(pair)
     optimizer.step()

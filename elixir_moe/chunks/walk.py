@@ -5,6 +5,7 @@ which turns both into what forward and backward ask of the rCache under any layo
 blocks a step needs, the search plays it, the runtime hooks the units it chooses.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -207,6 +208,8 @@ class _Step:
             for p in self._landing[run.entered]:
                 self._awaited.setdefault(chunk_of[p], set()).add(p)
         self._open: set[int] = set()
+        self._rebuilt: list[int] = []
+        """Chunks that are held for an operator which reads weights of them."""
         inner = [following.entered < run.left for run, following in pairwise(runs)]
         self._leaf = {run.entered for run, has_inner in zip(runs, [*inner, False], strict=False) if not has_inner}
         """Runs, by their entry, in which nothing else asks for anything."""
@@ -227,47 +230,73 @@ class _Step:
         for run in self._runs:
             if run.region is not None:
                 regions.setdefault(run.region, []).append(run)
+        times = Counter(run.params for run in self._runs)
         held: list[_Run] = []
-        recomputed: set[int] = set()
         for run in sorted((run for run in self._runs if run.comes_back), key=lambda run: -run.left):
             passed = [other for other in held if other.entered > run.left]
             for done in passed:
-                yield from self._gradients(done)
-            for done in () if run.is_read else passed:
-                held.remove(done)
-                yield from self._ask(RELEASE, done)
-            if run.region is not None and run.region not in recomputed:
-                recomputed.add(run.region)
-                for again in regions[run.region]:
-                    yield from self._ask(ACQUIRE, again)
-                    held.append(again)
-            if not run.is_read:
-                yield from self._ask(ACQUIRE, run)
-                held.append(run)
-                if run.entered in self._leaf:
-                    yield from self._gradients(run)
-                continue
-            if run.region is None:  # a weight is rebuilt for a moment, unless it is there
-                there = {chunk for other in held for chunk in self._chunks[other.params]}
-                for chunk in self._chunks[run.params]:
-                    if chunk not in there:
-                        yield Entry(ACQUIRE, (chunk,))
-                        yield Entry(RELEASE, (chunk,))
-            yield from self._gradients(run)
+                yield from self._complete(done)
+            again = [] if run.region is None else regions.pop(run.region, [])
+            anew = bool(again) and times[again[0].params] == 1
+            if anew or not run.is_read:
+                yield from self._let_go(passed, held)
+            if run.with_grad and not run.is_read:  # else its outputs are known when it has run again
+                yield from self._hold([run], held)
+                if anew:
+                    yield from self._let_go([run], held)
+            yield from self._hold(again, held)
+            if not run.with_grad and not run.is_read:
+                yield from self._hold([run], held)
+            if run.region is None and run.is_read:
+                yield from self._rebuild(run, held)
+            yield from self._open_for(run)
+            if run.is_read or run.entered in self._leaf:
+                yield from self._complete(run)
         for done in held:
-            yield from self._gradients(done)
-        for done in held:
-            yield from self._ask(RELEASE, done)
+            yield from self._complete(done)
+        yield from self._end_rebuild()
+        yield from self._let_go(list(held), held)
 
-    def _gradients(self, run: _Run) -> Iterator[Entry]:
-        """The run's gradients come, in any order; chunks that await nothing more are sent off, the last used first."""
-        landing, self._landing[run.entered] = self._landing[run.entered], []
-        chunks = [c for c in sorted({self._chunk_of[p] for p in landing}, reverse=True) if self._awaited[c]]
-        for chunk in chunks:
+    def _hold(self, runs: Iterable[_Run], held: list[_Run]) -> Iterator[Entry]:
+        for run in runs:
+            yield from self._end_rebuild()
+            yield from self._ask(ACQUIRE, run)
+            held.append(run)
+
+    def _let_go(self, runs: Iterable[_Run], held: list[_Run]) -> Iterator[Entry]:
+        for run in runs:
+            held.remove(run)
+            yield from self._end_rebuild()
+            yield from self._ask(RELEASE, run)
+
+    def _rebuild(self, run: _Run, held: Sequence[_Run]) -> Iterator[Entry]:
+        """Weights are rebuilt for the operator that has read them, unless they are there."""
+        yield from self._end_rebuild()
+        there = {chunk for other in held for chunk in self._chunks[other.params]}
+        for chunk in self._chunks[run.params]:
+            if chunk not in there:
+                self._rebuilt.append(chunk)
+                yield Entry(ACQUIRE, (chunk,))
+
+    def _end_rebuild(self) -> Iterator[Entry]:
+        for chunk in self._rebuilt:
+            yield Entry(RELEASE, (chunk,))
+        self._rebuilt.clear()
+
+    def _open_for(self, run: _Run) -> Iterator[Entry]:
+        """The run's gradients may come from now on, in any order."""
+        if self._landing[run.entered]:
+            yield from self._end_rebuild()
+        for chunk in sorted({self._chunk_of[p] for p in self._landing[run.entered]}, reverse=True):
             if chunk not in self._open:
                 self._open.add(chunk)
                 yield Entry(ACQUIRE, (gradients_of(chunk),))
-        for chunk in chunks:
+
+    def _complete(self, run: _Run) -> Iterator[Entry]:
+        """All of the run's gradients have come; chunks that await nothing more are sent off, the last used first."""
+        yield from self._open_for(run)
+        landing, self._landing[run.entered] = self._landing[run.entered], []
+        for chunk in sorted({self._chunk_of[p] for p in landing}, reverse=True):
             self._awaited[chunk].difference_update(landing)
             if not self._awaited[chunk]:
                 self._open.remove(chunk)

@@ -73,6 +73,8 @@ class Forward:
     """The number at which it first entered each unit."""
     left: dict[Unit, int] = field(default_factory=dict)
     """The number at which it last left each unit."""
+    repeated: set[Unit] = field(default_factory=set)
+    """Units that it entered more than once."""
     unrecomputed: Counter[Unit] = field(default_factory=Counter)
     """Runs without gradients, in checkpoints that backward has yet to run again."""
 
@@ -90,6 +92,8 @@ class Backward:
     reached: set[tuple[Unit, int]] = field(default_factory=set)
     holds: list[tuple[int, Unit]] = field(default_factory=list)
     """(number of its entry, unit) of what is held until it is passed."""
+    region: int = sys.maxsize
+    """The number at which forward entered the first unit of the region that was run again last."""
 
 
 class Hooks:
@@ -179,10 +183,10 @@ class Hooks:
             self._clock += 1
             call.entered = self._clock
             self._note(unit)
-        self._hold(unit, tracked=training or recomputes)
         if recomputes and self._backward is not None:
-            self._backward.holds.append((self._backward.forward.entered.get(unit, 0), unit))
+            self._hold_again(unit, self._backward, self._backward.forward.entered.get(unit, 0))
         else:
+            self._hold(unit, tracked=training or recomputes)
             call.held = True
 
     def _begin(self) -> None:
@@ -205,6 +209,8 @@ class Hooks:
         if self._current is None:
             self._current = Forward(self._clock - 1)
             self._forwards.append(self._current)
+        if unit in self._current.entered:
+            self._current.repeated.add(unit)
         self._current.entered.setdefault(unit, self._clock)
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
@@ -258,17 +264,18 @@ class Hooks:
         if tracked and self._calls and not backward:
             self._clock += 1
             self._note(borrower)
-        self._hold(borrower, tracked=tracked)
+        again = self._backward if backward and with_grad else None  # recomputation keeps the weights, as a unit's
+        if again is not None:
+            self._hold_again(borrower, again, again.forward.entered.get(borrower, sys.maxsize))
+        else:
+            self._hold(borrower, tracked=tracked)
         try:
             with self._saved.hooks() if self._packs and with_grad and not self._calls else nullcontext():
                 yield
         finally:
             for index in borrower.chunks:
                 self._scheduler.keep_writes(self._scheduler.chunks[index])
-            if self._backward is not None and backward and with_grad:  # recomputation keeps the weights, as a unit's
-                entered = self._backward.forward.entered.get(borrower, sys.maxsize)
-                self._backward.holds.append((entered, borrower))
-            else:
+            if again is None:
                 self._let_go(borrower, tracked=tracked)
             if outermost:
                 self._begun = False
@@ -344,6 +351,7 @@ class Hooks:
             return None
         taken = Forward(mine[0].start)
         for forward in mine:
+            taken.repeated |= forward.repeated | (forward.entered.keys() & taken.entered.keys())
             taken.entered = forward.entered | taken.entered
             taken.left |= forward.left
             taken.unrecomputed += forward.unrecomputed
@@ -380,6 +388,7 @@ class Hooks:
         if (unit, left) in self._backward.reached:
             return
         self._backward.reached.add((unit, left))
+        self._saved.let_go()
         self._pass(left)
         self._hold(unit, tracked=True)
         self._backward.holds.append((entered, unit))
@@ -387,6 +396,7 @@ class Hooks:
     def landed(self, slot: Slot, parameter: nn.Parameter) -> None:
         """A gradient is complete: autograd has summed it over all uses of the parameter at `slot`."""
         self._begin_backward()
+        self._saved.let_go()
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
@@ -409,13 +419,31 @@ class Hooks:
             for slot in unit.slots:
                 if self._scheduler.reductions.awaits(*slot) and waiting.isdisjoint(self._owners[slot]):
                     self._scheduler.expect_no_more(*slot)
-        passed = [unit for entered, unit in self._backward.holds if entered > left]
+        self._let_go_after(left, self._backward)
+
+    def _let_go_after(self, left: int, backward: Backward) -> None:
+        """Ends the holds on what forward entered after number `left`."""
+        passed = [unit for entered, unit in backward.holds if entered > left]
         if passed:
-            self._backward.holds = [hold for hold in self._backward.holds if hold[0] <= left]
+            backward.holds = [hold for hold in backward.holds if hold[0] <= left]
             for unit in passed:
                 self._let_go(unit, tracked=True)
 
+    def _hold_again(self, unit: Unit, backward: Backward, entered: int) -> None:
+        """Holds what backward runs again until it is passed.
+
+        Where a region begins to run again, all that forward entered later is done, or runs again with it. Of a unit
+        that ran more than once it is not known which run this is.
+        """
+        self._saved.let_go()
+        if entered < backward.region and unit not in backward.forward.repeated:
+            self._let_go_after(entered, backward)
+            backward.region = entered
+        self._hold(unit, tracked=True)
+        backward.holds.append((entered, unit))
+
     def _end_backward(self) -> None:
+        self._saved.let_go()
         self._pass(-2)
         self._scheduler.finish_backward()
         self._backward = None
@@ -450,6 +478,7 @@ class Hooks:
         """Gives up all that was begun; gradients at home stay."""
         self.torn |= self._backward is not None
         self._scheduler.reset()
+        self._saved.forget()
         while self._calls:
             call = self._calls.pop()
             if call.saving is not None:

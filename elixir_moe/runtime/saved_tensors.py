@@ -55,6 +55,10 @@ class SavedTensors:
         self._unpacking = unpacking
         self.updates = 0
         """Number of updates so far."""
+        self._rebuilt: list[int] = []
+        """Chunks that are held for the operator which reads weights of them just now."""
+        self._operator: int | None = None
+        """Its number among autograd's nodes."""
 
     def check_current(self, updates: int) -> None:
         """Raises PlanError if there have been updates since there were so many."""
@@ -108,13 +112,34 @@ class SavedTensors:
         if version != packed.version:
             _refuse_written(version, packed.version, packed.size)
         self._unpacking()
-        if chunk.placement is ATTACHED or self._scheduler.holds(chunk.spec.index):
-            return packed.view()
-        chunks = (chunk.spec.index,)
-        self._scheduler.unshard(chunks, tracked=True, who="backward")
+        operator = _operator()
+        if operator != self._operator:
+            self.let_go()
+            self._operator = operator
+        index = chunk.spec.index
+        if chunk.placement is not ATTACHED and not self._scheduler.holds(index):
+            self._scheduler.unshard((index,), tracked=True, who="backward")
+            self._rebuilt.append(index)
         view = packed.view()
-        self._scheduler.release(chunks, tracked=True)
+        if operator is None:  # somebody looks at what autograd has saved
+            self.let_go()
         return view
+
+    def let_go(self) -> None:
+        """Ends the holds on weights that were rebuilt for an operator; it has run."""
+        rebuilt, self._rebuilt = self._rebuilt, []
+        for index in rebuilt:
+            self._scheduler.release((index,), tracked=True)
+
+    def forget(self) -> None:
+        """Nothing is held any more."""
+        self._rebuilt.clear()
+
+
+def _operator() -> int | None:
+    """The number of the node that autograd runs; None outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
 
 
 def _refuse_written(now: int, then: int, shape: torch.Size) -> NoReturn:

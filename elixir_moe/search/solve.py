@@ -10,11 +10,13 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from itertools import pairwise
 
 from elixir_moe.chunks.group import ParamSpec, group_parameters
 from elixir_moe.chunks.layout import ALIGN_BYTES, FUSE_BELOW, ChunkSpec, Layout, best_chunk_numel, build_layout
 from elixir_moe.chunks.plan import (
+    GRADIENTS_ON_THEIR_WAY,
     Footprint,
     Plan,
     Tier,
@@ -251,14 +253,17 @@ class _Length:
         device += staging_bytes(layout) * task.staged
         host = sum(self._held_at(chunk, Tier.HOST) for chunk in layout.chunks)
         widths = Counter(chunk.key.dtype.itemsize for chunk in layout.cached)
+        turns: list[int] = []
         for chunk in (*reversed(layout.chunks), None):
             widest = max((width for width, count in widths.items() if count), default=0)
             spilled = self._spilled(0 if chunk is None else chunk.index + 1, host)
             blocks = widths.total() + (layout.open_gradients or 0) if widest else 0
-            yield _Held(device, *spilled, blocks, layout.chunk_numel * widest)
+            landing = sum(nlargest(GRADIENTS_ON_THEIR_WAY, turns))
+            yield _Held(device + landing, *spilled, blocks, layout.chunk_numel * widest)
             if chunk is None:
                 return
             there = on_device[chunk.index]
+            turns += [there.nbytes] * there.takes_turns
             host -= self._held_at(chunk, Tier.HOST)
             device += self._held_at(there, Tier.DEVICE) + there.keeps_pieces * there.nbytes
             if there.in_place and chunk.resident:
