@@ -57,8 +57,8 @@ Build = Callable[[Workload], Contender]
 
 
 def plain(workload: Workload) -> Contender:
-    """Plain torch: each rank for itself, no communication."""
-    model = fresh_model(workload.model)
+    """Plain torch: each rank for itself, with all experts, no communication."""
+    model = fresh_model(workload.model).to(torch.bfloat16 if workload.bf16 else torch.float32)
     return Contender(model=model, optimizer=fused_adamw(model.parameters()), shares_gradients=False)
 
 

@@ -131,10 +131,9 @@ def host_microseconds(workload: Workload, *, rounds: int) -> list[float]:
 def _replay_forward(optimizer: ShardedOptimizer) -> float:
     assert optimizer.schedule is not None
     scheduler, entries = optimizer._scheduler, optimizer.schedule.entries
-    forward = entries[: next(i for i, entry in enumerate(entries) if entry.verb is Verb.HOLD)]
+    forward = entries[: next(i for i, entry in enumerate(entries) if entry.chunks[0] < 0)]  # the first gradient's
     requests = sum(entry.verb is Verb.ACQUIRE for entry in forward)
-    scheduler.cache.rewind()
-    scheduler.requests.trace.clear()
+    scheduler.rewind()
     start = time.perf_counter()
     for entry in forward:
         if entry.verb is Verb.ACQUIRE:

@@ -23,7 +23,7 @@ from elixir_moe.chunks.collectives import (
 from elixir_moe.chunks.group import ParamSpec
 from elixir_moe.chunks.layout import ChunkSpec, Layout
 from elixir_moe.chunks.plan import Plan, Tier, footprint
-from elixir_moe.chunks.policy import CacheState, advice
+from elixir_moe.chunks.policy import CacheState, Schedule, advice
 from elixir_moe.chunks.spill import Spill
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.tiers import check_fits, host_bytes_left
@@ -149,7 +149,8 @@ def wrap(
     peers = _agree(model, plan, specs)
     walk = Walk(part_specs, uses)
     layout = walk.counted(plan.layout(list(specs.values())))
-    _check_blocks(walk, plan, layout, parts.names)
+    schedule = walk.schedule(layout)
+    _check_blocks(walk, schedule, plan, layout, parts.names)
     pretrained = None
     if weights is not None:
         pretrained = Pretrained(model, weights)
@@ -163,7 +164,9 @@ def wrap(
     shards = build_shards([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device, file)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
     statistics = Statistics(cache=cache.counts)
-    blocks = Blocks(layout, plan.blocks(layout), shards, device, statistics)
+    count = plan.blocks(layout)
+    for_gradients = max(schedule.open_gradients(), count - schedule.most_weights())
+    blocks = Blocks(layout, count, for_gradients, shards, device, statistics)
     placeholder = Placeholder(device)
     keys, names = plain_keys(model), parameter_names(model)
     chunks = list(_fill(layout, specs, shards, communicators, placeholder, pretrained))
@@ -301,9 +304,9 @@ def _staged(device: torch.device) -> bool:
     return backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
 
 
-def _check_blocks(walk: Walk, plan: Plan, layout: Layout, names: Sequence[str]) -> None:
+def _check_blocks(walk: Walk, schedule: Schedule, plan: Plan, layout: Layout, names: Sequence[str]) -> None:
     """Raises PlanError if a step holds more weights and gradients at once than there are blocks."""
-    blocks, least = plan.blocks(layout), walk.schedule(layout).least_blocks()
+    blocks, least = plan.blocks(layout), schedule.least_blocks()
     if least > blocks:
         part, alone = walk.widest(layout)
         raise PlanError(

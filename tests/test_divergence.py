@@ -27,7 +27,7 @@ WHOLE = {
 }
 SCATTERED = {
     "zero2": em.Plan.zero2(chunk_numel=544),
-    "zero3": em.Plan.zero3(rcache_blocks=6, chunk_numel=544),
+    "zero3": em.Plan.zero3(rcache_blocks=8, chunk_numel=544),
 }
 
 

@@ -117,7 +117,7 @@ def trained(name: str, tight: bool) -> dict[str, Any]:
         "predicted": (optimizer.prediction.device_bytes, optimizer.prediction.host_bytes),
         "counted": optimizer.held_bytes(),
         "held": held(optimizer),
-        "gradients": optimizer.footprint.gradient_bytes,
+        "gradients": optimizer.footprint.gradient_bytes + optimizer.footprint.landing_bytes,
         "plan": optimizer.plan,
         "statistics": optimizer.statistics().as_dict(),
     }
@@ -392,7 +392,8 @@ def steps_of_a_clock() -> tuple[int, float | None]:
     expected = SimpleNamespace(seconds=SimpleNamespace(step=5.0), device_bytes=0, host_bytes=0, disk_bytes=0)
     measuring = prediction.Prediction(expected, None, None)  # type: ignore[arg-type]
     groups = [{"params": [torch.zeros(1)]}]
-    optimizer = SimpleNamespace(held_bytes=dict, control=dist.group.WORLD, param_groups=groups)
+    kept = SimpleNamespace(groups=SimpleNamespace(control=dist.group.WORLD))
+    optimizer = SimpleNamespace(held_bytes=dict, kept=kept, param_groups=groups)
     taken, clock = 0, SimpleNamespace(perf_counter=accumulate(range(1, 20)).__next__)
     with mock.patch.object(prediction, "time", clock):
         while measuring.measured_seconds is None:

@@ -93,6 +93,11 @@ class ChunkSpec:
         """Bytes of the gathered chunk in its compute dtype."""
         return self.numel * self.key.dtype.itemsize
 
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the staging buffer that a reduction over gloo takes; of two ranks each needs room for one shard."""
+        return self.nbytes if self.shards > 2 else self.nbytes // 2
+
     def shard_bounds(self, rank: int) -> tuple[int, int]:
         """First and one-past-last element of global rank `rank`'s shard."""
         index = self.key.ranks.index(rank) if self.shards > 1 else 0

@@ -324,6 +324,6 @@ def landing_bytes(layout: Layout) -> int:
 
 
 def staging_bytes(layout: Layout) -> int:
-    """Bytes of the staging buffer for the largest chunk that is reduced; of two ranks each needs room for one shard."""
-    scattered = [chunk for chunk in layout.chunks if chunk.shards > 1 and chunk.key.trainable]
-    return max((chunk.nbytes if chunk.shards > 2 else chunk.nbytes // 2 for chunk in scattered), default=0)
+    """Bytes of the staging buffer, which serves one chunk at a time."""
+    scattered = (chunk for chunk in layout.chunks if chunk.shards > 1 and chunk.key.trainable)
+    return max((chunk.staging_bytes for chunk in scattered), default=0)

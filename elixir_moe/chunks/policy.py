@@ -117,6 +117,10 @@ class Schedule:
         """The fewest blocks with which the schedule can be carried out: the most that is ever held at once."""
         return max(self._held_together(), default=0)
 
+    def most_weights(self) -> int:
+        """The most chunks whose weights are held at once."""
+        return max(self._held_together(lambda item: item >= 0), default=0)
+
     def open_gradients(self) -> int:
         """The most chunks whose gradients have a block at once."""
         return max(self._held_together(lambda item: item < 0), default=0)

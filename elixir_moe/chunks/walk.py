@@ -188,26 +188,38 @@ class _Step:
 
     def __init__(self, layout: Layout, runs: Sequence[_Run]) -> None:
         chunk_of = {slot.param: chunk.index for chunk in layout.cached for slot in chunk.slots}
-        trainable = {chunk.index for chunk in layout.cached if chunk.key.trainable}
         self._runs = runs
         self._chunk_of = chunk_of
         self._chunks = {
             params: tuple(sorted({chunk_of[p] for p in params if p in chunk_of}))
             for params in dict.fromkeys(run.params for run in runs)
         }
-        self._awaited: dict[int, set[int]] = {}
-        """By chunk: parameters whose gradients are still to come."""
         self._landing: dict[int, list[int]] = {}
-        """By the number at which a run was entered: parameters that get their gradient there."""
+        """By the number at which a run was entered: parameters that get a gradient there, in the order they do."""
+        self._awaited: Counter[int] = Counter()
+        """By parameter: how many gradients are to come."""
+        self._params_of: dict[int, set[int]] = {}
+        """By chunk: its parameters whose gradients are to come."""
+        trainable = {slot.param for chunk in layout.chunks if chunk.key.trainable for slot in chunk.slots}
+        chunk_with = {slot.param: chunk.index for chunk in layout.chunks for slot in chunk.slots}
+        first_use: dict[int, int] = {}
         seen: set[tuple[int, int | None]] = set()
         for run in runs:
             scope = None if run.with_grad else run.region
-            new = [p for p in run.params if (p, scope) not in seen] if run.comes_back else []
-            self._landing[run.entered] = [p for p in new if chunk_of.get(p) in trainable]
+            new = [p for p in run.params if (p, scope) not in seen and p in trainable] if run.comes_back else []
             seen.update((p, scope) for p in new)
-            for p in self._landing[run.entered]:
-                self._awaited.setdefault(chunk_of[p], set()).add(p)
+            self._landing[run.entered] = new[::-1]
+            self._awaited.update(new)
+            for p in new:
+                self._params_of.setdefault(chunk_with[p], set()).add(p)
+                first_use.setdefault(chunk_with[p], run.entered)
+        self._chunk_with = chunk_with
+        self._to_send = sorted(first_use, key=lambda chunk: (first_use[chunk], chunk))
+        """Chunks with gradients, the last one first."""
+        self._ends_early = {params for params in self._chunks if trainable.issuperset(params)}
+        """Parameters of a run, or a read, that nobody reads any more when all their gradients have come."""
         self._open: set[int] = set()
+        self._held: list[_Run] = []
         self._rebuilt: list[int] = []
         """Chunks that are held for an operator which reads weights of them."""
         inner = [following.entered < run.left for run, following in pairwise(runs)]
@@ -231,48 +243,48 @@ class _Step:
             if run.region is not None:
                 regions.setdefault(run.region, []).append(run)
         times = Counter(run.params for run in self._runs)
-        held: list[_Run] = []
+        held = self._held
         for run in sorted((run for run in self._runs if run.comes_back), key=lambda run: -run.left):
-            passed = [other for other in held if other.entered > run.left]
-            for done in passed:
-                yield from self._complete(done)
+            for other in [other for other in held if other.entered > run.left]:
+                yield from self._land(other)
             again = [] if run.region is None else regions.pop(run.region, [])
             anew = bool(again) and times[again[0].params] == 1
             if anew or not run.is_read:
-                yield from self._let_go(passed, held)
+                yield from self._let_go([other for other in held if other.entered > run.left])
             if run.with_grad and not run.is_read:  # else its outputs are known when it has run again
-                yield from self._hold([run], held)
+                yield from self._hold([run])
                 if anew:
-                    yield from self._let_go([run], held)
-            yield from self._hold(again, held)
+                    yield from self._let_go([run])
+            yield from self._hold(again)
             if not run.with_grad and not run.is_read:
-                yield from self._hold([run], held)
+                yield from self._hold([run])
             if run.region is None and run.is_read:
-                yield from self._rebuild(run, held)
-            yield from self._open_for(run)
-            if run.is_read or run.entered in self._leaf:
-                yield from self._complete(run)
-        for done in held:
-            yield from self._complete(done)
+                yield from self._rebuild(run)
+            if run.is_read or run.entered in self._leaf or len(self._landing[run.entered]) == 1:
+                yield from self._land(run)  # of a single one either the weight or the gradient is there
+            else:  # they may come at any time until it is passed
+                yield from self._open_for(self._landing[run.entered])
+        for other in list(held):
+            yield from self._land(other)
         yield from self._end_rebuild()
-        yield from self._let_go(list(held), held)
+        yield from self._let_go(list(held))
 
-    def _hold(self, runs: Iterable[_Run], held: list[_Run]) -> Iterator[Entry]:
+    def _hold(self, runs: Iterable[_Run]) -> Iterator[Entry]:
         for run in runs:
             yield from self._end_rebuild()
             yield from self._ask(ACQUIRE, run)
-            held.append(run)
+            self._held.append(run)
 
-    def _let_go(self, runs: Iterable[_Run], held: list[_Run]) -> Iterator[Entry]:
+    def _let_go(self, runs: Iterable[_Run]) -> Iterator[Entry]:
         for run in runs:
-            held.remove(run)
+            self._held.remove(run)
             yield from self._end_rebuild()
             yield from self._ask(RELEASE, run)
 
-    def _rebuild(self, run: _Run, held: Sequence[_Run]) -> Iterator[Entry]:
+    def _rebuild(self, run: _Run) -> Iterator[Entry]:
         """Weights are rebuilt for the operator that has read them, unless they are there."""
         yield from self._end_rebuild()
-        there = {chunk for other in held for chunk in self._chunks[other.params]}
+        there = {chunk for other in self._held for chunk in self._chunks[other.params]}
         for chunk in self._chunks[run.params]:
             if chunk not in there:
                 self._rebuilt.append(chunk)
@@ -283,21 +295,36 @@ class _Step:
             yield Entry(RELEASE, (chunk,))
         self._rebuilt.clear()
 
-    def _open_for(self, run: _Run) -> Iterator[Entry]:
-        """The run's gradients may come from now on, in any order."""
-        if self._landing[run.entered]:
+    def _land(self, run: _Run) -> Iterator[Entry]:
+        """The gradients of a run come; weights that nobody reads any more leave, and chunks that are complete."""
+        landing, self._landing[run.entered] = self._landing[run.entered], []
+        if len(landing) > 2:  # that of a bias comes before that of its weight; of others the order is not known
+            yield from self._open_for(landing)
+        for p in landing:
+            self._awaited[p] -= 1
+            if not self._awaited[p]:
+                yield from self._let_go([run for run in self._held if p in run.params and self._is_done(run)])
+            yield from self._open_for([p])
+            if not self._awaited[p]:
+                self._params_of[self._chunk_with[p]].remove(p)
+                yield from self._send()
+
+    def _is_done(self, run: _Run) -> bool:
+        return run.params in self._ends_early and not any(self._awaited[p] for p in run.params)
+
+    def _open_for(self, landing: Iterable[int]) -> Iterator[Entry]:
+        """The gradients of these parameters come now, or from now on."""
+        for p in landing:
             yield from self._end_rebuild()
-        for chunk in sorted({self._chunk_of[p] for p in self._landing[run.entered]}, reverse=True):
-            if chunk not in self._open:
+            chunk = self._chunk_of.get(p)
+            if chunk is not None and chunk not in self._open:
                 self._open.add(chunk)
                 yield Entry(ACQUIRE, (gradients_of(chunk),))
 
-    def _complete(self, run: _Run) -> Iterator[Entry]:
-        """All of the run's gradients have come; chunks that await nothing more are sent off, the last used first."""
-        yield from self._open_for(run)
-        landing, self._landing[run.entered] = self._landing[run.entered], []
-        for chunk in sorted({self._chunk_of[p] for p in landing}, reverse=True):
-            self._awaited[chunk].difference_update(landing)
-            if not self._awaited[chunk]:
+    def _send(self) -> Iterator[Entry]:
+        """Chunks that await nothing more are sent off in order, the last used first."""
+        while self._to_send and not self._params_of[self._to_send[-1]]:
+            chunk = self._to_send.pop()
+            if chunk in self._open:
                 self._open.remove(chunk)
                 yield Entry(RELEASE, (gradients_of(chunk),))

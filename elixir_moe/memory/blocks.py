@@ -110,14 +110,20 @@ class Blocks:
     """All blocks: those shared by the chunks that come and go, and one for each chunk that stays."""
 
     def __init__(
-        self, layout: Layout, count: int, shards: Sequence[ShardState], device: torch.device, statistics: Statistics
+        self,
+        layout: Layout,
+        count: int,
+        for_gradients: int,
+        shards: Sequence[ShardState],
+        device: torch.device,
+        statistics: Statistics,
     ) -> None:
         def block(nbytes: int) -> Block:
             return Block(torch.zeros(nbytes, dtype=torch.uint8, device=device), statistics)
 
         self.shared = [block(layout.block_bytes) for _ in range(count)]
-        self.for_gradients = layout.most_blocks - len(layout.cached)
-        """Blocks that gradients may have at once: with more of them, weights would not find the others."""
+        self.for_gradients = for_gradients
+        """Shared blocks that gradients may have at once: with more of them, weights would not find theirs."""
         self.own = {
             spec.index: ShardBlock(shard, statistics) if spec.in_place else block(spec.nbytes)
             for spec, shard in zip(layout.chunks, shards, strict=True)

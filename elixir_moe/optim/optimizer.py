@@ -140,7 +140,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         overflow = not math.isfinite(facts.norm)
         if overflow and self.loss_scale is None:
             raise ElixirError(self._decision.blame(facts.norm))
-        self._scheduler.flush()
         if not overflow:
             self._scheduler.drop_weights()  # what an interrupted update leaves gathered would be stale
             self._scheduler.drain()  # what was gathered behind the clipping may still be read from its home
@@ -240,6 +239,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _check_parameters(self) -> None:
         """Raises ConfigError for parameters that are not as `wrap` found them, or have gradients of their own."""
+        self._hooks.refuse_inside_loan("optimizer.step()")
+        self._scheduler.flush()
         with torch._C.DisableTorchFunctionSubclass():
             thawed = [self._hooks.name_of(p) for p in self._frozen if p.requires_grad]
             own = [self._hooks.name_of(p) for p in self._parameters if p.grad is not None]

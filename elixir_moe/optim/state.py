@@ -44,7 +44,7 @@ class OptimizerState:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients wait for `step`, on this rank."""
-        return self._scheduler.sent or any(chunk.shard.has_gradient for chunk in self._chunks)
+        return self._scheduler.sent or any(chunk.has_gradient for chunk in self._chunks)
 
     def segment_of(self, parameter: nn.Parameter) -> Segment | None:
         """The part of a trainable parameter that lies in this rank's shards; None if none does."""
@@ -63,6 +63,7 @@ class OptimizerState:
     @contextmanager
     def rewriting(self) -> Iterator[None]:
         """While it is open, shards at home may be written; gradients are forgotten and nothing is gathered."""
+        self._hooks.refuse_inside_loan("em.load()")
         self._hooks.updated()
         self._scheduler.drop_weights(frozen=True)
         for chunk in self._scheduler.chunks:

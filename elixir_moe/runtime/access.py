@@ -98,6 +98,7 @@ class ParamAccess:
         lend: Callable[[list[nn.Parameter]], AbstractContextManager[None]],
         lend_whole: Callable[[list[nn.Parameter], bool], AbstractContextManager[None]],
         has_gradient: Callable[[nn.Parameter], bool],
+        name_of: Callable[[nn.Parameter], str],
     ) -> None:
         """Guards `parameters` from now on.
 
@@ -106,10 +107,12 @@ class ParamAccess:
             lend: a context in which the given parameters can be read, and written in place.
             lend_whole: the same, in which they can be written in any way if it is told so.
             has_gradient: whether a gradient of the parameter is kept, where ``parameter.grad`` does not show it.
+            name_of: what messages call it.
         """
         self.lend = lend
         self.lend_whole = lend_whole
         self.has_gradient = has_gradient
+        self.name_of = name_of
         self._doors: dict[nn.Parameter, Door] = {}
         kinds: dict[type, type] = {}
         for parameter in parameters:
@@ -180,7 +183,9 @@ class Guarded(nn.Parameter):
         torch hands this one function to no subclass.
         """
         if named or len(source) != 1 or not isinstance(source[0], torch.Tensor):
-            raise ConfigError(f"set_() on a wrapped parameter takes a tensor alone: {_HOW_TO_WRITE}")
+            raise ConfigError(
+                "set_() on a wrapped parameter takes a tensor alone: copy_() new values into it under torch.no_grad()"
+            )
         _assign(self, source[0])
         return self
 
@@ -288,8 +293,9 @@ def _assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """``parameter.data = value``: the parameter takes the values."""
     wanted, found = ((tuple(t.shape), t.dtype, t.device) for t in (parameter, value))
     if found != wanted:
+        name = getattr(parameter, _ATTRIBUTE).name_of(parameter)
         raise ConfigError(
-            f"a wrapped parameter of {wanted} cannot become {found}: shape, dtype and device are fixed in wrap, by its "
+            f"parameter {name!r} of {wanted} cannot become {found}: shape, dtype and device are fixed in wrap, by its "
             f"compute_dtype and device"
         )
     if value is not parameter:

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from enum import Enum
 from itertools import accumulate
 from operator import mul
-from typing import Protocol
+from typing import NamedTuple, Protocol
+from zlib import crc32
 
 import torch
 
@@ -58,6 +59,16 @@ class Placement(Enum):
 
 
 CACHED, RESIDENT, IN_PLACE, ATTACHED = Placement
+
+
+class Mark(NamedTuple):
+    """What a gathered parameter is at one moment."""
+
+    version: int
+    """How often it was written in a way that tells of itself."""
+    address: int
+    checksum: int
+    """Of its values, where what is written is not at home at once."""
 
 
 class Placeholder:
@@ -182,8 +193,8 @@ class Chunk:
         """The block of the rCache that they have."""
         self.holds = 0
         """Of a chunk that shares no blocks: how many uses have not ended."""
-        self.reduced: tuple[torch.Tensor, float | torch.Tensor | None] | None = None
-        """A reduced gradient that waits until nobody holds the values whose place it is to take."""
+        self.reduced: list[tuple[torch.Tensor, float | torch.Tensor | None]] = []
+        """Reduced gradients that wait until nobody holds the values whose place they are to take."""
         self.gaps = _gaps(spec)
         """(start, stop) of what no parameter fills."""
         self.starts = [slot.start for slot in spec.slots]
@@ -228,14 +239,12 @@ class Chunk:
         with torch._C.DisableTorchFunctionSubclass():
             return self.parameters[index]._version
 
-    def keep_writes(self) -> bool:
-        """Brings home this rank's part of what was written in place in the buffer; returns whether there was any."""
+    def take_written(self) -> list[int]:
+        """Indices of the parameters that were written in place since this was last asked: to be stored."""
         present = self._present_versions()
         written = [i for i, (then, now) in enumerate(zip(self._versions, present, strict=True)) if then != now]
         self._versions = present
-        for index in written:
-            self.store(index)
-        return bool(written)
+        return written
 
     def store(self, index: int) -> None:
         """Brings home this rank's part of what parameter `index` is in the buffer."""
@@ -271,6 +280,24 @@ class Chunk:
             if start < stop and not torch.equal(here[start:stop], kept[start:stop]):
                 return name
         return None
+
+    def mark(self, index: int) -> Mark:
+        """Tells, compared with a later one, whether parameter `index` was written while it is gathered."""
+        assert self.buffer is not None
+        checksum = 0
+        if self.placement is not ATTACHED:  # else what is written is at home
+            values = self.place_in(self.buffer, index).reshape(-1).view(torch.uint8)
+            checksum = crc32(values.cpu().numpy().data)
+        with torch._C.DisableTorchFunctionSubclass():
+            return Mark(self.parameters[index]._version, self.locals[index].data_ptr(), checksum)
+
+    def restore(self) -> None:
+        """Undoes what was written and not brought home, in this rank's part of the buffer."""
+        assert self.buffer is not None
+        self.attach()
+        if self.placement is not ATTACHED:
+            low, high = self.spec.shard_bounds(self.communicator.rank)
+            self.buffer[low:high].copy_(self.shard.kept_values())
 
     def moved(self) -> str | None:
         """The name of a gathered parameter that is elsewhere than in the buffer: ``parameter.data = …`` in forward."""
@@ -321,14 +348,15 @@ class Chunk:
         """Takes this rank's part of the sum of gradients home, behind the last use of what lies in its place."""
         if self.placement is IN_PLACE:
             if self.holds:
-                self.reduced = reduced, squares
+                self.reduced.append((reduced, squares))
                 return
             self._make_room()
         self.shard.add_gradient(reduced, squares)
 
     def _make_room(self) -> None:
         if self.state is GATHERED:
-            self.keep_writes()
+            for index in self.take_written():
+                self.store(index)
             self.detach()
             self.transition(SHARDED)
         assert isinstance(self.block, ShardBlock)
@@ -336,9 +364,20 @@ class Chunk:
 
     def land_last(self) -> None:
         """Lands what has waited for the last use of the values."""
-        if self.reduced is not None and not self.holds:
-            waiting, self.reduced = self.reduced, None
-            self.land(*waiting)
+        if self.reduced and not self.holds:
+            waiting, self.reduced = self.reduced, []
+            for reduced, squares in waiting:
+                self.land(reduced, squares)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient has come since the last update."""
+        return self.shard.has_gradient or bool(self.reduced)
+
+    def clear_gradient(self) -> None:
+        """Forgets the gradient without an update."""
+        self.reduced.clear()
+        self.shard.clear_gradient()
 
     def squares(self) -> float | torch.Tensor:
         """The sum of squares of the gradient at home; a scalar on the device where that is where it was found."""
@@ -351,7 +390,8 @@ class Chunk:
 
     def reset(self) -> None:
         """Gives up what was begun: weights are at home alone, and gradients that were landing are gone."""
-        self.arriving = self.gradients = self.gradient_block = self.reduced = None
+        self.arriving = self.gradients = self.gradient_block = None
+        self.reduced.clear()
         self.holds = 0
         if self.placement is not ATTACHED or self.state is GATHERING:
             self.detach()

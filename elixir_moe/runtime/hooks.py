@@ -37,6 +37,7 @@ from elixir_moe.parallel.dtensor import placed_like
 from elixir_moe.runtime.access import ParamAccess
 from elixir_moe.runtime.autograd import Hook, hook_outputs, in_backward
 from elixir_moe.runtime.chunk import ATTACHED, Placeholder
+from elixir_moe.runtime.loans import Loans
 from elixir_moe.runtime.saved_tensors import SavedTensors
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.units import Unit
@@ -92,6 +93,10 @@ class Backward:
     reached: set[tuple[Unit, int]] = field(default_factory=set)
     holds: list[tuple[int, Unit]] = field(default_factory=list)
     """(number of its entry, unit) of what is held until it is passed."""
+    landed: set[Slot] = field(default_factory=set)
+    """Parameters whose gradients are complete."""
+    awaits: dict[Unit, int] = field(default_factory=dict)
+    """How many gradients of a unit are not, where some are."""
     region: int = sys.maxsize
     """The number at which forward entered the first unit of the region that was run again last."""
 
@@ -102,6 +107,7 @@ class Hooks:
     def __init__(self, model: nn.Module, units: Sequence[Unit], scheduler: Scheduler, placeholder: Placeholder) -> None:
         self._root = model
         self._scheduler = scheduler
+        self._loans = Loans(scheduler)
         self._saved = SavedTensors(scheduler, placeholder, self._begin_backward)
         self._packs = not all(chunk.placement is ATTACHED for chunk in scheduler.chunks)  # else weights stay in place
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
@@ -122,6 +128,7 @@ class Hooks:
             lend=self._lend,
             lend_whole=self._lend_whole,
             has_gradient=lambda parameter: self._slot_of[parameter] in scheduler.used,
+            name_of=self.name_of,
         )
         self._doors = {unit: self._access.doors(unit.parameters) for unit in units}
 
@@ -252,14 +259,17 @@ class Hooks:
     # --------------------------------------------------------------------------------------------------------- reads
 
     @contextmanager
-    def _lend(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Gathers parameters for a function that reads them, or writes them in place, while their units do not run."""
+    def _lend(self, parameters: list[nn.Parameter], *, recorded: bool = True) -> Iterator[None]:
+        """Gathers parameters for a function that reads them, or writes them in place, while their units do not run.
+
+        `recorded`: the request is one of the step's.
+        """
         backward, with_grad = in_backward(), torch.is_grad_enabled()
         outermost = not self._calls and not backward
         if outermost:
             self._begin()
         self._begin_backward()
-        tracked = with_grad or backward or any(call.training for call in self._calls[-1:])
+        tracked = recorded and (with_grad or backward or any(call.training for call in self._calls[-1:]))
         borrower = self._borrower(tuple(self._slot_of[p] for p in parameters), tuple(parameters))
         if tracked and self._calls and not backward:
             self._clock += 1
@@ -278,31 +288,16 @@ class Hooks:
             if again is None:
                 self._let_go(borrower, tracked=tracked)
             if outermost:
-                self._begun = False
+                self._begun = bool(self._calls)  # what an interrupt has ended inside `em.unsharded`
 
     @contextmanager
     def _lend_whole(self, parameters: list[nn.Parameter], write: bool) -> Iterator[None]:
         """Gathers parameters for a block of user code; with `write`, what they are at its end is brought home."""
-        slots = [self._slot_of[p] for p in parameters]
-        with self._lend(parameters):
-            try:
-                yield
-            finally:
-                if write:
-                    self._scheduler.store(slots)
-            if not write:
-                self._refuse_unseen({chunk for chunk, _ in slots})
-
-    def _refuse_unseen(self, chunks: set[int]) -> None:
-        for index in chunks:
-            chunk = self._scheduler.chunks[index]
-            self._scheduler.keep_writes(chunk)
-            if (name := chunk.written_unseen()) is not None:
-                self._scheduler.failed = True  # what is gathered is not what is at home
-                raise ConfigError(
-                    f"parameter {name!r} was written through .data inside em.unsharded(...) without write=True: pass "
-                    f"write=True"
-                )
+        outermost = not self._calls and not in_backward()
+        lent = self._loans.lend([self._slot_of[p] for p in parameters], write=write)
+        with self._lend(parameters, recorded=not outermost), lent:
+            self._begun = self._begun and not outermost  # what runs inside begins and ends by itself
+            yield
 
     def _borrower(self, slots: tuple[Slot, ...], parameters: tuple[nn.Parameter, ...]) -> Unit:
         """Stands for all reads of these parameters outside their units."""
@@ -404,10 +399,27 @@ class Hooks:
             gradient = placed_like(gradient, parameter)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        self._scheduler.add_gradient(*slot, gradient)
         more = self._past.unrecomputed
-        if not (more and any(more[unit] for unit in self._owners[slot])):
+        last = not (more and any(more[unit] for unit in self._owners[slot]))
+        if last:
+            self._let_go_early(slot)
+        self._scheduler.add_gradient(*slot, gradient)
+        if last:
             self._scheduler.expect_no_more(*slot)
+
+    def _let_go_early(self, slot: Slot) -> None:
+        """Ends the holds on units whose gradients are all complete, this one the last: nothing reads their weights."""
+        backward = self._backward
+        if backward is None or slot in backward.landed:
+            return
+        backward.landed.add(slot)
+        for unit in self._owners[slot]:
+            left = backward.awaits[unit] = backward.awaits.get(unit, len(unit.slots)) - 1
+            if not left:
+                ended = [hold for hold in backward.holds if hold[1] is unit]
+                backward.holds = [hold for hold in backward.holds if hold[1] is not unit]
+                for _ in ended:
+                    self._let_go(unit, tracked=True)
 
     def _pass(self, left: int) -> None:
         """Everything that forward entered after number `left` has had its backward."""
@@ -463,6 +475,10 @@ class Hooks:
         with torch._C.DisableTorchFunctionSubclass():
             return [n for n, p in self._root.named_parameters() if p.requires_grad and p not in self._names]
 
+    def refuse_inside_loan(self, what: str) -> None:
+        """Raises ConfigError if `what` would move parameters that user code has with an address (`em.unsharded`)."""
+        self._loans.refuse(what)
+
     def notice_torn(self) -> None:
         """Gives up a backward that is over without having come to its end."""
         if self._backward is not None and not in_backward():
@@ -478,6 +494,7 @@ class Hooks:
         """Gives up all that was begun; gradients at home stay."""
         self.torn |= self._backward is not None
         self._scheduler.reset()
+        self._loans.lose()
         self._saved.forget()
         while self._calls:
             call = self._calls.pop()

@@ -76,6 +76,8 @@ class Scheduler:
         self._rounds_missed = 0
         self._queue: deque[Chunk] = deque()
         """Gathers that were decided and have not begun: their order is that of the decisions, the same on all ranks."""
+        self._gradient_blocks = 0
+        """Blocks that gradients have."""
         self._in_flight: deque[Ticket] = deque()
         self._behind = Ticket()
         """The last reduction that only streams wait for."""
@@ -190,7 +192,8 @@ class Scheduler:
             chunk = self._queue[0]
             if until is None and not self._may_begin(chunk):
                 break
-            self._begin_gather(chunk)
+            if chunk.arriving is None:  # else an interrupt came between these two
+                self._begin_gather(chunk)
             self._queue.popleft()
             until = None if chunk is until else until
 
@@ -258,21 +261,24 @@ class Scheduler:
         if chunk.state is not GATHERED:
             return
         with torch.inference_mode(False), torch.no_grad():
-            for index, position in self.lent:
-                if index == chunk.spec.index:
-                    chunk.store(position)
-            if chunk.keep_writes():
-                self._streams.fetch_after_compute()
+            self._store(chunk, [position for index, position in self.lent if index == chunk.spec.index])
             if self.looks_for_writes and self.written_unseen is None:
                 self.written_unseen = chunk.written_unseen()
 
     def store(self, slots: Sequence[tuple[int, int]]) -> None:
         """Brings home what whole gathered parameters, as (chunk, index in it), are now."""
         with torch.inference_mode(False), torch.no_grad():
-            for index, position in slots:
-                self.chunks[index].keep_writes()
-                self.chunks[index].store(position)
-        self._streams.fetch_after_compute()
+            for chunk in dict.fromkeys(self.chunks[index] for index, _ in slots):
+                self._store(chunk, [position for index, position in slots if index == chunk.spec.index])
+
+    def _store(self, chunk: Chunk, positions: list[int]) -> None:
+        """Brings home what some parameters of a gathered chunk are now, and what was written in place in others."""
+        positions = list(dict.fromkeys([*positions, *chunk.take_written()]))
+        if positions:
+            self._order_behind_reduction(chunk)  # a gradient may be landing in the values' place
+            for position in positions:
+                chunk.store(position)
+            self._streams.fetch_after_compute()
 
     def flush(self) -> None:
         """Brings home what was written in place in any gathered chunk."""
@@ -301,7 +307,7 @@ class Scheduler:
 
     def _has_gradient_block(self, chunk: Chunk) -> bool:
         """Asks for a block for the gradients of `chunk`; returns whether they have one."""
-        if sum(other.gradient_block is not None for other in self.chunks) >= self._blocks.for_gradients:
+        if self._gradient_blocks >= self._blocks.for_gradients:
             return False
         item = gradients_of(chunk.spec.index)
         try:
@@ -309,6 +315,7 @@ class Scheduler:
         except PlanError:
             return False
         chunk.gradient_block = self._blocks.shared[self.cache.block_of(item)]
+        self._gradient_blocks += 1
         return True
 
     def expect_no_more(self, index: int, position: int) -> None:
@@ -352,6 +359,7 @@ class Scheduler:
         if chunk.gradient_block is not None:
             chunk.gradient_block.vacate(ticket)
             chunk.gradient_block = None
+            self._gradient_blocks -= 1
             self._ask(RELEASE, (gradients_of(chunk.spec.index),), tracked=True, who="a release")
 
     def _leave_in_flight(self, most: int) -> None:
@@ -376,8 +384,7 @@ class Scheduler:
         if communicator.needs_staging(place):
             assert self._staging is not None
             self._leave_in_flight(0)  # the staging buffer serves one reduction at a time
-            nbytes = chunk.spec.nbytes if chunk.spec.shards > 2 else chunk.spec.nbytes // 2
-            staging = self._staging[:nbytes].view(buffer.dtype)
+            staging = self._staging[: chunk.spec.staging_bytes].view(buffer.dtype)
         return communicator.reduce_scatter(buffer, staging, land, place, tag=chunk.spec.index, of=chunk.label)
 
     def drain(self) -> None:
@@ -446,6 +453,7 @@ class Scheduler:
                     block.vacate(self._streams.marked(Ticket()))
             with torch.inference_mode(False), torch.no_grad():
                 chunk.reset()
+        self._gradient_blocks = 0
         self.shown_at.clear()
         self.reductions.clear()
         self.cache.restart()
@@ -459,7 +467,7 @@ class Scheduler:
         for chunk in self.chunks:
             chunk.leaving = None
             chunk.reset()
-            chunk.shard.clear_gradient()
+            chunk.clear_gradient()
             chunk.communicator.drop()
 
     # ------------------------------------------------------------------------------------------------------- helpers

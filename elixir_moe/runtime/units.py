@@ -196,9 +196,16 @@ def reads_heard(
         finally:
             access.close(doors)
 
-    everything = dict.fromkeys(p for _, parameters in parts for p in parameters)
+    def name_of(parameter: nn.Parameter) -> str:
+        named = ((type(module), name, p) for module, _ in parts for name, p in module.named_parameters())
+        return next(f"{kind.__name__}.{name}" for kind, name, p in named if p is parameter)
+
     access = ParamAccess(
-        everything, lend=lend, lend_whole=lambda parameters, write: lend(parameters), has_gradient=lambda _: False
+        dict.fromkeys(p for _, parameters in parts for p in parameters),
+        lend=lend,
+        lend_whole=lambda parameters, write: lend(parameters),
+        has_gradient=lambda _: False,
+        name_of=name_of,
     )
     handles = []
     for module, parameters in parts:
