@@ -1,54 +1,41 @@
 """`wrap`: from a plain model and optimizer to sharded ones, step by step. Reads as the table of contents.
 
-Owns the order of construction and the agreement of all ranks on it; each step is another file's work.
+Owns the order of construction; each step is another file's work.
 """
 
-import hashlib
 import os
-import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir_moe.agreement import agree_on, check_alike, check_host_memory
 from elixir_moe.checks import check_arguments, check_data, check_disk, check_modules, check_search
-from elixir_moe.chunks.collectives import (
-    Communicator,
-    backend_of,
-    build_communicators,
-)
-from elixir_moe.chunks.group import ParamSpec
-from elixir_moe.chunks.layout import ChunkSpec, Layout
-from elixir_moe.chunks.plan import Plan, Tier, footprint
-from elixir_moe.chunks.policy import CacheState, Schedule, advice
-from elixir_moe.chunks.spill import Spill
+from elixir_moe.chunks.collectives import backend_of, build_communicators
+from elixir_moe.chunks.plan import Plan, footprint
+from elixir_moe.chunks.policy import CacheState
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.chunks.tiers import check_fits, host_bytes_left
-from elixir_moe.chunks.walk import Walk, by_first_use
-from elixir_moe.errors import ConfigError, LayoutError, PlanError, TierError
-from elixir_moe.huggingface import Pretrained, leave_meta
+from elixir_moe.filling import build_chunks, move_buffers, open_spill
+from elixir_moe.huggingface import Pretrained
 from elixir_moe.memory.blocks import Blocks
-from elixir_moe.memory.shard_state import ShardState, build_shards
+from elixir_moe.memory.shard_state import build_shards
 from elixir_moe.optim.accepted import is_adam, moments_of
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
-from elixir_moe.parallel.annotate import annotate_dtensors, pattern_of, replicated_everywhere
-from elixir_moe.parallel.dtensor import local_of
-from elixir_moe.parallel.mesh import init_mesh
-from elixir_moe.parallel.twins import marks_of, warn_of_twins
-from elixir_moe.ranks import ControlGroups, gathered, together
-from elixir_moe.runtime.chunk import Chunk, Placeholder
+from elixir_moe.parallel.annotate import annotate_dtensors
+from elixir_moe.parallel.mesh import start
+from elixir_moe.ranks import ControlGroups, together
+from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.reduction_order import Peers, alone
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.units import build_units, find_parts, registered_uses
 from elixir_moe.search.auto import Request, forecast, uses_of
 from elixir_moe.search.prediction import Prediction
-from elixir_moe.specs import param_specs, ranks_of
-from elixir_moe.state import Wrapped, groups_needed, parameter_names, plain_keys, refuse_plain_state_dicts
+from elixir_moe.specs import describe
+from elixir_moe.state import Wrapped, groups_needed, refuse_plain_state_dicts
 from elixir_moe.waits import Wait, watch
 
 M = TypeVar("M", bound=nn.Module)
@@ -115,6 +102,7 @@ def wrap(
         CheckpointError: `weights` lacks something the model has on meta, or has it in another shape.
     """
 
+    # 1. What was given: by itself, then among ranks, then the model.
     def check() -> None:
         check_arguments(model, optimizer, plan, sample, step, compute_dtype)
         check_search(plan, step, hardware, budget_bytes, accumulation)
@@ -122,68 +110,60 @@ def wrap(
         watch()
 
     together("checked what wrap was given", check) if dist.is_initialized() else check()
-    device = _start(device)
-    _check_alike(optimizer, plan=plan, hardware=hardware, spill=spill, weights=weights)
+    device = start(device)
+    watch()
+    check_alike(optimizer, plan=plan, hardware=hardware, spill=spill, weights=weights)
     check_modules(model)
     annotate_dtensors(model)
     megatron.check(model)
-    prediction = None
-    parts = find_parts(model)
+    check_data(model, weights, step if isinstance(plan, Plan) else None)
+
+    # 2. What the model is, and which plan it gets.
+    moments, staged = moments_of(optimizer), backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
+    parts, prediction = find_parts(model), None
     if isinstance(plan, Plan):
-        check_data(model, weights, step)
         uses = registered_uses(parts) if step is None else uses_of(model, parts, step, sample, compute_dtype)
     else:
-        check_data(model, weights, None)
-        assert step is not None, "checked above"
-        prediction = _search(
-            model, optimizer, step, sample, device, compute_dtype, hardware, budget_bytes, accumulation, spill
+        request = Request(
+            step=step,  # type: ignore[arg-type]  # it was checked
+            sample=sample,
+            device=device,
+            compute_dtype=compute_dtype,
+            adam=is_adam(optimizer),
+            moments=moments,
+            staged=staged,
+            hardware=None if hardware is None else os.fspath(hardware),
+            budget_bytes=budget_bytes,
+            accumulation=accumulation,
+            spill=None if spill is None else os.fspath(spill),
         )
+        prediction = Prediction(*forecast(model, request))
         plan, uses = prediction.forecast.plan, prediction.forecast.uses
-    registered = list(model.parameters())
-    order, part_specs, uses = by_first_use(parts.specs, uses, len(registered))
-    parts = replace(parts, specs=part_specs)
-    specs = param_specs(
-        model, [registered[i] for i in order], everywhere=replicated_everywhere(), compute_dtype=compute_dtype
-    )
-    parameters = list(specs)
-    peers = _agree(model, plan, specs)
-    walk = Walk(part_specs, uses)
-    layout = walk.counted(plan.layout(list(specs.values())))
-    schedule = walk.schedule(layout)
-    _check_blocks(walk, schedule, plan, layout, parts.names)
-    pretrained = None
-    if weights is not None:
-        pretrained = Pretrained(model, weights)
-        pretrained.fill_buffers()
+    described = describe(model, parts, uses, compute_dtype)
+    agree_on(plan, described)
+    layout, for_gradients = described.layout(plan)
 
-    size = footprint(plan, layout, moments=moments_of(optimizer), staged=_staged(device))
-    _check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
-
-    file = _open_spill(plan, layout, 1 + moments_of(optimizer), spill, check_spill)
+    # 3. Where bytes live: shards at home, filled one chunk after another, and the rCache.
+    pretrained = None if weights is None else Pretrained(model, weights)
+    size = footprint(plan, layout, moments=moments, staged=staged)
+    check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
+    file = open_spill(plan, layout, 1 + moments, spill, check_spill)
     communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
     shards = build_shards([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device, file)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
-    statistics = Statistics(cache=cache.counts)
-    count = plan.blocks(layout)
-    for_gradients = max(schedule.open_gradients(), count - schedule.most_weights())
-    blocks = Blocks(layout, count, for_gradients, shards, device, statistics)
-    placeholder = Placeholder(device)
-    keys, names = plain_keys(model), parameter_names(model)
-    chunks = list(_fill(layout, specs, shards, communicators, placeholder, pretrained))
-    if pretrained is not None:
-        pretrained.settle()
-    _move_buffers(model, device)
-
+    statistics, placeholder = Statistics(cache=cache.counts), Placeholder(device)
+    blocks = Blocks(layout, plan.blocks(layout), for_gradients, shards, device, statistics)
+    chunks = build_chunks(layout, described, shards, communicators, placeholder, pretrained)
+    move_buffers(model, device)
     staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
+
+    # 4. When they move, and who asks.
     with Wait("the making of process groups by all ranks"):
-        groups = ControlGroups(peers, groups_needed(model, layout.chunks))
-    agreement = Peers(groups.peers_group, chunks) if len(peers) > 1 else alone
+        groups = ControlGroups(described.ranks, groups_needed(model, layout.chunks))
+    agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone
     scheduler = Scheduler(chunks, cache, blocks, staging, device, statistics, agreement)
-    slot_of = {parameters[s.param]: (c.index, i) for c in layout.chunks for i, s in enumerate(c.slots)}
-    hooks = Hooks(model, build_units(parts, parameters, slot_of, layout), scheduler, placeholder)
-    model.elixir = Wrapped(  # type: ignore[assignment]
-        scheduler=scheduler, hooks=hooks, groups=groups.by_ranks, keys=keys, names=names
-    )
+    hooks = Hooks(model, build_units(described.parts, described.parameters, layout), scheduler, placeholder)
+    model.elixir = Wrapped(scheduler=scheduler, hooks=hooks, groups=groups.by_ranks, model=described)  # type: ignore[assignment]
     refuse_plain_state_dicts(model)
     sharded = ShardedOptimizer(
         optimizer, scheduler, hooks, groups, plan=plan, layout=layout, footprint=size, spill=file
@@ -193,205 +173,3 @@ def wrap(
         sharded.register_step_post_hook(prediction)
     model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
     return model, sharded
-
-
-def _start(device: torch.device | str | None) -> torch.device:
-    """Where forward runs; torch.distributed is started if nobody has.
-
-    That makes this rank's GPU the current one, so it is asked for behind it; one that was named stays the current one.
-    """
-    _device(device)  # what is not there is refused before anything is started
-    if not dist.is_initialized():
-        init_mesh()
-        watch()
-    return _device(device)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    available = {"cpu": 1, "cuda": torch.cuda.device_count()}
-    try:
-        chosen = torch.device(device or ("cuda" if available["cuda"] else "cpu"))
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device={device!r}: {error}") from error
-    if (chosen.index or 0) >= available.get(chosen.type, 0):
-        raise ConfigError(f"device={device!r}: this machine has {available['cuda']} GPUs, and the CPU")
-    if chosen.type != "cuda":
-        return chosen
-    if chosen.index is not None:
-        torch.cuda.set_device(chosen)  # streams, NCCL and DLPack go by the current device
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _check_alike(optimizer: torch.optim.Optimizer, **given: object) -> None:
-    """Raises ConfigError on all ranks if some were given what makes them take another way through `wrap`."""
-    kinds = {name: value if value in (None, "auto") else type(value).__name__ for name, value in given.items()}
-    everyone = gathered({"optimizer": type(optimizer).__name__, **kinds})
-    for rank, theirs in enumerate(everyone):
-        for name, kind in theirs.items():
-            if kind != everyone[0][name]:
-                raise ConfigError(
-                    f"wrap was given {name}={everyone[0][name]} on rank 0 and {name}={kind} on rank {rank}: give all "
-                    f"ranks the same"
-                )
-
-
-def _agree(model: nn.Module, plan: Plan, specs: dict[nn.Parameter, ParamSpec]) -> tuple[int, ...]:
-    """Compares what the ranks that wrap this model are about to do; raises LayoutError with the first difference.
-
-    Returns these ranks: all in the meshes of its patterns. Another pipeline stage has ranks and a model of its own.
-    """
-    lines = [f"plan {plan.to_json()}"]
-    for parameter, spec in specs.items():
-        pattern = pattern_of(parameter) or replicated_everywhere()
-        lines.append(
-            f"parameter {spec.name} {spec.shape} {spec.key.dtype} trainable={spec.key.trainable} {pattern.describe()}"
-        )
-    peers = ranks_of(model, replicated_everywhere())
-    told = gathered((peers, hashlib.sha256("\n".join(lines).encode()).hexdigest(), marks_of(list(specs))))
-    everyone = [(theirs, digest) for theirs, digest, _ in told]
-    if all(everyone[rank] == everyone[theirs[0]] for theirs, _ in everyone for rank in theirs):
-        warn_of_twins({parameter: spec.name for parameter, spec in specs.items()}, [marks for *_, marks in told])
-        return peers
-    models = gathered(lines)
-    for theirs, _ in everyone:
-        for rank in theirs:
-            for one, other in _differences(models[theirs[0]], models[rank]):
-                raise LayoutError(
-                    f"ranks disagree about the plan or the model. Rank {theirs[0]}: {one}. Rank {rank}: {other}. "
-                    f"Build the same model, patterns and plan on every rank of the patterns' meshes"
-                )
-    raise LayoutError(f"ranks disagree about who wraps this model: {[theirs for theirs, _ in everyone]}")
-
-
-def _differences(a: list[str], b: list[str]) -> Iterator[tuple[str, str]]:
-    for i in range(max(len(a), len(b))):
-        mine, other = a[i] if i < len(a) else "nothing", b[i] if i < len(b) else "nothing"
-        if mine != other:
-            yield mine, other
-
-
-def _search(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    step: Callable[[nn.Module, Any], Any],
-    sample: Any,
-    device: torch.device,
-    compute_dtype: torch.dtype | None,
-    hardware: str | os.PathLike[str] | None,
-    budget_bytes: int | None,
-    accumulation: int,
-    spill: str | os.PathLike[str] | None,
-) -> Prediction:
-    """The fastest plan that fits, and what a step takes under it. Collective."""
-    request = Request(
-        step=step,
-        sample=sample,
-        device=device,
-        compute_dtype=compute_dtype,
-        moments=moments_of(optimizer),
-        staged=_staged(device),
-        hardware=None if hardware is None else os.fspath(hardware),
-        budget_bytes=budget_bytes,
-        accumulation=accumulation,
-        spill=None if spill is None else os.fspath(spill),
-        adam=is_adam(optimizer),
-    )
-    return Prediction(*forecast(model, request))
-
-
-def _staged(device: torch.device) -> bool:
-    """Whether reductions go through a staging buffer."""
-    return backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
-
-
-def _check_blocks(walk: Walk, schedule: Schedule, plan: Plan, layout: Layout, names: Sequence[str]) -> None:
-    """Raises PlanError if a step holds more weights and gradients at once than there are blocks."""
-    blocks, least = plan.blocks(layout), schedule.least_blocks()
-    if least > blocks:
-        part, alone = walk.widest(layout)
-        raise PlanError(
-            f"forward and backward of this model hold {least} blocks at once, module {names[part]!r} alone {alone}; "
-            f"the rCache has {blocks} of {layout.chunk_numel} elements: {advice(least)}"
-        )
-
-
-def _check_host_memory(nbytes: int) -> None:
-    """Raises TierError on all ranks if those of one host need more than it has left."""
-    everyone = gathered((socket.gethostname(), nbytes, host_bytes_left()))
-    for host in dict.fromkeys(host for host, *_ in everyone):
-        needs = [(theirs, left) for name, theirs, left in everyone if name == host]
-        check_fits(sum(theirs for theirs, _ in needs), min(left for _, left in needs), f"{len(needs)} ranks on {host}")
-
-
-def _open_spill(
-    plan: Plan, layout: Layout, arrays: int, directory: str | os.PathLike[str] | None, checked: bool
-) -> Spill | None:
-    """The file for chunks on disk; None without such. Raises TierError on all ranks if one of them cannot have it."""
-    numels = [chunk.shard_numel for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
-    if not numels:
-        return None
-    assert directory is not None, "checked with the other arguments"
-    made: list[Spill] = []
-    try:
-        together(
-            "made the files for chunks on disk",
-            lambda: made.append(Spill(os.fspath(directory), numels, arrays, rank=dist.get_rank(), checked=checked)),
-            error=TierError,
-        )
-    except BaseException:
-        for file in made:
-            file.close()
-        raise
-    return made[0]
-
-
-def _fill(
-    layout: Layout,
-    specs: dict[nn.Parameter, ParamSpec],
-    shards: Iterable[ShardState],
-    communicators: Mapping[tuple[int, ...], Communicator],
-    placeholder: Placeholder,
-    pretrained: Pretrained | None,
-) -> Iterator[Chunk]:
-    """The chunks, one after another, each with the weights of the model at home."""
-    parameters, names = list(specs), [spec.name for spec in specs.values()]
-    for spec, shard in zip(layout.chunks, shards, strict=True):
-        members = [parameters[slot.param] for slot in spec.slots]
-        communicator = communicators[spec.key.ranks]
-        _move_in(spec, members, shard, communicator, placeholder.device, pretrained)
-        yield Chunk(spec, members, [names[slot.param] for slot in spec.slots], shard, communicator, placeholder)
-
-
-@torch.no_grad()
-def _move_in(
-    spec: ChunkSpec,
-    members: list[nn.Parameter],
-    shard: ShardState,
-    communicator: Communicator,
-    device: torch.device,
-    pretrained: Pretrained | None,
-) -> None:
-    """Fills a chunk's shard from the parameters of the first rank of its group, or from a folder."""
-    dtype = torch.float32 if spec.key.trainable else spec.key.dtype
-    whole = torch.zeros(spec.numel, dtype=dtype, device=device)
-    for slot, parameter in zip(spec.slots, members, strict=True):
-        local = local_of(parameter)
-        place = whole[slot.start : slot.stop].view(local.shape)
-        if not local.is_meta:
-            place.copy_(local)
-            continue
-        leave_meta(parameter)
-        if pretrained is not None and communicator.index == 0:
-            pretrained.fill(place, parameter)
-    communicator.broadcast(whole)
-    start, stop = spec.shard_bounds(communicator.rank)
-    shard.fill(whole[start:stop])
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """All buffers; one that has several names keeps them."""
-    moved: dict[torch.Tensor, torch.Tensor] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = moved.setdefault(buffer, buffer.to(device))

@@ -24,10 +24,11 @@ from elixir_moe.chunks.streams import Streams
 from elixir_moe.kernels import host_threads
 from elixir_moe.memory.shard_state import build_shards
 from elixir_moe.models.gpt import _joined
+from elixir_moe.parallel import mesh
+from elixir_moe.parallel.mesh import start
 from elixir_moe.runtime.chunk import Chunk
 from tests.ranks import RankPool
 
-wrapping = import_module("elixir_moe.wrap")  # the package shows the function of that name
 saving = import_module("elixir_moe.checkpoint.save")
 Log = list[tuple[str, int, int, frozenset[str]]]
 
@@ -50,7 +51,7 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "set_device", self.choose)
         monkeypatch.setattr(dist, "is_initialized", lambda: self.started)
-        monkeypatch.setattr(wrapping, "init_mesh", self.start)
+        monkeypatch.setattr(mesh, "init_mesh", self.start)
 
     def choose(self, device: torch.device) -> None:
         self.current = device.index
@@ -67,14 +68,14 @@ def test_each_rank_takes_its_own_gpu_or_the_one_that_is_named(
     asked: str | None, found: str, current: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(monkeypatch)
-    assert wrapping._start(asked) == torch.device(found)
+    assert start(asked) == torch.device(found)
     assert machine.current == current
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     with pytest.raises(em.ConfigError, match="4 GPUs"):
-        wrapping._start("cuda:4")
+        start("cuda:4")
     assert not machine.started
 
 

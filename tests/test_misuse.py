@@ -21,8 +21,7 @@ from elixir_moe.runtime.access import Door, Guarded, ParamAccess
 from tests.test_habits import D, Net, adamw, mean_square
 
 wrapping = sys.modules["elixir_moe.wrap"]  # the name in the package is the function
-PLANS = {"zero2": em.Plan.zero2(chunk_numel=600), "offload": em.Plan.offload(rcache_blocks=5, chunk_numel=600)}
-"""A step holds four blocks, and what is unsharded meanwhile one."""
+PLANS = {"zero2": em.Plan.zero2(chunk_numel=600), "offload": em.Plan.offload(rcache_blocks=4, chunk_numel=600)}
 Pair = tuple[nn.Module, em.ShardedOptimizer]
 
 

@@ -60,7 +60,7 @@ def held_by(wrapped: Wrapped) -> Iterator[Held]:
     for chunk in wrapped.scheduler.chunks:
         low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
         for index, (slot, parameter) in enumerate(zip(chunk.spec.slots, chunk.parameters, strict=True)):
-            yield _held(wrapped.names[parameter][0], chunk, index, slot, low, high)
+            yield _held(wrapped.model.names[parameter][0], chunk, index, slot, low, high)
 
 
 def _held(name: str, chunk: Chunk, index: int, slot: Slot, low: int, high: int) -> Held:
@@ -115,4 +115,4 @@ def loss_scale_of(optimizer: ShardedOptimizer) -> dict[str, Any] | None:
 
 def buffers_of(model: nn.Module, wrapped: Wrapped) -> dict[str, torch.Tensor]:
     """The buffers that are in the model's state dict, by name; a shared one under each of its names."""
-    return {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in set(wrapped.keys)}
+    return {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in set(wrapped.model.keys)}

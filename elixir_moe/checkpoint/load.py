@@ -170,7 +170,7 @@ def _differences(
         entry = manifest.parameters.get(name)
         if entry is None:
             continue
-        tied = tuple(wrapped.names[held.parameter])
+        tied = tuple(wrapped.model.names[held.parameter])
         if entry.names != tied:
             yield f"parameter {name!r} has the names {list(entry.names)} in the checkpoint, {list(tied)} in the model"
         yield from _unlike(f"parameter {name!r}", entry, held.global_shape, held.values.dtype)
@@ -195,7 +195,7 @@ def _check_optimizer(manifest: Manifest, wrapped: Wrapped, optimizer: ShardedOpt
             f"{directory} was saved with the optimizer {manifest.optimizer[:200]!r}, this is {optimizer.kept.kind!r}: "
             f"what one keeps means nothing to the other"
         )
-    groups = [{wrapped.names[p][0] for p in group["params"]} for group in optimizer.param_groups]
+    groups = [{wrapped.model.names[p][0] for p in group["params"]} for group in optimizer.param_groups]
     saved = [set(group["params"]) for group in manifest.param_groups]
     if len(groups) != len(saved):
         raise CheckpointError(f"{directory} has {len(saved)} param_groups, the optimizer has {len(groups)}")

@@ -245,13 +245,13 @@ def _facts(target: Path, model: nn.Module, optimizer: ShardedOptimizer, extra: A
             "optimizer": optimizer.kept.kind,
             "param_groups": tuple(
                 {
-                    "params": tuple(wrapped.names[p][0] for p in group["params"]),
+                    "params": tuple(wrapped.model.names[p][0] for p in group["params"]),
                     "options": {k: encode(v, f"param_group[{k!r}]") for k, v in group.items() if k != "params"},
                 }
                 for group in optimizer.param_groups
             ),
             "loss_scale": encode(loss_scale_of(optimizer), "the loss scale"),
-            "keys": wrapped.keys,
+            "keys": wrapped.model.keys,
             "extra": encoded,
         }
     return _Facts(
@@ -293,7 +293,7 @@ class _Contents:
         for held in held_by(wrapped):
             pieces = self._pieces(held, optimizer)
             self.entries[held.name] = Entry(
-                names=tuple(wrapped.names[held.parameter]),
+                names=tuple(wrapped.model.names[held.parameter]),
                 shape=held.global_shape,
                 grid=held.grid,
                 dtype=name_of(held.chunk.original_dtypes[held.index], held.name),

@@ -118,6 +118,10 @@ class Landings:
             place.copy_(gradient)
         self._landed.add(index)
 
+    def move_out(self) -> None:
+        """Leaves the memory for some of its own."""
+        self._memory = self._wire = self._memory.clone()
+
     def complete(self) -> torch.Tensor:
         """As `Gradients.complete`."""
         if not self._adds:

@@ -26,7 +26,7 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.streams import Streams
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.memory.blocks import Blocks
-from elixir_moe.runtime.chunk import ATTACHED, CACHED, GATHERED, GATHERING, SHARDED, Chunk
+from elixir_moe.runtime.chunk import ATTACHED, CACHED, GATHERED, GATHERING, SHARDED, Chunk, Landings
 from elixir_moe.runtime.reduction_order import Agreement, OutOfStepError, Reductions, alone
 
 _MISSES_BEFORE_NEW_SCHEDULE = 3
@@ -143,11 +143,17 @@ class Scheduler:
         return found
 
     def _ask(self, verb: Verb, items: tuple[int, ...], *, tracked: bool, who: str) -> None:
-        """Puts a request to the cache and carries out what it decides."""
+        """Puts a request to the cache and carries out what it decides.
+
+        Weights for which there is no block get those of gradients that nobody has foreseen.
+        """
         ask = self.cache.acquire if verb is ACQUIRE else self.cache.release
         try:
             loads = ask(items, tracked=tracked)
         except PlanError as error:
+            if items[0] >= 0 and self._move_gradients_out():
+                self._ask(verb, items, tracked=tracked, who=who)
+                return
             raise PlanError(f"{who} needs a block for each of {sorted({max(i, ~i) for i in items})}: {error}") from None
         if tracked and len(self._record) < _LONGEST_RECORD:
             self._record.append(Entry(verb, items))
@@ -318,6 +324,26 @@ class Scheduler:
         self._gradient_blocks += 1
         return True
 
+    def _move_gradients_out(self) -> bool:
+        """Empties a block of gradients, which get memory beside it for a while; returns whether there was one."""
+        chunk = next((chunk for chunk in self.chunks if chunk.gradient_block is not None), None)
+        if chunk is None:
+            return False
+        assert isinstance(chunk.gradients, Landings)
+        self.statistics.blocks_replaced += 1
+        with torch.inference_mode(False), torch.no_grad():
+            chunk.gradients.move_out()
+        self._leave_gradient_block(chunk, self._streams.marked(Ticket()))
+        return True
+
+    def _leave_gradient_block(self, chunk: Chunk, ticket: Ticket) -> None:
+        """The block may be written again when `ticket` has ended."""
+        assert chunk.gradient_block is not None
+        chunk.gradient_block.vacate(ticket)
+        chunk.gradient_block = None
+        self._gradient_blocks -= 1
+        self._ask(RELEASE, (gradients_of(chunk.spec.index),), tracked=True, who="a release")
+
     def expect_no_more(self, index: int, position: int) -> None:
         """Parameter `position` of chunk `index` has its gradient, or gets none in this backward."""
         if self.reductions.expect_no_more(index, position):
@@ -357,10 +383,7 @@ class Scheduler:
         else:
             self._behind = ticket
         if chunk.gradient_block is not None:
-            chunk.gradient_block.vacate(ticket)
-            chunk.gradient_block = None
-            self._gradient_blocks -= 1
-            self._ask(RELEASE, (gradients_of(chunk.spec.index),), tracked=True, who="a release")
+            self._leave_gradient_block(chunk, ticket)
 
     def _leave_in_flight(self, most: int) -> None:
         while len(self._in_flight) > most:

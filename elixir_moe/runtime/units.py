@@ -5,7 +5,7 @@ telling which gather comes next; that is the one thing to get right here.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,15 +89,14 @@ def find_parts(model: nn.Module) -> Parts:
     return Parts(tuple(names), tuple(modules), own, tuple(specs))
 
 
-def build_units(
-    parts: Parts, parameters: Sequence[nn.Parameter], slot_of: Mapping[nn.Parameter, tuple[int, int]], layout: Layout
-) -> list[Unit]:
+def build_units(parts: Parts, parameters: Sequence[nn.Parameter], layout: Layout) -> list[Unit]:
     """The units of a packed model, whose `parameters` are numbered as in `parts` and `layout`."""
+    slot_of = {slot.param: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)}
     chosen = dict.fromkeys(unit for unit in choose_units(parts.specs, moving_chunks(layout)) if unit is not None)
     units = []
     for unit in chosen:
         mine = tuple(parameters[i] for i in unit.params)
-        slots = tuple(slot_of[p] for p in mine)
+        slots = tuple(slot_of[i] for i in unit.params)
         units.append(Unit(parts.names[unit.part], parts.modules[unit.part], slots, mine))
     return units
 
