@@ -378,11 +378,9 @@ def test_a_machine_is_measured_once_and_learns_from_real_steps(ranks: Ranks, tmp
     kept = json.loads(path.read_text())
     first, second = one
     off = abs(first["measured_step_seconds"] / first["predicted_step_seconds"] - 1)
-    assert (off > prediction.TOLERANCE) == bool(first["planned_again"])
-    if first["planned_again"]:  # a tiny model on a busy CPU: what takes time is no matrix product
-        assert second["fitted"] != first["fitted"]
+    assert (off > prediction.TOLERANCE) == (second["fitted"] != first["fitted"])
     slower = first["measured_step_seconds"] > first["predicted_step_seconds"]  # compute alone can be the reason
-    if first["planned_again"] == first["plan"] and slower:
+    if off > prediction.TOLERANCE and second["plan"] == first["plan"] and slower:
         assert second["predicted_step_seconds"] == pytest.approx(first["measured_step_seconds"], rel=1e-3)
     assert kept["machine"]["ranks"] == 2 and len(kept["hardware"]["wires"]) == 1
 
