@@ -93,6 +93,7 @@ def _unparametrized(name: str) -> str:
 def full_parameters(wrapped: Wrapped) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """(parameter, full CPU tensor in its dtype before `wrap`), a chunk gathered at a time. Collective."""
     wrapped.scheduler.check_open()
+    wrapped.hooks.check_outside("em.full_state_dict()")
     wrapped.scheduler.flush()
     for chunk in wrapped.scheduler.chunks:
         source = chunk.shard.weights().read().cpu()

@@ -1,6 +1,5 @@
 """What goes wrong with plain torch habits is said, by a typed error that tells what to do instead."""
 
-import contextlib
 import copy
 import gc
 import math
@@ -441,41 +440,49 @@ def test_what_is_unsharded_can_be_written_in_any_way(pair: Pair, grad: bool) -> 
     pair[1].step()
 
 
-def test_what_runs_while_parameters_are_unsharded(pair: Pair) -> None:
-    """Forward, evaluation, all weights and other memory are as with plain torch; a step is refused by name."""
-    model, optimizer = pair
-    plain = Net()
-    plain.load_state_dict(em.full_state_dict(model))
-    other = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for net, last in ((model, model.last), (plain, plain.last)):
-        with em.unsharded(last, write=True) if net is model else contextlib.nullcontext():
-            last.bias.data.fill_(1.0)
-            with torch.no_grad():
-                net(rows())
-            last.bias.data += 1.0
-            mean_square(net, rows()).backward()
-            last.weight.data = torch.full((D, D), 0.5)
-            if net is model:
-                found = em.full_state_dict(model)
-                assert found["last.bias"].tolist() == [2.0] * D and found["last.weight"].unique().tolist() == [0.5]
-    wanted = nn.utils.clip_grad_norm_(plain.parameters(), math.inf)
-    assert optimizer.clip_grad_norm_(math.inf).item() == pytest.approx(wanted.item(), rel=1e-6)
-    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in em.full_state_dict(model).items())
-    other.zero_grad()
-    optimizer.zero_grad()
+RUNS: dict[str, Callable[[Pair], Any]] = {
+    "forward": lambda pair: pair[0](rows()),
+    "backward": lambda pair: mean_square(pair[0], rows()).backward(),
+    "clip_grad_norm_": lambda pair: pair[1].clip_grad_norm_(1.0),
+    "step": lambda pair: pair[1].step(),
+    "zero_grad": lambda pair: pair[1].zero_grad(),
+    "full_state_dict": lambda pair: em.full_state_dict(pair[0]),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_nothing_runs_while_parameters_are_unsharded(pair: Pair, run: str) -> None:
+    """What user code has an address of stays where it is; other weights can be read, and the block goes on."""
+    bias = pair[0].last.bias
+    with em.unsharded(pair[0].last, write=True):
+        bias.data.fill_(2.0)
+        with pytest.raises(em.ConfigError, match=r"inside `with em\.unsharded\(\.\.\.\)` of 'last\.weight'"):
+            RUNS[run](pair)
+        assert torch.equal(pair[0].first.weight.sum(), pair[0].first.weight.detach().sum())
+        with em.unsharded(pair[0].first, write=True):
+            pair[0].first.bias.data.fill_(3.0)
+        bias.data += 1.0
+    state = em.full_state_dict(pair[0])
+    assert state["last.bias"].tolist() == state["first.bias"].tolist() == [3.0] * D
     backward(pair)
-    if any(chunk.spec.in_place for chunk in model.elixir.scheduler.chunks):
-        with em.unsharded(model.last, write=True):
-            optimizer.step()
-    else:
-        refused = pytest.raises(em.ConfigError, match=r"optimizer\.step.*inside em\.unsharded.*last\.weight")
-        with refused, em.unsharded(model.last, write=True):
-            optimizer.step()
-    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in em.full_state_dict(model).items())
+    pair[1].step()
+
+
+def test_a_forward_may_ask_for_an_address(pair: Pair) -> None:
+    """A kernel of the user's own reads a weight of another module by its address."""
+    seen = []
+
+    def forward(x: Tensor) -> Tensor:
+        with em.unsharded(pair[0].last.weight):
+            seen.append(torch.from_dlpack(pair[0].last.weight.detach()).clone())
+        return x
+
+    handle = pair[0].first.register_forward_pre_hook(lambda module, args: (forward(*args),))
+    wanted = em.full_state_dict(pair[0])["last.weight"]
     backward(pair)
-    optimizer.step()
+    pair[1].step()
+    handle.remove()
+    assert torch.equal(seen[0], wanted)
 
 
 def test_a_view_kept_from_where_it_was_unsharded(pair: Pair) -> None:

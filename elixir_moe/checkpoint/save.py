@@ -236,6 +236,7 @@ class _Facts:
 def _facts(target: Path, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, wrapped: Wrapped) -> _Facts:
     if optimizer.kept.has_gradients:
         raise ConfigError("gradients wait for a step: save after optimizer.step(), or call optimizer.zero_grad() first")
+    wrapped.hooks.check_outside("em.save()")
     wrapped.scheduler.flush()
     wrapped.scheduler.drain()
     encoded = encode(extra, "extra")

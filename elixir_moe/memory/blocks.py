@@ -124,6 +124,8 @@ class Blocks:
         self.shared = [block(layout.block_bytes) for _ in range(count)]
         self.for_gradients = for_gradients
         """Shared blocks that gradients may have at once: with more of them, weights would not find theirs."""
+        self.foreseen_gradients = layout.open_gradients or 0
+        """Those of them that gradients keep, whatever weights need."""
         self.own = {
             spec.index: ShardBlock(shard, statistics) if spec.in_place else block(spec.nbytes)
             for spec, shard in zip(layout.chunks, shards, strict=True)

@@ -63,7 +63,7 @@ class StepDecision:
 
     def clip(self, limit: float) -> float:
         """Has the next update clip at `limit`; returns the norm before. Collective."""
-        self._hooks.refuse_inside_loan("optimizer.clip_grad_norm_()")
+        self._hooks.check_outside("optimizer.clip_grad_norm_()")
         norm = self.facts().norm * self._clip
         self._clip *= min(1.0, limit / (norm + 1e-6)) if norm == norm else norm
         self._clipped |= limit < math.inf

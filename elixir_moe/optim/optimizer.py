@@ -155,6 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients; parameters that then get none are left alone, whatever `set_to_none`."""
+        self._hooks.check_outside("optimizer.zero_grad()")
         self._scheduler.drain()
         self._hooks.abandon()
         self._decision.forget_gradients()
@@ -239,7 +240,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _check_parameters(self) -> None:
         """Raises ConfigError for parameters that are not as `wrap` found them, or have gradients of their own."""
-        self._hooks.refuse_inside_loan("optimizer.step()")
+        self._hooks.check_outside("optimizer.step()")
         self._scheduler.flush()
         with torch._C.DisableTorchFunctionSubclass():
             thawed = [self._hooks.name_of(p) for p in self._frozen if p.requires_grad]

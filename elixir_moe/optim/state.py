@@ -63,7 +63,7 @@ class OptimizerState:
     @contextmanager
     def rewriting(self) -> Iterator[None]:
         """While it is open, shards at home may be written; gradients are forgotten and nothing is gathered."""
-        self._hooks.refuse_inside_loan("em.load()")
+        self._hooks.check_outside("em.load()")
         self._hooks.updated()
         self._scheduler.drop_weights(frozen=True)
         for chunk in self._scheduler.chunks:

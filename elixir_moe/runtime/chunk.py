@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from enum import Enum
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple, Protocol
-from zlib import crc32
+from typing import Protocol
 
 import torch
 
@@ -59,16 +58,6 @@ class Placement(Enum):
 
 
 CACHED, RESIDENT, IN_PLACE, ATTACHED = Placement
-
-
-class Mark(NamedTuple):
-    """What a gathered parameter is at one moment."""
-
-    version: int
-    """How often it was written in a way that tells of itself."""
-    address: int
-    checksum: int
-    """Of its values, where what is written is not at home at once."""
 
 
 class Placeholder:
@@ -285,18 +274,8 @@ class Chunk:
                 return name
         return None
 
-    def mark(self, index: int) -> Mark:
-        """Tells, compared with a later one, whether parameter `index` was written while it is gathered."""
-        assert self.buffer is not None
-        checksum = 0
-        if self.placement is not ATTACHED:  # else what is written is at home
-            values = self.place_in(self.buffer, index).reshape(-1).view(torch.uint8)
-            checksum = crc32(values.cpu().numpy().data)
-        with torch._C.DisableTorchFunctionSubclass():
-            return Mark(self.parameters[index]._version, self.locals[index].data_ptr(), checksum)
-
-    def restore(self) -> None:
-        """Undoes what was written and not brought home, in this rank's part of the buffer."""
+    def show_home(self) -> None:
+        """Puts this rank's part of what is at home into the buffer again."""
         assert self.buffer is not None
         self.attach()
         if self.placement is not ATTACHED:

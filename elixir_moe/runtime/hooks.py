@@ -37,7 +37,6 @@ from elixir_moe.parallel.dtensor import placed_like
 from elixir_moe.runtime.access import ParamAccess
 from elixir_moe.runtime.autograd import Hook, hook_outputs, in_backward
 from elixir_moe.runtime.chunk import ATTACHED, Placeholder
-from elixir_moe.runtime.loans import Loans
 from elixir_moe.runtime.saved_tensors import SavedTensors
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.units import Unit
@@ -107,7 +106,8 @@ class Hooks:
     def __init__(self, model: nn.Module, units: Sequence[Unit], scheduler: Scheduler, placeholder: Placeholder) -> None:
         self._root = model
         self._scheduler = scheduler
-        self._loans = Loans(scheduler)
+        self._given: list[list[nn.Parameter]] = []
+        """What user code has with an address just now (`em.unsharded`), outermost first."""
         self._saved = SavedTensors(scheduler, placeholder, self._begin_backward)
         self._packs = not all(chunk.placement is ATTACHED for chunk in scheduler.chunks)  # else weights stay in place
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
@@ -168,6 +168,7 @@ class Hooks:
         if recomputes:
             self._begin_backward()
         elif not self._calls or module is self._root:
+            self.check_outside("a forward of the model")
             self._begin()
         elif self._thread != threading.get_ident():
             raise ConfigError("two threads run a wrapped model at once: let one wait for the other")
@@ -293,11 +294,39 @@ class Hooks:
     @contextmanager
     def _lend_whole(self, parameters: list[nn.Parameter], write: bool) -> Iterator[None]:
         """Gathers parameters for a block of user code; with `write`, what they are at its end is brought home."""
+        slots = [self._slot_of[p] for p in parameters]
         outermost = not self._calls and not in_backward()
-        lent = self._loans.lend([self._slot_of[p] for p in parameters], write=write)
-        with self._lend(parameters, recorded=not outermost), lent:
-            self._begun = self._begun and not outermost  # what runs inside begins and ends by itself
-            yield
+        with self._lend(parameters, recorded=not outermost):
+            self._begun = self._begun and not outermost  # reads inside begin and end by themselves
+            if outermost:
+                self._given.append(parameters)
+            try:
+                yield
+            finally:
+                lost = outermost and not any(given is parameters for given in self._given)
+                self._given = [given for given in self._given if given is not parameters]
+                if write and not lost:
+                    self._scheduler.store(slots)
+            if lost:
+                raise ConfigError(
+                    "what ran inside em.unsharded(...) has failed, and the block with it: what was written there is lost"
+                )
+            if not write:
+                self._refuse_unseen({chunk for chunk, _ in slots})
+
+    def _refuse_unseen(self, chunks: set[int]) -> None:
+        for index in chunks:
+            if (name := self._scheduler.undo_unseen(index)) is not None:
+                raise ConfigError(
+                    f"parameter {name!r} was written through .data or its address inside em.unsharded(...): pass "
+                    f"write=True"
+                )
+
+    def check_outside(self, what: str) -> None:
+        """Raises ConfigError inside ``with em.unsharded(...)``, where weights are read and written and nothing runs."""
+        if self._given:
+            names = ", ".join(repr(self._names[p]) for p in self._given[0][:4])
+            raise ConfigError(f"{what} inside `with em.unsharded(...)` of {names}: end the block first")
 
     def _borrower(self, slots: tuple[Slot, ...], parameters: tuple[nn.Parameter, ...]) -> Unit:
         """Stands for all reads of these parameters outside their units."""
@@ -321,6 +350,7 @@ class Hooks:
         """Backward has come to what forward left at number `left`; what was entered after it awaits another one."""
         if self._backward is not None or not in_backward():
             return
+        self.check_outside("a backward through the model")
         self._land_last()
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self._past = self._take(left, keep=keep_graph) or self._past
@@ -475,10 +505,6 @@ class Hooks:
         with torch._C.DisableTorchFunctionSubclass():
             return [n for n, p in self._root.named_parameters() if p.requires_grad and p not in self._names]
 
-    def refuse_inside_loan(self, what: str) -> None:
-        """Raises ConfigError if `what` would move parameters that user code has with an address (`em.unsharded`)."""
-        self._loans.refuse(what)
-
     def notice_torn(self) -> None:
         """Gives up a backward that is over without having come to its end."""
         if self._backward is not None and not in_backward():
@@ -494,7 +520,7 @@ class Hooks:
         """Gives up all that was begun; gradients at home stay."""
         self.torn |= self._backward is not None
         self._scheduler.reset()
-        self._loans.lose()
+        self._given.clear()
         self._saved.forget()
         while self._calls:
             call = self._calls.pop()

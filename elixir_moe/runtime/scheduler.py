@@ -62,8 +62,6 @@ class Scheduler:
         """(chunk, index in the chunk) of parameters that got a gradient since the last update, on this rank."""
         self.reductions = Reductions(agreement)
         """What the backward under way is to reduce."""
-        self.lent: list[tuple[int, int]] = []
-        """(chunk, index in it) of gathered parameters that user code may write in any way just now."""
         self.shown_at: dict[int, Chunk] = {}
         """By the address of its memory: the chunk that is gathered there."""
         self.sent = False
@@ -145,7 +143,7 @@ class Scheduler:
     def _ask(self, verb: Verb, items: tuple[int, ...], *, tracked: bool, who: str) -> None:
         """Puts a request to the cache and carries out what it decides.
 
-        Weights for which there is no block get those of gradients that nobody has foreseen.
+        Weights that find no block get that of gradients, where more have one than were foreseen.
         """
         ask = self.cache.acquire if verb is ACQUIRE else self.cache.release
         try:
@@ -267,7 +265,7 @@ class Scheduler:
         if chunk.state is not GATHERED:
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._store(chunk, [position for index, position in self.lent if index == chunk.spec.index])
+            self._store(chunk, [])
             if self.looks_for_writes and self.written_unseen is None:
                 self.written_unseen = chunk.written_unseen()
 
@@ -285,6 +283,16 @@ class Scheduler:
             for position in positions:
                 chunk.store(position)
             self._streams.fetch_after_compute()
+
+    def undo_unseen(self, index: int) -> str | None:
+        """The name of a parameter of a gathered chunk that was written without a trace, which is undone; else None."""
+        chunk = self.chunks[index]
+        with torch.inference_mode(False), torch.no_grad():
+            self._store(chunk, [])
+            if (name := chunk.written_unseen()) is not None:
+                chunk.show_home()
+                self.failed = True  # of other ranks' parts the block still has what was written
+        return name
 
     def flush(self) -> None:
         """Brings home what was written in place in any gathered chunk."""
@@ -325,10 +333,10 @@ class Scheduler:
         return True
 
     def _move_gradients_out(self) -> bool:
-        """Empties a block of gradients, which get memory beside it for a while; returns whether there was one."""
-        chunk = next((chunk for chunk in self.chunks if chunk.gradient_block is not None), None)
-        if chunk is None:
+        """Empties a block of gradients, which get memory beside it for a while; False if all of them keep theirs."""
+        if self._gradient_blocks <= self._blocks.foreseen_gradients:
             return False
+        chunk = next(chunk for chunk in self.chunks if chunk.gradient_block is not None)
         assert isinstance(chunk.gradients, Landings)
         self.statistics.blocks_replaced += 1
         with torch.inference_mode(False), torch.no_grad():
