@@ -389,7 +389,7 @@ def wrapped(case: Case, plan: Any, accumulation: int, clip: float | None, start:
         options: dict[str, Any] = {}
         if plan == "auto":
             options["hardware"] = "a100-80g-pcie-x4"
-        if plan == "auto" or plan.rcache_blocks is not None:  # a tight plan has to know the order of use
+        if plan == "auto" or (plan.rcache_blocks is not None and case.pp == 1):
             options |= {"sample": tokens(0, 0, SEQ, VOCAB)[: ROWS // world], "step": lm_loss}
         model, optimizer = wrap_with_least(model, plan, options)
         result = train(model, optimizer, accumulation, clip, rank, world)

@@ -503,7 +503,7 @@ SCENARIOS = {
     "expert-lists": Scenario(ExpertLists),
     "detached-reentrant": Scenario(DetachedReentrant),
     "detached-non-reentrant": Scenario(DetachedNonReentrant),
-    "shared-reentrant": Scenario(SharedReentrant, more_blocks=1),
+    "shared-reentrant": Scenario(SharedReentrant, more_blocks=2),
     "tied-reentrant": Scenario(TiedReentrant),
     "nested-reentrant": Scenario(NestedReentrant),
     "inner-reentrant": Scenario(InnerReentrant),

@@ -182,6 +182,8 @@ class Chunk:
         """The last reduction; on a GPU it may still run on its stream."""
         self.gradients: Gradients | None = None
         """While gradients land."""
+        self.loose: list[tuple[int, torch.Tensor]] = []
+        """(index, gradient) of what has come and has no memory of the chunk's yet."""
         self.gradient_block: Block | None = None
         """The block of the rCache that they have."""
         self.holds = 0
@@ -327,6 +329,13 @@ class Chunk:
             memory = torch.empty(self.spec.numel, dtype=self.spec.key.dtype, device=self.device)
             self.gradients = Landings(self, memory, memory)
 
+    def land_loose(self) -> None:
+        """What has come goes to its place."""
+        assert self.gradients is not None
+        for index, gradient in self.loose:
+            self.gradients.add(index, gradient)
+        self.loose.clear()
+
     def land(self, reduced: torch.Tensor, squares: float | torch.Tensor | None = None) -> None:
         """Takes this rank's part of the sum of gradients home, behind the last use of what lies in its place."""
         if self.placement is IN_PLACE:
@@ -374,6 +383,7 @@ class Chunk:
     def reset(self) -> None:
         """Gives up what was begun: weights are at home alone, and gradients that were landing are gone."""
         self.arriving = self.gradients = self.gradient_block = None
+        self.loose.clear()
         self.reduced.clear()
         self.holds = 0
         if self.placement is not ATTACHED or self.state is GATHERING:

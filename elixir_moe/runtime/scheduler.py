@@ -305,19 +305,24 @@ class Scheduler:
         """Takes the gradient of parameter `position` of chunk `index`, of the parameter's shape."""
         chunk = self.chunks[index]
         self.used.add((index, position))
-        if chunk.gradients is None:
-            self._open_gradients(chunk)
-        assert chunk.gradients is not None
-        with torch.no_grad():
-            chunk.gradients.add(position, gradient)
+        chunk.loose.append((position, gradient))
+        self._land(chunk)
 
-    def _open_gradients(self, chunk: Chunk) -> None:
-        """Finds memory for a chunk's gradients: a block or, where none is left for them, memory beside for a while."""
-        if chunk.placement is CACHED and not self._has_gradient_block(chunk):
-            self.statistics.blocks_replaced += 1  # they come in another order than that of use, which no plan foresees
+    def _land(self, chunk: Chunk, *, at_once: bool = False) -> None:
+        """Copies what has come of a chunk's gradients to their memory.
+
+        Where no block is left for them they stay what autograd has made, until there is one. `at_once`: they get
+        memory beside the rCache for a while; no plan has foreseen the order in which they have come.
+        """
         with torch.inference_mode(False), torch.no_grad():
-            self._order_behind_reduction(chunk)  # a second sum in one backward goes on top of the first
-            chunk.open_gradients()
+            if chunk.gradients is None:
+                if chunk.placement is CACHED and not self._has_gradient_block(chunk):
+                    if not at_once:
+                        return
+                    self.statistics.blocks_replaced += 1
+                self._order_behind_reduction(chunk)  # a second sum in one backward goes on top of the first
+                chunk.open_gradients()
+            chunk.land_loose()
 
     def _has_gradient_block(self, chunk: Chunk) -> bool:
         """Asks for a block for the gradients of `chunk`; returns whether they have one."""
@@ -359,17 +364,14 @@ class Scheduler:
 
     def _reduce_ready(self) -> None:
         for index in self.reductions.ready():
-            chunk = self.chunks[index]
-            if chunk.gradients is None:
-                self._open_gradients(chunk)
-            self._reduce(chunk)
+            self._reduce(self.chunks[index])
 
     def finish_backward(self) -> None:
         """Sends off what is left; to be called when no more gradient can come."""
         self.reductions.expect_nothing()
         self._reduce_ready()
         for chunk in reversed(self.chunks):
-            if chunk.gradients is not None:
+            if chunk.gradients is not None or chunk.loose:
                 self._reduce(chunk)
         self.reductions.clear()
         if self.looks_for_writes:
@@ -378,6 +380,7 @@ class Scheduler:
 
     def _reduce(self, chunk: Chunk) -> None:
         """Sends a chunk of gradients off: every rank gets the sum of its shard."""
+        self._land(chunk, at_once=True)
         assert chunk.gradients is not None
         with torch.no_grad():
             gradients = chunk.gradients.complete()
