@@ -174,6 +174,9 @@ class CacheState:
         self._clock = 0
         self._last_use: dict[int, int] = {}
         self._ahead: set[int] = set()
+        """Weights that were gathered ahead of their use."""
+        self._reserved: set[int] = set()
+        """Gradients that have a block ahead of their first."""
         self._present = -1
         self._sending = -1
         """The block that gradients have left last."""
@@ -227,6 +230,7 @@ class CacheState:
         for chunk in chunks:
             self._clock += 1
             self._last_use[chunk] = self._clock
+            self._reserved.discard(chunk)
             if chunk not in self._where:
                 loads.append(self._load(chunk, self._victim(self._held), ahead=False))
             elif chunk in self._ahead:
@@ -254,6 +258,7 @@ class CacheState:
         for chunk in chunks:
             self._held.pop(chunk, None)
             self._ahead.discard(chunk)
+            self._reserved.discard(chunk)
             if chunk in self._where:
                 self._empty.append(self._where.pop(chunk))
                 self._leaves(chunk)
@@ -264,6 +269,7 @@ class CacheState:
         self._empty = deque(range(self.blocks))
         self._held.clear()
         self._ahead.clear()
+        self._reserved.clear()
         self.rewind()
 
     def _leaves(self, chunk: int) -> None:
@@ -326,6 +332,7 @@ class CacheState:
         else:
             block = self._where.pop(victim)
             self._ahead.discard(victim)
+            self._reserved.discard(victim)
             self._leaves(victim)
             self.counts.evictions += 1
         self._where[chunk] = block
@@ -335,6 +342,8 @@ class CacheState:
             self.counts.prefetched += ahead
             if ahead:
                 self._ahead.add(chunk)
+        elif ahead:
+            self._reserved.add(chunk)
         return Load(chunk, block, victim, ahead)
 
     @property
@@ -350,7 +359,8 @@ class CacheState:
         loads: list[Load] = []
         if self._schedule is None or not self._on_schedule:
             return loads
-        while len(self._ahead) < self._prefetch and (target := self._next_missing()) is not None:
+        most = self._prefetch
+        while max(len(self._ahead), len(self._reserved)) < most and (target := self._next_missing()) is not None:
             made = self._load_for(target)
             loads += made
             if not made:

@@ -309,7 +309,7 @@ class Hooks:
                     self._scheduler.store(slots)
             if lost:
                 raise ConfigError(
-                    "what ran inside em.unsharded(...) has failed, and the block with it: what was written there is lost"
+                    "what ran inside em.unsharded(...) has failed, and the block with it: what was written is lost"
                 )
             if not write:
                 self._refuse_unseen({chunk for chunk, _ in slots})
