@@ -12,8 +12,8 @@ own, so that its agreements stand in no order with those of the training.
 
 What is copied before `save` returns is what user code can change unseen: buffers, and weights used in place. All else
 is changed by an update, by a load, or by what brings home what users have written; each waits until the thread has
-copied it (`Home.await_reader`). Updates of the last step may be under way when `save` is called: it is the thread that
-waits for them, a shard at a time (`Kept.read`).
+copied it (`ShardState.wait_for_reader`). Updates of the last step may be under way when `save` is called: it is the
+thread that waits for them, a shard at a time (`Kept.read`).
 """
 
 import os

@@ -131,18 +131,24 @@ def uses_of(
     sample: Any,
     compute_dtype: torch.dtype | None,
 ) -> Sequence[Use]:
-    """What uses the parameters in ``step(model, sample)``, numbered as ``model.parameters()`` gives them.
+    """What uses the parameters in ``step(model, sample)``, numbered as ``model.parameters()`` gives them. Collective.
 
     A step that cannot run on tensors without data is run on the model, without its backward: what is recomputed there
     is not known then.
     """
-    try:
-        profile = trace(
-            model, step, sample, world=dist.get_world_size(), rank=dist.get_rank(), compute_dtype=compute_dtype
-        )
-    except ConfigError:
-        return traced_uses(model, parts, step, sample)
-    return profile.registered_uses
+    found: list[Use] = []
+
+    def learn() -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        try:
+            profile = trace(model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype)
+        except ConfigError:
+            found.extend(traced_uses(model, parts, step, sample))
+        else:
+            found.extend(profile.registered_uses)
+
+    together("ran the step that sample and step are", learn)
+    return found
 
 
 def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) -> Task:
