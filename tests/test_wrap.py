@@ -292,7 +292,7 @@ class Host(HasGuest):
 
 @pytest.mark.parametrize("blocks", [2, 3])
 def test_a_guest_inside_a_unit_has_a_block_of_its_own(blocks: int) -> None:
-    """Its weights, the unit's, and gradients, which nobody foresees: they have memory beside where no block is left."""
+    """Its weights and the unit's; gradients, which nobody foresees, stay what autograd has made until there is one."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     model.append(Host(model[0]))
@@ -303,7 +303,7 @@ def test_a_guest_inside_a_unit_has_a_block_of_its_own(blocks: int) -> None:
     with torch.no_grad():
         assert torch.equal(model(rows), plain(rows))
     model(rows).square().mean().backward()
-    assert (optimizer.statistics().blocks_replaced > 0) == (blocks == 2)
+    assert optimizer.statistics().blocks_replaced == 0
     optimizer.step()
     plain(rows).square().mean().backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()

@@ -298,6 +298,7 @@ class Hooks:
         outermost = not self._calls and not in_backward()
         with self._lend(parameters, recorded=not outermost):
             self._begun = self._begun and not outermost  # reads inside begin and end by themselves
+            before = {} if write else {slot: self._scheduler.fingerprint(*slot) for slot in slots}
             if outermost:
                 self._given.append(parameters)
             try:
@@ -311,12 +312,14 @@ class Hooks:
                 raise ConfigError(
                     "what ran inside em.unsharded(...) has failed, and the block with it: what was written is lost"
                 )
-            if not write:
-                self._refuse_unseen({chunk for chunk, _ in slots})
+            self._refuse_unseen(before)
 
-    def _refuse_unseen(self, chunks: set[int]) -> None:
-        for index in chunks:
-            if (name := self._scheduler.undo_unseen(index)) is not None:
+    def _refuse_unseen(self, before: dict[Slot, tuple[int, int]]) -> None:
+        for slot, (version, values) in before.items():
+            now = self._scheduler.fingerprint(*slot)
+            if now[0] == version and now[1] != values:
+                self._scheduler.undo_unseen(slot[0])
+                name = self._scheduler.chunks[slot[0]].names[slot[1]]
                 raise ConfigError(
                     f"parameter {name!r} was written through .data or its address inside em.unsharded(...): pass "
                     f"write=True"

@@ -284,15 +284,16 @@ class Scheduler:
                 chunk.store(position)
             self._streams.fetch_after_compute()
 
-    def undo_unseen(self, index: int) -> str | None:
-        """The name of a parameter of a gathered chunk that was written without a trace, which is undone; else None."""
-        chunk = self.chunks[index]
+    def fingerprint(self, index: int, position: int) -> tuple[int, int]:
+        """Tells, compared with a later one, whether and how a gathered parameter was written; see `Chunk`."""
+        return self.chunks[index].fingerprint(position)
+
+    def undo_unseen(self, index: int) -> None:
+        """Undoes writes to a gathered chunk that have left no trace."""
         with torch.inference_mode(False), torch.no_grad():
-            self._store(chunk, [])
-            if (name := chunk.written_unseen()) is not None:
-                chunk.show_home()
-                self.failed = True  # of other ranks' parts the block still has what was written
-        return name
+            self._store(self.chunks[index], [])
+            self.chunks[index].show_home()
+        self.failed = True  # of other ranks' parts the block still has what was written
 
     def flush(self) -> None:
         """Brings home what was written in place in any gathered chunk."""
