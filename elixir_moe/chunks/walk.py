@@ -24,6 +24,8 @@ class Part:
     """The part right around it, which has a smaller number."""
     shared: bool = False
     """It is beneath several parts."""
+    chooses: bool = False
+    """Each rank may use others of its parameters: experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,8 @@ class UnitSpec:
     params: tuple[int, ...]
     whole: bool
     """With all that is beneath it."""
+    chooses: bool = False
+    """Which of its parameters get a gradient is not the same on all ranks."""
 
 
 def choose_units(parts: Sequence[Part], chunk_of: Mapping[int, int]) -> list[UnitSpec | None]:
@@ -69,12 +73,14 @@ def choose_units(parts: Sequence[Part], chunk_of: Mapping[int, int]) -> list[Uni
     chunks: list[set[int]] = [{chunk_of[p] for p in part.params if p in chunk_of} for part in parts]
     params: list[list[int]] = [list(part.params) for part in parts]
     joins = [True] * len(parts)
+    chooses = [part.chooses for part in parts]
     for number in reversed(range(len(parts))):
         parent = parts[number].parent
         if parent is not None:
             if len(chunks[parent]) < 2:
                 chunks[parent] |= chunks[number]
             joins[parent] &= joins[number] and not parts[number].shared
+            chooses[parent] |= chooses[number]
             params[parent] += params[number]
     units: list[UnitSpec | None] = []
     for number, part in enumerate(parts):
@@ -82,9 +88,12 @@ def choose_units(parts: Sequence[Part], chunk_of: Mapping[int, int]) -> list[Uni
         if around is not None and around.whole:
             units.append(around)
         elif joins[number] and len(chunks[number]) < 2:
-            units.append(UnitSpec(part=number, params=tuple(sorted(set(params[number]))), whole=True))
+            mine = tuple(sorted(set(params[number])))
+            units.append(UnitSpec(part=number, params=mine, whole=True, chooses=chooses[number]))
+        elif part.params:
+            units.append(UnitSpec(part=number, params=part.params, whole=False, chooses=part.chooses))
         else:
-            units.append(UnitSpec(part=number, params=part.params, whole=False) if part.params else None)
+            units.append(None)
     return units
 
 
@@ -127,6 +136,7 @@ class _Run:
     is_read: bool
     with_grad: bool
     region: int | None
+    chooses: bool = False
 
     @property
     def comes_back(self) -> bool:
@@ -139,7 +149,8 @@ class Walk:
 
     Backward visits runs in the reverse of the order forward left them. A unit holds its chunks until everything that
     forward entered after it is done, which is noticed at the next unit; a read holds its chunks for a moment. The
-    gradients of a chunk have a block from the first that lands to the last of those that forward's uses bring; a
+    gradients of a chunk have a block from the first that lands to the last of those that forward's uses bring, those of
+    experts for as long as their unit is held, since ranks have gradients of others; a
     parameter gets its gradient at the first of its uses, in a reentrant checkpoint at the first one inside, and what is
     used last has its gradient first. A recomputed region is acquired run by run and held until its backward is done,
     which is why the rCache must hold the largest region (v2, A.3).
@@ -170,17 +181,19 @@ class Walk:
         ends: dict[int, int] = {}
         for use in self._uses:
             params: Iterable[int]
+            chooses = False
             unit = None if use.part is None else units[use.part]
             if use.part is not None and unit is None:
                 continue
             if unit is not None and unit.part == use.part:
                 ends[unit.part] = max(use.left, ends.get(unit.part, -1))
-                params = unit.params
+                params, chooses = unit.params, unit.chooses
             else:
                 params = use.params if use.part is None else self._parts[use.part].params
                 params = [p for p in params if use.left > ends.get(unit_of.get(p, -1), -1)]
             if params:
-                yield _Run(use.entered, use.left, tuple(params), use.part is None, use.with_grad, use.region)
+                is_read = use.part is None
+                yield _Run(use.entered, use.left, tuple(params), is_read, use.with_grad, use.region, chooses)
 
 
 class _Step:
@@ -216,15 +229,17 @@ class _Step:
         self._chunk_with = chunk_with
         self._to_send = sorted(first_use, key=lambda chunk: (first_use[chunk], chunk))
         """Chunks with gradients, the last one first."""
-        self._ends_early = {params for params in self._chunks if trainable.issuperset(params)}
+        choosing = {run.params for run in runs if run.chooses}
+        self._ends_early = {params for params in self._chunks if trainable.issuperset(params)} - choosing
         """Parameters of a run, or a read, that nobody reads any more when all their gradients have come."""
         self._open: set[int] = set()
         self._held: list[_Run] = []
         self._rebuilt: list[int] = []
         """Chunks that are held for an operator which reads weights of them."""
         inner = [following.entered < run.left for run, following in pairwise(runs)]
-        self._leaf = {run.entered for run, has_inner in zip(runs, [*inner, False], strict=False) if not has_inner}
-        """Runs, by their entry, in which nothing else asks for anything."""
+        ends = zip(runs, [*inner, False], strict=False)
+        self._leaf = {run.entered for run, has_inner in ends if not (has_inner or run.chooses)}
+        """Runs, by their entry, in which nothing else asks for anything, and that have their gradients on all ranks."""
 
     def entries(self) -> Iterator[Entry]:
         """All of them, in order."""
@@ -260,7 +275,8 @@ class _Step:
                 yield from self._hold([run])
             if run.region is None and run.is_read:
                 yield from self._rebuild(run)
-            if run.is_read or run.entered in self._leaf or len(self._landing[run.entered]) == 1:
+            single = len(self._landing[run.entered]) == 1 and not run.chooses
+            if run.is_read or run.entered in self._leaf or single:
                 yield from self._land(run)  # of a single one either the weight or the gradient is there
             else:  # they may come at any time until it is passed
                 yield from self._open_for(self._landing[run.entered])

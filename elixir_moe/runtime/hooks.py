@@ -420,6 +420,8 @@ class Hooks:
         self._pass(left)
         self._hold(unit, tracked=True)
         self._backward.holds.append((entered, unit))
+        if unit.chooses:
+            self._scheduler.reserve_gradients(unit.chunks)
 
     def landed(self, slot: Slot, parameter: nn.Parameter) -> None:
         """A gradient is complete: autograd has summed it over all uses of the parameter at `slot`."""
@@ -432,8 +434,8 @@ class Hooks:
             gradient = placed_like(gradient, parameter)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        more = self._past.unrecomputed
-        last = not (more and any(more[unit] for unit in self._owners[slot]))
+        more, owners = self._past.unrecomputed, self._owners[slot]
+        last = not any(unit.chooses or (more and more[unit]) for unit in owners)
         if last:
             self._let_go_early(slot)
         self._scheduler.add_gradient(*slot, gradient)

@@ -143,6 +143,10 @@ class Reductions:
         """Whether the gradient of parameter `position` of `chunk` is still expected."""
         return position in self._awaited.get(chunk, ())
 
+    def awaits_any(self, chunk: int) -> bool:
+        """Whether gradients of `chunk` are still expected."""
+        return bool(self._awaited.get(chunk))
+
     def expect_no_more(self, chunk: int, position: int) -> bool:
         """It has come, or will not come in this backward; returns whether the chunk waits for nothing any more."""
         awaited = self._awaited.get(chunk)

@@ -309,6 +309,12 @@ class Scheduler:
         chunk.loose.append((position, gradient))
         self._land(chunk)
 
+    def reserve_gradients(self, chunks: Sequence[int]) -> None:
+        """Asks for the blocks of gradients that come on some ranks and not on others: all ask at the same time."""
+        for index in chunks:
+            if self.chunks[index].placement is CACHED and self.reductions.awaits_any(index):
+                self._land(self.chunks[index])
+
     def _land(self, chunk: Chunk, *, at_once: bool = False) -> None:
         """Copies what has come of a chunk's gradients to their memory.
 

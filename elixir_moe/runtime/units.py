@@ -7,7 +7,7 @@ telling which gather comes next; that is the one thing to get right here.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class Unit:
     slots: tuple[tuple[int, int], ...]
     """(chunk, index in the chunk) of its parameters."""
     parameters: tuple[nn.Parameter, ...]
+    chooses: bool = False
+    """Which of its parameters get a gradient is not the same on all ranks."""
     chunks: tuple[int, ...] = field(init=False)
     label: str = field(init=False)
     """What messages call it."""
@@ -68,7 +70,7 @@ def find_parts(model: nn.Module) -> Parts:
     def visit(module: nn.Module, name: str, parent: int | None, in_list: bool) -> None:
         if module in number_of:
             number = number_of[module]
-            specs[number] = Part(params=specs[number].params, parent=specs[number].parent, shared=True)
+            specs[number] = replace(specs[number], shared=True)
             return
         whole = _is_compiled(module) or any(_may_choose(child, module, in_list) for child in module.children())
         if _is_callable(module) and any(True for _ in module.parameters()):
@@ -76,7 +78,8 @@ def find_parts(model: nn.Module) -> Parts:
             number_of[module] = len(specs)
             names.append(name)
             modules.append(module)
-            specs.append(Part(params=tuple(dict.fromkeys(index_of[p] for p in own)), parent=parent))
+            params = tuple(dict.fromkeys(index_of[p] for p in own))
+            specs.append(Part(params=params, parent=parent, chooses=whole))
             parent = number_of[module]
         if not whole:
             for child_name, child in module.named_children():
@@ -97,7 +100,7 @@ def build_units(parts: Parts, parameters: Sequence[nn.Parameter], layout: Layout
     for unit in chosen:
         mine = tuple(parameters[i] for i in unit.params)
         slots = tuple(slot_of[i] for i in unit.params)
-        units.append(Unit(parts.names[unit.part], parts.modules[unit.part], slots, mine))
+        units.append(Unit(parts.names[unit.part], parts.modules[unit.part], slots, mine, unit.chooses))
     return units
 
 
