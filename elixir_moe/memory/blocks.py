@@ -102,7 +102,9 @@ class ShardBlock(Block):
         return 0
 
     def _replace(self) -> None:
+        before = self._memory
         super()._replace()
+        self._memory.copy_(before)
         self._shard.move_to(self._wire)
 
 

@@ -394,10 +394,10 @@ class Chunk:
 
     def reset(self) -> None:
         """Gives up what was begun: weights are at home alone, and gradients that were landing are gone."""
+        self.holds = 0
+        self.land_last()
         self.arriving = self.gradients = self.gradient_block = None
         self.loose.clear()
-        self.reduced.clear()
-        self.holds = 0
         if self.placement is not ATTACHED or self.state is GATHERING:
             self.detach()
             self.state = SHARDED

@@ -238,6 +238,8 @@ class Hooks:
                 hook_outputs(output, partial(self._reach, unit, entered, left))
         self._end(call)
         if call.outermost:
+            if output is None and sys.exc_info()[0] is not None:  # it has failed, and gets no backward
+                self._forwards = [forward for forward in self._forwards if forward is not self._current]
             if call.training:
                 hook_outputs(output, partial(self._reach_end, self._clock, self._saved.updates))
             self._begun = False
@@ -394,7 +396,12 @@ class Hooks:
                 hooks[key] = hooks.pop(key)
 
     def _accumulates(self, ahead: Sequence[tuple[int, Unit]]) -> bool:
-        """Whether this backward brings gradients of parameters: that of `torch.autograd.grad` does not."""
+        """Whether this backward brings gradients of parameters: that of `torch.autograd.grad` does not.
+
+        What reentrant checkpoints run again has nodes in graphs of their own, and no other than such a backward.
+        """
+        if any(self._past.unrecomputed.values()):
+            return True
         parameters = (parameter for _, unit in reversed(ahead) for parameter in unit.parameters)
         with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
             for parameter in parameters:

@@ -86,7 +86,7 @@ class SavedTensors:
             with torch._C.DisableTorchFunctionSubclass():
                 address = local.untyped_storage().data_ptr()
             chunk = self._scheduler.shown_at.get(address)
-            if chunk is not None:
+            if chunk is not None and chunk.buffer is not None and chunk.buffer.data_ptr() == address:
                 return Packed(chunk, tensor, self.updates)
             if address in self._placeholder.addresses:
                 raise PlanError(
