@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import elixir_moe as em
 from benchmarks.workload import Workload, fresh_model
 from elixir_moe.models.gpt import gpt_patterns, lm_loss
-from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.optim.optimizer import ShardedOptimizer
 
 LEARNING_RATE = 3e-4
 
@@ -57,8 +57,8 @@ Build = Callable[[Workload], Contender]
 
 
 def plain(workload: Workload) -> Contender:
-    """Plain torch: each rank for itself, no communication."""
-    model = fresh_model(workload.model)
+    """Plain torch: each rank for itself, with all experts, no communication."""
+    model = fresh_model(workload.model).to(torch.bfloat16 if workload.bf16 else torch.float32)
     return Contender(model=model, optimizer=fused_adamw(model.parameters()), shares_gradients=False)
 
 

@@ -38,10 +38,10 @@ class Engine(Contender):
         self.engine.destroy()
 
 
-def zero(workload: Workload, stage: int) -> Contender:
-    """ZeRO of a dense model."""
+def zero(workload: Workload, stage: int, *, offload: bool = False) -> Contender:
+    """ZeRO of a dense model; with `offload`, parameters and optimizer are in host memory."""
     model = fresh_model(workload.model)
-    return _engine(model, model.parameters(), workload, stage)
+    return _engine(model, model.parameters(), workload, stage, offload=offload)
 
 
 def pr_moe(workload: Workload) -> Contender:
@@ -108,7 +108,7 @@ def _prepare() -> None:
     deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False)
 
 
-def _engine(model: nn.Module, parameters: Any, workload: Workload, stage: int) -> Engine:
+def _engine(model: nn.Module, parameters: Any, workload: Workload, stage: int, *, offload: bool = False) -> Engine:
     _prepare()
     import deepspeed
 
@@ -118,5 +118,9 @@ def _engine(model: nn.Module, parameters: Any, workload: Workload, stage: int) -
         "bf16": {"enabled": workload.bf16},
         "steps_per_print": 10**9,
     }
+    if offload:
+        host = {"device": "cpu"}
+        config["zero_optimization"] |= {"offload_optimizer": host, "offload_param": host}
+        config["zero_force_ds_cpu_optimizer"] = False
     engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=fused_adamw(parameters), config=config)
     return Engine(model=model, optimizer=optimizer, engine=engine)

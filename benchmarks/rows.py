@@ -56,8 +56,14 @@ _WIDE_MOE = replace(
     name="PR-MoE of 4 layers x 256, experts 32 and 64, EP 2, capacity 1.25, bf16, AdamW",
     model=replace(_PR_MOE.model, vocab_size=256, experts=(0, 32, 0, 64)),
 )
+_GPT_12 = Workload(
+    name="GPT of 12 layers x 768, fp32, AdamW",
+    model=replace(gpt_config("gpt2-8x512"), n_layers=12, d_model=768, n_heads=12, vocab_size=256, experts=(), ep=()),
+    batch=2,
+)
 FULL = {
     "gpt": _GPT,
+    "gpt-12": _GPT_12,
     "megatron": replace(_GPT, name=f"Megatron-core's {_GPT.name}"),
     "pr-moe": _PR_MOE,
     "wide": _WIDE_MOE,
@@ -80,6 +86,9 @@ _DEEPSPEED_3 = ("deepspeed-zero3", partial(deepspeed_peers.zero, stage=3))
 _REPLICATED = ("ours-ddp", partial(ours, plan=em.Plan.ddp()))
 _ZERO2 = ("ours-zero2", partial(ours, plan=em.Plan.zero2()))
 _ZERO3 = ("ours-zero3", partial(ours, plan=em.Plan.zero3(rcache_blocks=3)))
+_DEEPSPEED_OFFLOAD = ("deepspeed-offload", partial(deepspeed_peers.zero, stage=3, offload=True))
+_DEEPSPEED_MOE = ("deepspeed-moe", deepspeed_peers.pr_moe)
+_OFFLOAD = ("ours-offload", partial(ours, plan=em.Plan.offload(rcache_blocks=3)))
 _MEGATRON = ("megatron-ddp", megatron_peers.ddp)
 _OURS_MEGATRON = ("ours-megatron", partial(megatron_peers.ours, plan=em.Plan.zero2()))
 
@@ -96,7 +105,6 @@ ROWS = [
         theirs=_DEEPSPEED_2,
         needs="deepspeed",
     ),
-    Row(name="zero2", peer="plain torch, no communication", workload="gpt", ranks=2, ours=_ZERO2, theirs=_PLAIN),
     Row(name="zero3, 3 blocks", peer="FSDP2", workload="gpt", ranks=2, ours=_ZERO3, theirs=_FSDP, limit=0.8),
     Row(
         name="zero3, 3 blocks",
@@ -123,7 +131,7 @@ ROWS = [
         workload="pr-moe",
         ranks=2,
         ours=_ZERO3,
-        theirs=("deepspeed-moe", deepspeed_peers.pr_moe),
+        theirs=_DEEPSPEED_MOE,
         limit=0.8,
         needs="deepspeed",
     ),
@@ -137,3 +145,42 @@ ROWS = [
         limit=round(1 / 5.3, 4),
     ),
 ]
+
+_COMPUTE = "pure compute: plain torch, no communication"
+BEYOND_COMPUTE = [
+    Row(name=name, peer=_COMPUTE, workload=workload, ranks=2, ours=contender, theirs=_PLAIN, needs=needs)
+    for workload, name, contender, needs in (
+        ("gpt", "zero2", _ZERO2, None),
+        ("gpt", "zero3, 3 blocks", _ZERO3, None),
+        ("gpt", "DDP's own step", _DDP, None),
+        ("gpt", "FSDP2's own step, kept gathered", _FSDP_ZERO2, None),
+        ("gpt", "FSDP2's own step", _FSDP, None),
+        ("gpt", "DeepSpeed ZeRO-2's own step", _DEEPSPEED_2, "deepspeed"),
+        ("gpt", "DeepSpeed ZeRO-3's own step", _DEEPSPEED_3, "deepspeed"),
+        ("pr-moe", "PR-MoE, zero2", _ZERO2, None),
+        ("pr-moe", "PR-MoE, zero3", _ZERO3, None),
+        ("pr-moe", "DeepSpeed PR-MoE's own step, ZeRO-2", _DEEPSPEED_MOE, "deepspeed"),
+    )
+]
+"""How much longer a step takes than its arithmetic alone: the ratio less one is what holding it together costs."""
+
+PEAKS = [
+    Row(
+        name=f"{name}: peak memory of a rank",
+        peer=peer,
+        workload="gpt-12",
+        ranks=2,
+        ours=mine,
+        theirs=theirs,
+        needs=needs,
+    )
+    for name, mine, peer, theirs, needs in (
+        ("zero2", _ZERO2, "DDP", _DDP, None),
+        ("zero2", _ZERO2, "FSDP2, kept gathered", _FSDP_ZERO2, None),
+        ("zero2", _ZERO2, "DeepSpeed ZeRO-2", _DEEPSPEED_2, "deepspeed"),
+        ("zero3, 3 blocks", _ZERO3, "FSDP2", _FSDP, None),
+        ("zero3, 3 blocks", _ZERO3, "DeepSpeed ZeRO-3", _DEEPSPEED_3, "deepspeed"),
+        ("offload, 3 blocks", _OFFLOAD, "DeepSpeed ZeRO-3, offloaded", _DEEPSPEED_OFFLOAD, "deepspeed"),
+    )
+]
+"""Bytes instead of times."""

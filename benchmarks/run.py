@@ -17,11 +17,11 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks import adam, checkpoint
+from benchmarks import adam, checkpoint, memory
 from benchmarks.contenders import Build, start_rank
 from benchmarks.measure import check_agreement, host_microseconds, race
 from benchmarks.report import describe, host_row, machine, markdown, race_row, unmeasured_row, write
-from benchmarks.rows import FULL, QUICK, ROWS, Row
+from benchmarks.rows import BEYOND_COMPUTE, FULL, PEAKS, QUICK, ROWS, Row
 from benchmarks.workload import Workload
 
 THREADS = 1
@@ -37,19 +37,23 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     workloads = QUICK if options.quick else FULL
     rounds, steps = options.rounds or (2 if options.quick else 9), options.steps or 1
-    wanted = [row for row in ROWS if options.only is None or options.only in (row.name, row.peer)]
+    everything = [*ROWS, *BEYOND_COMPUTE, *PEAKS]
+    wanted = [row for row in everything if options.only is None or options.only in (row.name, row.peer)]
+    peaks = [row for row in wanted if row in PEAKS]
+    races = [row for row in wanted if row not in PEAKS]
     parts = {HOST_ROW: (1, _host_rows), ADAM_ROW: (1, _adam_rows)}
     parts |= {name: (2, partial(checkpoint.rows, name)) for name in checkpoint.ROWS}
-    names = {row.name for row in ROWS} | {row.peer for row in ROWS} | set(parts)
+    names = {name for row in everything for name in (row.name, row.peer)} | set(parts)
     parts = {name: part for name, part in parts.items() if options.only in (None, name)}
     if not wanted and not parts:
         print(f"no row is called {options.only!r}; there are: {', '.join(map(repr, sorted(names)))}", file=sys.stderr)
         return 2
     _own_extensions(Path(options.out).resolve().parent / "torch_extensions")
     rows: list[dict[str, Any]] = []
-    for ranks, key in dict.fromkeys((row.ranks, row.workload) for row in wanted):
-        those = [row for row in wanted if (row.ranks, row.workload) == (ranks, key)]
+    for ranks, key in dict.fromkeys((row.ranks, row.workload) for row in races):
+        those = [row for row in races if (row.ranks, row.workload) == (ranks, key)]
         rows += _spawn(ranks, _step_rows, those, workloads[key], rounds, steps)
+    rows += _peak_rows(peaks, workloads)
     for ranks, measure in parts.values():
         rows += _spawn(ranks, measure, options.quick, workloads["gpt"], rounds)
     described = {key: describe(workloads[key]) for key in dict.fromkeys(row.workload for row in wanted)}
@@ -111,14 +115,14 @@ def _rank(rank: int, ranks: int, rendezvous: str, results: Any, measure: Any, ar
 
 
 def _step_rows(rows: list[Row], workload: Workload, rounds: int, steps: int) -> list[dict[str, Any]]:
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    rank = dist.get_rank()
     there = [row for row in rows if _has(row.needs)]
     builds: dict[str, Build] = dict(side for row in there for side in (row.theirs, row.ours))
     contenders = {key: build(workload) for key, build in builds.items()}
     check_agreement(contenders, workload)
     found = []
     for row in rows:
-        what = {"name": row.name, "peer": row.peer, "workload": row.workload, "ranks": ranks, "limit": row.limit}
+        what = _what(row)
         if row not in there:
             found.append(unmeasured_row(what, f"{row.needs} is not installed: pip install '.[bench]'"))
             continue
@@ -129,6 +133,24 @@ def _step_rows(rows: list[Row], workload: Workload, rounds: int, steps: int) -> 
     for contender in contenders.values():
         contender.close()
     return found
+
+
+def _peak_rows(rows: list[Row], workloads: dict[str, Workload]) -> list[dict[str, Any]]:
+    found: dict[str, float] = {}
+    peaks = []
+    for row in rows:
+        if not _has(row.needs):
+            peaks.append(unmeasured_row(_what(row), f"{row.needs} is not installed: pip install '.[bench]'"))
+            continue
+        for key, build in (row.ours, row.theirs):
+            if key not in found:
+                (found[key],) = _spawn(row.ranks, memory.peak_mib, build, workloads[row.workload])
+        peaks.append(memory.peak_row(_what(row), found[row.ours[0]], found[row.theirs[0]]))
+    return peaks
+
+
+def _what(row: Row) -> dict[str, Any]:
+    return {"name": row.name, "peer": row.peer, "workload": row.workload, "ranks": row.ranks, "limit": row.limit}
 
 
 def _host_rows(_: bool, workload: Workload, rounds: int) -> list[dict[str, Any]]:

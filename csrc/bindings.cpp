@@ -135,13 +135,15 @@ std::optional<Loads> simulate(Bytes verbs, Numbers starts, Numbers chunks, std::
     if (starts.size() != verbs.size() + 1) throw std::invalid_argument("starts needs one number more than verbs");
     for (std::size_t i = 0; i < verbs.size(); ++i) {
         const bool ordered = starts(i) >= 0 && starts(i) <= starts(i + 1);
-        if (verbs(i) > 3 || !ordered) throw std::invalid_argument("entry " + std::to_string(i) + " is none");
+        if (verbs(i) > 1 || !ordered) throw std::invalid_argument("entry " + std::to_string(i) + " is none");
     }
     if (starts(verbs.size()) != static_cast<std::int64_t>(chunks.size())) {
         throw std::invalid_argument("starts does not end where chunks do");
     }
     for (std::size_t i = 0; i < chunks.size(); ++i) {
-        if (chunks(i) < 0 || chunks(i) >= chunk_count) throw std::invalid_argument("chunks has one beyond chunk_count");
+        if (chunks(i) < 0 || chunks(i) >= 2 * chunk_count) {
+            throw std::invalid_argument("chunks has one beyond twice chunk_count");
+        }
     }
     const elixir::Schedule schedule{
         .verbs = verbs.data(),
@@ -195,6 +197,6 @@ NB_MODULE(_native, m) {
 
     m.def("simulate", &simulate, "verbs"_a.noconvert(), "starts"_a.noconvert(), "chunks"_a.noconvert(), "chunk_count"_a,
           "blocks"_a,
-          "The gathers (chunk, block, evicted or -1) of one recorded step on an rCache that is empty at first; None if "
+          "The loads (chunk, block, evicted or -1) of one recorded step on an rCache that is empty at first; None if "
           "it is too small.");
 }

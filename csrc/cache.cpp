@@ -15,11 +15,11 @@ class Cache {
     Cache(const Schedule& schedule, std::int32_t blocks, std::vector<Load>& loads)
         : schedule_(schedule),
           loads_(loads),
-          held_(schedule.chunk_count, 0),
-          block_of_(schedule.chunk_count, kNone),
-          came_(schedule.chunk_count, 0),
-          uses_(schedule.chunk_count),
-          passed_(schedule.chunk_count, 0) {
+          held_(2 * static_cast<std::size_t>(schedule.chunk_count), 0),
+          block_of_(held_.size(), kNone),
+          came_(held_.size(), 0),
+          uses_(held_.size()),
+          passed_(held_.size(), 0) {
         for (std::int32_t block = 0; block < blocks; ++block) empty_.push_back(block);
         for (std::size_t entry = 0; entry < schedule.entries; ++entry) {
             if (verb(entry) != Verb::acquire) continue;
@@ -35,7 +35,7 @@ class Cache {
                 if (!acquire(entry)) return false;
                 continue;
             }
-            for (std::int32_t i = first(entry); i < last(entry); ++i) settle(verb(entry), schedule_.chunks[i]);
+            for (std::int32_t i = first(entry); i < last(entry); ++i) release(schedule_.chunks[i]);
         }
         return true;
     }
@@ -64,12 +64,14 @@ class Cache {
 
     void load(std::int32_t chunk, std::int64_t now) {
         std::int32_t block, evicted = kNone;
-        if (!empty_.empty()) {
+        // The only empty block may be the one that gradients have just left: what is not used again leaves instead.
+        const bool sending = empty_.size() == 1 && empty_.front() == sending_;
+        const std::size_t place = empty_.empty() || sending ? farthest(now) : resident_.size();
+        if (place == resident_.size() || (sending && next_use(resident_[place], now) != kNever)) {
             block = empty_.front();  // the one empty for longest
             empty_.pop_front();
             resident_.push_back(chunk);
         } else {
-            const std::size_t place = farthest(now);
             evicted = resident_[place];
             block = block_of_[evicted];
             block_of_[evicted] = kNone;
@@ -102,22 +104,17 @@ class Cache {
         return passed < uses_[chunk].size() ? uses_[chunk][passed] : kNever;
     }
 
-    void settle(Verb verb, std::int32_t chunk) {
-        if (verb == Verb::hold) {
-            ++held_[chunk];
-        } else if (verb == Verb::release) {
-            if (held_[chunk] > 0) --held_[chunk];
-        } else {
-            held_[chunk] = 0;
-            if (block_of_[chunk] == kNone) return;
-            empty_.push_back(block_of_[chunk]);
-            block_of_[chunk] = kNone;
-            for (std::int32_t& other : resident_) {
-                if (other != chunk) continue;
-                other = resident_.back();
-                resident_.pop_back();
-                break;
-            }
+    void release(std::int32_t item) {
+        if (held_[item] > 0) --held_[item];
+        if (item < schedule_.chunk_count || held_[item] != 0 || block_of_[item] == kNone) return;
+        sending_ = block_of_[item];
+        empty_.push_back(sending_);
+        block_of_[item] = kNone;
+        for (std::int32_t& other : resident_) {
+            if (other != item) continue;
+            other = resident_.back();
+            resident_.pop_back();
+            break;
         }
     }
 
@@ -130,6 +127,7 @@ class Cache {
     std::vector<std::size_t> passed_;  // of its uses, those behind us
     std::vector<std::int32_t> resident_;
     std::deque<std::int32_t> empty_;
+    std::int32_t sending_ = kNone;  // the block that gradients have left last
     std::int64_t clock_ = 0;
 };
 

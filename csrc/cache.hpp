@@ -11,12 +11,12 @@
 
 namespace elixir {
 
-enum class Verb : std::uint8_t { acquire = 0, release = 1, hold = 2, free = 3 };
+enum class Verb : std::uint8_t { acquire = 0, release = 1 };
 
 struct Schedule {
     const std::uint8_t* verbs;
     const std::int32_t* starts;  // entries + 1: where the chunks of each entry begin
-    const std::int32_t* chunks;
+    const std::int32_t* chunks;  // weights by their chunk; the gradients of chunk c are number chunk_count + c
     std::size_t entries;
     std::int32_t chunk_count;  // one more than the largest chunk
 };
@@ -27,7 +27,7 @@ struct Load {
     std::int32_t evicted;  // -1: the block was empty
 };
 
-// The gathers of one step on a cache of `blocks` blocks, empty at first; false if at some entry all blocks are held.
+// What one step loads on a cache of `blocks` blocks, empty at first; false if at some entry all blocks are held.
 bool simulate(const Schedule& schedule, std::int32_t blocks, std::vector<Load>& loads);
 
 }  // namespace elixir

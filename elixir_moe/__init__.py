@@ -17,11 +17,12 @@ from elixir_moe.ending import keep_exit_codes
 from elixir_moe.errors import CheckpointError, ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError
 from elixir_moe.huggingface import save_pretrained
 from elixir_moe.kernels import spare_tiles
-from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
 from elixir_moe.parallel.annotate import annotate
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.runtime.access import unsharded
 from elixir_moe.state import full_state_dict
 from elixir_moe.wrap import wrap
 
@@ -52,5 +53,6 @@ __all__ = [
     "megatron",
     "save",
     "save_pretrained",
+    "unsharded",
     "wrap",
 ]

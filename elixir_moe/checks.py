@@ -13,11 +13,11 @@ from torch import nn
 
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.errors import ConfigError, LayoutError
-from elixir_moe.guard import Guarded
-from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.optim.accepted import check_optimizer, is_adam
+from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
+from elixir_moe.runtime.access import Guarded
 from elixir_moe.specs import TRAINED_IN
-from elixir_moe.updates import check_optimizer, is_adam
 
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 """Classes of torch that reduce or shard what they wrap."""

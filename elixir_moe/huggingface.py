@@ -260,9 +260,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Tensor]]:
     """(first name, full tensor) of every parameter and kept buffer, a chunk at a time; on every rank."""
     for parameter, tensor in full_parameters(wrapped):
-        yield wrapped.names[parameter][0], tensor
+        yield wrapped.model.names[parameter][0], tensor
     for name, buffer in model.named_buffers():
-        if name in wrapped.keys:
+        if name in wrapped.model.keys:
             yield name, buffer.cpu()
 
 
@@ -287,9 +287,9 @@ class _Writer:
         }
         tensors = {
             names[0]: torch.empty(logical_shape(p), dtype=kept[p][1], device="meta")
-            for p, names in wrapped.names.items()
+            for p, names in wrapped.model.names.items()
         }
-        tensors |= {n: torch.empty_like(b, device="meta") for n, b in model.named_buffers() if n in wrapped.keys}
+        tensors |= {n: torch.empty_like(b, device="meta") for n, b in model.named_buffers() if n in wrapped.model.keys}
         self._dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
         out: dict[str, Tensor] = {}
         for names in _converted_together(model, tensors):

@@ -1,13 +1,16 @@
 """What all ranks do as one: tell each other, and fail.
 
-Owns the rule that an error of one rank is an error of all: of the same type, with the same text, on every rank.
+Owns the rule that an error of one rank is an error of all: of the same type, with the same text, on every rank. Owns
+the gloo process groups on which the ranks of a wrapped model agree.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from elixir_moe.chunks.collectives import make_groups, world_timeout
 from elixir_moe.errors import ElixirError
 from elixir_moe.waits import Wait
 
@@ -56,6 +59,59 @@ def together(
         raise kind(text) from raised  # each would have said the same alone
     others = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""
     raise (error or kind)(f"[rank {rank}]{others} {text}") from raised
+
+
+class ControlGroups:
+    """The gloo process groups of one wrapped model, for small exchanges. Collective to make."""
+
+    def __init__(self, peers: tuple[int, ...], wanted: Iterable[tuple[int, ...]]) -> None:
+        """`peers` are the ranks that hold the model; `wanted` are others over which full weights are gathered."""
+        self.peers = peers
+        self.control = dist.new_group(backend="gloo", timeout=world_timeout())
+        """All ranks of the world."""
+        self.by_ranks = make_groups([peers, *wanted], backend="gloo")
+        self._background: dist.ProcessGroup | None = None
+
+    @property
+    def peers_group(self) -> dist.ProcessGroup:
+        """The process group of the peers."""
+        return self.by_ranks.get(self.peers, self.control)
+
+    def background(self) -> dist.ProcessGroup:
+        """Another one of all ranks, for a thread beside training; made when first asked for. Collective."""
+        if self._background is None:
+            self._background = dist.new_group(backend="gloo", timeout=world_timeout())
+        return self._background
+
+    def sum_over_peers(self, values: torch.Tensor) -> None:
+        """Sums over the ranks that hold the model, in place. Collective."""
+        if len(self.peers) > 1:
+            dist.all_reduce(values, group=self.by_ranks[self.peers])
+
+    def sum_over_stages(self, values: torch.Tensor) -> None:
+        """Sums what peers agree on over all ranks: other pipeline stages have other parameters. Collective."""
+        if len(self.peers) < dist.get_world_size(self.control):
+            values /= len(self.peers)
+            dist.all_reduce(values, group=self.control)
+
+    def close(self) -> None:
+        """Destroys them all. Collective."""
+        with Wait("the agreement of all ranks on the end"):
+            dist.barrier(group=self.control)  # a group destroyed while a peer still joins it fails there
+        background = () if self._background is None else (self._background,)
+        for group in (*self.by_ranks.values(), *background, self.control):
+            dist.destroy_process_group(group)
+
+    def replace(self, control: Callable[[], dist.ProcessGroup]) -> None:
+        """Lets go of all of them, in the middle of a step; `control` then makes another one of all ranks.
+
+        A gloo connection is closed when nobody holds its process group any more, and not before: the peers that wait
+        for this rank then fail.
+        """
+        self.by_ranks.clear()
+        self._background = None
+        del self.control
+        self.control = control()
 
 
 class Deferred:

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.layout import ChunkSpec
-from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import ConfigError
-from elixir_moe.parallel.annotate import UNCUT, named_tensors, names_of, pattern_of
+from elixir_moe.parallel.annotate import UNCUT, named_tensors, pattern_of
 from elixir_moe.parallel.dtensor import spec_of, whole_of
 from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.specs import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,23 +26,11 @@ class Wrapped:
     """What `wrap` leaves on a model for those who come later."""
 
     scheduler: Scheduler
+    hooks: Hooks
     groups: dict[tuple[int, ...], dist.ProcessGroup]
     """gloo process groups by their ranks: those of every chunk and of every sharded axis."""
-    keys: tuple[str, ...]
-    """Names in the plain model's state dict, in order."""
-    names: dict[nn.Parameter, list[str]]
-    """All names of each parameter in `wrap`, in the model's order; a parametrisation that comes later changes none."""
-
-
-def plain_keys(model: nn.Module) -> tuple[str, ...]:
-    """Names in the state dict of a model before `wrap`, in order; what is no tensor of a module is left out."""
-    named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    return tuple(name for name in model.state_dict() if name in named)
-
-
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """All names of each parameter, in the model's order."""
-    return {p: names for p, names in names_of(model).items() if isinstance(p, nn.Parameter)}
+    model: ModelSpec
+    """What it was in `wrap`."""
 
 
 def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[int, ...]]:
@@ -67,9 +57,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         raise ConfigError("full_state_dict needs a model that went through wrap; use model.state_dict() on a plain one")
     check_as_wrapped(model, wrapped)
     full = dict(full_parameters(wrapped))
-    state = {name: full[p] for p, names in wrapped.names.items() for name in names}
+    state = {name: full[p] for p, names in wrapped.model.names.items() for name in names}
     state |= {name: buffer.cpu().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
-    return {name: state[name] for name in wrapped.keys}
+    return {name: state[name] for name in wrapped.model.keys}
 
 
 def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
@@ -77,18 +67,18 @@ def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
 
     A parametrisation may have moved a parameter, or moved it back.
     """
-    keys = dict.fromkeys(wrapped.keys)
+    keys = dict.fromkeys(wrapped.model.keys)
     lasting = {
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules(remove_duplicate=False)
         for name in module._buffers.keys() - module._non_persistent_buffers_set
     }
-    new = [name for name, p in model.named_parameters() if p not in wrapped.names]
+    new = [name for name, p in model.named_parameters() if p not in wrapped.model.names]
     new += [name for name, _ in model.named_buffers() if name in lasting and name not in keys]
     if new:
         raise ConfigError(f"the model has {new} now and had not in wrap: add and replace modules before wrap")
     known = {_unparametrized(name) for name, _ in named_tensors(model)}
-    named = dict.fromkeys(name for names in wrapped.names.values() for name in names)
+    named = dict.fromkeys(name for names in wrapped.model.names.values() for name in names)
     missing = [name for name in named | keys if _unparametrized(name) not in known]
     if missing:
         raise ConfigError(f"the model had {missing} in wrap and has not now: rename and remove parameters before wrap")
@@ -103,9 +93,10 @@ def _unparametrized(name: str) -> str:
 def full_parameters(wrapped: Wrapped) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """(parameter, full CPU tensor in its dtype before `wrap`), a chunk gathered at a time. Collective."""
     wrapped.scheduler.check_open()
+    wrapped.hooks.check_outside("em.full_state_dict()")
     wrapped.scheduler.flush()
     for chunk in wrapped.scheduler.chunks:
-        source = chunk.home.weights.read().cpu()
+        source = chunk.shard.weights().read().cpu()
         whole = torch.cat(_all(source, wrapped.groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
         owned = zip(chunk.spec.slots, chunk.parameters, chunk.locals, chunk.original_dtypes, strict=True)
         for slot, parameter, shaped, dtype in owned:

@@ -1,55 +1,41 @@
 """`wrap`: from a plain model and optimizer to sharded ones, step by step. Reads as the table of contents.
 
-Owns the order of construction and the agreement of all ranks on it; each step is another file's work.
+Owns the order of construction; each step is another file's work.
 """
 
-import hashlib
 import os
-import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir_moe.agreement import agree_on, check_alike, check_host_memory
 from elixir_moe.checks import check_arguments, check_data, check_disk, check_modules, check_search
-from elixir_moe.chunks.agreement import Peers, alone
-from elixir_moe.chunks.chunk import Chunk, Placeholder
-from elixir_moe.chunks.collectives import (
-    Communicator,
-    backend_of,
-    build_communicators,
-    make_groups,
-    world_timeout,
-)
-from elixir_moe.chunks.group import ParamSpec
-from elixir_moe.chunks.home import Home, build_homes
-from elixir_moe.chunks.layout import ChunkSpec, Layout
-from elixir_moe.chunks.plan import Plan, Tier, footprint
-from elixir_moe.chunks.policy import CacheState, advice
-from elixir_moe.chunks.rcache import RCache
-from elixir_moe.chunks.scheduler import Scheduler
-from elixir_moe.chunks.spill import Spill
+from elixir_moe.chunks.collectives import backend_of, build_communicators
+from elixir_moe.chunks.plan import Plan, footprint
+from elixir_moe.chunks.policy import CacheState
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.chunks.tiers import check_fits, host_bytes_left
-from elixir_moe.chunks.walk import Use, Walk
-from elixir_moe.errors import ConfigError, LayoutError, PlanError, TierError
-from elixir_moe.hooks import Hooks
-from elixir_moe.huggingface import Pretrained, leave_meta
-from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.filling import build_chunks, move_buffers, open_spill
+from elixir_moe.huggingface import Pretrained
+from elixir_moe.memory.blocks import Blocks
+from elixir_moe.memory.shard_state import build_shards
+from elixir_moe.optim.accepted import is_adam, moments_of
+from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
-from elixir_moe.parallel.annotate import annotate_dtensors, pattern_of, replicated_everywhere
-from elixir_moe.parallel.dtensor import local_of
-from elixir_moe.parallel.mesh import init_mesh
-from elixir_moe.parallel.twins import marks_of, warn_of_twins
-from elixir_moe.ranks import gathered, together
+from elixir_moe.parallel.annotate import annotate_dtensors
+from elixir_moe.parallel.mesh import start
+from elixir_moe.ranks import ControlGroups, together
+from elixir_moe.runtime.chunk import Placeholder
+from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.reduction_order import Peers, alone
+from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.runtime.units import build_units, find_parts, registered_uses
 from elixir_moe.search.auto import Request, forecast, uses_of
 from elixir_moe.search.prediction import Prediction
-from elixir_moe.specs import param_specs, ranks_of
-from elixir_moe.state import Wrapped, groups_needed, parameter_names, plain_keys, refuse_plain_state_dicts
-from elixir_moe.units import find_units, registered_uses
-from elixir_moe.updates import is_adam, moments_of
+from elixir_moe.specs import describe
+from elixir_moe.state import Wrapped, groups_needed, refuse_plain_state_dicts
 from elixir_moe.waits import Wait, watch
 
 M = TypeVar("M", bound=nn.Module)
@@ -116,6 +102,7 @@ def wrap(
         CheckpointError: `weights` lacks something the model has on meta, or has it in another shape.
     """
 
+    # 1. What was given: by itself, then among ranks, then the model.
     def check() -> None:
         check_arguments(model, optimizer, plan, sample, step, compute_dtype)
         check_search(plan, step, hardware, budget_bytes, accumulation)
@@ -123,282 +110,66 @@ def wrap(
         watch()
 
     together("checked what wrap was given", check) if dist.is_initialized() else check()
-    device = _start(device)
-    _check_alike(optimizer, plan=plan, hardware=hardware, spill=spill, weights=weights)
+    device = start(device)
+    watch()
+    check_alike(optimizer, plan=plan, hardware=hardware, spill=spill, weights=weights)
     check_modules(model)
     annotate_dtensors(model)
     megatron.check(model)
-    prediction = None
+    check_data(model, weights, step if isinstance(plan, Plan) else None)
+
+    # 2. What the model is, and which plan it gets.
+    moments, staged = moments_of(optimizer), backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
+    parts, prediction = find_parts(model), None
     if isinstance(plan, Plan):
-        check_data(model, weights, step)
-        names, uses = registered_uses(model) if step is None else uses_of(model, step, sample, compute_dtype)
+        uses = registered_uses(parts) if step is None else uses_of(model, parts, step, sample, compute_dtype)
     else:
-        check_data(model, weights, None)
-        assert step is not None, "checked above"
-        prediction = _search(
-            model, optimizer, step, sample, device, compute_dtype, hardware, budget_bytes, accumulation, spill
+        request = Request(
+            step=step,  # type: ignore[arg-type]  # it was checked
+            sample=sample,
+            device=device,
+            compute_dtype=compute_dtype,
+            adam=is_adam(optimizer),
+            moments=moments,
+            staged=staged,
+            hardware=None if hardware is None else os.fspath(hardware),
+            budget_bytes=budget_bytes,
+            accumulation=accumulation,
+            spill=None if spill is None else os.fspath(spill),
         )
-        plan, names, uses = prediction.forecast.plan, prediction.forecast.params, prediction.forecast.uses
-    named = dict(model.named_parameters())  # other names than the rank's that searched are told of in `_agree`
-    order = dict.fromkeys([*(named[name] for name in names if name in named), *named.values()])
-    specs = param_specs(model, order, everywhere=replicated_everywhere(), compute_dtype=compute_dtype)
-    parameters = list(specs)
-    peers = _agree(model, plan, specs)
-    layout = plan.layout(list(specs.values()))
-    spare = _check_blocks(model, uses, plan, layout, parameters)
-    pretrained = None
-    if weights is not None:
-        pretrained = Pretrained(model, weights)
-        pretrained.fill_buffers()
+        prediction = Prediction(*forecast(model, request))
+        plan, uses = prediction.forecast.plan, prediction.forecast.uses
+    described = describe(model, parts, uses, compute_dtype)
+    agree_on(plan, described)
+    layout, for_gradients = described.layout(plan)
 
-    size = footprint(plan, layout, moments=moments_of(optimizer), staged=_staged(device))
-    _check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
-
-    file = _open_spill(plan, layout, 1 + moments_of(optimizer), spill, check_spill)
+    # 3. Where bytes live: shards at home, filled one chunk after another, and the rCache.
+    pretrained = None if weights is None else Pretrained(model, weights)
+    size = footprint(plan, layout, moments=moments, staged=staged)
+    check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
+    file = open_spill(plan, layout, 1 + moments, spill, check_spill)
     communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
-    homes = build_homes([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device, file)
+    shards = build_shards([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device, file)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
-    statistics = Statistics(cache=cache.counts)
-    rcache = RCache(layout, plan.blocks(layout), homes, device, statistics)
-    placeholder = Placeholder(device)
-    keys, all_names = plain_keys(model), parameter_names(model)
-    chunks = list(_fill(layout, specs, homes, communicators, placeholder, pretrained))
-    if pretrained is not None:
-        pretrained.settle()
-    _move_buffers(model, device)
-
+    statistics, placeholder = Statistics(cache=cache.counts), Placeholder(device)
+    blocks = Blocks(layout, plan.blocks(layout), for_gradients, shards, device, statistics)
+    chunks = build_chunks(layout, described, shards, communicators, placeholder, pretrained)
+    move_buffers(model, device)
     staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
+
+    # 4. When they move, and who asks.
     with Wait("the making of process groups by all ranks"):
-        control = dist.new_group(backend="gloo", timeout=world_timeout())
-    groups = make_groups([peers, *groups_needed(model, layout.chunks)], backend="gloo")
-    agreement = Peers(groups[peers], chunks) if len(peers) > 1 else alone
-    scheduler = Scheduler(chunks, cache, rcache, staging, device, statistics, agreement)
-    hooks = Hooks(model, scheduler, placeholder, 1 if spare else 0)
-    model.elixir = Wrapped(scheduler=scheduler, groups=groups, keys=keys, names=all_names)  # type: ignore[assignment]
+        groups = ControlGroups(described.ranks, groups_needed(model, layout.chunks))
+    agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone
+    scheduler = Scheduler(chunks, cache, blocks, staging, device, statistics, agreement)
+    hooks = Hooks(model, build_units(described.parts, described.parameters, layout), scheduler, placeholder)
+    model.elixir = Wrapped(scheduler=scheduler, hooks=hooks, groups=groups.by_ranks, model=described)  # type: ignore[assignment]
     refuse_plain_state_dicts(model)
     sharded = ShardedOptimizer(
-        optimizer, scheduler, hooks, control, groups, peers=peers, plan=plan, layout=layout, footprint=size, spill=file
+        optimizer, scheduler, hooks, groups, plan=plan, layout=layout, footprint=size, spill=file
     )
     if prediction is not None:
         sharded.prediction = prediction
         sharded.register_step_post_hook(prediction)
     model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
     return model, sharded
-
-
-def _start(device: torch.device | str | None) -> torch.device:
-    """Where forward runs; torch.distributed is started if nobody has.
-
-    That makes this rank's GPU the current one, so it is asked for behind it; one that was named stays the current one.
-    """
-    _device(device)  # what is not there is refused before anything is started
-    if not dist.is_initialized():
-        init_mesh()
-        watch()
-    return _device(device)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    available = {"cpu": 1, "cuda": torch.cuda.device_count()}
-    try:
-        chosen = torch.device(device or ("cuda" if available["cuda"] else "cpu"))
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device={device!r}: {error}") from error
-    if (chosen.index or 0) >= available.get(chosen.type, 0):
-        raise ConfigError(f"device={device!r}: this machine has {available['cuda']} GPUs, and the CPU")
-    if chosen.type != "cuda":
-        return chosen
-    if chosen.index is not None:
-        torch.cuda.set_device(chosen)  # streams, NCCL and DLPack go by the current device
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _check_alike(optimizer: torch.optim.Optimizer, **given: object) -> None:
-    """Raises ConfigError on all ranks if some were given what makes them take another way through `wrap`."""
-    kinds = {name: value if value in (None, "auto") else type(value).__name__ for name, value in given.items()}
-    everyone = gathered({"optimizer": type(optimizer).__name__, **kinds})
-    for rank, theirs in enumerate(everyone):
-        for name, kind in theirs.items():
-            if kind != everyone[0][name]:
-                raise ConfigError(
-                    f"wrap was given {name}={everyone[0][name]} on rank 0 and {name}={kind} on rank {rank}: give all "
-                    f"ranks the same"
-                )
-
-
-def _agree(model: nn.Module, plan: Plan, specs: dict[nn.Parameter, ParamSpec]) -> tuple[int, ...]:
-    """Compares what the ranks that wrap this model are about to do; raises LayoutError with the first difference.
-
-    Returns these ranks: all in the meshes of its patterns. Another pipeline stage has ranks and a model of its own.
-    """
-    lines = [f"plan {plan.to_json()}"]
-    for parameter, spec in specs.items():
-        pattern = pattern_of(parameter) or replicated_everywhere()
-        lines.append(
-            f"parameter {spec.name} {spec.shape} {spec.key.dtype} trainable={spec.key.trainable} {pattern.describe()}"
-        )
-    peers = ranks_of(model, replicated_everywhere())
-    told = gathered((peers, hashlib.sha256("\n".join(lines).encode()).hexdigest(), marks_of(list(specs))))
-    everyone = [(theirs, digest) for theirs, digest, _ in told]
-    if all(everyone[rank] == everyone[theirs[0]] for theirs, _ in everyone for rank in theirs):
-        warn_of_twins({parameter: spec.name for parameter, spec in specs.items()}, [marks for *_, marks in told])
-        return peers
-    models = gathered(lines)
-    for theirs, _ in everyone:
-        for rank in theirs:
-            for one, other in _differences(models[theirs[0]], models[rank]):
-                raise LayoutError(
-                    f"ranks disagree about the plan or the model. Rank {theirs[0]}: {one}. Rank {rank}: {other}. "
-                    f"Build the same model, patterns and plan on every rank of the patterns' meshes"
-                )
-    raise LayoutError(f"ranks disagree about who wraps this model: {[theirs for theirs, _ in everyone]}")
-
-
-def _differences(a: list[str], b: list[str]) -> Iterator[tuple[str, str]]:
-    for i in range(max(len(a), len(b))):
-        mine, other = a[i] if i < len(a) else "nothing", b[i] if i < len(b) else "nothing"
-        if mine != other:
-            yield mine, other
-
-
-def _search(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    step: Callable[[nn.Module, Any], Any],
-    sample: Any,
-    device: torch.device,
-    compute_dtype: torch.dtype | None,
-    hardware: str | os.PathLike[str] | None,
-    budget_bytes: int | None,
-    accumulation: int,
-    spill: str | os.PathLike[str] | None,
-) -> Prediction:
-    """The fastest plan that fits, and what a step takes under it. Collective."""
-    request = Request(
-        step=step,
-        sample=sample,
-        device=device,
-        compute_dtype=compute_dtype,
-        moments=moments_of(optimizer),
-        staged=_staged(device),
-        hardware=None if hardware is None else os.fspath(hardware),
-        budget_bytes=budget_bytes,
-        accumulation=accumulation,
-        spill=None if spill is None else os.fspath(spill),
-        adam=is_adam(optimizer),
-    )
-    return Prediction(*forecast(model, request))
-
-
-def _staged(device: torch.device) -> bool:
-    """Whether reductions go through a staging buffer."""
-    return backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
-
-
-def _check_blocks(
-    model: nn.Module, uses: Sequence[Use], plan: Plan, layout: Layout, parameters: list[nn.Parameter]
-) -> bool:
-    """Raises PlanError if some module, or the order of modules, needs more blocks than there are.
-
-    Returns whether there is a block to spare.
-    """
-    slot_of = {
-        parameters[slot.param]: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)
-    }
-    blocks = plan.blocks(layout)
-    least = Walk(uses).schedule(layout).least_blocks()
-    for unit in find_units(model, slot_of):
-        needed = [chunk for chunk in unit.chunks if not layout.chunks[chunk].resident]
-        if len(needed) > blocks:
-            raise PlanError(
-                f"module {unit.name!r} needs {len(needed)} chunks at once, the rCache has {blocks} blocks of "
-                f"{layout.chunk_numel} elements: {advice(max(len(needed), least))}"
-            )
-    if least > blocks:
-        raise PlanError(
-            f"forward and backward of this model hold {least} chunks at once, the rCache has {blocks} blocks of "
-            f"{layout.chunk_numel} elements: {advice(least)}"
-        )
-    return blocks > least or blocks >= len(layout.cached)
-
-
-def _check_host_memory(nbytes: int) -> None:
-    """Raises TierError on all ranks if those of one host need more than it has left."""
-    everyone = gathered((socket.gethostname(), nbytes, host_bytes_left()))
-    for host in dict.fromkeys(host for host, *_ in everyone):
-        needs = [(theirs, left) for name, theirs, left in everyone if name == host]
-        check_fits(sum(theirs for theirs, _ in needs), min(left for _, left in needs), f"{len(needs)} ranks on {host}")
-
-
-def _open_spill(
-    plan: Plan, layout: Layout, arrays: int, directory: str | os.PathLike[str] | None, checked: bool
-) -> Spill | None:
-    """The file for chunks on disk; None without such. Raises TierError on all ranks if one of them cannot have it."""
-    numels = [chunk.shard_numel for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
-    if not numels:
-        return None
-    assert directory is not None, "checked with the other arguments"
-    made: list[Spill] = []
-    try:
-        together(
-            "made the files for chunks on disk",
-            lambda: made.append(Spill(os.fspath(directory), numels, arrays, rank=dist.get_rank(), checked=checked)),
-            error=TierError,
-        )
-    except BaseException:
-        for file in made:
-            file.close()
-        raise
-    return made[0]
-
-
-def _fill(
-    layout: Layout,
-    specs: dict[nn.Parameter, ParamSpec],
-    homes: Iterable[Home],
-    communicators: Mapping[tuple[int, ...], Communicator],
-    placeholder: Placeholder,
-    pretrained: Pretrained | None,
-) -> Iterator[Chunk]:
-    """The chunks, one after another, each with the weights of the model at home."""
-    parameters, names = list(specs), [spec.name for spec in specs.values()]
-    for spec, home in zip(layout.chunks, homes, strict=True):
-        members = [parameters[slot.param] for slot in spec.slots]
-        communicator = communicators[spec.key.ranks]
-        _move_in(spec, members, home, communicator, placeholder.device, pretrained)
-        yield Chunk(spec, members, [names[slot.param] for slot in spec.slots], home, communicator, placeholder)
-
-
-@torch.no_grad()
-def _move_in(
-    spec: ChunkSpec,
-    members: list[nn.Parameter],
-    home: Home,
-    communicator: Communicator,
-    device: torch.device,
-    pretrained: Pretrained | None,
-) -> None:
-    """Fills a chunk's home from the parameters of the first rank of its group, or from a folder."""
-    dtype = torch.float32 if spec.key.trainable else spec.key.dtype
-    whole = torch.zeros(spec.numel, dtype=dtype, device=device)
-    for slot, parameter in zip(spec.slots, members, strict=True):
-        local = local_of(parameter)
-        place = whole[slot.start : slot.stop].view(local.shape)
-        if not local.is_meta:
-            place.copy_(local)
-            continue
-        leave_meta(parameter)
-        if pretrained is not None and communicator.index == 0:
-            pretrained.fill(place, parameter)
-    communicator.broadcast(whole)
-    start, stop = spec.shard_bounds(communicator.rank)
-    home.fill(whole[start:stop])
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """All buffers; one that has several names keeps them."""
-    moved: dict[torch.Tensor, torch.Tensor] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = moved.setdefault(buffer, buffer.to(device))

@@ -1,5 +1,6 @@
 """Which cases of a parametrised test run only with `make test-all`; what a plan needs in `wrap`."""
 
+import re
 import tempfile
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -23,3 +24,10 @@ def with_further(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 def spill_of(plan: em.Plan) -> dict[str, Any]:
     """A folder for a plan with chunks on disk; nothing for others."""
     return {"spill": tempfile.gettempdir()} if plan.disk_chunks else {}
+
+
+def least_said(error: em.PlanError) -> int:
+    """The fewest blocks with which `wrap` would not have raised `error`."""
+    said = re.search(r"set rcache_blocks to at least (\d+), or a larger chunk_numel", str(error))
+    assert said is not None, error
+    return int(said[1])

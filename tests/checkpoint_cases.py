@@ -218,8 +218,11 @@ def held_back(directory: Path, ep: int, plan: str) -> None:
     """Saves beside a training that goes on at once; the copying begins when something waits for its end, or later."""
 
     def by_hand(run: Run) -> None:
-        for parameter in run.model.parameters():
-            parameter.data.mul_(2)
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.mul_(2)
+                with em.unsharded(parameter, write=True):
+                    parameter.data.add_(1)
         em.full_state_dict(run.model)  # brings home what was written
 
     def update(run: Run) -> None:
@@ -234,7 +237,7 @@ def held_back(directory: Path, ep: int, plan: str) -> None:
         run.save(directory / f"{name}-at-once")
         with mock.patch.object(FileImage, "write", lambda *of, go=go: (go.wait(), write(*of))[1]):
             saving = run.save(directory / f"{name}-beside", asynchronous=True)
-            (copied,) = {chunk.home.reader for chunk in run.model.elixir.scheduler.chunks}
+            (copied,) = {chunk.shard.reader for chunk in run.model.elixir.scheduler.chunks}
             copied.wait = lambda copied=copied, go=go: (go.set(), threading.Event.wait(copied))
             change(run)
             go.set()
@@ -271,7 +274,7 @@ def updates_under_way(directory: Path, plan: em.Plan, copies_late: bool) -> None
     model, optimizer = wrapped()
     take_step(model, optimizer, 0)
     go_on, copy, write = threading.Event(), threading.Event(), FileImage.write
-    held_back = optimizer._lane.submit(go_on.wait, PATIENCE_SECONDS)
+    held_back = optimizer._update_thread.submit(go_on.wait, PATIENCE_SECONDS)
     take_step(model, optimizer, 1)
     if not copies_late:
         copy.set()
@@ -281,7 +284,7 @@ def updates_under_way(directory: Path, plan: em.Plan, copies_late: bool) -> None
         extra["seen"].append(2)
         optimizer.param_groups[0]["lr"] = 0.5
         torch.rand(1), random.random(), np.random.rand()
-        (copied,) = {chunk.home.reader for chunk in model.elixir.scheduler.chunks}
+        (copied,) = {chunk.shard.reader for chunk in model.elixir.scheduler.chunks}
         copied.wait = lambda: (copy.set(), threading.Event.wait(copied))
         model.register_forward_pre_hook(lambda *_: go_on.set())
         take_step(model, optimizer, 2)
@@ -433,7 +436,7 @@ def sliced(source: Path | None, target: Path, ep: int, tp: int, plan: str, uneve
             model().backward()
             optimizer.step()
         if uneven and dist.get_rank() == 1:
-            optimizer.segment_of(model.twice).steps += 1
+            optimizer.kept.segment_of(model.twice).steps += 1
     save(target, model, optimizer)
     optimizer.close()
     return ""

@@ -16,18 +16,19 @@ import torch.distributed as dist
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.chunks.chunk import Chunk
 from elixir_moe.chunks.collectives import Communicator, Ticket, backend_of, build_communicators, timeout_of
 from elixir_moe.chunks.group import ChunkGroupKey
-from elixir_moe.chunks.home import build_homes
 from elixir_moe.chunks.layout import ChunkSpec
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.streams import Streams
 from elixir_moe.kernels import host_threads
+from elixir_moe.memory.shard_state import build_shards
 from elixir_moe.models.gpt import _joined
+from elixir_moe.parallel import mesh
+from elixir_moe.parallel.mesh import start
+from elixir_moe.runtime.chunk import Chunk
 from tests.ranks import RankPool
 
-wrapping = import_module("elixir_moe.wrap")  # the package shows the function of that name
 saving = import_module("elixir_moe.checkpoint.save")
 Log = list[tuple[str, int, int, frozenset[str]]]
 
@@ -50,7 +51,7 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "set_device", self.choose)
         monkeypatch.setattr(dist, "is_initialized", lambda: self.started)
-        monkeypatch.setattr(wrapping, "init_mesh", self.start)
+        monkeypatch.setattr(mesh, "init_mesh", self.start)
 
     def choose(self, device: torch.device) -> None:
         self.current = device.index
@@ -67,14 +68,14 @@ def test_each_rank_takes_its_own_gpu_or_the_one_that_is_named(
     asked: str | None, found: str, current: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(monkeypatch)
-    assert wrapping._start(asked) == torch.device(found)
+    assert start(asked) == torch.device(found)
     assert machine.current == current
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     with pytest.raises(em.ConfigError, match="4 GPUs"):
-        wrapping._start("cuda:4")
+        start("cuda:4")
     assert not machine.started
 
 
@@ -162,17 +163,18 @@ def test_a_ticket_is_waited_for_on_its_own_device(index: int, lanes: Lanes) -> N
 def test_a_block_is_filled_behind_whoever_has_read_it_late(keeps: bool, lanes: Lanes) -> None:
     """Also where the reader keeps it: compute may have read the memory that takes its place, too."""
     model = nn.Linear(4, 4)
-    plan = em.Plan.offload(rcache_blocks=1, chunk_numel=64)
+    plan = em.Plan.offload(rcache_blocks=2, chunk_numel=64)
     model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
     scheduler = optimizer._scheduler
     streams = scheduler._streams = Streams(torch.device("cuda", 0))
-    (chunk,), (block,) = scheduler.chunks, scheduler._rcache.blocks
+    (chunk,), block = scheduler.chunks, scheduler._blocks.shared[0]
+    chunk.block = block
     part: torch.Tensor | None = block._memory[:4]
     block.vacate(streams.marked(Ticket()))
     lanes.compute[0].note("late read")
     if not keeps:
         del part
-    scheduler._begin_gather(chunk, block)
+    scheduler._begin_gather(chunk)
     assert streams._fetch is not None
     assert "late read" in streams._fetch.behind  # type: ignore[attr-defined]
     assert optimizer.statistics().blocks_replaced == keeps
@@ -218,7 +220,7 @@ def order_of_a_step(layers: int, blocks: int) -> Log:
         for index, chunk in enumerate(optimizer._scheduler.chunks):
             chunk.communicator = Untagged(chunk.communicator, lanes, log)  # type: ignore[assignment]
 
-            def values(index: int = index, of: Callable[[], torch.Tensor] = chunk.home.values) -> torch.Tensor:
+            def values(index: int = index, of: Callable[[], torch.Tensor] = chunk.shard.values) -> torch.Tensor:
                 log.append(("fetch", index, 0, lanes.current().note(f"fetch {index}")))
                 return of()
 
@@ -226,7 +228,14 @@ def order_of_a_step(layers: int, blocks: int) -> Log:
                 assert chunk.buffer is not None
                 log.append(("use", index, chunk.buffer.data_ptr(), lanes.compute[0].note(f"use {index}")))
 
-            chunk.home.values = values  # type: ignore[method-assign]
+            def land(index: int = index, chunk: Chunk = chunk, run: Callable[[], None] = chunk.open_gradients) -> None:
+                run()
+                assert chunk.gradient_block is not None
+                memory = chunk.gradient_block.wire(chunk.spec).data_ptr()
+                log.append(("land", index, memory, lanes.compute[0].note(f"land {index}")))
+
+            chunk.shard.values = values  # type: ignore[method-assign]
+            chunk.open_gradients = land  # type: ignore[method-assign]
             model[index].register_forward_pre_hook(used)
             model[index].register_forward_hook(lambda module, args, output, used=used: told(output, used))
         model(torch.ones(2, 8)).square().mean().backward()
@@ -235,9 +244,10 @@ def order_of_a_step(layers: int, blocks: int) -> Log:
     return log
 
 
-def test_the_order_among_streams(ranks: Callable[[int], RankPool]) -> None:
-    """Compute waits for gathers, blocks and reductions for compute; no fetch for a gather that nobody has used."""
-    for log in ranks(2).run(order_of_a_step, 6, 3):
+@pytest.mark.parametrize("blocks", [3, 4])
+def test_the_order_among_streams(blocks: int, ranks: Callable[[int], RankPool]) -> None:
+    """Compute waits for gathers, blocks for compute and reductions; no fetch for a gather that nobody has used."""
+    for log in ranks(2).run(order_of_a_step, 6, blocks):
         assert [kind for kind, *_ in log].count("gather") > 6, "a step that gathers nothing again shows nothing"
         used: set[str] = set()
         users: dict[int, set[str]] = {}
@@ -248,16 +258,19 @@ def test_the_order_among_streams(ranks: Callable[[int], RankPool]) -> None:
                 users.setdefault(memory, set()).add(f"use {index}")
             elif kind == "gather":
                 assert before >= {f"fetch {index}"} | users.get(memory, set())
+            elif kind == "land":
+                assert before >= users.get(memory, set())
             elif kind == "reduce":
-                assert f"use {index}" in before
+                assert before >= {f"use {index}", f"land {index}"}
+                users.setdefault(memory, set()).add(f"reduce {index}")
             else:
                 assert {one for one in before if one.startswith("gather")} <= used
 
 
-def test_no_copy_from_a_home_is_under_way_when_the_host_updates_it(lanes: Lanes) -> None:
+def test_no_copy_from_a_shard_is_under_way_when_the_host_updates_it(lanes: Lanes) -> None:
     """A forward between clipping and step fetches shards that are page-locked, and returns before the copy does."""
     model = nn.Linear(4, 4)
-    plan = em.Plan.offload(rcache_blocks=1, chunk_numel=64)
+    plan = em.Plan.offload(rcache_blocks=2, chunk_numel=64)
     model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
     streams = optimizer._scheduler._streams = Streams(torch.device("cuda", 0))
     events: list[str] = []
@@ -266,7 +279,7 @@ def test_no_copy_from_a_home_is_under_way_when_the_host_updates_it(lanes: Lanes)
         return lambda *args: (events.append(what), run(*args))[1]
 
     (chunk,) = optimizer._scheduler.chunks
-    chunk.home.values = told("fetch", chunk.home.values)  # type: ignore[method-assign]
+    chunk.shard.values = told("fetch", chunk.shard.values)  # type: ignore[method-assign]
     streams._fetch.synchronize = told("fetched", streams._fetch.synchronize)  # type: ignore[union-attr, method-assign]
     optimizer._update.prepare = told("update", optimizer._update.prepare)  # type: ignore[method-assign]
     model(torch.ones(2, 4)).square().mean().backward()
@@ -283,31 +296,31 @@ def test_a_gradient_that_lands_from_a_gpu_brings_its_squares() -> None:
     """A scalar there, for which nobody waits; of the sum of two nobody knows them."""
     key = ChunkGroupKey(ranks=(0,), dtype=torch.bfloat16, trainable=True, divisor=1)
     spec = ChunkSpec(index=0, key=key, slots=(), numel=64, shards=1, resident=False)
-    (home,) = build_homes([(spec, Tier.DEVICE)], torch.device("meta"))
-    home.add_gradient(torch.ones(64, dtype=torch.bfloat16, device="meta"))
-    assert isinstance(home.squares, torch.Tensor)
-    assert (home.squares.device.type, home.squares.dtype, home.squares.dim()) == ("meta", torch.float64, 0)
-    home.add_gradient(torch.ones(64, dtype=torch.bfloat16, device="meta"))
-    assert home.squares is None
+    (shard,) = build_shards([(spec, Tier.DEVICE)], torch.device("meta"))
+    shard.add_gradient(torch.ones(64, dtype=torch.bfloat16, device="meta"))
+    assert isinstance(shard.squares, torch.Tensor)
+    assert (shard.squares.device.type, shard.squares.dtype, shard.squares.dim()) == ("meta", torch.float64, 0)
+    shard.add_gradient(torch.ones(64, dtype=torch.bfloat16, device="meta"))
+    assert shard.squares is None
 
 
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_squares_that_are_tensors_make_the_norm(backwards: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     plain = copy.deepcopy(model)
-    plan = em.Plan.offload(rcache_blocks=1, chunk_numel=32)
+    plan = em.Plan.offload(rcache_blocks=2, chunk_numel=32)
     model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
-    homes = [chunk.home for chunk in optimizer._scheduler.chunks]
-    for home in homes:
+    shards = [chunk.shard for chunk in optimizer._scheduler.chunks]
+    for shard in shards:
 
-        def add(reduced: torch.Tensor, _: Any = None, of: Callable[..., None] = home.add_gradient) -> None:
+        def add(reduced: torch.Tensor, _: Any = None, of: Callable[..., None] = shard.add_gradient) -> None:
             of(reduced, reduced.double().square().sum())
 
-        home.add_gradient = add  # type: ignore[method-assign]
+        shard.add_gradient = add  # type: ignore[method-assign]
     for _ in range(backwards):
         for one in (model, plain):
             one(torch.ones(2, 4)).square().mean().backward()
-    assert all(isinstance(home.squares, torch.Tensor) == (backwards == 1) for home in homes)
+    assert all(isinstance(shard.squares, torch.Tensor) == (backwards == 1) for shard in shards)
     norm = optimizer.clip_grad_norm_(1.0)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0), rtol=1e-6, atol=0)
     optimizer.close()
@@ -329,7 +342,7 @@ def test_host_updates_beside_a_gpu_take_the_cores_that_are_free(monkeypatch: pyt
 
 def test_both_passes_over_a_host_shard_run_on_the_threads_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 4)
-    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload(rcache_blocks=1))
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload(rcache_blocks=2))
     (chunk,) = optimizer._scheduler.chunks
     asked: list[torch.device] = []
 
@@ -337,8 +350,8 @@ def test_both_passes_over_a_host_shard_run_on_the_threads_of_its_device(monkeypa
         asked.append(device)
         return 3
 
-    monkeypatch.setattr("elixir_moe.chunks.chunk.host_threads", threads)
-    monkeypatch.setattr("elixir_moe.updates.host_threads", threads)
+    monkeypatch.setattr("elixir_moe.runtime.chunk.host_threads", threads)
+    monkeypatch.setattr("elixir_moe.optim.shard_update.host_threads", threads)
     model(torch.ones(2, 4)).square().mean().backward()
     chunk.device = torch.device("cuda", 1)
     optimizer.step()
@@ -359,8 +372,8 @@ def train_as_ever(folder: str) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
     generator = torch.Generator().manual_seed(0)
     for plan in (
-        em.Plan.zero3(rcache_blocks=1, chunk_numel=72),
-        em.Plan.offload(rcache_blocks=1, chunk_numel=72, disk_chunks=1),
+        em.Plan.zero3(rcache_blocks=2, chunk_numel=72),
+        em.Plan.offload(rcache_blocks=2, chunk_numel=72, disk_chunks=1),
     ):
         model = nn.Sequential(*(nn.Linear(8, 8, device="cpu") for _ in range(3)))
         with torch.no_grad():
@@ -398,9 +411,9 @@ def test_what_never_leaves_the_host_is_not_page_locked(monkeypatch: pytest.Monke
     monkeypatch.setattr("elixir_moe.chunks.tiers._page_lock", lambda memory: locked.append(memory.nbytes))
     keys = [ChunkGroupKey(ranks=(0,), dtype=d, trainable=True, divisor=1) for d in (torch.bfloat16, torch.float32)]
     specs = [ChunkSpec(index=i, key=key, slots=(), numel=64, shards=1, resident=False) for i, key in enumerate(keys)]
-    homes = build_homes([(spec, Tier.HOST) for spec in specs], torch.device("cuda"))
+    shards = build_shards([(spec, Tier.HOST) for spec in specs], torch.device("cuda"))
     assert sorted(locked) == [64 * 2, 64 * 4 + 64 * 4]
-    assert all(home.master is not None for home in homes)
+    assert all(shard.master is not None for shard in shards)
 
 
 def test_a_thread_that_saves_works_on_the_gpu_of_its_rank(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:

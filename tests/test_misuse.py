@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.chunks.collectives import Ticket
-from elixir_moe.guard import Guard, Guarded
+from elixir_moe.runtime.access import Door, Guarded, ParamAccess
 from tests.test_habits import D, Net, adamw, mean_square
 
 wrapping = sys.modules["elixir_moe.wrap"]  # the name in the package is the function
@@ -116,7 +116,7 @@ class SavesUnseen(nn.Module):
 
 def test_a_weight_that_is_saved_where_it_is_not_gathered_is_named() -> None:
     model = SavesUnseen()
-    plan = em.Plan.offload(rcache_blocks=1, chunk_numel=72)
+    plan = em.Plan.offload(rcache_blocks=2, chunk_numel=72)
     model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
     with pytest.raises(em.PlanError, match=r"saves parameter 'two\.weight' of shape \(8, 8\).*read it in forward"):
         model(torch.ones(2, 8))
@@ -235,8 +235,8 @@ def test_a_part_of_a_model_wrapped_before() -> None:
 def test_a_host_too_small_for_the_plan_is_refused_before_anything_is_allocated() -> None:
     model = Net()
     with (
-        mock.patch.object(wrapping, "host_bytes_left", return_value=1000),
-        mock.patch.object(wrapping, "build_homes", side_effect=AssertionError("allocated")),
+        mock.patch("elixir_moe.agreement.host_bytes_left", return_value=1000),
+        mock.patch.object(wrapping, "build_shards", side_effect=AssertionError("allocated")),
         pytest.raises(em.TierError, match=r"needs [\d.]+ KiB for 1 ranks on .*, 1000 B are left \([\d.]+ KiB short\)"),
     ):
         em.wrap(model, adamw(model), plan=em.Plan.offload(rcache_blocks=None))
@@ -328,14 +328,14 @@ def test_a_gradient_that_a_hook_has_held_up_is_forgotten(pair: Pair) -> None:
 
 
 def test_an_interrupted_entry_leaves_no_parameter_unguarded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = Guard.open
+    opened = ParamAccess.open
 
-    def interrupted(guard: Guard, parameters: Iterable[nn.Parameter]) -> None:
-        opened(guard, list(parameters)[:1])
+    def interrupted(access: ParamAccess, doors: Iterable[Door]) -> None:
+        opened(access, list(doors)[:1])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Guard, "open", interrupted)
+        patch.setattr(ParamAccess, "open", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pair[0](rows())
     pair[1].zero_grad()
@@ -369,19 +369,173 @@ def test_a_write_between_clipping_and_step_is_kept(pair: Pair) -> None:
     assert em.full_state_dict(pair[0])["last.bias"].tolist() == [3.0] * D
 
 
-def test_views_taken_before_a_step_do_not_write_old_weights(pair: Pair) -> None:
-    view = pair[0].last.bias.data
-    view.mul_(2)
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "method": lambda copy: copy.mul_(2),
+    "operator": lambda copy: copy.__iadd__(1),
+    "item": lambda copy: copy.__setitem__(0, 1.0),
+    "view": lambda copy: copy[2:].view(-1).fill_(1.0),
+    "out": lambda copy: torch.add(copy, 1, out=copy),
+    "init": lambda copy: nn.init.zeros_(copy),
+    "data": lambda copy: setattr(copy, "data", torch.ones(D)),
+    "several": lambda copy: torch._foreach_add_([copy], 1.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("take", [lambda p: p.data, lambda p: p.detach()], ids=["data", "detach"])
+def test_a_copy_of_a_weight_is_read_and_not_written(pair: Pair, take: Callable[[Tensor], Tensor], write: str) -> None:
+    bias = pair[0].last.bias
+    before = em.full_state_dict(pair[0])["last.bias"]
+    copy = take(bias)
+    with pytest.raises(em.ConfigError, match=r"em\.unsharded\(parameter, write=True\)"):
+        WRITES[write](copy)
+    assert torch.equal(copy, before) and torch.equal(copy.clone().mul_(2), before * 2)
+    assert not copy.numpy().flags.writeable
     backward(pair)
     pair[1].step()
-    if any(chunk.direct for chunk in pair[0].elixir.scheduler.chunks):
-        wanted = em.full_state_dict(pair[0])["last.bias"] * 2
-        view.mul_(2)
-        assert torch.equal(em.full_state_dict(pair[0])["last.bias"], wanted), "in place a view stays one"
-        return
+    assert torch.equal(copy, before), "it is of then"
+    assert not torch.equal(bias.detach(), before)
+
+
+ADDRESSES: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda p: p.numpy(),
+    "data_ptr": lambda p: p.data_ptr(),
+    "dlpack": lambda p: p.__dlpack__(),
+    "from_dlpack": lambda p: torch.from_dlpack(p),
+    "untyped_storage": lambda p: p.untyped_storage(),
+    "address of a copy": lambda p: p.data.data_ptr(),
+}
+
+
+@pytest.mark.parametrize("ask", ADDRESSES)
+def test_a_weight_has_no_address(pair: Pair, ask: str) -> None:
+    with pytest.raises(em.ConfigError, match=r"em\.unsharded\(parameter, write=True\)"):
+        ADDRESSES[ask](pair[0].last.bias)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_is_unsharded_can_be_written_in_any_way(pair: Pair, grad: bool) -> None:
+    bias, weight = pair[0].last.bias, pair[0].first.weight
+    before = em.full_state_dict(pair[0])
+    with torch.set_grad_enabled(grad), em.unsharded(pair[0].last, write=True):
+        bias.data.numpy()[:] = 3.0
+    with em.unsharded([weight], write=True):
+        torch.from_dlpack(weight.detach()).mul_(2)
+    after = em.full_state_dict(pair[0])
+    assert after["last.bias"].tolist() == [3.0] * D and torch.equal(after["first.weight"], before["first.weight"] * 2)
+    with pytest.raises(ZeroDivisionError), em.unsharded(bias, write=True):
+        bias.data.fill_(4.0)
+        raise ZeroDivisionError
+    assert em.full_state_dict(pair[0])["last.bias"].tolist() == [4.0] * D, "as plain torch would"
+    with em.unsharded(bias), torch.no_grad():
+        bias.add_(1.0)
+    assert em.full_state_dict(pair[0])["last.bias"].tolist() == [5.0] * D, "an operator on the parameter itself"
+    with pytest.raises(em.ConfigError, match="no wrapped model"), em.unsharded(nn.Linear(2, 2)):
+        pass
+    if not any(chunk.spec.in_place for chunk in pair[0].elixir.scheduler.chunks):  # where there it is at home
+        with pytest.raises(em.ConfigError, match=r"last\.bias.*pass write=True"), em.unsharded(bias):
+            bias.data.fill_(6.0)
+    assert all(isinstance(parameter, Guarded) for parameter in pair[0].parameters())
+    backward(pair)
+    pair[1].step()
+
+
+RUNS: dict[str, Callable[[Pair], Any]] = {
+    "forward": lambda pair: pair[0](rows()),
+    "backward": lambda pair: mean_square(pair[0], rows()).backward(),
+    "clip_grad_norm_": lambda pair: pair[1].clip_grad_norm_(1.0),
+    "step": lambda pair: pair[1].step(),
+    "zero_grad": lambda pair: pair[1].zero_grad(),
+    "full_state_dict": lambda pair: em.full_state_dict(pair[0]),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_nothing_runs_while_parameters_are_unsharded(pair: Pair, run: str) -> None:
+    """What user code has an address of stays where it is; other weights can be read, and the block goes on."""
+    bias = pair[0].last.bias
+    with em.unsharded(pair[0].last, write=True):
+        bias.data.fill_(2.0)
+        with pytest.raises(em.ConfigError, match=r"inside `with em\.unsharded\(\.\.\.\)` of 'last\.weight'"):
+            RUNS[run](pair)
+        assert torch.equal(pair[0].first.weight.sum(), pair[0].first.weight.detach().sum())
+        with em.unsharded(pair[0].first, write=True):
+            pair[0].first.bias.data.fill_(3.0)
+        bias.data += 1.0
+    state = em.full_state_dict(pair[0])
+    assert state["last.bias"].tolist() == state["first.bias"].tolist() == [3.0] * D
+    backward(pair)
+    pair[1].step()
+
+
+def test_a_forward_may_ask_for_an_address(pair: Pair) -> None:
+    """A kernel of the user's own reads a weight of another module by its address."""
+    seen = []
+
+    def forward(x: Tensor) -> Tensor:
+        with em.unsharded(pair[0].last.weight):
+            seen.append(torch.from_dlpack(pair[0].last.weight.detach()).clone())
+        return x
+
+    handle = pair[0].first.register_forward_pre_hook(lambda module, args: (forward(*args),))
+    wanted = em.full_state_dict(pair[0])["last.weight"]
+    backward(pair)
+    pair[1].step()
+    handle.remove()
+    assert torch.equal(seen[0], wanted)
+
+
+def test_a_view_kept_from_where_it_was_unsharded(pair: Pair) -> None:
+    """What is used where it is at home stays there; a view of what has moved tells of itself."""
+    bias = pair[0].last.bias
+    with em.unsharded(bias, write=True):
+        view = bias.detach()
+    backward(pair)
+    pair[1].step()
+    wanted = em.full_state_dict(pair[0])["last.bias"] * 2
     view.mul_(2)
-    with pytest.raises(em.ElixirError, match=r"last\.bias.*take it anew"):
+    if any(chunk.spec.in_place for chunk in pair[0].elixir.scheduler.chunks):
+        assert torch.equal(em.full_state_dict(pair[0])["last.bias"], wanted)
+        return
+    with pytest.raises(em.ElixirError, match=r"last\.bias.*em\.unsharded\(parameter, write=True\)"):
         pair[0](rows())
+
+
+class WritesData(nn.Linear):
+    """Sets its bias in its first forward, where nothing tells of it."""
+
+    written = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.written:
+            self.bias.data.fill_(0.5)
+            self.written = True
+        return super().forward(x)
+
+
+class ReplacesData(WritesData):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.written:
+            self.bias.data = torch.full((D,), 0.5)
+            self.written = True
+        return nn.Linear.forward(self, x)
+
+
+@pytest.mark.parametrize("kind", [WritesData, ReplacesData])
+@pytest.mark.parametrize("plan", PLANS)
+def test_data_that_a_first_forward_writes(kind: type[nn.Module], plan: str) -> None:
+    """Kept where the parameter is at home as it is, refused where what was written would be lost."""
+    model = Net()
+    model.last = kind(D, D)
+    model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=0.0), plan=PLANS[plan])
+    mean_square(model, rows()).backward()
+    if plan == "zero2" and kind is WritesData:
+        optimizer.step()
+        assert em.full_state_dict(model)["last.bias"].tolist() == [0.5] * D
+    else:
+        with pytest.raises(em.ConfigError, match=r"last\.bias.*self\.weight\.copy_"):
+            optimizer.step()
+    optimizer.close()
 
 
 def test_graphs_that_are_thrown_away_are_freed() -> None:

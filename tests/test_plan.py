@@ -112,7 +112,9 @@ def test_json_that_is_no_text_is_refused(found: Any) -> None:
 def test_homes_and_blocks() -> None:
     layout = tiny_layout()
     assert len(layout.chunks) == 3
-    assert Plan.zero3(rcache_blocks=99).blocks(layout) == Plan.zero2().blocks(layout) == 3
+    assert Plan.zero3(rcache_blocks=99).blocks(layout) == Plan.zero2().blocks(layout) == 4, "one for gradients"
+    assert Plan.zero2().blocks(replace(layout, open_gradients=2)) == 5
+    assert Plan.zero2().blocks(tiny_layout(trainable=False)) == 3
     assert Plan.zero3(rcache_blocks=2).blocks(layout) == 2
     homes = [Plan.offload(rcache_blocks=1, device_chunks=n).home(layout, layout.chunks[1]) for n in (0, 1, 2, 9)]
     assert homes == [Tier.HOST, Tier.HOST, Tier.DEVICE, Tier.DEVICE]
@@ -142,7 +144,7 @@ def test_bytes_of_a_footprint(dtype: torch.dtype, trainable: bool, per_element: 
     size = footprint(Plan.offload(rcache_blocks=2, device_chunks=1), layout, staged=True)
     assert size.rcache_bytes == 2 * 64 * dtype.itemsize
     assert size.resident_bytes == 0
-    assert size.staging_bytes == 64 * dtype.itemsize * trainable
+    assert size.staging_bytes == 32 * dtype.itemsize * trainable, "of two ranks each waits for one shard"
     assert size.shard_bytes == {"device": 32 * per_element, "host": 64 * per_element, "disk": 0}
     assert size.accumulator_bytes == {"device": 32 * accumulator, "host": 64 * accumulator, "disk": 0}
     assert size.device_bytes == size.rcache_bytes + size.staging_bytes + 32 * per_element
@@ -206,7 +208,7 @@ def storages_of(optimizer: Any) -> dict[int, int]:
 
     A chunk used in place has a storage of its own on a part of its home: that part counts once.
     """
-    nan = optimizer._hooks._saved._placeholder.keys
+    nan = optimizer._hooks._saved._placeholder.addresses
     found: dict[int, int] = {}
     for storage in (tensor.untyped_storage() for tensor in reach(optimizer)):
         found[storage.data_ptr()] = max(storage.nbytes(), found.get(storage.data_ptr(), 0))
@@ -255,6 +257,7 @@ def measure(
         "footprint": optimizer.footprint,
         "least": optimizer.schedule.least_blocks(),
         "chunks": len(layout.cached),
+        "most": layout.most_blocks,
         "sum_numel": sum(chunk.numel for chunk in layout.chunks),
         "resident_numel": sum(chunk.numel for chunk in layout.chunks if chunk.resident and not chunk.in_place),
         "largest_bytes": max(chunk.nbytes for chunk in layout.chunks),
@@ -280,7 +283,7 @@ def held_as_promised(found: dict[str, Any]) -> None:
     """What the objects hold is the footprint, from the end of the first backward on, and never moves."""
     size = found["footprint"]
     for step in found["steps"]:
-        assert step["held"] == size.device_bytes + size.host_bytes
+        assert step["held"] == size.device_bytes - size.landing_bytes + size.host_bytes
         assert step["blocks_replaced"] == 0
     assert found["addresses"][0] == found["addresses"][1] == found["addresses"][2], "not a byte allocated anew"
 
@@ -291,7 +294,7 @@ def test_traffic_and_memory_of_the_papers_table(world: int, ranks: Ranks) -> Non
 
     plan                    device bytes                        host<->device          between ranks
     DDP                     (L_c + L_c + L_os F_os) S           0                      2 L_c S
-    ZeRO-2 = rCache-max     L_c S + (L_c + L_os F_os) S / N     0                      2 L_c S
+    ZeRO-2 = rCache-max     L_c (S + C) + (L_c + L_os F_os) S/N 0                      2 L_c S
     ZeRO-3 = rCache-min     L_c b C + (L_c + L_os F_os) S / N   0                      3 L_c S - cached (paper: 4 L_c S)
     offload, rCache-max     L_c S                               2 L_c S / N            2 L_c S
     offload, rCache-min     L_c b C                             (3 L_c S - cached) / N, as between ranks
@@ -323,7 +326,7 @@ def test_traffic_and_memory_of_the_papers_table(world: int, ranks: Ranks) -> Non
     for found in (zero2, offload_all):
         for step in found["steps"]:
             assert wire(step) == {"all_gather": L_C * s, "reduce_scatter": L_C * s}
-        assert found["footprint"].rcache_bytes == blocks * found["chunks"]
+        assert found["footprint"].rcache_bytes == blocks * found["most"]
 
     for found in (zero3, offload):
         for step in found["steps"][1:]:
@@ -339,7 +342,8 @@ def test_traffic_and_memory_of_the_papers_table(world: int, ranks: Ranks) -> Non
     for found in (ddp, zero2, zero3, offload, offload_all):
         size = found["footprint"]
         assert size.resident_bytes == L_C * found["resident_numel"]
-        assert size.staging_bytes == (0 if found is ddp else found["largest_bytes"]), "gloo only"
+        staged = found["largest_bytes"] // (2 if world == 2 else 1)
+        assert size.staging_bytes == (0 if found is ddp else staged), "gloo only"
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "non_reentrant"])
@@ -360,9 +364,12 @@ def test_accumulators_appear_with_a_second_backward(ranks: Ranks) -> None:
     for found in ranks(2).run(measure, plan, CONFIG, (1, 2, 1, 3)):
         size = found["footprint"]
         more = sum(size.accumulator_bytes.values())
-        base = size.device_bytes + size.host_bytes
+        base = size.device_bytes - size.landing_bytes + size.host_bytes
         assert more == 4 * found["sum_numel"] // 2
-        assert [step["held"] - base for step in found["steps"]] == [0, more, more, more], "kept once they are there"
+        first, second, *rest = [step["held"] - base for step in found["steps"]]
+        assert first == 0
+        assert 0 < second <= more, "some reductions may still be under way"
+        assert rest == [more, more], "kept once they are there"
         assert found["addresses"][1] == found["addresses"][2] == found["addresses"][3]
 
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elixir_moe as em
-from elixir_moe.chunks.policy import CacheCounts, CacheState, Entry, Load, Schedule, Verb, simulate
-from elixir_moe.chunks.requests import Requests
+from elixir_moe.chunks.policy import CacheCounts, CacheState, Entry, Load, Schedule, Verb, gradients_of, simulate
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
@@ -22,77 +21,74 @@ from tests.parity import mesh_of_world
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
-ACQUIRE, RELEASE, HOLD, FREE = Verb.ACQUIRE, Verb.RELEASE, Verb.HOLD, Verb.FREE
+ACQUIRE, RELEASE = Verb
 
 
 def entries(text: str) -> list[Entry]:
-    """``"+01 -01 +0 !0 -0 x0"``: acquire 0 and 1 together, release, acquire 0, hold it, release it, free it."""
-    verbs = {"+": ACQUIRE, "-": RELEASE, "!": HOLD, "x": FREE}
-    return [Entry(verbs[word[0]], tuple(map(int, word[1:]))) for word in text.split()]
+    """``"+01 -01 !0 x0"``: acquire the weights 0 and 1, release them, a block for the gradients of 0, release that."""
+    found = []
+    for word in text.split():
+        chunks = tuple(map(int, word[1:]))
+        verb = ACQUIRE if word[0] in "+!" else RELEASE
+        found.append(Entry(verb, tuple(map(gradients_of, chunks)) if word[0] in "!x" else chunks))
+    return found
 
 
 @st.composite
 def schedules(draw: st.DrawFn, chunks: int = 5, longest: int = 22) -> Schedule:
-    """Well-formed requests: releases end acquires, gradients come to chunks in use, all is let go in the end."""
+    """Well-formed requests: releases end acquires, gradients come once a chunk, all is let go in the end."""
     found: list[Entry] = []
     open_uses: list[tuple[int, ...]] = []
-    gradients: set[int] = set()
+    gradients: list[int] = []
+    to_come = set(range(chunks))
     for _ in range(draw(st.integers(1, longest))):
-        verb = draw(st.sampled_from([ACQUIRE, ACQUIRE, RELEASE, RELEASE, HOLD, FREE]))
-        inside = sorted({chunk for use in open_uses for chunk in use} - gradients)
-        if verb is ACQUIRE and len(open_uses) < 3:
+        verb = draw(st.sampled_from("++--!x"))
+        if verb == "+" and len(open_uses) < 3:
             open_uses.append(tuple(sorted(draw(st.sets(st.integers(0, chunks - 1), min_size=1, max_size=2)))))
             found.append(Entry(ACQUIRE, open_uses[-1]))
-        elif verb is RELEASE and open_uses:
+        elif verb == "-" and open_uses:
             found.append(Entry(RELEASE, open_uses.pop(draw(st.integers(0, len(open_uses) - 1)))))
-        elif verb is HOLD and inside:
-            chunk = draw(st.sampled_from(inside))
-            gradients.add(chunk)
-            found.append(Entry(HOLD, (chunk,)))
-        elif verb is FREE and gradients:
-            chunk = draw(st.sampled_from(sorted(gradients)))
-            gradients.remove(chunk)
-            found.append(Entry(FREE, (chunk,)))
-            left = [tuple(c for c in use if c != chunk) for use in open_uses]
-            open_uses = [use for use in left if use]
+        elif verb == "!" and to_come and len(gradients) < 2:
+            gradients.append(draw(st.sampled_from(sorted(to_come))))
+            to_come.remove(gradients[-1])
+            found.append(Entry(ACQUIRE, (gradients_of(gradients[-1]),)))
+        elif verb == "x" and gradients:
+            found.append(Entry(RELEASE, (gradients_of(gradients.pop(draw(st.integers(0, len(gradients) - 1)))),)))
     found += [Entry(RELEASE, use) for use in open_uses]
-    return Schedule([*found, *(Entry(FREE, (chunk,)) for chunk in sorted(gradients))])
+    return Schedule([*found, *(Entry(RELEASE, (gradients_of(chunk),)) for chunk in gradients)])
 
 
 def holds_after(schedule: Schedule) -> list[dict[int, int]]:
-    """By entry: how often each chunk is held once it is done; written down anew, on purpose."""
+    """By entry: how often each is held once it is done; written down anew, on purpose."""
     held: dict[int, int] = {}
     states = []
     for entry in schedule.entries:
         for chunk in entry.chunks:
-            if entry.verb in (ACQUIRE, HOLD):
-                held[chunk] = held.get(chunk, 0) + 1
-            elif entry.verb is RELEASE and chunk in held:
-                held[chunk] -= 1
-            if entry.verb is FREE or held.get(chunk) == 0:
-                held.pop(chunk, None)
+            held[chunk] = held.get(chunk, 0) + (1 if entry.verb is ACQUIRE else -1)
+            if not held[chunk]:
+                del held[chunk]
         states.append(dict(held))
     return states
 
 
-def least_loads(schedule: Schedule, blocks: int) -> tuple[int, int] | None:
-    """(misses, evictions) of the best of all ways to serve the schedule, trying every victim; None if there is none."""
+def least_loads(schedule: Schedule, blocks: int) -> int | None:
+    """The gathers of the best of all ways to serve the schedule, trying every victim; None if there is none."""
     held = holds_after(schedule)
 
     @cache
-    def best(position: int, inside: frozenset[int]) -> tuple[int, int] | None:
+    def best(position: int, inside: frozenset[int]) -> int | None:
         if position == len(schedule.entries):
-            return 0, 0
+            return 0
         entry = schedule.entries[position]
-        if entry.verb is FREE:
-            return best(position + 1, inside - set(entry.chunks))
-        missing = set(entry.chunks) - inside if entry.verb is ACQUIRE else set()
+        if entry.verb is RELEASE:
+            return best(position + 1, inside - {item for item in entry.chunks if item < 0})
+        missing = set(entry.chunks) - inside
         over = len(inside) + len(missing) - blocks
         found = []
         for victims in combinations(sorted(inside - set(held[position])), max(0, over)):
             rest = best(position + 1, inside - set(victims) | missing)
             if rest is not None:
-                found.append((rest[0] + len(missing), rest[1] + len(victims)))
+                found.append(rest + sum(item >= 0 for item in missing))
         return min(found, default=None)
 
     return best(0, frozenset())
@@ -111,9 +107,9 @@ def test_nothing_beats_the_policy(schedule: Schedule, blocks: int) -> None:
                 simulate(schedule, blocks, prefetch=prefetch)
             continue
         counts, _ = simulate(schedule, blocks, prefetch=prefetch)
-        assert (counts.misses, counts.evictions) == best, f"prefetch={prefetch}"
+        assert counts.misses == best, f"prefetch={prefetch}"
         assert counts.off_schedule == 0
-        requests = sum(len(entry.chunks) for entry in schedule.entries if entry.verb is ACQUIRE)
+        requests = sum(c >= 0 for entry in schedule.entries if entry.verb is ACQUIRE for c in entry.chunks)
         assert counts.hits + counts.misses == requests, "every gather was wanted"
         assert counts.prefetched <= (counts.misses if prefetch else 0)
 
@@ -139,8 +135,8 @@ def test_decisions_can_be_carried_out(schedule: Schedule, more: int, known: bool
     where: dict[int, int] = {}
     before: dict[int, int] = {}
     for entry, held in zip(schedule.entries, holds_after(schedule), strict=True):
-        if entry.verb is FREE:
-            where.pop(entry.chunks[0], None)
+        if entry.verb is RELEASE and entry.chunks[0] < 0:
+            where.pop(entry.chunks[0])
         for load in request(state, entry):
             assert load.chunk not in where
             if load.evicted is None:
@@ -158,11 +154,8 @@ def test_decisions_can_be_carried_out(schedule: Schedule, more: int, known: bool
 
 def request(state: CacheState, entry: Entry, *, tracked: bool = True) -> list[Load]:
     """Asks `state` for what `entry` says."""
-    if entry.verb is ACQUIRE:
-        return state.acquire(entry.chunks, tracked=tracked)
-    if entry.verb is RELEASE:
-        return state.release(entry.chunks, tracked=tracked)
-    return state.hold(entry.chunks[0]) if entry.verb is HOLD else state.free(entry.chunks[0])
+    ask = state.acquire if entry.verb is ACQUIRE else state.release
+    return ask(entry.chunks, tracked=tracked)
 
 
 def test_farthest_use_leaves_first() -> None:
@@ -179,13 +172,32 @@ def test_without_a_schedule_the_longest_unused_leaves() -> None:
 
 
 def test_prefetch_waits_for_a_block_that_is_about_to_be_empty() -> None:
-    schedule = Schedule(entries("+0 -0 +1 !1 -1 x1 +2 -2 +0 -0"))
-    _, loads = simulate(schedule, 2)
+    schedule = Schedule(entries("+0 -0 +1 !1 !2 x2 x1 -1 +2 -2 +0 -0 +1 -1"))
+    _, loads = simulate(schedule, 4)
     assert [(load.chunk, load.evicted, load.ahead) for load in loads] == [
         (0, None, False),
         (1, None, True),
+        (gradients_of(1), None, True),
+        (gradients_of(2), None, True),
         (2, None, True),
     ]
+
+
+def test_gradients_that_were_just_sent_leave_their_block_alone_for_a_while() -> None:
+    schedule = Schedule(entries("+0 -0 +1 !1 x1 -1 !0 x0 +0 -0"))
+    _, loads = simulate(schedule, 3, prefetch=0)
+    assert [(load.chunk, load.evicted) for load in loads[2:]] == [(gradients_of(1), None), (gradients_of(0), 1)]
+    _, loads = simulate(Schedule(entries("+0 -0 +1 !1 x1 -1 !0 x0 +0 -0 +1 -1")), 3, prefetch=0)
+    assert loads[-1].evicted is None, "but no gather is paid for that"
+
+
+def test_gradients_that_were_reserved_and_did_not_come_leave_with_the_round() -> None:
+    state = CacheState(2, Schedule(entries("+0 !0 -0 x0")))
+    for entry in entries("+0 -0"):
+        request(state, entry)
+    assert state.chunks == (0, gradients_of(0)), "a block is kept for them"
+    assert not state.rewind()
+    assert state.chunks == (0,)
 
 
 @pytest.mark.fault(23)
@@ -235,56 +247,18 @@ def test_evaluation_in_the_middle_does_not_move_the_schedule(
     assert state.rewind()
 
 
-def test_requests_for_the_same_chunks_are_one_to_the_cache() -> None:
-    cache = CacheState(2)
-    requests = Requests(cache, kept=())
-    requests.acquire((0,), tracked=True)
-    for _ in range(3):  # modules that follow each other
-        requests.release((0,), tracked=True)
-        assert requests.go_on((0,), tracked=True)
-    requests.release((0,), tracked=True)
-    assert not requests.go_on((1,), tracked=True)
-    assert not requests.go_on((0,), tracked=False), "evaluation moves no schedule"
-    requests.acquire((1,), tracked=True)
-    requests.hold(1)
-    requests.release((1,), tracked=True)
-    requests.free(1)
-    assert not requests.go_on((1,), tracked=True), "it has left its block"
-    assert [Entry(*request) for request in requests.trace] == entries("+0 -0 +1 !1 -1 x1")
-    assert [load.chunk for load in requests.decided] == [0, 1]
-    assert not cache._held
-
-
-def test_what_is_learned_is_what_was_asked() -> None:
-    cache = CacheState(2)
-    requests = Requests(cache, kept=())
-
-    def step(*chunks: int) -> bool:
-        for chunk in chunks:
-            if not requests.go_on((chunk,), tracked=True):
-                requests.acquire((chunk,), tracked=True)
-            requests.release((chunk,), tracked=True)
-        requests.settle()
-        return requests.learn()
-
-    assert step(0, 0, 1), "the first step is the schedule"
-    assert cache.schedule is not None
-    assert cache.schedule.entries == tuple(entries("+0 -0 +1 -1"))
-    assert not step(0, 1, 1)
-    assert cache.counts.off_schedule == 0, "the same requests to the cache"
-    assert [step(1, 0) for _ in range(3)] == [False, False, True], "three in a row that missed it"
-    assert cache.schedule.entries == tuple(entries("+1 -1 +0 -0"))
-
-
 def test_a_thousand_chunks_and_more_are_simulated() -> None:
     n = 2000
     forward = [Entry(verb, (chunk,)) for chunk in range(n) for verb in (ACQUIRE, RELEASE)]
-    backward = [Entry(verb, (chunk,)) for chunk in reversed(range(n)) for verb in (ACQUIRE, HOLD, FREE)]
+    backward = [
+        Entry(verb, (item,))
+        for chunk in reversed(range(n))
+        for verb, item in ((ACQUIRE, chunk), (ACQUIRE, ~chunk), (RELEASE, ~chunk), (RELEASE, chunk))
+    ]
     schedule = Schedule(forward + backward)
-    for blocks in (1, n // 10, n):
+    for blocks in (2, n // 10, n + 1):
         counts, _ = simulate(schedule, blocks)
-        assert (counts.hits, counts.misses) == (blocks, 2 * n - blocks), "each block saves one gather"
-        assert counts.evictions == n - blocks
+        assert (counts.hits, counts.misses) == (blocks - 1, 2 * n - blocks + 1), "each block but one saves a gather"
 
 
 # ------------------------------------------------------------------------------------------------------------- runtime
@@ -336,7 +310,7 @@ class Recorder:
         plan, layout, schedule = self.optimizer.plan, self.optimizer.layout, self.optimizer.schedule
         assert schedule is not None
         counts, loads = simulate(schedule, plan.blocks(layout), prefetch=plan.prefetch)
-        gathered = [layout.chunks[load.chunk] for load in loads]
+        gathered = [layout.chunks[load.chunk] for load in loads if load.chunk >= 0]
         gathered += [chunk for chunk in layout.chunks if chunk.resident and not chunk.in_place]
         return {
             "counts": counts,
@@ -355,7 +329,7 @@ def follow(plan: em.Plan, steps: int) -> dict[str, Any]:
     """(rank) A few steps and what was promised of them."""
     recorder = Recorder(plan)
     found = [recorder.step() for _ in range(steps)]
-    result = {"found": found, "promise": recorder.promise(), "chunks": len(recorder.optimizer.layout.cached)}
+    result = {"found": found, "promise": recorder.promise(), "blocks": plan.blocks(recorder.optimizer.layout)}
     recorder.close()
     return result
 
@@ -373,7 +347,7 @@ def test_the_runtime_decides_as_the_simulator(ranks: Ranks) -> None:
     for offloaded in (False, True):  # on the device, experts of which a rank has all copies are used in place
         plan = em.Plan(scatter=True, offloaded=offloaded, rcache_blocks=None, chunk_numel=CHUNK)
         everything = ranks(2).run(follow, plan, 2)[0]
-        sizes[offloaded] = everything["promise"]["least"], everything["chunks"]
+        sizes[offloaded] = everything["promise"]["least"], everything["blocks"]
         assert sizes[offloaded][0] < sizes[offloaded][1] - 2
     for place, offloaded, prefetch in (
         (0.0, False, 3),
@@ -382,8 +356,8 @@ def test_the_runtime_decides_as_the_simulator(ranks: Ranks) -> None:
         (0.5, False, 3),
         (0.9, False, 0),
     ):
-        least, chunks = sizes[offloaded]
-        blocks = least + math.ceil(place * (chunks - 1 - least))
+        least, most = sizes[offloaded]
+        blocks = least + math.ceil(place * (most - 1 - least))
         plan = em.Plan(scatter=True, offloaded=offloaded, rcache_blocks=blocks, chunk_numel=CHUNK, prefetch=prefetch)
         for result in ranks(2).run(follow, plan, 3):
             for found in result["found"][1:]:

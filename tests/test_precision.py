@@ -24,9 +24,9 @@ Ranks = Callable[[int], RankPool]
 STEPS, ROWS, D = 6, 8, 32
 PLANS = {
     "zero2": em.Plan.zero2(),
-    "offload": em.Plan.offload(rcache_blocks=3, chunk_numel=1100),
+    "offload": em.Plan.offload(rcache_blocks=4, chunk_numel=1100),
     "ddp": em.Plan.ddp(),
-    "disk": em.Plan.offload(rcache_blocks=3, disk_chunks=2, chunk_numel=1100),
+    "disk": em.Plan.offload(rcache_blocks=4, disk_chunks=2, chunk_numel=1100),
 }
 
 

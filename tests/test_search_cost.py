@@ -31,6 +31,8 @@ def profile(ranks: int = 2, exchanges: tuple[Exchange, ...] = ()) -> Profile:
     key = ChunkGroupKey(ranks=tuple(range(ranks)), dtype=torch.bfloat16, trainable=True, divisor=ranks)
     return Profile(
         params=tuple(ParamSpec(name=f"p{i}", shape=(1 << 20,), key=key) for i in range(4)),
+        order=(0, 1, 2, 3),
+        parts=(),
         uses=(),
         parameters=4 << 20,
         tokens=1000,

@@ -12,9 +12,10 @@ import torch
 
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan
+from elixir_moe.chunks.walk import Part, Use
 from elixir_moe.errors import PlanError
 from elixir_moe.search.hardware import Hardware
-from elixir_moe.search.profile import Profile, Use
+from elixir_moe.search.profile import Profile
 from elixir_moe.search.solve import Choice, Task, chunk_lengths, price, shortage, solve
 from tests.cases import with_further
 
@@ -33,7 +34,7 @@ def drawn(rng: random.Random) -> Task:
         replace(everyone, ranks=tuple(range(0, world, 2))),
         replace(everyone, trainable=False),
     ]
-    params, uses, clock, region = [], list[Use](), 0, None
+    params, parts, uses, clock, region = [], list[Part](), list[Use](), 0, None
     for unit in range(rng.randint(2, 6)):
         mine = [
             ParamSpec(name=f"{unit}.{i}", shape=(rng.choice([32, 64, 96, 200, 320]),), key=rng.choice(keys))
@@ -42,14 +43,18 @@ def drawn(rng: random.Random) -> Task:
         params += [replace(p, resident=rng.random() < 0.1) for p in mine]
         indices = tuple(range(len(params) - len(mine), len(params)))
         region = rng.choice([None, region, unit])
-        uses.append(Use(entered=clock, left=clock + 1, params=indices, region=region))
+        parts.append(Part(params=indices, parent=None))
+        uses.append(Use(entered=clock, left=clock + 1, part=unit, region=region))
         clock += 2
     if rng.random() < 0.5:  # a unit that contains all others, as a model with parameters of its own does
         params.append(ParamSpec(name="outer", shape=(64,), key=everyone))
-        uses = [replace(use, entered=use.entered + 1, left=use.left + 1) for use in uses]
-        uses.append(Use(entered=0, left=clock + 1, params=(len(params) - 1,)))
+        parts = [Part(params=(len(params) - 1,), parent=None), *(replace(part, parent=0) for part in parts)]
+        uses = [replace(use, entered=use.entered + 1, left=use.left + 1, part=use.part + 1) for use in uses]
+        uses.append(Use(entered=0, left=clock + 1, part=0))
     profile = Profile(
         params=tuple(params),
+        order=tuple(range(len(params))),
+        parts=tuple(parts),
         uses=tuple(uses),
         parameters=sum(p.numel for p in params),
         tokens=1,
@@ -81,8 +86,9 @@ def every_plan(task: Task, rng: random.Random) -> Iterator[Choice]:
     lengths = chunk_lengths(task.profile.params)
     others = [rng.randint(lengths[0], 4 * lengths[0]) for _ in range(3)]
     for length in {*rng.sample(lengths, min(len(lengths), 12)), *others}:
-        chunks = len(price(task, Plan.zero2(chunk_numel=length), loads=()).layout.chunks)
-        for device_chunks, blocks in product(range(chunks + 1), range(1, chunks + 1)):
+        layout = price(task, Plan.offload(rcache_blocks=None, chunk_numel=length)).layout
+        chunks = len(layout.chunks)
+        for device_chunks, blocks in product(range(chunks + 1), range(1, layout.most_blocks + 1)):
             for disk_chunks in range(chunks - device_chunks + 1 if task.disk_bytes else 1):
                 plan = Plan.offload(
                     rcache_blocks=blocks, device_chunks=device_chunks, disk_chunks=disk_chunks, chunk_numel=length

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from elixir_moe.parallel import megatron
+from elixir_moe.runtime.units import find_parts
 from elixir_moe.search.profile import Sent
 from elixir_moe.search.tape import Recorder, peak_of
 from elixir_moe.search.trace import trace
@@ -62,7 +63,7 @@ def profiled(case: Case) -> dict[str, Any]:
         profile = trace(model, lm_loss, sample, world=world, rank=rank)
         held = None
         if world == 1:
-            with Recorder(model, [], []) as recorder:
+            with Recorder(model, find_parts(model), []) as recorder:
                 lm_loss(model, sample).backward()
             held = peak_of(recorder.marks)
         return {"sent": profile.sent, "expected": profile.activation_bytes, "held": held}

@@ -192,7 +192,8 @@ def train(plan: em.Plan, folder: str | None, dtype: torch.dtype, accumulation: i
         if step == 1:
             with torch.no_grad():
                 model.layers[2][1].weight.mul_(0.5)
-                model.layers[0][1].weight.data[3] = 1.0
+                with torch.no_grad():
+                    model.layers[0][1].weight[3] = 1.0
     result = {"norms": norms, "state": em.full_state_dict(model), "held": optimizer.held_bytes()}
     result |= {"tiers": sorted(row["tier"] for row in optimizer.plan_table()), "size": optimizer.footprint}
     optimizer.close()

@@ -1,4 +1,4 @@
-"""The long-lived state of a chunk: what its home holds when, and that too much is refused before it is allocated."""
+"""The long-lived state of a chunk: what its shard holds when, and that too much is refused before it is allocated."""
 
 import sys
 from collections.abc import Sequence
@@ -9,180 +9,192 @@ from unittest import mock
 import pytest
 import torch
 
-from elixir_moe.chunks.chunk import Chunk, ChunkState, Placeholder
 from elixir_moe.chunks.collectives import Communicator
 from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
-from elixir_moe.chunks.home import Holds, Home, build_homes
 from elixir_moe.chunks.layout import build_layout
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.chunks.rcache import Block
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.tiers import Slab, check_fits, host_bytes_left
-from elixir_moe.errors import TierError
+from elixir_moe.errors import ElixirError, TierError
+from elixir_moe.memory.blocks import Block, ShardBlock
+from elixir_moe.memory.shard_state import (
+    Fp32Shard,
+    FrozenShard,
+    Holds,
+    MixedShard,
+    PieceShard,
+    ShardState,
+    build_shards,
+)
+from elixir_moe.runtime.chunk import Chunk, ChunkState, Gradients, Placeholder
 
 CPU = torch.device("cpu")
 NUMEL = 64
 
 
-def home_of(dtype: torch.dtype, *, trainable: bool = True, tier: Tier = Tier.HOST) -> Home:
-    """A home of one shard, filled with values that bf16 rounds."""
+def shard_of(dtype: torch.dtype, *, trainable: bool = True, tier: Tier = Tier.HOST) -> ShardState:
+    """The shard of a chunk that is not scattered, filled with values that bf16 rounds."""
     key = ChunkGroupKey(ranks=(0,), dtype=dtype, trainable=trainable, divisor=1)
     (spec,) = build_layout([ParamSpec(name="p", shape=(NUMEL,), key=key)]).chunks
-    (home,) = build_homes([(spec, tier)], CPU)
-    weights = torch.linspace(-1, 1, NUMEL)
-    home.compute.copy_(weights)
-    if home.master is not None:
-        home.master.copy_(weights)
-    return home
+    (shard,) = build_shards([(spec, tier)], CPU)
+    shard.fill(torch.linspace(-1, 1, NUMEL))
+    return shard
+
+
+def mixed() -> MixedShard:
+    """A bf16 one."""
+    shard = shard_of(torch.bfloat16)
+    assert isinstance(shard, MixedShard)
+    return shard
 
 
 def gradient(dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def update(home: Home) -> None:
-    """What an optimizer does to a home."""
-    assert home.master is not None
-    home.master.sub_(home.gradient().float())
-    if home.compute.dtype != torch.float32:
-        home.compute.copy_(home.master)
-    home.updated()
+def update(shard: ShardState) -> None:
+    """What an optimizer does to a shard."""
+    assert shard.master is not None
+    shard.master.sub_(shard.gradient().float())
+    if shard.values_shard is not None:
+        shard.values_shard.copy_(shard.master)
+    shard.updated()
 
 
-# ---------------------------------------------------------------------------------------------------------------- homes
+# --------------------------------------------------------------------------------------------------------------- shards
 
 
 def test_what_is_kept_is_had_at_once_and_read_behind_the_update() -> None:
     """On any thread; when one beside training has waited, which differs between ranks, decides no order of gathers."""
-    home = home_of(torch.bfloat16)
-    assert home.master is not None
-    master, under_way = home.master, Future[Sequence[Future[None]]]()
-    home.update_beside(under_way)
-    kept = home.weights[3:5]
+    shard = mixed()
+    assert shard.master is not None
+    master, under_way = shard.master, Future[Sequence[Future[None]]]()
+    shard.update_beside(under_way)
+    kept = shard.weights()[3:5]
     with ThreadPoolExecutor(1) as beside:
         reading = beside.submit(kept.read)
         master.fill_(2.0)
         assert not reading.done()
         under_way.set_result(())
         assert reading.result().tolist() == [2.0, 2.0]
-    assert home.has_update
-    assert torch.equal(home.master, master) and not home.has_update
+    assert shard.has_update
+    assert shard.values() is shard.shown and not shard.has_update
 
 
 def test_bf16_sends_its_compute_shard_and_the_gradient_takes_its_place() -> None:
-    home = home_of(torch.bfloat16)
-    assert home.master is not None
-    assert home.holds is Holds.VALUES
-    assert home.values() is home.compute
-    assert not home.has_gradient
-    home.add_gradient(gradient(torch.bfloat16, 1))
-    assert home.holds is Holds.GRADIENT
-    assert home.has_gradient
-    assert home.gradient() is home.compute, "no memory of its own"
-    assert torch.equal(home.gradient(), gradient(torch.bfloat16, 1))
-    update(home)
-    assert home.holds is Holds.VALUES
-    assert not home.has_gradient
-    assert torch.equal(home.values(), home.master.bfloat16())
-    assert home.accumulator is None
+    shard = mixed()
+    assert shard.master is not None
+    assert shard.holds is Holds.VALUES
+    assert shard.values() is shard.shown
+    assert not shard.has_gradient
+    shard.add_gradient(gradient(torch.bfloat16, 1))
+    assert shard.holds is Holds.GRADIENT
+    assert shard.has_gradient
+    assert shard.gradient().data_ptr() == shard.shown.data_ptr(), "no memory of its own"
+    assert torch.equal(shard.gradient(), gradient(torch.bfloat16, 1))
+    update(shard)
+    assert shard.holds is Holds.VALUES
+    assert not shard.has_gradient
+    assert torch.equal(shard.values(), shard.master.bfloat16())
+    assert shard.accumulator is None
 
 
 def test_bf16_values_wanted_again_move_the_gradient_to_the_accumulator() -> None:
-    home = home_of(torch.bfloat16)
-    assert home.master is not None
+    shard = mixed()
+    assert shard.master is not None
     grads = [gradient(torch.bfloat16, seed) for seed in (1, 2, 3)]
     for grad in grads:
-        home.add_gradient(grad)
-        assert torch.equal(home.values(), home.master.bfloat16()), "cast anew from the master"
-    assert home.holds is Holds.VALUES
-    assert home.accumulator is not None
-    assert home.accumulator.dtype == torch.float32
-    assert home.gradient() is home.accumulator
-    assert torch.equal(home.gradient(), grads[0].float() + grads[1] + grads[2]), "summed in fp32"
+        shard.add_gradient(grad)
+        assert torch.equal(shard.values(), shard.master.bfloat16()), "cast anew from the master"
+    assert shard.holds is Holds.VALUES
+    assert shard.accumulator is not None
+    assert shard.accumulator.dtype == torch.float32
+    assert shard.gradient().data_ptr() == shard.accumulator.data_ptr()
+    assert torch.equal(shard.gradient(), grads[0].float() + grads[1] + grads[2]), "summed in fp32"
 
 
 def test_bf16_gradients_without_a_gather_between_are_summed_in_fp32_too() -> None:
-    home = home_of(torch.bfloat16)
-    assert home.master is not None
-    home.add_gradient(gradient(torch.bfloat16, 1))
-    home.add_gradient(gradient(torch.bfloat16, 2))
-    assert home.holds is Holds.STALE
-    assert torch.equal(home.gradient(), gradient(torch.bfloat16, 1).float() + gradient(torch.bfloat16, 2))
-    assert torch.equal(home.values(), home.master.bfloat16())
-    assert torch.equal(home.gradient(), gradient(torch.bfloat16, 1).float() + gradient(torch.bfloat16, 2))
+    shard = mixed()
+    assert shard.master is not None
+    shard.add_gradient(gradient(torch.bfloat16, 1))
+    shard.add_gradient(gradient(torch.bfloat16, 2))
+    assert shard.holds is Holds.STALE
+    assert torch.equal(shard.gradient(), gradient(torch.bfloat16, 1).float() + gradient(torch.bfloat16, 2))
+    assert torch.equal(shard.values(), shard.master.bfloat16())
+    assert torch.equal(shard.gradient(), gradient(torch.bfloat16, 1).float() + gradient(torch.bfloat16, 2))
 
 
 def test_an_accumulator_starts_from_zero_in_each_step() -> None:
-    home = home_of(torch.bfloat16)
+    shard = mixed()
     for step in range(3):
         for seed in (1, 2):
-            home.values()
-            home.add_gradient(gradient(torch.bfloat16, 10 * step + seed))
+            shard.values()
+            shard.add_gradient(gradient(torch.bfloat16, 10 * step + seed))
         wanted = gradient(torch.bfloat16, 10 * step + 1).float() + gradient(torch.bfloat16, 10 * step + 2)
-        assert torch.equal(home.gradient(), wanted)
+        assert torch.equal(shard.gradient(), wanted)
         if step == 1:
-            home.clear_gradient()
+            shard.clear_gradient()
         else:
-            update(home)
-        assert not home.has_gradient
-        assert home.master is not None
-        assert torch.equal(home.values(), home.master.bfloat16())
+            update(shard)
+        assert not shard.has_gradient
+        assert shard.master is not None
+        assert torch.equal(shard.values(), shard.master.bfloat16())
 
 
 def test_squares_found_on_the_way_are_those_of_one_gradient_alone() -> None:
-    home = home_of(torch.float32)
+    shard = shard_of(torch.float32)
     for _ in range(2):
-        home.add_gradient(gradient(torch.float32, 1), 4.0)
-        assert home.squares == 4.0
-        home.add_gradient(gradient(torch.float32, 2), 9.0)
-        assert home.squares is None, "of the sum nobody knows them"
-        home.clear_gradient()
-    home.add_gradient(gradient(torch.float32, 1))
-    assert home.squares is None
+        shard.add_gradient(gradient(torch.float32, 1), 4.0)
+        assert shard.squares == 4.0
+        shard.add_gradient(gradient(torch.float32, 2), 9.0)
+        assert shard.squares is None, "of the sum nobody knows them"
+        shard.clear_gradient()
+    shard.add_gradient(gradient(torch.float32, 1))
+    assert shard.squares is None
 
 
 def test_fp32_sends_the_master_and_sums_in_place() -> None:
-    home = home_of(torch.float32)
-    assert home.master is not None
-    assert home.values() is home.master
-    home.add_gradient(gradient(torch.float32, 1))
-    assert home.values() is home.master, "untouched by the gradient beside it"
-    assert torch.equal(home.values(), torch.linspace(-1, 1, NUMEL))
-    home.add_gradient(gradient(torch.float32, 2))
-    assert home.gradient() is home.compute
-    assert torch.equal(home.gradient(), gradient(torch.float32, 1) + gradient(torch.float32, 2))
-    assert home.accumulator is None
-    update(home)
-    assert not home.has_gradient
-    home.add_gradient(gradient(torch.float32, 3))
-    assert torch.equal(home.gradient(), gradient(torch.float32, 3)), "not added to what is used up"
+    shard = shard_of(torch.float32)
+    assert isinstance(shard, Fp32Shard)
+    assert shard.values() is shard.master
+    shard.add_gradient(gradient(torch.float32, 1))
+    assert shard.values() is shard.master, "untouched by the gradient beside it"
+    assert torch.equal(shard.values(), torch.linspace(-1, 1, NUMEL))
+    shard.add_gradient(gradient(torch.float32, 2))
+    assert shard.gradient().data_ptr() == shard.sums.data_ptr()
+    assert torch.equal(shard.gradient(), gradient(torch.float32, 1) + gradient(torch.float32, 2))
+    update(shard)
+    assert not shard.has_gradient
+    shard.add_gradient(gradient(torch.float32, 3))
+    assert torch.equal(shard.gradient(), gradient(torch.float32, 3)), "not added to what is used up"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_frozen_chunk_has_nothing_but_its_values(dtype: torch.dtype) -> None:
-    home = home_of(dtype, trainable=False)
-    assert home.master is None
-    assert home.values() is home.compute
-    assert torch.equal(home.values(), torch.linspace(-1, 1, NUMEL).to(dtype))
-    assert not home.has_gradient
+    shard = shard_of(dtype, trainable=False)
+    assert isinstance(shard, FrozenShard)
+    assert shard.master is None
+    assert shard.values() is shard.shown
+    assert torch.equal(shard.values(), torch.linspace(-1, 1, NUMEL).to(dtype))
+    assert not shard.has_gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_cleared_gradient_leaves_the_values(dtype: torch.dtype) -> None:
-    home = home_of(dtype)
-    wanted = home.values().clone()
-    home.add_gradient(gradient(dtype, 1))
-    home.clear_gradient()
-    assert not home.has_gradient
-    assert torch.equal(home.values(), wanted)
+    shard = shard_of(dtype)
+    wanted = shard.values().clone()
+    shard.add_gradient(gradient(dtype, 1))
+    shard.clear_gradient()
+    assert not shard.has_gradient
+    assert torch.equal(shard.values(), wanted)
     with pytest.raises(AssertionError, match="chunk 0 has no gradient"):
-        home.gradient()
+        shard.gradient()
 
 
 # ---------------------------------------------------------------------------------------------------------------- slabs
 
 
-def test_homes_of_a_tier_and_dtype_share_one_allocation_of_exact_size() -> None:
+def test_shards_of_a_tier_and_dtype_share_one_allocation_of_exact_size() -> None:
     keys = [
         ChunkGroupKey(ranks=(0,), dtype=dtype, trainable=trainable, divisor=1)
         for dtype, trainable in ((torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False))
@@ -191,7 +203,7 @@ def test_homes_of_a_tier_and_dtype_share_one_allocation_of_exact_size() -> None:
         [ParamSpec(name="p", shape=(NUMEL,), key=key) for key in keys for _ in range(2)], NUMEL
     ).chunks
     placed = [(chunk, Tier.HOST if chunk.index % 2 else Tier.DEVICE) for chunk in chunks]
-    tensors = [t for home in build_homes(placed, CPU) for t in (home.compute, home.master) if t is not None]
+    tensors = [tensor for shard in build_shards(placed, CPU) for tensor in shard._tensors()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     assert len(storages) == 4, "two tiers, two dtypes"
     assert sum(storages.values()) == sum(t.nbytes for t in tensors)
@@ -250,27 +262,26 @@ def test_a_device_that_refuses_is_a_tier_error() -> None:
 
 # --------------------------------------------------------------------------------------------------------------- states
 
-LEGAL = {
-    ("sharded", "gathering"),
-    ("gathering", "gathered"),
-    ("gathered", "sharded"),
-    ("gathered", "gradient"),
-    ("gradient", "reducing"),
-    ("reducing", "sharded"),
-    ("reducing", "gathered"),
-}
+LEGAL = {("sharded", "gathering"), ("gathering", "gathered"), ("gathered", "sharded")}
+
+
+def chunk_of(dtype: torch.dtype, *, in_place: bool = False) -> Chunk:
+    """A chunk of two parameters of a rank that is alone, away; its shard has zeros."""
+    key = ChunkGroupKey(ranks=(0,), dtype=dtype, trainable=True, divisor=1)
+    params = [torch.nn.Parameter(torch.ones(4, 4)), torch.nn.Parameter(torch.ones(3))]
+    layout = build_layout([ParamSpec(name="p", shape=tuple(p.shape), key=key) for p in params], NUMEL)
+    (spec,) = (layout.with_in_place({0}) if in_place else layout).chunks
+    (shard,) = build_shards([(spec, Tier.DEVICE)], CPU)
+    communicator = mock.Mock(spec=Communicator, rank=0, index=0)
+    chunk = Chunk(spec, params, ["weight", "bias"], shard, communicator, Placeholder(CPU))
+    if in_place:
+        chunk.block = ShardBlock(shard, Statistics())
+    return chunk
 
 
 @pytest.fixture
 def chunk() -> Chunk:
-    """A chunk of two parameters, away."""
-    key = ChunkGroupKey(ranks=(0,), dtype=torch.float32, trainable=True, divisor=1)
-    params = [torch.nn.Parameter(torch.ones(4, 4)), torch.nn.Parameter(torch.ones(3))]
-    specs = [ParamSpec(name="p", shape=tuple(p.shape), key=key) for p in params]
-    (spec,) = build_layout(specs, NUMEL).chunks
-    (home,) = build_homes([(spec, Tier.DEVICE)], CPU)
-    communicator = mock.Mock(spec=Communicator)
-    return Chunk(spec, params, ["weight", "bias"], home, communicator, Placeholder(CPU))
+    return chunk_of(torch.float32)
 
 
 @pytest.mark.parametrize("source", ChunkState)
@@ -295,92 +306,131 @@ def test_released_parameters_look_right_and_read_as_nan(chunk: Chunk) -> None:
     assert weight.isnan().all()
 
 
+def block_for(chunk: Chunk, fill: float = 0.0) -> Block:
+    """A block of the chunk's size, full of one number, as others may have left it."""
+    memory = torch.full((chunk.spec.numel,), fill, dtype=chunk.spec.key.dtype)
+    return Block(memory.view(torch.uint8), Statistics())
+
+
 def gather(chunk: Chunk) -> Block:
-    """Fills a block with 0, 1, 2, … and gives it to the chunk."""
-    block = Block(torch.zeros(chunk.spec.nbytes, dtype=torch.uint8), Statistics())
-    chunk.buffer = block.claim(chunk.spec).copy_(torch.arange(chunk.spec.numel))
+    """Fills the chunk's block, a new one unless it has its own, with 0, 1, 2, … and attaches the chunk."""
+    chunk.block = chunk.block or block_for(chunk)
+    chunk.transition(ChunkState.GATHERING)
+    chunk.buffer = chunk.block.claim(chunk.spec).copy_(torch.arange(chunk.spec.numel))
     chunk.attach()
-    return block
+    chunk.transition(ChunkState.GATHERED)
+    return chunk.block
 
 
-def test_gathered_parameters_are_views_and_gradients_overwrite_them(chunk: Chunk) -> None:
-    block = gather(chunk)
+def open_gradients(chunk: Chunk) -> Gradients:
+    """Gives the chunk's gradients a block that others have left full of numbers."""
+    chunk.gradient_block = block_for(chunk, fill=9.0)
+    chunk.open_gradients()
+    assert chunk.gradients is not None
+    return chunk.gradients
+
+
+def test_gathered_parameters_are_views_of_the_block(chunk: Chunk) -> None:
+    gather(chunk)
     weight, bias = chunk.parameters
     assert chunk.buffer is not None
     assert weight.data_ptr() == chunk.buffer.data_ptr()
-    assert weight.untyped_storage().nbytes() == 16 * 4, "its own storage, not the block's"
+    assert weight.flatten().tolist() == list(range(16))
     assert bias.tolist() == [16.0, 17.0, 18.0], "the second parameter starts on the next line"
-    chunk.write_gradient(1, torch.full((3,), 7.0))
-    chunk.write_gradient(1, torch.full((3,), 1.0))
-    sent = block.wire(chunk.spec)
-    assert sent[16:19].tolist() == [8.0] * 3
-    chunk.complete_gradients(block)
-    assert sent[:16].eq(0).all(), "no gradient came: zeros"
-    assert sent[16:19].tolist() == [8.0] * 3
+    chunk.detach()
     assert weight.isnan().all()
     assert chunk.buffer is None
 
 
+def test_gradients_land_in_a_block_of_their_own_and_leave_the_weights(chunk: Chunk) -> None:
+    block = gather(chunk)
+    gradients = open_gradients(chunk)
+    gradients.add(1, torch.full((3,), 7.0))
+    gradients.add(1, torch.full((3,), 1.0))
+    sent = gradients.complete()
+    assert sent[:16].eq(0).all(), "no gradient came: zeros"
+    assert sent[16:19].tolist() == [8.0] * 3
+    assert block.wire(chunk.spec).tolist() == list(range(chunk.spec.numel))
+    assert chunk.parameters[1].tolist() == [16.0, 17.0, 18.0]
+
+
 def test_what_was_written_without_a_trace_is_said_too(chunk: Chunk) -> None:
-    chunk.communicator.rank = 0
-    gather(chunk)  # its home has zeros
-    assert chunk.keep_written(compare=True)
-    assert not chunk.keep_written(compare=True), "it is at home now"
-    assert torch.equal(chunk.home.values(), torch.arange(chunk.spec.numel).float())
+    gather(chunk)  # its shard has zeros
+    assert not chunk.take_written(), "nothing tells of it"
+    assert chunk.written_unseen() == "weight"
+    chunk.store(0)
+    assert chunk.written_unseen() == "bias"
+    chunk.store(1)
+    assert chunk.written_unseen() is None, "it is at home now"
+    values = [chunk.place_in(chunk.shard.values(), index) for index in range(2)]
+    assert all(torch.equal(value, p) for value, p in zip(values, chunk.parameters, strict=True))
 
 
-@pytest.mark.parametrize("reader", ["saved", "view", "unfinished"])
-def test_a_gradient_waits_while_somebody_reads_its_parameter(chunk: Chunk, reader: str) -> None:
-    block = gather(chunk)
-    view = chunk.parameters[0].detach()[1:] if reader == "view" else None
-    chunk.readers[0] += reader == "saved"
-    for value in (2.0, 3.0):
-        put = chunk.delay_gradient if reader == "unfinished" else chunk.write_gradient
-        put(0, torch.full((4, 4), value))
-    sent = block.wire(chunk.spec)
-    assert sent[:16].tolist() == list(range(16)), "still the values"
-    del view
-    chunk.readers.clear()
-    chunk.complete_gradients(block)
-    assert sent[:16].eq(5).all()
+def test_a_write_while_the_weights_are_away_is_told_at_the_next_gather(chunk: Chunk) -> None:
+    gather(chunk)
+    view = chunk.parameters[1].detach()
+    chunk.detach()
+    chunk.state = ChunkState.SHARDED
+    view.add_(1)
+    with pytest.raises(
+        ElixirError, match=r"'bias' was written through a view .* em\.unsharded\(parameter, write=True\)"
+    ):
+        gather(chunk)
 
 
-def test_a_reader_that_outlives_the_chunk_keeps_the_values(chunk: Chunk) -> None:
-    block = gather(chunk)
-    view = chunk.parameters[0].detach()
-    chunk.write_gradient(0, torch.full((4, 4), 2.0))
-    chunk.write_gradient(1, torch.full((3,), 4.0))
-    chunk.complete_gradients(block)
+def test_a_reader_that_outlives_a_chunk_used_in_place_keeps_the_values() -> None:
+    """Nothing takes the place of weights in blocks but other weights; here their own gradient does."""
+    chunk = chunk_of(torch.bfloat16, in_place=True)
+    assert isinstance(chunk.shard, MixedShard)
+    gather(chunk)
+    view, reduced = chunk.parameters[0].detach(), torch.full((chunk.spec.numel,), 2.0, dtype=torch.bfloat16)
+    chunk.holds = 1
+    chunk.land(reduced)
+    assert chunk.parameters[0].flatten().tolist() == list(range(16)), "somebody computes with them"
+    assert not chunk.shard.has_gradient
+    chunk.holds = 0
+    chunk.land_last()
+    assert chunk.shard.gradient().eq(2).all()
     assert view.flatten().tolist() == list(range(16))
-    sent = block.wire(chunk.spec)
-    assert sent[:16].eq(2).all()
-    assert sent[16:19].eq(4).all()
+    assert chunk.parameters[0].isnan().all()
 
 
 def test_gradients_are_zero_between_and_behind_parameters(chunk: Chunk) -> None:
     """What lies between parameters is sent and summed, and counts in the norm: it must be zero."""
-    block = gather(chunk)
-    block.wire(chunk.spec)[torch.arange(chunk.spec.numel) >= 19] = 0  # as a gather from zeroed homes leaves it
+    gradients = open_gradients(chunk)
     for index, parameter in enumerate(chunk.parameters):
-        chunk.write_gradient(index, torch.ones_like(parameter))
-    chunk.complete_gradients(block)
-    assert block.wire(chunk.spec).sum() == 16 + 3
+        gradients.add(index, torch.ones_like(parameter))
+    assert gradients.complete().sum() == 16 + 3
+
+
+def test_gradients_nobody_else_has_stay_what_autograd_made_and_are_summed() -> None:
+    chunk = chunk_of(torch.float32, in_place=True)
+    assert isinstance(chunk.shard, PieceShard)
+    chunk.open_gradients()
+    assert chunk.gradients is not None
+    first = torch.ones(4, 4)
+    for gradient in (first, torch.full((4, 4), 2.0)):
+        chunk.gradients.add(0, gradient)
+    chunk.gradients.complete()
+    assert chunk.shard.gradient(0, 16).data_ptr() == first.data_ptr()
+    assert chunk.shard.gradient(0, 16).tolist() == [3.0] * 16
+    assert chunk.shard.gradient(16, 19).tolist() == [0.0] * 3
+    chunk.shard.updated()
+    assert not chunk.shard.has_gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("trainable", [True, False])
-def test_a_home_takes_what_was_written_and_keeps_the_rest(dtype: torch.dtype, trainable: bool) -> None:
+def test_a_shard_takes_what_was_written_and_keeps_the_rest(dtype: torch.dtype, trainable: bool) -> None:
     key = ChunkGroupKey(ranks=(0,), dtype=dtype, trainable=trainable, divisor=1)
     (spec,) = build_layout([ParamSpec(name="p", shape=(64,), key=key)], 64).chunks
-    (home,) = build_homes([(spec, Tier.HOST)], CPU)
+    (shard,) = build_shards([(spec, Tier.HOST)], CPU)
     fine = torch.full((64,), 1.001)  # not a bf16 number
-    home.compute.copy_(fine)
-    if home.master is not None:
-        home.master.copy_(fine)
-    written = home.values().clone()
+    shard.fill(fine)
+    written = shard.values().clone()
     written[3] = 5.0
-    home.store(2, written[2:7])
-    assert home.values()[3] == 5.0
-    if home.master is not None:
-        assert home.master[3] == 5.0
-        assert home.master[4] == fine[4], "as fine as before"
+    shard.store(2, written[2:7])
+    assert shard.values()[3] == 5.0
+    if shard.master is not None:
+        assert shard.master[3] == 5.0
+        assert shard.master[4] == fine[4], "as fine as before"

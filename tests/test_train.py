@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 TINY = """
 model: {seq_len: 32, n_layers: 2, d_model: 32, n_heads: 2, experts: [2, 4], ep: [1, 2], residual: true}
-plan: {kind: offload, rcache_blocks: 3}
+plan: {kind: offload, rcache_blocks: 4}
 optimizer: {lr: 3e-3, warmup_steps: 2}
 run: {steps: 6, global_batch: 8, accumulation: 2, eval_every: 3, eval_batches: 2, sample_bytes: 20, out: OUT}
 """
@@ -184,7 +184,7 @@ def test_a_run_leaves_all_its_files(tiny_run: tuple[Path, subprocess.CompletedPr
     assert sorted(p.name for p in out.iterdir()) == names
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert json.loads(done.stdout) == json.loads((out / "summary.json").read_text())
-    assert json.loads((out / "plan.json").read_text())["rcache_blocks"] == 3
+    assert json.loads((out / "plan.json").read_text())["rcache_blocks"] == 4
     assert configs.load(out / "config.yaml").model.experts == (2, 4)
     prompt = load_text((), 0.1, 32).validation[:32]
     assert (out / "sample.txt").read_text().startswith(bytes(prompt.tolist()).decode())
@@ -217,7 +217,7 @@ def test_a_report_tells_what_the_files_hold(
     (told,) = json.loads(capsys.readouterr().out)["runs"]
     assert (told["state"], told["step"], told["events"], told["reason"]) == ("done", 6, [], None)
     assert told["train_loss"] == summary["train_loss"] and told["bigram_loss"] == summary["bigram_loss"]
-    assert (told["val_loss"], told["plan"]["rcache_blocks"]) == (summary["val_loss"], 3)
+    assert (told["val_loss"], told["plan"]["rcache_blocks"]) == (summary["val_loss"], 4)
     assert told["best_val_loss"] == min(lines[2]["val_loss"], lines[5]["val_loss"])
     for key in ("step_seconds", "tokens_per_second", "grad_norm"):
         assert told[key] == sorted(line[key] for line in lines[1:])[2]

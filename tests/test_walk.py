@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from elixir_moe.chunks.group import ChunkGroupKey
 from elixir_moe.chunks.layout import ChunkSpec, Layout, Slot
-from elixir_moe.chunks.policy import Verb, simulate
-from elixir_moe.chunks.walk import Use, Walk, by_first_use
+from elixir_moe.chunks.policy import Verb, gradients_of, simulate
+from elixir_moe.chunks.walk import Part, Use, Walk, by_first_use, choose_units
 
 
 def layout_of(where: list[int], frozen: tuple[int, ...] = (), resident: tuple[int, ...] = ()) -> Layout:
@@ -22,72 +22,120 @@ def layout_of(where: list[int], frozen: tuple[int, ...] = (), resident: tuple[in
     return Layout(chunk_numel=256, chunks=tuple(chunks), block_itemsize=4)
 
 
-def lines(uses: list[Use], layout: Layout) -> list[str]:
-    """The schedule, a word and its chunks a line."""
-    return [f"{e.verb} {' '.join(map(str, e.chunks))}" for e in Walk(uses).schedule(layout).entries]
+def lines(parts: list[Part], uses: list[Use], layout: Layout) -> list[str]:
+    """The schedule, a word and its chunks a line; a block for gradients is in brackets."""
+    entries = Walk(parts, uses).schedule(layout).entries
+    return [f"{e.verb} {' '.join(str(c) if c >= 0 else f'({gradients_of(c)})' for c in e.chunks)}" for e in entries]
+
+
+def part(*params: int, parent: int | None = None, shared: bool = False) -> Part:
+    return Part(params=params, parent=parent, shared=shared)
+
+
+def test_a_unit_is_the_largest_part_of_one_chunk() -> None:
+    parts = [part(0), part(1, parent=0), part(2, parent=1), part(3, parent=1), part(4, parent=0), part(5, parent=4)]
+    chunk_of = {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 2}
+    units = choose_units(parts, chunk_of)
+    assert [None if unit is None else (unit.part, unit.params, unit.whole) for unit in units] == [
+        (0, (0,), False),
+        (1, (1, 2, 3), True),
+        (1, (1, 2, 3), True),
+        (1, (1, 2, 3), True),
+        (4, (4,), False),
+        (5, (5,), True),
+    ]
+
+
+def test_what_is_in_no_moving_chunk_is_all_one_unit() -> None:
+    parts = [part(), part(0, parent=0), part(1, parent=0)]
+    units = choose_units(parts, {})
+    assert all(unit is not None and unit.params == (0, 1) for unit in units)
+
+
+def test_a_part_of_several_is_never_inside_a_unit() -> None:
+    parts = [part(), part(0, parent=0), part(1, parent=1, shared=True), part(2, parent=0)]
+    units = choose_units(parts, {0: 0, 1: 0, 2: 0})
+    assert [None if unit is None else unit.part for unit in units] == [None, 1, 2, 3]
+    assert units[1] is not None and units[1].params == (0,)
 
 
 def test_a_step_by_hand() -> None:
-    uses = [  # unit 0 around 1, 2, and 1 again; the last two share a chunk, of which another parameter is never used
-        Use(entered=1, left=2, params=(1,)),
-        Use(entered=3, left=4, params=(2, 3)),
-        Use(entered=5, left=6, params=(1,)),
-        Use(entered=0, left=7, params=(0,)),
+    parts = [part(0), part(1, parent=0), part(2, 3, parent=0)]
+    uses = [  # part 0 around 1, 2, and 1 again; the last two share a chunk, of which another parameter is never used
+        Use(entered=1, left=2, part=1),
+        Use(entered=3, left=4, part=2),
+        Use(entered=5, left=6, part=1),
+        Use(entered=0, left=7, part=0),
     ]
     forward = ["acquire 0", "acquire 1", "release 1", "acquire 1 2", "release 1 2", "acquire 1", "release 1"]
-    backward = ["acquire 0", "acquire 1", "release 1", "acquire 1 2", "hold 1", "hold 2", "free 2"]
-    # Unit 1 is done with its first run, which backward comes to last: then its chunk needs no release.
-    backward += ["release 1", "acquire 1", "free 1", "hold 0", "free 0"]
-    assert lines(uses, layout_of([0, 1, 1, 2, 1])) == [*forward, "release 0", *backward]
+    # Part 0 has its gradient at once, and its weights leave; part 1 with its first run, which backward comes to last.
+    backward = ["acquire 0", "release 0", "acquire (0)", "acquire 1", "release 1", "acquire 1 2", "acquire (2)"]
+    backward += ["release (2)", "release 1 2", "acquire (1)", "acquire 1", "release 1", "release (1)", "release (0)"]
+    assert lines(parts, uses, layout_of([0, 1, 1, 2, 1])) == [*forward, "release 0", *backward]
 
 
 def test_a_recomputed_region_is_held_until_its_backward_is_done() -> None:
-    uses = [Use(entered=2 * unit, left=2 * unit + 1, params=(unit,), region=0) for unit in range(3)]
+    parts = [part(number) for number in range(3)]
+    uses = [Use(entered=2 * i, left=2 * i + 1, part=i, region=0) for i in range(3)]
     layout = layout_of([0, 1, 2])
-    assert Walk(uses).schedule(layout).least_blocks() == 3
-    kept = [Use(entered=use.entered, left=use.left, params=use.params) for use in uses]
-    assert Walk(kept).schedule(layout).least_blocks() == 1
+    assert Walk(parts, uses).schedule(layout).least_blocks() == 3
+    kept = [Use(entered=use.entered, left=use.left, part=use.part) for use in uses]
+    assert Walk(parts, kept).schedule(layout).least_blocks() == 1
 
 
 def test_parameters_come_in_order_of_first_use() -> None:
-    uses = [Use(entered=1, left=2, params=(3, 1)), Use(entered=0, left=3, params=(2, 3))]
-    order, numbered = by_first_use(uses, range(5))
+    parts = [part(2, 3), part(3, 1)]
+    uses = [Use(entered=1, left=2, part=1), Use(entered=0, left=3, part=0)]
+    uses.append(Use(entered=4, left=5, part=None, params=(3, 0)))
+    order, parts, uses = (list(found) for found in by_first_use(parts, uses, 5))
     assert order == [2, 3, 1, 0, 4]
-    assert [use.params for use in numbered] == [(1, 2), (0, 1)]
+    assert [each.params for each in parts] == [(0, 1), (1, 2)]
+    assert [each.params for each in uses] == [(), (), (1, 3)]
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[Use], Layout]:
-    """Units that run beside and inside each other, some of them more than once."""
+def steps(draw: st.DrawFn) -> tuple[list[Part], list[Use], Layout]:
+    """Parts that run beside and inside each other, some of them more than once."""
     where = draw(st.lists(st.integers(0, 4), min_size=1, max_size=10))
     owners = draw(st.lists(st.integers(0, 4), min_size=len(where), max_size=len(where)))
-    params = {unit: tuple(p for p, owner in enumerate(owners) if owner == unit) for unit in owners}
+    parents = [draw(st.sampled_from([None, *range(number)])) for number in range(5)]
+    parts = [
+        part(
+            *(p for p, owner in enumerate(owners) if owner == number),
+            parent=parents[number],
+            shared=draw(st.booleans()),
+        )
+        for number in range(5)
+    ]
     uses, running = list[Use](), list[tuple[int, int]]()
-    entering = draw(st.lists(st.sampled_from([*params, None]), max_size=24))
-    for unit in [*entering, *[None] * len(entering)]:
+    entering = draw(st.lists(st.sampled_from([*range(5), None]), max_size=24))
+    for number in [*entering, *[None] * len(entering)]:
         clock = 2 * len(uses) + len(running)
-        if unit is not None:
-            running.append((clock, unit))
+        if number is not None:
+            running.append((clock, number))
         elif running:
             entered, left = running.pop()
-            uses.append(Use(entered=entered, left=clock, params=params[left]))
+            uses.append(Use(entered=entered, left=clock, part=left))
     frozen, resident = (tuple(draw(st.sets(st.integers(0, 4), max_size=2))) for _ in range(2))
-    return uses, layout_of(where, frozen, resident)
+    return parts, uses, layout_of(where, frozen, resident)
 
 
 @settings(deadline=None)
 @given(steps())
-def test_what_forward_used_is_freed_last_of_all_and_nothing_stays_held(step: tuple[list[Use], Layout]) -> None:
-    uses, layout = step
-    schedule = Walk(uses).schedule(layout)
-    used = {p for use in uses for p in use.params}
+def test_what_forward_used_is_reduced_once_and_nothing_stays_held(step: tuple[list[Part], list[Use], Layout]) -> None:
+    parts, uses, layout = step
+    schedule = Walk(parts, uses).schedule(layout)
+    used = {p for use in uses for p in parts[use.part].params}
     for chunk in layout.chunks:
-        verbs = [entry.verb for entry in schedule.entries if chunk.index in entry.chunks]
-        if chunk.resident or not used & {slot.param for slot in chunk.slots}:
-            assert not verbs
-        elif chunk.key.trainable:
-            assert (verbs.count(Verb.HOLD), verbs.count(Verb.FREE), verbs[-1]) == (1, 1, Verb.FREE)
-        else:
-            assert set(verbs) == {Verb.ACQUIRE, Verb.RELEASE}
-            assert verbs.count(Verb.ACQUIRE) == verbs.count(Verb.RELEASE)
+        weights = [entry.verb for entry in schedule.entries if chunk.index in entry.chunks]
+        gradients = [entry.verb for entry in schedule.entries if gradients_of(chunk.index) in entry.chunks]
+        assert weights.count(Verb.ACQUIRE) == weights.count(Verb.RELEASE)
+        if chunk.resident:
+            assert not weights + gradients
+        elif used & {slot.param for slot in chunk.slots}:
+            assert weights
+            assert gradients == [Verb.ACQUIRE, Verb.RELEASE] * chunk.key.trainable
     simulate(schedule, schedule.least_blocks())
+    counted = Walk(parts, uses).counted(layout)
+    if counted.cached:
+        simulate(schedule, counted.most_blocks)

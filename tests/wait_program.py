@@ -27,7 +27,7 @@ class Session:
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(D, D) for _ in range(3)))
         optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
-        plan = em.Plan.zero3(rcache_blocks=1, chunk_numel=D * D + D)
+        plan = em.Plan.zero3(rcache_blocks=2, chunk_numel=D * D + D)
         self.model, self.optimizer = em.wrap(layers, optimizer, plan=plan)
 
     def evaluate(self) -> str:

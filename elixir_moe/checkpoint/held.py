@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from elixir_moe.checkpoint.boxes import Span
-from elixir_moe.chunks.chunk import Chunk
-from elixir_moe.chunks.home import Kept
 from elixir_moe.chunks.layout import Slot
 from elixir_moe.errors import ConfigError
-from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.memory.shard_state import Kept
+from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.annotate import UNCUT, pattern_of
+from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.state import Wrapped, check_as_wrapped
 
 
@@ -45,7 +45,7 @@ class Held:
     @property
     def values(self) -> Kept:
         """The elements at home: fp32 masters of what is trainable, else in the compute dtype; flat."""
-        return self.chunk.home.weights[self.here]
+        return self.chunk.shard.weights()[self.here]
 
     def cut(self, start: int, stop: int) -> "Held":
         """Those of them that are elements `start` .. `stop` of the chunk's shard."""
@@ -60,7 +60,7 @@ def held_by(wrapped: Wrapped) -> Iterator[Held]:
     for chunk in wrapped.scheduler.chunks:
         low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
         for index, (slot, parameter) in enumerate(zip(chunk.spec.slots, chunk.parameters, strict=True)):
-            yield _held(wrapped.names[parameter][0], chunk, index, slot, low, high)
+            yield _held(wrapped.model.names[parameter][0], chunk, index, slot, low, high)
 
 
 def _held(name: str, chunk: Chunk, index: int, slot: Slot, low: int, high: int) -> Held:
@@ -115,4 +115,4 @@ def loss_scale_of(optimizer: ShardedOptimizer) -> dict[str, Any] | None:
 
 def buffers_of(model: nn.Module, wrapped: Wrapped) -> dict[str, torch.Tensor]:
     """The buffers that are in the model's state dict, by name; a shared one under each of its names."""
-    return {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in set(wrapped.keys)}
+    return {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in set(wrapped.model.keys)}

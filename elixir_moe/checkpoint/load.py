@@ -24,7 +24,8 @@ from elixir_moe.checkpoint.storage import MANIFEST, read_manifest, verify
 from elixir_moe.checkpoint.tensors import Files
 from elixir_moe.checkpoint.values import decode
 from elixir_moe.errors import CheckpointError
-from elixir_moe.optim import LossScale, ShardedOptimizer
+from elixir_moe.optim.loss_scale import LossScale
+from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.ranks import together
 from elixir_moe.safetensors_format import DTYPES
 from elixir_moe.state import Wrapped
@@ -77,7 +78,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
     wrapped = wrapped_of(model, optimizer)
     if optimizer.pending is not None:
         optimizer.pending.wait()
-    directory, control = Path(os.path.abspath(path)), optimizer.control
+    directory, control = Path(os.path.abspath(path)), optimizer.kept.groups.control
     manifests: list[Manifest] = []
 
     def hash_files() -> str:
@@ -169,7 +170,7 @@ def _differences(
         entry = manifest.parameters.get(name)
         if entry is None:
             continue
-        tied = tuple(wrapped.names[held.parameter])
+        tied = tuple(wrapped.model.names[held.parameter])
         if entry.names != tied:
             yield f"parameter {name!r} has the names {list(entry.names)} in the checkpoint, {list(tied)} in the model"
         yield from _unlike(f"parameter {name!r}", entry, held.global_shape, held.values.dtype)
@@ -189,12 +190,12 @@ def _unlike(what: str, saved: Entry | Buffer, shape: tuple[int, ...], dtype: tor
 
 
 def _check_optimizer(manifest: Manifest, wrapped: Wrapped, optimizer: ShardedOptimizer, directory: Path) -> None:
-    if manifest.optimizer != optimizer.kind:
+    if manifest.optimizer != optimizer.kept.kind:
         raise CheckpointError(
-            f"{directory} was saved with the optimizer {manifest.optimizer[:200]!r}, this is {optimizer.kind!r}: "
+            f"{directory} was saved with the optimizer {manifest.optimizer[:200]!r}, this is {optimizer.kept.kind!r}: "
             f"what one keeps means nothing to the other"
         )
-    groups = [{wrapped.names[p][0] for p in group["params"]} for group in optimizer.param_groups]
+    groups = [{wrapped.model.names[p][0] for p in group["params"]} for group in optimizer.param_groups]
     saved = [set(group["params"]) for group in manifest.param_groups]
     if len(groups) != len(saved):
         raise CheckpointError(f"{directory} has {len(saved)} param_groups, the optimizer has {len(groups)}")
@@ -229,8 +230,10 @@ def _check_state(held: Held, pieces: list[Piece], directory: Path, optimizer: Sh
                 f"({str(dict(first.scalars))[:100]}, {str(dict(piece.scalars))[:100]}): load it with the degree of "
                 f"expert parallelism it was saved with"
             )
-    kept = {WEIGHT, *optimizer.state_of(held.parameter)}
-    if type(first.scalars.get(UPDATES)) is not int or (kept != set(first.state) and optimizer.keeps_always_the_same):
+    kept = {WEIGHT, *optimizer.kept.of(held.parameter)}
+    if type(first.scalars.get(UPDATES)) is not int or (
+        kept != set(first.state) and optimizer.kept.keeps_always_the_same
+    ):
         raise CheckpointError(
             f"{directory / MANIFEST}: for parameter {held.name!r} it has {sorted(first.state)} and "
             f"{sorted(first.scalars)}, expected {sorted(kept)} and {[UPDATES]}"
@@ -249,7 +252,8 @@ def _loss_scale(fields: Any, where: str) -> LossScale:
 
 @torch.no_grad()
 def _carry_out(todo: _Todo, files: Files, optimizer: ShardedOptimizer, source: str) -> None:
-    with optimizer.rewriting():
+    optimizer.zero_grad()
+    with optimizer.kept.rewriting():
         for move in todo.moves:
             _fill(move, files, optimizer)
     for buffer, file, key in todo.buffers:
@@ -270,11 +274,11 @@ def _fill(move: _Move, files: Files, optimizer: ShardedOptimizer) -> None:
     if len(move.names) > 1 or (held.chunk.spec.key.trainable and UPDATES in first.scalars):
         values = {name: decode(value, name) for name, value in first.scalars.items() if name != UPDATES}
         dtypes = {name: DTYPES[first.state[name]] for name in move.names if name != WEIGHT}
-        kept |= optimizer.replace_state(held.parameter, dtypes, values)
-        segment = optimizer.segment_of(held.parameter)
+        kept |= optimizer.kept.replace(held.parameter, dtypes, values)
+        segment = optimizer.kept.segment_of(held.parameter)
         assert segment is not None
         segment.steps = first.scalars[UPDATES]
-    home = held.chunk.home
+    shard = held.chunk.shard
     for name in move.names:
         place = kept[name].read()
         for piece, pairs in move.parts:
@@ -282,5 +286,5 @@ def _fill(move: _Move, files: Files, optimizer: ShardedOptimizer) -> None:
             for here, there in pairs:
                 here.of(place).copy_(there.of(read))
         kept[name].write(place)
-        if name == WEIGHT and home.sends_compute:
-            home.compute[held.here].copy_(place)
+        if name == WEIGHT and shard.values_shard is not None:
+            shard.values_shard[held.here].copy_(place)

@@ -12,8 +12,8 @@ own, so that its agreements stand in no order with those of the training.
 
 What is copied before `save` returns is what user code can change unseen: buffers, and weights used in place. All else
 is changed by an update, by a load, or by what brings home what users have written; each waits until the thread has
-copied it (`Home.await_reader`). Updates of the last step may be under way when `save` is called: it is the thread that
-waits for them, a shard at a time (`Kept.read`).
+copied it (`ShardState.wait_for_reader`). Updates of the last step may be under way when `save` is called: it is the
+thread that waits for them, a shard at a time (`Kept.read`).
 """
 
 import os
@@ -36,12 +36,13 @@ from elixir_moe.checkpoint.manifest import WEIGHT, Buffer, Entry, FileRecord, Ma
 from elixir_moe.checkpoint.storage import MANIFEST, Draft, moment_after_all, partial_of, retain
 from elixir_moe.checkpoint.tensors import FileImage, Item
 from elixir_moe.checkpoint.values import encode
-from elixir_moe.chunks.home import InMemory, OnDisk
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import CheckpointError, ConfigError
-from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.memory.shard_state import InMemory, OnDisk
+from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.ranks import together
+from elixir_moe.runtime.chunk import ATTACHED
 from elixir_moe.safetensors_format import name_of
 from elixir_moe.state import Wrapped
 
@@ -88,7 +89,7 @@ class Saving:
         """
         if self._future is None:
             return True
-        done = together("asked whether a save has ended", lambda: self.done, self._optimizer.control)
+        done = together("asked whether a save has ended", lambda: self.done, self._optimizer.kept.groups.control)
         if not all(done):
             return False
         self.wait()
@@ -99,7 +100,7 @@ class Saving:
         future, self._future = self._future, None
         if future is not None:
             self._optimizer.pending = None
-            together("saved a checkpoint", future.result, self._optimizer.control, error=CheckpointError)
+            together("saved a checkpoint", future.result, self._optimizer.kept.groups.control, error=CheckpointError)
         return self.path
 
 
@@ -143,7 +144,7 @@ def save(
     if optimizer.pending is not None:
         optimizer.pending.wait()
     target = Path(os.path.abspath(path))
-    control = optimizer.control
+    control = optimizer.kept.groups.control
     facts = together(
         "looked at what to save",
         lambda: _facts(target, model, optimizer, extra, wrapped),
@@ -157,7 +158,7 @@ def save(
     def begin() -> None:
         if dist.get_rank() == 0:
             drafts.append(Draft(target))
-        on_disk = any(chunk.home.tier is Tier.DISK for chunk in wrapped.scheduler.chunks)  # more than memory can take
+        on_disk = any(chunk.shard.tier is Tier.DISK for chunk in wrapped.scheduler.chunks)  # more than memory can take
         contents.append(_Contents(model, optimizer, wrapped, facts, bounded=on_disk or not asynchronous))
         if asynchronous:
             contents[0].take_what_may_change()
@@ -171,7 +172,7 @@ def save(
         with _abandoning(drafts):
             write(control, lambda: None)
         return Saving(target, optimizer)
-    background, copied, stream = optimizer.background(), threading.Event(), _stream_behind(wrapped)
+    background, copied, stream = optimizer.kept.groups.background(), threading.Event(), _stream_behind(wrapped)
 
     def write_beside() -> None:
         try:
@@ -181,7 +182,7 @@ def save(
             copied.set()
 
     for chunk in wrapped.scheduler.chunks:
-        chunk.home.reader = copied
+        chunk.shard.reader = copied
     executor = ThreadPoolExecutor(1, thread_name_prefix="elixir-save")
     optimizer.pending = saving = Saving(target, optimizer, executor.submit(write_beside), copied)
     executor.shutdown(wait=False)
@@ -201,7 +202,7 @@ def _abandoning(drafts: list[Draft]) -> Iterator[None]:
 
 def _stream_behind(wrapped: Wrapped) -> AbstractContextManager[object]:
     """What a thread enters to copy from a GPU beside its work, behind all that has been issued up to now."""
-    device = next((c.home.device for c in wrapped.scheduler.chunks if c.home.device.type == "cuda"), None)
+    device = next((c.shard.shown.device for c in wrapped.scheduler.chunks if c.shard.shown.is_cuda), None)
     if device is None:
         return nullcontext()
     stream = torch.cuda.Stream(device)
@@ -233,24 +234,25 @@ class _Facts:
 
 
 def _facts(target: Path, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, wrapped: Wrapped) -> _Facts:
-    if optimizer.has_gradients:
+    if optimizer.kept.has_gradients:
         raise ConfigError("gradients wait for a step: save after optimizer.step(), or call optimizer.zero_grad() first")
+    wrapped.hooks.check_outside("em.save()")
     wrapped.scheduler.flush()
     wrapped.scheduler.drain()
     encoded = encode(extra, "extra")
     fixed = {}
     if dist.get_rank() == 0:
         fixed = {
-            "optimizer": optimizer.kind,
+            "optimizer": optimizer.kept.kind,
             "param_groups": tuple(
                 {
-                    "params": tuple(wrapped.names[p][0] for p in group["params"]),
+                    "params": tuple(wrapped.model.names[p][0] for p in group["params"]),
                     "options": {k: encode(v, f"param_group[{k!r}]") for k, v in group.items() if k != "params"},
                 }
                 for group in optimizer.param_groups
             ),
             "loss_scale": encode(loss_scale_of(optimizer), "the loss scale"),
-            "keys": wrapped.keys,
+            "keys": wrapped.model.keys,
             "extra": encoded,
         }
     return _Facts(
@@ -292,7 +294,7 @@ class _Contents:
         for held in held_by(wrapped):
             pieces = self._pieces(held, optimizer)
             self.entries[held.name] = Entry(
-                names=tuple(wrapped.names[held.parameter]),
+                names=tuple(wrapped.model.names[held.parameter]),
                 shape=held.global_shape,
                 grid=held.grid,
                 dtype=name_of(held.chunk.original_dtypes[held.index], held.name),
@@ -315,11 +317,11 @@ class _Contents:
         if not written.span.numel:
             return
         kept, scalars = {WEIGHT: written.values}, {}
-        segment = optimizer.segment_of(held.parameter)
+        segment = optimizer.kept.segment_of(held.parameter)
         if segment is not None:
             scalars[UPDATES] = segment.steps
             inside = slice(written.here.start - segment.start, written.here.stop - segment.start)
-            for name, value in optimizer.state_of(held.parameter).items():
+            for name, value in optimizer.kept.of(held.parameter).items():
                 if isinstance(value, (InMemory, OnDisk)):
                     kept[name] = value[inside]
                 else:
@@ -329,7 +331,7 @@ class _Contents:
         for name, elements in kept.items():
             key = piece.key(held.name, name)
             self._items.append(Item(key=key, dtype=dtypes[name], shape=(written.span.numel,), tensor=elements.read))
-            if name == WEIGHT and held.chunk.direct:
+            if name == WEIGHT and held.chunk.placement is ATTACHED:
                 self._may_change.append(key)
         yield piece
 

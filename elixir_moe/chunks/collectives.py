@@ -142,7 +142,8 @@ class Communicator:
 
         Args:
             buffer: one gradient of every parameter; must stay as it is until the ticket is waited for.
-            staging: as large as `buffer`, needed where `needs_staging`; in use until the ticket is waited for.
+            staging: as large as `buffer`, of two ranks as large as a slice; needed where `needs_staging`, and in use
+                until the ticket is waited for.
             land: called once, in `wait` on gloo, at once (in stream order) elsewhere; with the sum of squares of what
                 it is given, where that was found on the way.
             place: where the sum may be written, (numel / size,), so that `land` need not copy it; on gloo.
@@ -168,7 +169,7 @@ class Communicator:
         # Of two ranks each needs one slice of the other, right where the sum is to be; its own is read where it lies.
         if place is None:
             assert staging is not None
-            place = staging.view(2, -1)[1 - self.index]
+            place = staging
         theirs, own, peer = place, slices[self.index], self.ranks[1 - self.index]
         works = [
             dist.irecv(theirs.view(torch.uint8), peer, group=self._reduce_group, tag=tag),

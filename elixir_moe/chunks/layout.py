@@ -84,9 +84,19 @@ class ChunkSpec:
         return alone and self.key.trainable and self.key.dtype == torch.float32
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether a reduced gradient takes the place of the values where they are used."""
+        return self.in_place and self.key.trainable and self.key.dtype != torch.float32
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the gathered chunk in its compute dtype."""
         return self.numel * self.key.dtype.itemsize
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the staging buffer that a reduction over gloo takes; of two ranks each needs room for one shard."""
+        return self.nbytes if self.shards > 2 else self.nbytes // 2
 
     def shard_bounds(self, rank: int) -> tuple[int, int]:
         """First and one-past-last element of global rank `rank`'s shard."""
@@ -103,6 +113,8 @@ class Layout:
     chunks: tuple[ChunkSpec, ...]
     block_itemsize: int
     """Bytes of an element of a block: that of the widest compute dtype of any chunk that uses one."""
+    open_gradients: int | None = None
+    """The most chunks whose gradients have a block at once; None before it was counted (`chunks.walk`)."""
 
     @property
     def block_bytes(self) -> int:
@@ -119,6 +131,12 @@ class Layout:
     def cached(self) -> tuple[ChunkSpec, ...]:
         """The chunks that come and go through the rCache."""
         return tuple(chunk for chunk in self.chunks if not chunk.resident)
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks for the weights of every chunk that comes and goes, and for all gradients that have one at once."""
+        groups = len({chunk.key for chunk in self.cached if chunk.key.trainable})
+        return len(self.cached) + (groups if self.open_gradients is None else self.open_gradients)
 
     @property
     def waste_fraction(self) -> float:

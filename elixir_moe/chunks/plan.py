@@ -57,6 +57,10 @@ SPILL_LANES = 4
 """Slices of chunks on disk that are updated at the same time: while one is computed, others are read and written."""
 SPILL_ALIGN_NUMEL = 1024
 """fp32 elements of a page: where arrays on disk begin."""
+REDUCTIONS_IN_FLIGHT = 3
+"""How many the host leaves under way: none waits for a rank that is a little late, and few wait to be summed."""
+GRADIENTS_ON_THEIR_WAY = REDUCTIONS_IN_FLIGHT + 2
+"""With one that lands, and one that waits for the last use of the values in its place."""
 _SPILL_SLICE_NUMEL = 1 << 20
 """Elements of an array on disk that are moved at once."""
 
@@ -70,7 +74,7 @@ class Plan:
     offloaded: bool
     """O_FLAG: chunks are at home in host memory."""
     rcache_blocks: int | None
-    """C_SIZE: blocks of the rCache; None is one for each chunk."""
+    """C_SIZE: blocks of the rCache, for weights and gradients; None is enough for all weights to stay gathered."""
     device_chunks: int = 0
     """With `offloaded`: this many chunks, the last in order of first use, are at home on the device all the same."""
     disk_chunks: int = 0
@@ -104,7 +108,7 @@ class Plan:
 
     @classmethod
     def zero2(cls, *, chunk_numel: int | None = None) -> Self:
-        """Every chunk gathered once a step and kept until its gradient replaces it: [True, False, inf]."""
+        """Every chunk gathered once a step and kept until the update: [True, False, inf]."""
         return cls(scatter=True, offloaded=False, rcache_blocks=None, chunk_numel=chunk_numel)
 
     @classmethod
@@ -172,9 +176,8 @@ class Plan:
         )
 
     def blocks(self, layout: Layout) -> int:
-        """Blocks of the rCache for this layout; never more than there are chunks to hold."""
-        chunks = len(layout.cached)
-        return chunks if self.rcache_blocks is None else min(self.rcache_blocks, chunks)
+        """Blocks of the rCache for this layout; never more than a step can fill."""
+        return layout.most_blocks if self.rcache_blocks is None else min(self.rcache_blocks, layout.most_blocks)
 
     def home(self, layout: Layout, chunk: ChunkSpec) -> Tier:
         """The tier of a chunk's long-lived state; a frozen chunk has none that could be on disk."""
@@ -202,14 +205,16 @@ class Footprint:
     gradient_bytes: int
     """On the device, from backward to update: gradients where autograd put them, of chunks used in place that no other
     rank has."""
+    landing_bytes: int
+    """On the device, from the first gradient of a chunk to its reduction: gradients of chunks that use no blocks."""
     accumulator_bytes: dict[str, int]
     """By tier: fp32 sums, which exist only if a step has several backwards and the compute dtype is narrower."""
 
     @property
     def device_bytes(self) -> int:
         """Peak on the device with one backward a step."""
-        buffers = self.rcache_bytes + self.resident_bytes + self.staging_bytes + self.gradient_bytes
-        return buffers + self.shard_bytes[Tier.DEVICE]
+        gradients = self.gradient_bytes + self.landing_bytes
+        return self.rcache_bytes + self.resident_bytes + self.staging_bytes + gradients + self.shard_bytes[Tier.DEVICE]
 
     @property
     def host_bytes(self) -> int:
@@ -248,6 +253,7 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> 
         shard_bytes=shards,
         spill_buffer_bytes=spill_buffer_bytes(spilled, 1 + moments),
         gradient_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.keeps_pieces),
+        landing_bytes=landing_bytes(layout),
         accumulator_bytes=accumulators,
     )
 
@@ -306,6 +312,18 @@ def spill_buffer_bytes(numels: Sequence[int], arrays: int) -> int:
     return 4 * SPILL_LANES * arrays * spill_slice_numel(numels)
 
 
+def landing_bytes(layout: Layout) -> int:
+    """Bytes on the device of gradients that land outside the rCache, at most.
+
+    Resident chunks have memory for theirs until they are reduced. Where a reduced gradient takes the values' place, a
+    few are on their way there at once.
+    """
+    own = sum(chunk.nbytes for chunk in layout.chunks if chunk.key.trainable and chunk.resident and not chunk.in_place)
+    moving = sorted((chunk.nbytes for chunk in layout.chunks if chunk.takes_turns), reverse=True)
+    return own + sum(moving[:GRADIENTS_ON_THEIR_WAY])
+
+
 def staging_bytes(layout: Layout) -> int:
-    """Bytes of the staging buffer: the largest chunk that is reduced over more than one shard."""
-    return max((chunk.nbytes for chunk in layout.chunks if chunk.shards > 1 and chunk.key.trainable), default=0)
+    """Bytes of the staging buffer, which serves one chunk at a time."""
+    scattered = (chunk for chunk in layout.chunks if chunk.shards > 1 and chunk.key.trainable)
+    return max((chunk.staging_bytes for chunk in scattered), default=0)

@@ -3,21 +3,20 @@
 Owns the logical state of the rCache (`CacheState`), the replacement policies and the recorded schedule. Touches no
 memory: the runtime carries out the loads and evictions decided here, the simulator only counts them.
 
-A schedule is the list of what one forward and backward asks of the cache, the same on every rank and in every step:
+A block holds the weights of a chunk or its gradients; `gradients_of` numbers the latter. A schedule is the list of what
+one forward and backward asks of the cache, the same on every rank and in every step:
 
-    acquire  the chunks must be in blocks, and stay until released
-    release  one use of the chunks is over
-    hold     gradients begin to overwrite the chunk: it must stay until it is freed
-    free     the chunk's gradient was sent off: its block is empty
+    acquire  the weights must be in blocks, or the gradients have a block, and stay until released
+    release  one use is over; gradients leave their block, since nobody can read them there any more
 
-Before there is a schedule, the least recently used chunk leaves, which suits backward (the reverse of forward) well and
-is safe for any order. With one, the chunk whose next use lies farthest ahead does (Belady), which no policy beats.
+Before there is a schedule, the least recently used weights leave, which suits backward (the reverse of forward) well
+and is safe for any order. With one, the weights whose next use lies farthest ahead do (Belady), which no policy beats.
 Source: Elixir v1, VI-A; v2, A.2.
 """
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -36,12 +35,15 @@ class Verb(StrEnum):
 
     ACQUIRE = "acquire"
     RELEASE = "release"
-    HOLD = "hold"
-    FREE = "free"
 
 
-ACQUIRE, RELEASE, HOLD, FREE = Verb
+ACQUIRE, RELEASE = Verb
 """The verbs by names of their own: to look a member up in its class takes as long as a request's bookkeeping."""
+
+
+def gradients_of(chunk: int) -> int:
+    """The number under which the gradients of `chunk` have a block; its own inverse. Weights are numbered from 0."""
+    return ~chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,15 @@ class Entry:
 
     verb: Verb
     chunks: tuple[int, ...]
+    """Chunks whose weights are meant, or the `gradients_of` one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Decision: gather `chunk` into `block`, whose chunk `evicted` (None: it was empty) is dropped without a write."""
+    """Decision: `block` is for `chunk`, weights or gradients; the weights `evicted` are dropped without a write.
+
+    None was evicted where the block was empty.
+    """
 
     chunk: int
     block: int
@@ -108,14 +114,23 @@ class Schedule:
         return self._next_acquire[position + 1]
 
     def least_blocks(self) -> int:
-        """The fewest blocks with which the schedule can be carried out: the most chunks ever held at once."""
+        """The fewest blocks with which the schedule can be carried out: the most that is ever held at once."""
+        return max(self._held_together(), default=0)
+
+    def most_weights(self) -> int:
+        """The most chunks whose weights are held at once."""
+        return max(self._held_together(lambda item: item >= 0), default=0)
+
+    def open_gradients(self) -> int:
+        """The most chunks whose gradients have a block at once."""
+        return max(self._held_together(lambda item: item < 0), default=0)
+
+    def _held_together(self, counts: Callable[[int], bool] = lambda item: True) -> Iterator[int]:
+        """After each entry: how much of what `counts` is held."""
         held: dict[int, int] = {}
-        most = 0
         for entry in self.entries:
             _apply(held, entry.verb, entry.chunks)
-            if len(held) > most:
-                most = len(held)
-        return most
+            yield sum(map(counts, held))
 
 
 @dataclass(slots=True)
@@ -159,16 +174,25 @@ class CacheState:
         self._clock = 0
         self._last_use: dict[int, int] = {}
         self._ahead: set[int] = set()
+        """Weights that were gathered ahead of their use."""
+        self._reserved: set[int] = set()
+        """Gradients that have a block ahead of their first."""
         self._present = -1
+        self._sending = -1
+        """The block that gradients have left last."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
         """The chunks in blocks, in the order they came."""
         return tuple(self._where)
 
-    def holds(self, chunk: int) -> int:
-        """How many requests for `chunk` have not been released."""
-        return self._held[chunk]
+    def holds(self, chunk: int) -> bool:
+        """Whether `chunk` was asked for and not released."""
+        return chunk in self._held
+
+    def block_of(self, chunk: int) -> int:
+        """The block that `chunk` is in."""
+        return self._where[chunk]
 
     @property
     def schedule(self) -> Schedule | None:
@@ -184,6 +208,7 @@ class CacheState:
         """Starts the schedule anew; returns whether the last round kept to it to the end."""
         at_end = self._schedule is not None and self._position + 1 == len(self._schedule.entries)
         complete = at_end and self._on_schedule
+        self.drop([item for item in self._where if item < 0 and item not in self._held])  # reserved, and not asked for
         self._position, self._present, self._on_schedule = -1, -1, True
         return complete
 
@@ -191,7 +216,7 @@ class CacheState:
         """Holds `chunks`; returns the loads to carry out, in order.
 
         Args:
-            chunks: the chunks that must be in blocks together.
+            chunks: the chunks whose weights must be in blocks together, or the gradients that need a block.
             tracked: False for requests outside the training step (evaluation): they do not move the schedule.
 
         Raises:
@@ -205,32 +230,35 @@ class CacheState:
         for chunk in chunks:
             self._clock += 1
             self._last_use[chunk] = self._clock
+            self._reserved.discard(chunk)
             if chunk not in self._where:
                 loads.append(self._load(chunk, self._victim(self._held), ahead=False))
             elif chunk in self._ahead:
                 self._ahead.remove(chunk)
-            else:
+            elif chunk >= 0:
                 self.counts.hits += 1
         return loads + self._look_ahead() if tracked and self._present != NEVER else loads
 
     def release(self, chunks: tuple[int, ...], *, tracked: bool = True) -> list[Load]:
-        """Ends one hold on each of `chunks`; returns prefetches to carry out."""
-        return self._settle(RELEASE, chunks, tracked)
+        """Ends one hold on each of `chunks`; returns prefetches to carry out.
 
-    def hold(self, chunk: int) -> list[Load]:
-        """Keeps `chunk`, which is in a block, until it is freed; returns prefetches to carry out."""
-        return self._settle(HOLD, (chunk,), True)
-
-    def free(self, chunk: int) -> list[Load]:
-        """Empties the block of `chunk`, whatever holds there are; returns prefetches to carry out."""
-        self.drop((chunk,))
-        return self._settle(FREE, (chunk,), True)
+        Gradients that nothing holds any more leave their block.
+        """
+        if tracked:
+            self._advance(RELEASE, chunks)
+        _apply(self._held, RELEASE, chunks)
+        for chunk in chunks:
+            if chunk < 0 and chunk not in self._held and chunk in self._where:
+                self._sending = self._where[chunk]
+                self.drop((chunk,))
+        return self._look_ahead() if tracked and self._present != NEVER else []
 
     def drop(self, chunks: Iterable[int]) -> None:
-        """Empties blocks between two rounds of the schedule, as an update does that makes their contents stale."""
+        """Empties blocks, as an update does that makes their contents stale."""
         for chunk in chunks:
             self._held.pop(chunk, None)
             self._ahead.discard(chunk)
+            self._reserved.discard(chunk)
             if chunk in self._where:
                 self._empty.append(self._where.pop(chunk))
                 self._leaves(chunk)
@@ -241,17 +269,12 @@ class CacheState:
         self._empty = deque(range(self.blocks))
         self._held.clear()
         self._ahead.clear()
+        self._reserved.clear()
         self.rewind()
 
     def _leaves(self, chunk: int) -> None:
         if self._schedule is not None and (use := self._schedule.next_use(chunk, self._position)) != NEVER:
             self._present = min(self._present, use - 1, len(self._schedule.entries) - 1)
-
-    def _settle(self, verb: Verb, chunks: tuple[int, ...], tracked: bool) -> list[Load]:
-        if tracked:
-            self._advance(verb, chunks)
-        _apply(self._held, verb, chunks)
-        return self._look_ahead() if tracked and self._present != NEVER else []
 
     def _advance(self, verb: Verb, chunks: tuple[int, ...]) -> None:
         if self._schedule is None:
@@ -281,18 +304,27 @@ class CacheState:
             return
         kept = self._held.keys() | set(chunks)
         if missing > len(self._empty) + sum(chunk not in kept for chunk in self._where):
+            weights = sorted(chunk for chunk in kept if chunk >= 0)
+            gradients = sorted(gradients_of(chunk) for chunk in kept if chunk < 0)
             raise PlanError(
-                f"all {self.blocks} blocks of the rCache are in use at once (chunks {sorted(kept)}): "
-                f"{advice(len(kept))}"
+                f"all {self.blocks} blocks of the rCache are in use at once (weights of chunks {weights}, gradients of "
+                f"{gradients}): {advice(len(kept))}"
             )
 
     def _victim(self, kept: Counter[int], position: int | None = None) -> int | None:
-        """The chunk to evict, None if a block is empty; ties go to the chunk that came first."""
-        if self._empty:
+        """The chunk to evict, None if an empty block is to be taken; ties go to the chunk that came first.
+
+        Where the only empty block is the one that gradients have just left, which are still on their way, weights that
+        the step does not use again leave instead.
+        """
+        sending = len(self._empty) == 1 and self._empty[0] == self._sending
+        if self._empty and not sending:
             return None
         at = self._position if position is None else position
         candidates = [chunk for chunk in self._where if chunk not in kept]
-        return max(candidates, key=lambda chunk: self._next_use(chunk, at))
+        uses = {chunk: (self._next_use(chunk, at), self._next_use(chunk, self._position)) for chunk in candidates}
+        farthest = max(candidates, key=uses.__getitem__, default=None)
+        return None if sending and (farthest is None or self._next_use(farthest, at) < NEVER) else farthest
 
     def _load(self, chunk: int, victim: int | None, *, ahead: bool) -> Load:
         if victim is None:
@@ -300,14 +332,18 @@ class CacheState:
         else:
             block = self._where.pop(victim)
             self._ahead.discard(victim)
+            self._reserved.discard(victim)
             self._leaves(victim)
             self.counts.evictions += 1
         self._where[chunk] = block
         self._last_use.setdefault(chunk, self._clock)
-        self.counts.misses += 1
-        self.counts.prefetched += ahead
-        if ahead:
-            self._ahead.add(chunk)
+        if chunk >= 0:
+            self.counts.misses += 1
+            self.counts.prefetched += ahead
+            if ahead:
+                self._ahead.add(chunk)
+        elif ahead:
+            self._reserved.add(chunk)
         return Load(chunk, block, victim, ahead)
 
     @property
@@ -323,7 +359,8 @@ class CacheState:
         loads: list[Load] = []
         if self._schedule is None or not self._on_schedule:
             return loads
-        while len(self._ahead) < self._prefetch and (target := self._next_missing()) is not None:
+        most = self._prefetch
+        while max(len(self._ahead), len(self._reserved)) < most and (target := self._next_missing()) is not None:
             made = self._load_for(target)
             loads += made
             if not made:
@@ -350,7 +387,7 @@ class CacheState:
         held_then, freed = self._held.copy(), False
         for entry in self._schedule.entries[self._position + 1 : target + 1]:
             _apply(held_then, entry.verb, entry.chunks)
-            freed |= entry.verb is FREE
+            freed |= entry.verb is RELEASE and entry.chunks[0] < 0
         loads: list[Load] = []
         for chunk in self._schedule.entries[target].chunks:
             if chunk in self._where:
@@ -370,10 +407,10 @@ def _apply(held: dict[int, int], verb: Verb, chunks: tuple[int, ...]) -> None:
     """What a request does to the holds."""
     for chunk in chunks:
         holds = held.get(chunk, 0)
-        if verb is ACQUIRE or verb is HOLD:
+        if verb is ACQUIRE:
             held[chunk] = holds + 1
-        elif verb is FREE or holds == 1:
-            held.pop(chunk, None)
+        elif holds == 1:
+            del held[chunk]
         elif holds:
             held[chunk] = holds - 1
 
@@ -397,10 +434,6 @@ def _play(schedule: Schedule, state: CacheState) -> list[Load]:
     for entry in schedule.entries:
         if entry.verb is ACQUIRE:
             decisions += state.acquire(entry.chunks)
-        elif entry.verb is RELEASE:
-            decisions += state.release(entry.chunks)
-        elif entry.verb is HOLD:
-            decisions += state.hold(entry.chunks[0])
         else:
-            decisions += state.free(entry.chunks[0])
+            decisions += state.release(entry.chunks)
     return decisions

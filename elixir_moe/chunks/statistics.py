@@ -26,7 +26,8 @@ class Statistics:
     collective_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By (chunk group's label, collective): a process group's bytes are those of all its chunk groups."""
     blocks_replaced: int = 0
-    """Blocks given up to a reader that outlived its use, and allocated anew. Anything but 0 deserves a look."""
+    """Blocks given up to a reader that outlived its use and allocated anew, and memory for gradients that found no
+    block. Anything but 0 deserves a look."""
 
     def copy(self) -> Self:
         """A snapshot."""

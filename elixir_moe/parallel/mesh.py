@@ -128,3 +128,29 @@ def _check_degree(name: str, degree: int, whole: int, what: str) -> None:
         raise LayoutError(
             f"{name}={degree!r}: expected a whole number that divides {whole} ({what}): choose one of {divisors}"
         )
+
+
+def start(device: torch.device | str | None) -> torch.device:
+    """Where forward runs; torch.distributed is started if nobody has.
+
+    That makes this rank's GPU the current one, so it is asked for behind it; one that was named stays the current one.
+    """
+    _device(device)  # what is not there is refused before anything is started
+    if not dist.is_initialized():
+        init_mesh()
+    return _device(device)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    available = {"cpu": 1, "cuda": torch.cuda.device_count()}
+    try:
+        chosen = torch.device(device or ("cuda" if available["cuda"] else "cpu"))
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r}: {error}") from error
+    if (chosen.index or 0) >= available.get(chosen.type, 0):
+        raise ConfigError(f"device={device!r}: this machine has {available['cuda']} GPUs, and the CPU")
+    if chosen.type != "cuda":
+        return chosen
+    if chosen.index is not None:
+        torch.cuda.set_device(chosen)  # streams, NCCL and DLPack go by the current device
+    return torch.device("cuda", torch.cuda.current_device())

@@ -19,6 +19,7 @@ from elixir_moe.chunks.walk import Use
 from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
 from elixir_moe.ranks import gathered, together
+from elixir_moe.runtime.units import Parts, traced_uses
 from elixir_moe.search import cost
 from elixir_moe.search.explain import explained
 from elixir_moe.search.hardware import Hardware
@@ -26,7 +27,6 @@ from elixir_moe.search.measure import describe, hardware_here, remembered_fit, w
 from elixir_moe.search.solve import Choice, Task, solve
 from elixir_moe.search.trace import trace
 from elixir_moe.specs import ranks_of
-from elixir_moe.units import traced_uses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +69,8 @@ class Forecast:
     """The plan that was found and what is expected of it; the same on all ranks that hold the model."""
 
     plan: Plan
-    params: tuple[str, ...]
-    """All parameters' names, in order of first use."""
     uses: tuple[Use, ...]
-    """What uses them in forward, by their indices in that order."""
+    """What uses parameters in forward, numbered as ``model.parameters()`` gives them."""
     seconds: cost.Seconds
     device_bytes: int
     """What the library holds on the device."""
@@ -127,20 +125,30 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
 
 
 def uses_of(
-    model: nn.Module, step: Callable[[nn.Module, Any], Any], sample: Any, compute_dtype: torch.dtype | None
-) -> tuple[Sequence[str], Sequence[Use]]:
-    """The names of all parameters in order of first use in ``step(model, sample)``, and what uses them.
+    model: nn.Module,
+    parts: Parts,
+    step: Callable[[nn.Module, Any], Any],
+    sample: Any,
+    compute_dtype: torch.dtype | None,
+) -> Sequence[Use]:
+    """What uses the parameters in ``step(model, sample)``, numbered as ``model.parameters()`` gives them. Collective.
 
     A step that cannot run on tensors without data is run on the model, without its backward: what is recomputed there
     is not known then.
     """
-    try:
-        profile = trace(
-            model, step, sample, world=dist.get_world_size(), rank=dist.get_rank(), compute_dtype=compute_dtype
-        )
-    except ConfigError:
-        return traced_uses(model, step, sample)
-    return [spec.name for spec in profile.params], profile.uses
+    found: list[Use] = []
+
+    def learn() -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        try:
+            profile = trace(model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype)
+        except ConfigError:
+            found.extend(traced_uses(model, parts, step, sample))
+        else:
+            found.extend(profile.registered_uses)
+
+    together("ran the step that sample and step are", learn)
+    return found
 
 
 def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) -> Task:
@@ -167,8 +175,7 @@ def forecast_of(task: Task, choice: Choice) -> Forecast:
     device, host = task.held_bytes(choice.size)
     return Forecast(
         plan=explained(task, choice),
-        params=tuple(spec.name for spec in task.profile.params),
-        uses=task.profile.uses,
+        uses=task.profile.registered_uses,
         seconds=choice.seconds,
         device_bytes=device,
         host_bytes=host,

@@ -4,7 +4,6 @@ Owns the comparison after the first real steps, and what follows from it. All ra
 the slowest rank's median, at the end of one and the same step, so whatever follows is the same everywhere.
 """
 
-import json
 import statistics
 import time
 import warnings
@@ -15,20 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elixir_moe.chunks.plan import Plan
-from elixir_moe.ranks import together
 from elixir_moe.search.auto import Forecast
 from elixir_moe.search.cost import Seconds
 from elixir_moe.search.hardware import Fitted
 from elixir_moe.search.measure import remember_fit
-from elixir_moe.search.solve import Task, solve
+from elixir_moe.search.solve import Task
 
 WARM_UP = 2
 """Steps that are not measured: the first records its schedule and allocates, the second is the first to follow it."""
 MEASURED = 5
 """Steps that are; their median counts, so an evaluation between two of them does not."""
 TOLERANCE = 0.2
-"""Part of the prediction by which the measurement may be off before the plan is made again."""
+"""Part of the prediction by which the measurement may be off before it is remembered."""
 
 
 class Prediction:
@@ -46,8 +43,6 @@ class Prediction:
         self.disk_bytes = forecast.disk_bytes
         self.held_bytes: dict[str, int] = {}
         """By tier: what it holds at the end of a step; empty before the first."""
-        self.again: Plan | None = None
-        """If the prediction was off, the plan that the corrected figures lead to: the same one, or a better one."""
         self._task, self._machine = task, machine
         self._ends: list[float] = []
 
@@ -64,10 +59,10 @@ class Prediction:
             return
         ends = self._ends[WARM_UP - 1 :]  # a step takes from the end of the one before to its own
         mine = torch.tensor(statistics.median(b - a for a, b in pairwise(ends)), device="cpu")
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=optimizer.control)
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=optimizer.kept.groups.control)
         self.measured_seconds = mine.item()
         if abs(self.measured_seconds / self.step_seconds - 1) > TOLERANCE:
-            self._plan_again(optimizer.control)
+            self._learn(self.measured_seconds)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -80,31 +75,19 @@ class Prediction:
             "held_host_bytes": self.held_bytes.get("host"),
             "predicted_disk_bytes": self.disk_bytes,
             "held_disk_bytes": self.held_bytes.get("disk"),
-            "planned_again": None if self.again is None else json.loads(self.again.to_json()),
         }
 
-    def _plan_again(self, control: dist.ProcessGroup) -> None:
-        everyone = together("planned again", self._planned_anew, control)
-        self.again = everyone[dist.get_rank()] or next((plan for plan in everyone if plan is not None), None)
-
-    def _planned_anew(self) -> Plan | None:
-        """On the rank that searched, the best plan by what was measured."""
-        assert self.measured_seconds is not None
-        if self._task is None:
-            return None
-        fitted = corrected(self._task.hardware.fitted, self.forecast.seconds, self.measured_seconds)
-        task = replace(self._task, hardware=replace(self._task.hardware, fitted=fitted))
-        found = solve(task).plan
-        if self._machine is not None:
-            remember_fit(self._machine, task.profile.key, fitted)
-        if found != self.forecast.plan:
-            warnings.warn(
-                f"a step takes {self.measured_seconds:.3f} s, {self.step_seconds:.3f} s were expected; what was "
-                f"measured makes another plan the best: {found}. Training goes on under the one it has"
-                + ("; the next start takes the other" if self._machine is not None else ""),
-                stacklevel=2,
-            )
-        return found
+    def _learn(self, measured: float) -> None:
+        """Keeps, on the rank that searched, what the next start is to plan with."""
+        if self._task is None or self._machine is None:
+            return
+        fitted = corrected(self._task.hardware.fitted, self.forecast.seconds, measured)
+        remember_fit(self._machine, self._task.profile.key, fitted)
+        warnings.warn(
+            f"a step takes {measured:.3f} s, {self.step_seconds:.3f} s were expected: the next start plans with what "
+            f"was measured",
+            stacklevel=2,
+        )
 
 
 def corrected(fitted: Fitted, expected: Seconds, measured: float) -> Fitted:

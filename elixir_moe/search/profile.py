@@ -5,12 +5,12 @@ tensor.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elixir_moe.chunks.group import ParamSpec
 from elixir_moe.chunks.layout import Layout
 from elixir_moe.chunks.policy import Schedule
-from elixir_moe.chunks.walk import Use, Walk
+from elixir_moe.chunks.walk import Part, Use, Walk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +48,12 @@ class Profile:
 
     params: tuple[ParamSpec, ...]
     """All parameters, in order of first use; shapes are this rank's slices."""
+    order: tuple[int, ...]
+    """By place in `params`: the parameter's number in ``model.parameters()``."""
+    parts: tuple[Part, ...]
+    """Modules that have parameters; see `chunks.walk`."""
     uses: tuple[Use, ...]
-    """Runs of units in forward."""
+    """Runs of parts in forward."""
     parameters: int
     """Parameters of the whole model, on all ranks."""
     tokens: int
@@ -70,6 +74,16 @@ class Profile:
         """Tells one step from another: the same model, batch, ranks and patterns have the same key."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
+    @property
+    def registered_uses(self) -> tuple[Use, ...]:
+        """`uses`, with parameters numbered as the model registers them."""
+        return tuple(replace(use, params=tuple(self.order[p] for p in use.params)) for use in self.uses)
+
+    @property
+    def walk(self) -> Walk:
+        """The step, to be read under any layout."""
+        return Walk(self.parts, self.uses)
+
     def schedule(self, layout: Layout) -> Schedule:
         """What forward and backward ask of the rCache, as the runtime would record it."""
-        return Walk(self.uses).schedule(layout)
+        return self.walk.schedule(layout)

@@ -7,14 +7,14 @@ moves gathers but never adds one; a test compares them load by load. Source: Eli
 from array import array
 from itertools import accumulate, chain
 
-from elixir_moe.chunks.policy import Load, Schedule, Verb, simulate
+from elixir_moe.chunks.policy import Load, Schedule, Verb, gradients_of, simulate
 
 try:
     from elixir_moe import _native
 except ImportError:  # a source tree that was never built: the search takes several times as long
     _native = None  # type: ignore[assignment]
 
-_NUMBER = {Verb.ACQUIRE: 0, Verb.RELEASE: 1, Verb.HOLD: 2, Verb.FREE: 3}
+_NUMBER = {Verb.ACQUIRE: 0, Verb.RELEASE: 1}
 
 
 class Simulator:
@@ -25,17 +25,22 @@ class Simulator:
         entries = schedule.entries
         self._verbs = array("B", [_NUMBER[entry.verb] for entry in entries])
         self._starts = array("i", accumulate((len(entry.chunks) for entry in entries), initial=0))
-        self._chunks = array("i", chain.from_iterable(entry.chunks for entry in entries))
+        items = list(chain.from_iterable(entry.chunks for entry in entries))
+        self._count = max((max(item, gradients_of(item)) for item in items), default=-1) + 1
+        self._chunks = array("i", [item if item >= 0 else self._count + gradients_of(item) for item in items])
 
     def loads(self, blocks: int) -> list[Load]:
-        """The gathers of one step on a cache of `blocks` blocks, empty at first, in order.
+        """The loads of one step on a cache of `blocks` blocks, empty at first, in order.
 
         Raises:
             PlanError: there are too few blocks.
         """
         if _native is not None and not self._schedule.kept and len(self._verbs):
-            count = max(self._chunks, default=0) + 1
+            count = self._count
             found = _native.simulate(self._verbs, self._starts, self._chunks, count, blocks)
             if found is not None:
-                return [Load(chunk, block, None if out < 0 else out, False) for chunk, block, out in found]
+                return [
+                    Load(item if item < count else gradients_of(item - count), block, None if out < 0 else out, False)
+                    for item, block, out in found
+                ]
         return simulate(self._schedule, blocks, prefetch=0)[1]

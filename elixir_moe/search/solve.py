@@ -9,12 +9,14 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import nlargest
 from itertools import pairwise
 
 from elixir_moe.chunks.group import ParamSpec, group_parameters
 from elixir_moe.chunks.layout import ALIGN_BYTES, FUSE_BELOW, ChunkSpec, Layout, best_chunk_numel, build_layout
 from elixir_moe.chunks.plan import (
+    GRADIENTS_ON_THEIR_WAY,
     Footprint,
     Plan,
     Tier,
@@ -98,7 +100,7 @@ def solve(task: Task) -> Choice:
     Raises:
         PlanError: none does; it says by how many bytes, in which tier, and what would help.
     """
-    walk = Walk(task.profile.uses)
+    walk = task.profile.walk
     searches = [_Length(task, walk, length) for length in chunk_lengths(task.profile.params)]
     found = [choice for choice in (search.best() for search in searches) if choice is not None]
     if not found:
@@ -115,7 +117,9 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
     if layout is None:
         layout = plan.layout(task.profile.params)
     if loads is None:
-        loads = [load.chunk for load in Simulator(task.profile.schedule(layout)).loads(plan.blocks(layout))]
+        schedule = task.profile.schedule(layout)
+        layout = replace(layout, open_gradients=schedule.open_gradients())
+        loads = gathers(Simulator(schedule), plan.blocks(layout))
     moved = cost.traffic(plan, layout, loads, task.moments)
     return Choice(
         plan=plan,
@@ -125,6 +129,11 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
         seconds=cost.seconds(task.profile, moved, task.hardware, task.gpus, task.imbalance, task.accumulation),
         loads=tuple(loads),
     )
+
+
+def gathers(simulator: Simulator, blocks: int) -> list[int]:
+    """The chunks whose weights are gathered in a step."""
+    return [load.chunk for load in simulator.loads(blocks) if load.chunk >= 0]
 
 
 def shortage(task: Task, size: Footprint) -> dict[Tier, int]:
@@ -191,7 +200,7 @@ class _Held:
     disk_short_bytes: int | None
     """By which the disk is too small for that; None if no disk would do."""
     cached: int
-    """Chunks that go through the rCache."""
+    """Blocks for the weights of all chunks that go through the rCache, and for all gradients that have one at once."""
     block_bytes: int
 
     def missing(self, task: Task, blocks: int) -> dict[Tier, int]:
@@ -214,7 +223,7 @@ class _Length:
 
     def __init__(self, task: Task, walk: Walk, chunk_numel: int) -> None:
         self._task, self._walk = task, walk
-        self._layout = build_layout(task.profile.params, chunk_numel)
+        self._layout = walk.counted(build_layout(task.profile.params, chunk_numel))
         self._numel = chunk_numel
         self._updated = [chunk.shard_numel * chunk.key.trainable for chunk in self._layout.chunks]
         saved, on_disk = [0], [0]
@@ -225,7 +234,7 @@ class _Length:
         """Of the first chunks: bytes of host memory that a disk saves, bytes they then have there."""
         self._held = list(self._by_device_chunks())
         self._most_blocks = [held.most_blocks(task) for held in self._held]
-        self._steps: dict[int, tuple[Simulator, int]] = {}
+        self._steps: dict[int, tuple[Simulator, int, int]] = {}
         self._found: dict[int, Choice | None] = {}
 
     def _held_at(self, chunk: ChunkSpec, tier: Tier) -> int:
@@ -240,20 +249,25 @@ class _Length:
         """
         task, layout = self._task, self._layout
         on_device = Plan.zero2().place(layout).chunks
-        device = sum(c.nbytes for c in layout.chunks if c.resident) + staging_bytes(layout) * task.staged
+        device = sum(c.nbytes * (1 + c.key.trainable) for c in layout.chunks if c.resident)
+        device += staging_bytes(layout) * task.staged
         host = sum(self._held_at(chunk, Tier.HOST) for chunk in layout.chunks)
         widths = Counter(chunk.key.dtype.itemsize for chunk in layout.cached)
+        turns: list[int] = []
         for chunk in (*reversed(layout.chunks), None):
             widest = max((width for width, count in widths.items() if count), default=0)
             spilled = self._spilled(0 if chunk is None else chunk.index + 1, host)
-            yield _Held(device, *spilled, widths.total(), layout.chunk_numel * widest)
+            blocks = widths.total() + (layout.open_gradients or 0) if widest else 0
+            landing = sum(nlargest(GRADIENTS_ON_THEIR_WAY, turns))
+            yield _Held(device + landing, *spilled, blocks, layout.chunk_numel * widest)
             if chunk is None:
                 return
             there = on_device[chunk.index]
+            turns += [there.nbytes] * there.takes_turns
             host -= self._held_at(chunk, Tier.HOST)
             device += self._held_at(there, Tier.DEVICE) + there.keeps_pieces * there.nbytes
             if there.in_place and chunk.resident:
-                device -= chunk.nbytes
+                device -= chunk.nbytes * (1 + chunk.key.trainable)
             elif there.in_place:
                 widths[chunk.key.dtype.itemsize] -= 1
 
@@ -296,7 +310,7 @@ class _Length:
                 return fits[winner]
 
     def _grid(self) -> list[int]:
-        least, most = self._step(len(self._layout.chunks))[1], len(self._layout.cached)
+        least, most = self._step(len(self._layout.chunks))[1], self._layout.most_blocks
         if most - least < _DENSE:
             return list(range(least, most + 1))
         return sorted({least + (most - least) * i // 16 for i in range(17)})
@@ -317,7 +331,7 @@ class _Length:
         if not fits:
             return
         count = fits[-1]
-        simulator, least = self._step(count)
+        simulator, least, gradients = self._step(count)
         if blocks < least:
             return
         cached = None if blocks >= self._held[count].cached else blocks
@@ -326,17 +340,17 @@ class _Length:
         else:
             on_disk = self._held[count].disk_chunks
             plan = Plan.offload(rcache_blocks=cached, device_chunks=count, disk_chunks=on_disk, chunk_numel=self._numel)
-        layout = plan.place(self._layout)
-        loads = [load.chunk for load in simulator.loads(plan.blocks(layout))]
+        layout = replace(plan.place(self._layout), open_gradients=gradients)
+        loads = gathers(simulator, plan.blocks(layout))
         self._found[blocks] = price(self._task, plan, layout, loads)
 
-    def _step(self, device_chunks: int) -> tuple[Simulator, int]:
-        """The step with so many chunks on the device, and the fewest blocks it can be played on."""
+    def _step(self, device_chunks: int) -> tuple[Simulator, int, int]:
+        """The step with so many chunks on the device, the fewest blocks for it, and its most open gradients."""
         cached = self._held[device_chunks].cached
         if cached not in self._steps:
             plan = Plan.offload(rcache_blocks=None, device_chunks=device_chunks)
             schedule = self._walk.schedule(plan.place(self._layout))
-            self._steps[cached] = Simulator(schedule), schedule.least_blocks()
+            self._steps[cached] = Simulator(schedule), schedule.least_blocks(), schedule.open_gradients()
         return self._steps[cached]
 
     def shortages(self) -> Iterator[dict[Tier, int]]:

@@ -19,12 +19,12 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from elixir_moe.calls import in_backward, tensors_in
 from elixir_moe.parallel.dataless import has_data
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.megatron_dataless import is_mixture
 from elixir_moe.parallel.moe import MoE
-from elixir_moe.units import Unit, reads_heard
+from elixir_moe.runtime.autograd import in_backward, tensors_in
+from elixir_moe.runtime.units import Parts, reads_heard
 
 aten = torch.ops.aten
 _PICKS_ROWS = (aten.embedding, aten.index_select, aten.gather, aten.index)
@@ -38,10 +38,10 @@ class Kind(Enum):
     """Bytes taken, or given back if negative."""
     OPERATOR = auto()
     ENTER = auto()
-    """A unit's module begins in forward."""
+    """A part begins in forward."""
     LEAVE = auto()
     AGAIN = auto()
-    """A unit's module begins in backward: its region is recomputed."""
+    """A part begins in backward: its region is recomputed."""
     READ = auto()
     """A function reads `params` in forward, outside the modules they belong to."""
     READ_AGAIN = auto()
@@ -81,9 +81,7 @@ def peak_of(tape: Iterable[Mark]) -> int:
 class Recorder(TorchDispatchMode):
     """Writes the tape of what runs inside it. Parameters and buffers of the model do not count as memory."""
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[Unit], boundaries: Sequence[tuple[nn.Module, nn.Module]]
-    ) -> None:
+    def __init__(self, model: nn.Module, parts: Parts, boundaries: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         super().__init__()
         self.marks: list[Mark] = []
         self.alive = 0
@@ -91,7 +89,7 @@ class Recorder(TorchDispatchMode):
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listening = True
         self._handles: list[Any] = []
-        self._model, self._units, self._boundaries = model, units, boundaries
+        self._model, self._parts, self._boundaries = model, parts, boundaries
         self._names = {p: name for name, p in model.named_parameters()}
         self._places = {p: (module, key) for module in model.modules() for key, p in module._parameters.items()}
         self._reading = ExitStack()
@@ -102,10 +100,9 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Self:
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             self._known.add(local_of(tensor).untyped_storage())
-        for unit in self._units:
-            name = unit.name
-            self._listen(unit.module, name, Kind.ENTER, Kind.AGAIN)
-            self._handles.append(unit.module.register_forward_hook(self._leaves(name)))
+        for name, module in zip(self._parts.names, self._parts.modules, strict=True):
+            self._listen(module, name, Kind.ENTER, Kind.AGAIN)
+            self._handles.append(module.register_forward_hook(self._leaves(name)))
         for name, module in self._mixtures:
             self._listen(module, name, Kind.MIX, Kind.MIX_AGAIN)
         for number, (first, last) in enumerate(self._boundaries):
@@ -184,7 +181,8 @@ class Recorder(TorchDispatchMode):
             kind = Kind.READ_AGAIN if in_backward() else Kind.READ
             self.marks.append(Mark(kind, params=names, with_grad=torch.is_grad_enabled()))
 
-        return reads_heard([(unit.module, [present[p] for p in unit.parameters]) for unit in self._units], read)
+        owned = zip(self._parts.modules, self._parts.parameters, strict=True)
+        return reads_heard([(module, [present[p] for p in mine]) for module, mine in owned], read)
 
     def _leaves(self, name: str) -> Any:
         def leave(*_: object) -> None:

@@ -29,11 +29,11 @@ from elixir_moe.parallel.annotate import logical_shape
 from elixir_moe.parallel.dtensor import local_of, placed_as
 from elixir_moe.parallel.moe import MoE
 from elixir_moe.parallel.pattern import Pattern, RankMesh
+from elixir_moe.runtime.units import Parts, find_parts
 from elixir_moe.search.profile import Exchange, Profile, Sent
 from elixir_moe.search.repeat import Cut, cuts_of, made_whole
 from elixir_moe.search.tape import Kind, Mark, Recorder, peak_of
 from elixir_moe.specs import param_specs
-from elixir_moe.units import Unit, find_units
 
 Step = Callable[[nn.Module, Any], Tensor]
 
@@ -66,12 +66,11 @@ def trace(
     """
     everywhere = Pattern(RankMesh.world(world, rank), replicate=("dp",))
     specs = param_specs(model, model.parameters(), everywhere=everywhere, compute_dtype=compute_dtype)
-    index_of = {p: i for i, p in enumerate(specs)}
     listed = list(specs.values())
-    units = list(find_units(model, {p: (0, i) for p, i in index_of.items()}))
+    parts = find_parts(model)
     cuts = [] if whole else cuts_of(model)
     try:
-        marks = _run(model, step, sample, specs, units, cuts)
+        marks = _run(model, step, sample, specs, parts, cuts)
         tape = made_whole(marks, cuts)
     except ConfigError:
         if not cuts:
@@ -81,12 +80,15 @@ def trace(
         return trace(
             model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype, tokens=tokens, whole=True
         )
-    slots = {unit.name: tuple(dict.fromkeys(index_of[p] for p in unit.parameters)) for unit in units}
-    uses = list(_uses(tape, slots, {name: index_of[p] for name, p in model.named_parameters()}))
-    order, uses = by_first_use(uses, index_of.values())
+    numbers = {name: i for i, name in enumerate(parts.names)}
+    index_of = {p: i for i, p in enumerate(specs)}
+    found = list(_uses(tape, numbers, {name: index_of[p] for name, p in model.named_parameters()}))
+    order, part_specs, uses = by_first_use(parts.specs, found, len(listed))
     return Profile(
         params=tuple(listed[i] for i in order),
-        uses=tuple(uses),
+        order=tuple(order),
+        parts=part_specs,
+        uses=uses,
         parameters=sum(math.prod(logical_shape(p)) for p in specs),
         tokens=_tokens(sample) if tokens is None else tokens,
         flops=sum(mark.flops for mark in tape),
@@ -103,11 +105,11 @@ def _run(
     step: Step,
     sample: Any,
     specs: Mapping[nn.Parameter, ParamSpec],
-    units: Sequence[Unit],
+    parts: Parts,
     cuts: Sequence[Cut],
 ) -> list[Mark]:
     boundaries = [pair for cut in cuts for pair in cut.boundaries]
-    recorder = Recorder(model, units, boundaries)
+    recorder = Recorder(model, parts, boundaries)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for cut in cuts:
@@ -192,8 +194,8 @@ def _fake(value: Any) -> Any:
     return value
 
 
-def _uses(tape: Sequence[Mark], slots: Mapping[str, tuple[int, ...]], numbers: Mapping[str, int]) -> Iterator[Use]:
-    """The runs of units and the reads outside of them in forward, with the region each is recomputed in.
+def _uses(tape: Sequence[Mark], parts: Mapping[str, int], params: Mapping[str, int]) -> Iterator[Use]:
+    """The runs of parts and the reads outside of them in forward, with the region each is recomputed in.
 
     Where some of the uses of one name ran without gradients, it is those that reentrant checkpoints run again.
     """
@@ -216,12 +218,11 @@ def _uses(tape: Sequence[Mark], slots: Mapping[str, tuple[int, ...]], numbers: M
         if mark.kind in (Kind.LEAVE, Kind.READ):
             entered, with_grad = running.pop()
             key = mark.name, mark.params
-            is_read = mark.kind is Kind.READ
             yield Use(
                 entered=entered,
                 left=next(clock),
-                params=tuple(numbers[name] for name in mark.params) if is_read else slots[mark.name],
-                is_read=is_read,
+                part=parts[mark.name] if mark.kind is Kind.LEAVE else None,
+                params=tuple(params[name] for name in mark.params),
                 with_grad=with_grad,
                 region=None if with_grad and key in ungraded else regions.get(key),
             )

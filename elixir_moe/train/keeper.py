@@ -72,7 +72,7 @@ class Keeper:
         """The state of a run that diverged, where none looks for the latest."""
         self.settle()
         box = [self._free_name(self._apart, self.training.progress.step)]
-        dist.broadcast_object_list(box, group=self.training.optimizer.control)
+        dist.broadcast_object_list(box, group=self.training.optimizer.kept.groups.control)
         self.training.save(box[0], self.supervisor.state())
         return box[0]
 
@@ -124,7 +124,7 @@ class Keeper:
             for path, manifest in checkpoints(self.room):
                 if isinstance(manifest, Manifest) and extra_of(path)["progress"]["step"] < before:
                     found[0] = path
-        dist.broadcast_object_list(found, group=self.training.optimizer.control)
+        dist.broadcast_object_list(found, group=self.training.optimizer.kept.groups.control)
         return found[0]
 
     def move_apart(self, step: int) -> None:

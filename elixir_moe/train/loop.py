@@ -264,7 +264,7 @@ class Loop:
         who = memory.who(store)
         training.disconnect()
         training.optimizer.outlive(lambda: memory.regroup(store, scarcity.tries + 1))
-        memory.forget(store, training.optimizer.control)
+        memory.forget(store, training.optimizer.kept.groups.control)
         training.rewind()
         config = scarcity.next(training)
         self.keeper.latest = self.keeper.last_good(training.progress.step + 1)
@@ -323,7 +323,7 @@ class Loop:
                 asked = self._control.changed()
             except ConfigError as error:
                 asked = error
-        group = self.training.optimizer.control
+        group = self.training.optimizer.kept.groups.control
         mine = torch.tensor(
             [loss, seconds, self._signals.received, self.keeper.done, asked is not None],
             dtype=torch.float64,

@@ -23,7 +23,7 @@ from elixir_moe.checkpoint.save import Saving, save
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.models.gpt import GPT, Meshes, generate, gpt_patterns, lm_loss
-from elixir_moe.optim import ShardedOptimizer
+from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.annotate import annotate, logical_shape
 from elixir_moe.parallel.moe import MoE, Place
 from elixir_moe.ranks import gathered
@@ -203,7 +203,7 @@ class Training:
                 part = held.cut(*share_of(held.chunk)).values.read()
                 rows[held.name] = [float(sum_of_squares(part)), part.numel()]
         table = torch.tensor(list(rows.values()), dtype=torch.float64).view(-1, 2)
-        dist.all_reduce(table, group=self.optimizer.control)
+        dist.all_reduce(table, group=self.optimizer.kept.groups.control)
         return dict(zip(rows, (table[:, 0] / table[:, 1].clamp(min=1)).sqrt().tolist(), strict=True))
 
     def name_not_finite(self) -> str:
@@ -245,7 +245,7 @@ class Training:
         return found
 
     def _union(self, names: list[str]) -> list[str]:
-        everyone = gathered(names, self.optimizer.control)
+        everyone = gathered(names, self.optimizer.kept.groups.control)
         return list(dict.fromkeys(name for theirs in everyone for name in theirs))
 
     # ----------------------------------------------------------------------------------------------------- evaluation

@@ -10,16 +10,16 @@ and nothing but their order tells which belong together: an interrupt strikes ea
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from elixir_moe.chunks.chunk import Chunk
 from elixir_moe.chunks.collectives import Ticket
 from elixir_moe.errors import ElixirError, LayoutError
+from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.waits import Wait
 
 Agreement = Callable[[Sequence[int], Sequence[int]], Callable[[], list[int]]]
@@ -126,7 +126,6 @@ class Reductions:
         self._answer: Callable[[], list[int]] | None = None
         self._order: deque[int] = deque()
         self._awaited: dict[int, set[int]] = {}
-        self._used: Set[int] = frozenset()
         self._news = False
 
     def begin(self, used: Sequence[int], awaited: Mapping[int, set[int]]) -> None:
@@ -139,11 +138,14 @@ class Reductions:
         self._answer = self._agreement(used, self.gathered)
         self.gathered.clear()
         self._awaited = {chunk: awaited[chunk] for chunk in used}
-        self._used = awaited.keys()
 
     def awaits(self, chunk: int, position: int) -> bool:
         """Whether the gradient of parameter `position` of `chunk` is still expected."""
         return position in self._awaited.get(chunk, ())
+
+    def awaits_any(self, chunk: int) -> bool:
+        """Whether gradients of `chunk` are still expected."""
+        return bool(self._awaited.get(chunk))
 
     def expect_no_more(self, chunk: int, position: int) -> bool:
         """It has come, or will not come in this backward; returns whether the chunk waits for nothing any more."""
@@ -160,8 +162,8 @@ class Reductions:
             positions.clear()
         self._news = True
 
-    def ready(self) -> Iterator[tuple[int, bool]]:
-        """The next chunks that wait for nothing, and whether this rank has not used them though others have."""
+    def ready(self) -> Iterator[int]:
+        """The next chunks that wait for nothing, those that only other ranks have used among them."""
         if not self._news:
             return
         self._news = False
@@ -173,13 +175,11 @@ class Reductions:
                 self.out_of_step = str(error)
                 raise
         while self._order and not self._awaited.get(self._order[0]):
-            chunk = self._order.popleft()
-            yield chunk, chunk not in self._used
+            yield self._order.popleft()
 
     def clear(self) -> None:
         """The backward is over, or given up."""
         self._answer = None
         self._order.clear()
         self._awaited = {}
-        self._used = frozenset()
         self._news = False

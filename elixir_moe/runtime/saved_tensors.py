@@ -1,10 +1,11 @@
 """What autograd saves for backward, while a wrapped model runs.
 
-Owns the pair of saved-tensor hooks. A tensor that views a gathered parameter is packed as (chunk, parameter, size,
-stride, offset) and rebuilt from wherever the chunk is when it is unpacked, so that its block can be reused meanwhile.
-All others are kept as torch keeps them, versions checked; hooks that somebody else has set around the model get them.
+Owns the pair of saved-tensor hooks. A tensor that views gathered weights is packed as (chunk, size, stride, offset) and
+rebuilt from wherever the chunk is when it is unpacked, so that its block can be reused meanwhile. All others are kept
+as torch keeps them, versions checked; hooks that somebody else has set around the model get them.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,41 +13,35 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from elixir_moe.chunks.chunk import Chunk, Placeholder
-from elixir_moe.chunks.scheduler import Scheduler
 from elixir_moe.errors import PlanError
 from elixir_moe.parallel.dtensor import local_of, spec_of, wrap_local
+from elixir_moe.runtime.chunk import ATTACHED, Chunk, Placeholder
+from elixir_moe.runtime.scheduler import Scheduler
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Packed:
-    """A saved tensor that was a view of a gathered parameter: what it takes to rebuild it.
+    """A saved tensor that was a view of gathered weights: what it takes to rebuild it."""
 
-    While it lives its parameter has a reader (`Chunk.readers` counts them), whose gradient must not overwrite it yet.
-    """
+    __slots__ = ("chunk", "dtype", "index", "offset", "size", "spec", "stride", "update", "version")
 
-    __slots__ = ("_readers", "chunk", "dtype", "index", "offset", "size", "spec", "stride", "update", "version")
-
-    def __init__(self, chunk: Chunk, index: int, tensor: torch.Tensor, update: int) -> None:
-        chunk.readers[index] += 1
-        self._readers, self.index = chunk.readers, index
-        self.chunk = chunk
+    def __init__(self, chunk: Chunk, tensor: torch.Tensor, update: int) -> None:
+        self.chunk, self.update = chunk, update
         self.spec = None
         if type(tensor) not in _PLAIN:
             self.spec, tensor = spec_of(tensor), local_of(tensor)
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        assert chunk.buffer is not None
         self.offset = int(tensor.storage_offset())
-        self.update = update
-        self.version = chunk.version(index)
-
-    def __del__(self) -> None:
-        self._readers[self.index] -= 1
+        first = self.offset * tensor.itemsize // chunk.buffer.itemsize - int(chunk.buffer.storage_offset())
+        self.index = bisect_right(chunk.starts, first) - 1
+        self.version = chunk.version(self.index)
 
     def view(self) -> torch.Tensor:
-        """The tensor, as a view of the parameter where it is gathered now."""
-        with torch._C.DisableTorchFunctionSubclass():
-            whole = self.chunk.locals[self.index].data.view(self.dtype)
+        """The tensor, as a view of the weights where they are gathered now."""
+        assert self.chunk.buffer is not None
+        whole = self.chunk.buffer.view(self.dtype)
         return wrap_local(whole.as_strided(self.size, self.stride, self.offset), self.spec)
 
 
@@ -60,6 +55,10 @@ class SavedTensors:
         self._unpacking = unpacking
         self.updates = 0
         """Number of updates so far."""
+        self._rebuilt: list[int] = []
+        """Chunks that are held for the operator which reads weights of them just now."""
+        self._operator: int | None = None
+        """Its number among autograd's nodes."""
 
     def check_current(self, updates: int) -> None:
         """Raises PlanError if there have been updates since there were so many."""
@@ -84,12 +83,12 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> Any:
         local = tensor if type(tensor) in _PLAIN else local_of(tensor)
         if type(local) in _PLAIN or isinstance(local, nn.Parameter):  # others may have no storage of their own
-            address = local.untyped_storage().data_ptr()
-            owner = self._scheduler.owners.get(address)
-            if owner is not None:
-                chunk, index = owner
-                return Packed(self._scheduler.chunks[chunk], index, tensor, self.updates)
-            if address in self._placeholder.keys:
+            with torch._C.DisableTorchFunctionSubclass():
+                address = local.untyped_storage().data_ptr()
+            chunk = self._scheduler.shown_at.get(address)
+            if chunk is not None and chunk.buffer is not None and chunk.buffer.data_ptr() == address:
+                return Packed(chunk, tensor, self.updates)
+            if address in self._placeholder.addresses:
                 raise PlanError(
                     f"an autograd function saves parameter {self._name_of(tensor)!r} of shape {tuple(tensor.shape)}, "
                     f"which it has not read and which is not gathered: read it in forward, or call its module"
@@ -113,13 +112,34 @@ class SavedTensors:
         if version != packed.version:
             _refuse_written(version, packed.version, packed.size)
         self._unpacking()
-        if chunk.direct or self._scheduler.requests.holds(chunk.spec.index):
-            return packed.view()
-        chunks = (chunk.spec.index,)
-        self._scheduler.unshard(chunks, tracked=True, who="backward")
+        operator = _operator()
+        if operator != self._operator:
+            self.let_go()
+            self._operator = operator
+        index = chunk.spec.index
+        if chunk.placement is not ATTACHED and not self._scheduler.holds(index):
+            self._scheduler.unshard((index,), tracked=True, who="backward")
+            self._rebuilt.append(index)
         view = packed.view()
-        self._scheduler.release(chunks, tracked=True)
+        if operator is None:  # somebody looks at what autograd has saved
+            self.let_go()
         return view
+
+    def let_go(self) -> None:
+        """Ends the holds on weights that were rebuilt for an operator; it has run."""
+        rebuilt, self._rebuilt = self._rebuilt, []
+        for index in rebuilt:
+            self._scheduler.release((index,), tracked=True)
+
+    def forget(self) -> None:
+        """Nothing is held any more."""
+        self._rebuilt.clear()
+
+
+def _operator() -> int | None:
+    """The number of the node that autograd runs; None outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
 
 
 def _refuse_written(now: int, then: int, shape: torch.Size) -> NoReturn:

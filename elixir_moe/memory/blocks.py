@@ -1,0 +1,150 @@
+"""The memory of the rCache: blocks, and the proof that nobody still reads one that is to be written.
+
+Owns the blocks, and the memory of chunks that do not share them. Which chunk goes where is `cache_policy`'s decision.
+
+A block may be written when the operation that last used it has ended and no tensor shares its storage. The policy only
+gives away what nothing holds, so the second is true already, but for a reader nobody could foresee: a view of a weight
+that user code or a checkpointed region keeps. Such a reader keeps the old storage, and the block takes a new one: more
+memory for a while, counted as `blocks_replaced`, never stale bytes. Source: Elixir v1, VI; v2, section 3 ("rCache has
+n_block storage blocks of the same length").
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from elixir_moe.chunks.collectives import Ticket
+from elixir_moe.chunks.layout import ChunkSpec, Layout
+from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.memory.shard_state import ShardState
+
+
+class Block:
+    """Device memory for the weights or the gradients of one chunk at a time."""
+
+    def __init__(self, memory: torch.Tensor, statistics: Statistics) -> None:
+        """A block on `memory`, flat uint8, whose storage nobody else uses."""
+        self._statistics = statistics
+        self._memory = memory
+        self._wire = _own_storage(memory)
+        self._idle_uses = _storage_uses(self._memory)
+        self.busy: Ticket | None = None
+        """The operation that must end before the block is written again."""
+        self._read_later = False
+        """Somebody else had a part of it when its chunk left, and may have read it behind `busy`."""
+
+    def vacate(self, ticket: Ticket) -> None:
+        """Its chunk has left; the block may be written when `ticket` has ended and nobody else has a part of it."""
+        self.busy = ticket
+        self._read_later = _storage_uses(self._memory) > self._idle_uses
+
+    @property
+    def quiet(self) -> bool:
+        """Whether `claim` would not make the host wait."""
+        return self.busy is None or not self.busy.pending
+
+    def claim(self, spec: ChunkSpec, wait_for_compute: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """The buffer for `spec`'s chunk, (numel,) in its compute dtype, safe to write on the current stream.
+
+        That waits for all that was computed so far if somebody may have read the block later than `busy` tells, and
+        before new memory takes its place: compute may have read that too, when it was a block before.
+        """
+        if self.busy is not None:
+            self.busy.wait()
+            self.busy = None
+        kept = _storage_uses(self._memory) > self._idle_uses
+        if kept or self._read_later:
+            wait_for_compute()
+            self._read_later = False
+        if kept:
+            self._replace()
+        return self._memory[: spec.nbytes].view(spec.key.dtype)
+
+    def wire(self, spec: ChunkSpec) -> torch.Tensor:
+        """The same memory for collectives, which may keep their tensors for a moment after they have ended."""
+        return self._wire[: spec.nbytes].view(spec.key.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that are nobody else's."""
+        return self._memory.nbytes
+
+    def _replace(self) -> None:
+        self._statistics.blocks_replaced += 1
+        self._memory = torch.zeros_like(self._memory)
+        self._wire = _own_storage(self._memory)
+
+
+class ShardBlock(Block):
+    """The shard of a chunk used in place: its values are there already."""
+
+    def __init__(self, shard: ShardState, statistics: Statistics) -> None:
+        super().__init__(_own_storage(shard.shown), statistics)
+        self._shard = shard
+
+    def claim(self, spec: ChunkSpec, wait_for_compute: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """The values; a reader of what a gradient is about to overwrite was left its own copy by `make_writable`."""
+        if self.busy is not None:
+            self.busy.wait()
+            self.busy = None
+        self._shard.values()
+        return self._memory.view(spec.key.dtype)
+
+    def make_writable(self) -> None:
+        """Moves the shard to new memory if anybody still reads the old one."""
+        if _storage_uses(self._memory) > self._idle_uses:
+            self._replace()
+
+    @property
+    def nbytes(self) -> int:
+        """None: the shard's own are counted with it."""
+        return 0
+
+    def _replace(self) -> None:
+        before = self._memory
+        super()._replace()
+        self._memory.copy_(before)
+        self._shard.move_to(self._wire)
+
+
+class Blocks:
+    """All blocks: those shared by the chunks that come and go, and one for each chunk that stays."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        count: int,
+        for_gradients: int,
+        shards: Sequence[ShardState],
+        device: torch.device,
+        statistics: Statistics,
+    ) -> None:
+        def block(nbytes: int) -> Block:
+            return Block(torch.zeros(nbytes, dtype=torch.uint8, device=device), statistics)
+
+        self.shared = [block(layout.block_bytes) for _ in range(count)]
+        self.for_gradients = for_gradients
+        """Shared blocks that gradients may have at once: with more of them, weights would not find theirs."""
+        self.foreseen_gradients = layout.open_gradients or 0
+        """Those of them that gradients keep, whatever weights need."""
+        self.own = {
+            spec.index: ShardBlock(shard, statistics) if spec.in_place else block(spec.nbytes)
+            for spec, shard in zip(layout.chunks, shards, strict=True)
+            if spec.resident
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks; shards are not counted again."""
+        return sum(block.nbytes for block in (*self.shared, *self.own.values()))
+
+
+def _own_storage(memory: torch.Tensor) -> torch.Tensor:
+    """The same bytes, flat uint8, as a storage with a use count of its own."""
+    return from_dlpack(to_dlpack(memory.view(torch.uint8)))
+
+
+def _storage_uses(tensor: torch.Tensor) -> int:
+    """How many tensors, views included, use the storage of `tensor`."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]

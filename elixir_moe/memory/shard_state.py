@@ -1,0 +1,535 @@
+"""What a chunk is between two uses: the long-lived state of one rank's shard of it.
+
+Owns one class for each kind of shard. They differ in what a gather sends, where a gradient lands and what an update
+writes. Nothing here moves bytes between ranks, and no property blocks: `wait_for_update` is what waits.
+
+    class        a gather sends    a reduced gradient takes              the master lies
+    FrozenShard  the values        -                                     -
+    Fp32Shard    the master        memory of its own, where it is summed in memory
+    PieceShard   the master        nothing: autograd's own tensors stay  in memory
+    MixedShard   the values        the values' place (v2, 4.1)           in memory or on disk
+
+`MixedShard` sums a step's second gradient in fp32, in an accumulator that exists from then on, and casts the values
+anew from the master when they are wanted before the update. Source: "master copy of each scattered shard", Elixir v1,
+VII; memory of a chunk, v2, 4.1.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from elixir_moe.chunks.layout import ChunkSpec
+from elixir_moe.chunks.plan import Tier
+from elixir_moe.chunks.spill import Spill, Spilled
+from elixir_moe.chunks.tiers import Slab
+from elixir_moe.kernels import sum_of_squares
+
+
+class Kept(Protocol):
+    """Flat elements of a shard at home, wherever that is. Having one waits for no update; `read` and `write` do."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their dtype."""
+        ...
+
+    def read(self) -> torch.Tensor:
+        """The elements themselves where they are in memory, else a copy."""
+        ...
+
+    def write(self, values: torch.Tensor) -> None:
+        """Takes new values; what `read` gave, changed in place, is not copied again in memory."""
+        ...
+
+    def __getitem__(self, part: slice) -> "Kept":
+        """Some of them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """Elements in memory."""
+
+    tensor: torch.Tensor
+    wait_for_update: Callable[[], None]
+    """As `ShardState.wait_for_update`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As `Kept.dtype`."""
+        return self.tensor.dtype
+
+    def read(self) -> torch.Tensor:
+        """As `Kept.read`."""
+        self.wait_for_update()
+        return self.tensor
+
+    def write(self, values: torch.Tensor) -> None:
+        """As `Kept.write`."""
+        self.wait_for_update()
+        if values is not self.tensor:
+            self.tensor.copy_(values)
+
+    def __getitem__(self, part: slice) -> "InMemory":
+        return replace(self, tensor=self.tensor[part])
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """Elements of an array on disk, fp32."""
+
+    spilled: Spilled
+    array: int
+    start: int
+    stop: int
+    wait_for_update: Callable[[], None]
+    """As `ShardState.wait_for_update`."""
+    dtype = torch.float32
+
+    def read(self) -> torch.Tensor:
+        """As `Kept.read`."""
+        self.wait_for_update()
+        return self.spilled.read(self.array, self.start, self.stop)
+
+    def write(self, values: torch.Tensor) -> None:
+        """As `Kept.write`."""
+        self.wait_for_update()
+        self.spilled.write(self.array, self.start, values.cpu())
+
+    def __getitem__(self, part: slice) -> "OnDisk":
+        start, stop, _ = part.indices(self.stop - self.start)
+        return replace(self, start=self.start + start, stop=self.start + max(start, stop))
+
+
+class ShardState:
+    """The state of one chunk on one rank: `shard_numel` elements of everything that is kept for it."""
+
+    master: torch.Tensor | None = None
+    """fp32 weights, where there are such in memory."""
+    spilled: Spilled | None = None
+    """fp32 weights and moments, where they are on disk."""
+    values_shard: torch.Tensor | None = None
+    """Where an update writes the values that gathers send, beside the master."""
+
+    def __init__(self, spec: ChunkSpec, tier: Tier) -> None:
+        self.spec = spec
+        self.tier = tier
+        self.squares: float | torch.Tensor | None = None
+        """The sum of squares of the gradient, if it was found on the way here; on a GPU if it was found there."""
+        self.reader: threading.Event | None = None
+        """Set when a save beside the training has copied what is kept here; whoever changes it waits for that."""
+        self._update: Future[Sequence[Future[None]]] | None = None
+
+    # ------------------------------------------------------------------------------------------ updates beside training
+
+    def update_beside(self, update: "Future[Sequence[Future[None]]]") -> None:
+        """An update, and what it begins in its turn, end later; until then nobody may look at what is kept here."""
+        self._update = update
+        self.updated()
+
+    @property
+    def has_update(self) -> bool:
+        """Whether an update was begun that nobody has waited for yet, whether or not it still runs."""
+        return self._update is not None
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update still runs."""
+        update = self._update
+        if update is None or not update.done():
+            return update is not None
+        return update.exception() is None and not all(part.done() for part in update.result())
+
+    def wait_for_update(self) -> None:
+        """Blocks until a running update has ended, on any thread; raises the update's error, each time."""
+        update = self._update
+        if update is not None:
+            for part in update.result():
+                part.result()
+
+    def finish_update(self) -> None:
+        """As `wait_for_update`, for the training's own thread: the update is behind it then (`has_update`)."""
+        self.wait_for_update()
+        self._update = None
+
+    def wait_for_reader(self) -> None:
+        """Blocks until values, master and moments may be changed."""
+        if self.reader is not None:
+            self.reader.wait()
+
+    # ---------------------------------------------------------------------------------------------------------- weights
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """The memory that parameters of a chunk used in place are views of."""
+        raise NotImplementedError
+
+    def values(self) -> torch.Tensor:
+        """What a gather sends, in the compute dtype. Blocks until a running update has finished."""
+        self.finish_update()
+        return self.shown
+
+    def weights(self) -> Kept:
+        """What a checkpoint keeps: fp32 masters, or the values of a frozen chunk."""
+        return InMemory(self.shown, self.wait_for_update)
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Takes the shard's first values, in the master's dtype."""
+        self.shown.copy_(values)
+
+    def store(self, start: int, written: torch.Tensor) -> None:
+        """Takes values that user code wrote, for the elements from `start` of the shard."""
+        self.finish_update()
+        self.wait_for_reader()
+        self.shown[start : start + written.numel()].copy_(written)
+
+    def kept_values(self) -> torch.Tensor:
+        """What `values` gives, made anew from what is kept. Blocks as `values` does."""
+        return self.weights().read().to(self.spec.key.dtype)
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """What is `shown` is in `memory`, flat uint8, from now on; somebody else keeps the old place."""
+        raise NotImplementedError
+
+    # -------------------------------------------------------------------------------------------------------- gradients
+
+    has_gradient = False
+    """Whether a gradient has landed since the last update."""
+
+    def free_place(self) -> torch.Tensor | None:
+        """Where the next gradient may be summed, so that `add_gradient` copies nothing; None if it is to be added."""
+        return None
+
+    def add_gradient(self, reduced: torch.Tensor, squares: float | torch.Tensor | None = None) -> None:
+        """Adds the gradient summed over the process group, of any dtype and device.
+
+        `squares` is its sum of squares, where that is known. On a GPU it is found before the gradient leaves, and stays
+        there, so that nobody waits for it.
+        """
+        if self.has_gradient:
+            self.squares = None
+        elif squares is None and reduced.device.type != "cpu":
+            self.squares = sum_of_squares(reduced)
+        else:
+            self.squares = squares
+        self._land(reduced)
+
+    def _land(self, reduced: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """The summed gradients of some elements of the shard; not unscaled."""
+        raise NotImplementedError
+
+    def gradients(self) -> Iterable[torch.Tensor]:
+        """All of them, in one piece or several."""
+        return (self.gradient(),)
+
+    def clear_gradient(self) -> None:
+        """Forgets the gradient without an update."""
+
+    def updated(self) -> None:
+        """The update has written, or is about to write, master and values: no gradient is left."""
+        self.clear_gradient()
+
+    # ------------------------------------------------------------------------------------------------------------ bytes
+
+    def held_bytes(self) -> dict[Tier, int]:
+        """Bytes of all that is kept, by where it lies; gradients included as if they were there."""
+        on_disk = {} if self.spilled is None else {Tier.DISK: self.spilled.nbytes}
+        return {self.tier.of_compute: sum(tensor.nbytes for tensor in self._tensors()), **on_disk}
+
+    def _tensors(self) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+
+class FrozenShard(ShardState):
+    """Values that no update changes."""
+
+    def __init__(self, spec: ChunkSpec, tier: Tier, values: torch.Tensor) -> None:
+        super().__init__(spec, tier)
+        self._values = values
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """As `ShardState.shown`."""
+        return self._values
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """As `ShardState.move_to`."""
+        self._values = memory.view(self._values.dtype)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [self._values]
+
+
+class Fp32Shard(ShardState):
+    """fp32 weights that are master and values at once, and memory in which gradients are summed."""
+
+    def __init__(self, spec: ChunkSpec, tier: Tier, master: torch.Tensor, sums: torch.Tensor) -> None:
+        super().__init__(spec, tier)
+        self.master = master
+        self.sums = sums
+        """The gradient, once there is one."""
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """As `ShardState.shown`."""
+        assert self.master is not None
+        return self.master
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """As `ShardState.move_to`."""
+        self.master = memory.view(torch.float32)
+
+    def free_place(self) -> torch.Tensor | None:
+        """As `ShardState.free_place`."""
+        return None if self.has_gradient else self.sums
+
+    def _land(self, reduced: torch.Tensor) -> None:
+        if reduced.data_ptr() == self.sums.data_ptr():
+            pass  # summed where they lie
+        elif self.has_gradient:
+            self.sums.add_(reduced.to(self.sums.device))
+        else:
+            self.sums.copy_(reduced, non_blocking=True)
+        self.has_gradient = True
+
+    def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """As `ShardState.gradient`."""
+        assert self.has_gradient, f"chunk {self.spec.index} has no gradient"
+        return self.sums[start:stop]
+
+    def clear_gradient(self) -> None:
+        """As `ShardState.clear_gradient`."""
+        self.has_gradient = False
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [self.shown, self.sums]
+
+
+class PieceShard(ShardState):
+    """fp32 weights used in place that no other rank has: gradients stay the tensors autograd made, never copied."""
+
+    def __init__(self, spec: ChunkSpec, tier: Tier, master: torch.Tensor) -> None:
+        super().__init__(spec, tier)
+        self.master = master
+        self._pieces: dict[int, torch.Tensor] = {}
+        """By the first element of its parameter: the gradient, flat."""
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """As `ShardState.shown`."""
+        assert self.master is not None
+        return self.master
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """As `ShardState.move_to`."""
+        self.master = memory.view(torch.float32)
+
+    def take_piece(self, start: int, gradient: torch.Tensor) -> None:
+        """Keeps the gradient of the parameter that starts at `start`, or adds it to what is kept."""
+        if start in self._pieces:
+            self._pieces[start].add_(gradient.reshape(-1))
+        else:
+            self._pieces[start] = gradient.reshape(-1)
+
+    @property
+    def has_gradient(self) -> bool:  # type: ignore[override]
+        """As `ShardState.has_gradient`."""
+        return bool(self._pieces)
+
+    def _land(self, reduced: torch.Tensor) -> None:
+        """There is nothing to sum over ranks: `take_piece` has it all."""
+
+    def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """That of the parameter which starts at `start`."""
+        piece = self._pieces.get(start)
+        return torch.zeros_like(self.shown[start:stop]) if piece is None else piece
+
+    def gradients(self) -> Iterable[torch.Tensor]:
+        """As `ShardState.gradients`."""
+        return self._pieces.values()
+
+    def clear_gradient(self) -> None:
+        """As `ShardState.clear_gradient`."""
+        self._pieces.clear()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [self.shown, self.shown]  # all gradients together have as many bytes
+
+
+class Holds(Enum):
+    """What the values' place of a `MixedShard` holds."""
+
+    VALUES = "values"
+    """The compute dtype's copy of the master: what a gather sends."""
+    GRADIENT = "gradient"
+    """The reduced gradient."""
+    STALE = "stale"
+    """Neither: to be cast from the master before it is sent."""
+
+
+class MixedShard(ShardState):
+    """Values in the compute dtype beside an fp32 master, which may be on disk."""
+
+    def __init__(
+        self,
+        spec: ChunkSpec,
+        tier: Tier,
+        values: torch.Tensor,
+        master: torch.Tensor | None,
+        spilled: Spilled | None = None,
+    ) -> None:
+        """`spilled` has the master, first of its arrays, where it is not in memory."""
+        super().__init__(spec, tier)
+        self.values_shard = values
+        self.master = master
+        self.spilled = spilled
+        self.holds = Holds.VALUES
+        self.accumulator: torch.Tensor | None = None
+        """fp32 sums of a step's gradients, from the first step that has several backwards."""
+        self._accumulated = False
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """As `ShardState.shown`."""
+        assert self.values_shard is not None
+        return self.values_shard
+
+    def values(self) -> torch.Tensor:
+        """As `ShardState.values`; cast anew from the master where a gradient has taken their place."""
+        self.finish_update()
+        if self.holds is Holds.GRADIENT:
+            self._sum().add_(self.shown)
+        if self.holds is not Holds.VALUES:
+            self.shown.copy_(self.weights().read())
+            self.holds = Holds.VALUES
+        return self.shown
+
+    def weights(self) -> Kept:
+        """As `ShardState.weights`."""
+        if self.spilled is not None:
+            return OnDisk(self.spilled, 0, 0, self.spec.shard_numel, self.wait_for_update)
+        assert self.master is not None
+        return InMemory(self.master, self.wait_for_update)
+
+    def fill(self, values: torch.Tensor) -> None:
+        """As `ShardState.fill`."""
+        self.shown.copy_(values)
+        self.weights().write(values)
+
+    def store(self, start: int, written: torch.Tensor) -> None:
+        """As `ShardState.store`; elements that were left alone keep their master's precision."""
+        self.finish_update()
+        self.wait_for_reader()
+        here = slice(start, start + written.numel())
+        kept, written = self.weights()[here], written.to(self.shown.device)
+        master = kept.read()
+        master.copy_(torch.where(master.to(written.dtype) == written, master, written.float()))
+        kept.write(master)
+        if self.holds is Holds.VALUES:
+            self.shown[here].copy_(written)
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """As `ShardState.move_to`."""
+        self.values_shard = memory.view(self.shown.dtype)
+
+    @property
+    def has_gradient(self) -> bool:  # type: ignore[override]
+        """As `ShardState.has_gradient`."""
+        return self._accumulated or self.holds is Holds.GRADIENT
+
+    def free_place(self) -> torch.Tensor | None:
+        """As `ShardState.free_place`."""
+        return self.shown if self.accumulator is None and self.holds is not Holds.GRADIENT else None
+
+    def _land(self, reduced: torch.Tensor) -> None:
+        if reduced.data_ptr() == self.shown.data_ptr():
+            self.holds = Holds.GRADIENT
+        elif self.holds is Holds.GRADIENT:
+            self._sum().add_(self.shown).add_(reduced.to(self.shown.device))
+            self.holds = Holds.STALE
+        elif self.accumulator is not None:
+            self._sum().add_(reduced.to(self.accumulator.device))
+        else:
+            self.shown.copy_(reduced, non_blocking=True)
+            self.holds = Holds.GRADIENT
+
+    def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """As `ShardState.gradient`: fp32 if they were accumulated, else in the compute dtype."""
+        assert self.has_gradient, f"chunk {self.spec.index} has no gradient"
+        found = self.accumulator if self._accumulated else self.shown
+        assert found is not None
+        return found[start:stop]
+
+    def clear_gradient(self) -> None:
+        """As `ShardState.clear_gradient`."""
+        if self.holds is Holds.GRADIENT:
+            self.holds = Holds.STALE
+        self._accumulated = False
+
+    def updated(self) -> None:
+        """As `ShardState.updated`."""
+        self.holds = Holds.VALUES
+        self._accumulated = False
+
+    def _sum(self) -> torch.Tensor:
+        """The accumulator, zeroed if it is not in use."""
+        if self.accumulator is None:
+            self.accumulator = torch.zeros_like(self.shown, dtype=torch.float32)
+        elif not self._accumulated:
+            self.accumulator.zero_()
+        self._accumulated = True
+        return self.accumulator
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for tensor in (self.shown, self.master, self.accumulator) if tensor is not None]
+
+
+def build_shards(
+    chunks: list[tuple[ChunkSpec, Tier]], device: torch.device, spill: Spill | None = None
+) -> list[ShardState]:
+    """Allocates the state of all chunks: one slab a tier and dtype, and `spill` for what is on disk.
+
+    Beside a GPU there are two in host memory: what is sent there is page-locked, other masters are not.
+    """
+
+    def slab_of(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> tuple[Tier, torch.dtype, bool]:
+        return tier, dtype, device.type == "cuda" and tier is Tier.HOST and dtype == spec.key.dtype
+
+    wanted: Counter[tuple[Tier, torch.dtype, bool]] = Counter()
+    for spec, tier in chunks:
+        if not spec.keeps_pieces:
+            wanted[slab_of(spec, tier.of_compute, spec.key.dtype)] += spec.shard_numel
+        if spec.key.trainable and tier is not Tier.DISK:
+            wanted[slab_of(spec, tier, torch.float32)] += spec.shard_numel
+    slabs = {
+        (tier, dtype, travels): Slab(numel, dtype, tier, device, travels=travels)
+        for (tier, dtype, travels), numel in wanted.items()
+    }
+
+    def take(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> torch.Tensor:
+        return slabs[slab_of(spec, tier, dtype)].take(spec.shard_numel)
+
+    def build(spec: ChunkSpec, tier: Tier) -> ShardState:
+        if spec.keeps_pieces:
+            return PieceShard(spec, tier, take(spec, tier, torch.float32))
+        own = take(spec, tier.of_compute, spec.key.dtype)
+        if not spec.key.trainable:
+            return FrozenShard(spec, tier, own)
+        if tier is Tier.DISK:
+            assert spill is not None, "chunks on disk without a file"
+            return MixedShard(spec, tier, own, None, spill.take(spec.shard_numel, spec.index))
+        master = take(spec, tier, torch.float32)
+        if spec.key.dtype == torch.float32:
+            return Fp32Shard(spec, tier, master, sums=own)
+        return MixedShard(spec, tier, own, master)
+
+    return [build(spec, tier) for spec, tier in chunks]

@@ -1,0 +1,142 @@
+"""Which optimizers `wrap` takes: those that update each element by itself, with a state that can be cut.
+
+Owns the trial of an optimizer on small tensors, the copy of an optimizer for other parameters, and what is known of the
+optimizers of torch.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from copy import copy
+from numbers import Real
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_moe.errors import ConfigError
+from elixir_moe.parallel.dtensor import local_of
+
+_WHOLE_TENSOR = {"LBFGS", "Adafactor", "SparseAdam", "Muon"}
+"""Optimizers of torch whose update of one element looks at others."""
+
+_TRIED_NUMEL = 2**17
+"""Elements of the tensor on which it is seen what an optimizer keeps; those of 8 bits begin at 4096 to keep blocks."""
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> int:
+    """fp32 values that an optimizer keeps for each element; 2 where it is not known."""
+
+    def any_group(option: str) -> bool:
+        return any(group.get(option) for group in optimizer.param_groups)
+
+    match type(optimizer).__name__:
+        case "SGD":
+            return int(any_group("momentum"))
+        case "Adagrad":
+            return 1
+        case "RMSprop":
+            return 1 + any_group("momentum") + any_group("centered")
+        case _:
+            return 2 + any_group("amsgrad")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError for an optimizer that has been stepped, is not elementwise, or keeps what cannot be cut."""
+    if any(state and state.get("step", 1) != 0 for state in optimizer.state.values()):
+        raise ConfigError(
+            "the optimizer has been stepped, or has loaded a state: wrap it before the first step, and go on from a "
+            "checkpoint of em.save, by em.load"
+        )
+    kind = type(optimizer)
+    whole = [base.__name__ for base in kind.__mro__ if base.__name__ in _WHOLE_TENSOR]
+    ours = kind.__module__.startswith("torch.optim")
+    if not whole and not ours:
+        for parameter, state in optimizer.state.items():
+            check_kept(optimizer, state, local_of(parameter))
+    if whole or not (ours or all(_is_elementwise(optimizer, group) for group in optimizer.param_groups)):
+        raise ConfigError(
+            f"{[*whole, kind.__name__][0]} looks at whole tensors (their norm, their shape), but a rank holds only "
+            f"flat pieces: use an elementwise one, as AdamW, and param_groups for what should be updated otherwise"
+        )
+    for group in () if ours else optimizer.param_groups:
+        piece = nn.Parameter(torch.ones(_TRIED_NUMEL, device="cpu"))
+        check_kept(optimizer, _tried(optimizer, group, [piece], [torch.ones_like(piece)]).state[piece], piece)
+
+
+def check_kept(optimizer: torch.optim.Optimizer, state: dict[str, Any], piece: torch.Tensor) -> None:
+    """Raises ConfigError unless all that is kept for `piece` can be cut with it, or is a value for all of it."""
+    for name, value in state.items():
+        found = local_of(value) if isinstance(value, torch.Tensor) else value
+        plain = type(found) in (torch.Tensor, nn.Parameter) and found.layout is torch.strided
+        if isinstance(found, (Real, str, NoneType)) or (plain and found.shape in (piece.shape, ())):
+            continue
+        form = f"a {found.dtype} tensor of shape {tuple(found.shape)}" if plain else f"a {type(found).__name__}"
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps {name!r}, {form}, for {piece.numel()} elements of a parameter: only "
+            f"plain tensors with a value for each element can be cut between ranks and saved. Use torch.optim.AdamW "
+            f"with em.Plan.offload, which has the moments in host memory or, with disk_chunks, on disk"
+        )
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a few updates of a small matrix are those of its two halves, flattened: tried with the user's class."""
+    draw = torch.Generator().manual_seed(0)
+    start, gradients = (torch.randn(*shape, generator=draw, device="cpu") for shape in ((4, 6), (3, 4, 6)))
+    whole = [nn.Parameter(start.clone())]
+    halves = [nn.Parameter(half.clone()) for half in start.flatten().chunk(2)]
+    results = []
+    for pieces in (whole, halves):
+        _tried(optimizer, group, pieces, gradients)
+        results.append(torch.cat([piece.detach().flatten() for piece in pieces]))
+    return torch.allclose(results[0], results[1], rtol=1e-5, atol=1e-7)
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    pieces: list[nn.Parameter],
+    gradients: Iterable[torch.Tensor],
+) -> torch.optim.Optimizer:
+    """One like the user's that has updated `pieces` with each of the `gradients`, of all of them; compiles nothing."""
+    twin = like(optimizer, [(piece, _state_alike(optimizer, group, piece)) for piece in pieces], group)
+    for gradient in gradients:
+        for piece, part in zip(pieces, gradient.flatten().chunk(len(pieces)), strict=True):
+            piece.grad = part.view_as(piece).clone()
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                twin.step()
+        except Exception as error:
+            raise ConfigError(
+                f"{type(optimizer).__name__} could not be tried on a small tensor, to see whether it updates each "
+                f"element by itself: {type(error).__name__}: {error}; use an optimizer of torch.optim, as AdamW"
+            ) from error
+    return twin
+
+
+def _state_alike(optimizer: torch.optim.Optimizer, group: dict[str, Any], piece: nn.Parameter) -> dict[str, Any]:
+    """What the constructor put into the state of the group's first parameter, in the shape of `piece`."""
+    state: dict[str, Any] = {}
+    for name, value in next((optimizer.state.get(p, {}) for p in group["params"]), {}).items():
+        first = group["params"][0]
+        cut = isinstance(value, torch.Tensor) and value.dim() and value.shape == first.shape and value.numel()
+        state[name] = torch.full_like(piece, value.flatten()[0].item()) if cut else copy(value)
+    return state
+
+
+def is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `AdamUpdate` does what this optimizer does."""
+    plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    return plain and not any(group["amsgrad"] for group in optimizer.param_groups)
+
+
+def like(
+    inner: torch.optim.Optimizer, pieces: list[tuple[nn.Parameter, dict[str, Any]]], group: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings, whatever its constructor takes, on other parameters."""
+    twin = object.__new__(type(inner))
+    twin.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "step"})  # a scheduler's
+    twin.param_groups = [{**group, "params": [piece for piece, _ in pieces]}]
+    twin.state = defaultdict(dict, {piece: state for piece, state in pieces if state})
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return twin

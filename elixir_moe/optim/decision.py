@@ -1,0 +1,146 @@
+"""What all ranks decide before an update: the gradient norm, whether it is finite, and who has a gradient.
+
+Owns the one small all-reduce of a step, the clipping and the loss scale. Changes no weight.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from elixir_moe.errors import ConfigError
+from elixir_moe.optim.loss_scale import LossScale
+from elixir_moe.ranks import ControlGroups, gathered
+from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.waits import Wait
+
+
+@dataclass(kw_only=True, slots=True)
+class Facts:
+    """What the ranks agree on before an update."""
+
+    norm: float
+    """Global gradient norm, unscaled."""
+    used: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that got a gradient on any rank."""
+
+
+class StepDecision:
+    """The agreement of one step after another, for one wrapped model."""
+
+    def __init__(self, chunks: Sequence[Chunk], scheduler: Scheduler, hooks: Hooks, groups: ControlGroups) -> None:
+        """`chunks` are those that are trained."""
+        self._chunks = chunks
+        self._scheduler = scheduler
+        self._hooks = hooks
+        self._groups = groups
+        self._parameters = [p for chunk in chunks for p in chunk.parameters]
+        self._slots = [(chunk.spec.index, i) for chunk in chunks for i in range(len(chunk.parameters))]
+        half = any(chunk.spec.key.dtype is torch.float16 for chunk in chunks)
+        self.loss_scale = LossScale() if half else None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._facts: Facts | None = None
+        self._clip = 1.0
+        self._clipped = self._scaled = False
+
+    def forget_gradients(self) -> None:
+        """The step is over, or given up."""
+        for chunk in self._chunks:
+            chunk.clear_gradient()
+        self._scheduler.used.clear()
+        self._forget()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale."""
+        self._scaled = True
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+
+    def clip(self, limit: float) -> float:
+        """Has the next update clip at `limit`; returns the norm before. Collective."""
+        self._hooks.check_outside("optimizer.clip_grad_norm_()")
+        norm = self.facts().norm * self._clip
+        self._clip *= min(1.0, limit / (norm + 1e-6)) if norm == norm else norm
+        self._clipped |= limit < math.inf
+        return norm
+
+    def gradient_scale(self, chunk: Chunk) -> float:
+        """What a summed gradient is multiplied with in the update."""
+        return self._unscale(chunk) * self._clip
+
+    def facts(self) -> Facts:
+        """What the ranks agree on; found once between two updates. Collective."""
+        if self._facts is not None and not self._scheduler.sent:
+            return self._facts
+        self._scheduler.check_open()
+        self._check_backwards()
+        self._scheduler.drain()
+        mine: float | torch.Tensor = 0.0
+        for chunk in self._chunks:
+            if chunk.shard.has_gradient:
+                weight = chunk.spec.shards / len(chunk.spec.key.ranks)
+                mine += weight * chunk.squares() * self._unscale(chunk) ** 2
+        used_here = map(self._scheduler.used.__contains__, self._slots)
+        unseen = self._scheduler.written_unseen is not None
+        votes = torch.tensor([float(mine), float(unseen), *used_here], dtype=torch.float64, device="cpu")
+        with Wait("the all-reduce of the gradient norm over all ranks"):
+            self._groups.sum_over_peers(votes)
+            self._groups.sum_over_stages(votes[:1])
+        squares, unseen_writes, *used = votes.tolist()
+        if unseen_writes:
+            self._refuse_unseen_writes()
+        self._facts = Facts(norm=squares**0.5, used={p for p, n in zip(self._parameters, used, strict=True) if n})
+        return self._facts
+
+    def not_finite(self) -> list[str]:
+        """Names of the parameters whose gradients are not finite in this rank's shards, in packing order."""
+        names = []
+        for chunk in self._chunks:
+            if chunk.shard.has_gradient:
+                low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
+                for slot, parameter in zip(chunk.spec.slots, chunk.parameters, strict=True):
+                    start, stop = max(slot.start, low) - low, min(slot.stop, high) - low
+                    if start < stop and not chunk.shard.gradient(start, stop).isfinite().all():
+                        names.append(self._hooks.name_of(parameter))
+        return names
+
+    def blame(self, norm: float) -> str:
+        """Says whose gradient is not finite, from this rank's shards."""
+        found = ", ".join(self.not_finite()[:8]) or "none in this rank's shards"
+        return (
+            f"the global gradient norm is {norm}; gradients that are not finite: {found}. The weights are as before: "
+            f"zero_grad() and go on with another batch or a smaller rate"
+        )
+
+    def _unscale(self, chunk: Chunk) -> float:
+        """What a summed gradient is multiplied with to be that of the unscaled mean loss."""
+        return 1.0 / chunk.spec.key.divisor / (self.loss_scale.scale if self.loss_scale else 1.0)
+
+    def _check_backwards(self) -> None:
+        """Raises ConfigError if gradients are not what `step` would take them for."""
+        self._hooks.notice_torn()
+        if self._hooks.torn:
+            raise ConfigError(
+                "a backward failed, and a part of its gradients is gone: call zero_grad() and run it again"
+            )
+        if self._clipped:
+            raise ConfigError(
+                "backward ran after clip_grad_norm_: clip when all gradients of the step have come, or call "
+                "zero_grad() and begin the step anew"
+            )
+        if self.loss_scale is not None and self._scheduler.used and not self._scaled:
+            raise ConfigError("fp16 gradients need a scaled loss: call optimizer.scale(loss).backward()")
+
+    def _refuse_unseen_writes(self) -> None:
+        """Raises ConfigError on all ranks: a module has written where nobody sees it. Collective."""
+        names = gathered(self._scheduler.written_unseen, self._groups.peers_group)
+        name = next(name for name in names if name is not None)
+        raise ConfigError(
+            f"a forward has written parameter {name!r} through .data, and the write is lost: write to the parameter "
+            f"itself under torch.no_grad(), as in self.weight.copy_(values)"
+        )

@@ -1,0 +1,295 @@
+"""The sharded optimizer: the user's optimizer on the master shards.
+
+Owns what a user calls, and the order of a step: decide (`decision`), drop what becomes stale, update shard by shard
+(`shard_update`). What it keeps is read and replaced through `state`. Never gathers a chunk.
+
+A parameter that got no gradient on any rank is left alone, as torch does where ``grad is None``; one that got a
+gradient somewhere counts as zero elsewhere. `step` uses the gradients up: they do not pile up if `zero_grad` is
+forgotten.
+"""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from elixir_moe.chunks.layout import Layout
+from elixir_moe.chunks.plan import Footprint, Plan, Tier, held_rows
+from elixir_moe.chunks.policy import Schedule
+from elixir_moe.chunks.spill import Spill
+from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.optim.accepted import moments_of
+from elixir_moe.optim.decision import Facts, StepDecision
+from elixir_moe.optim.loss_scale import LossScale
+from elixir_moe.optim.shard_update import AdamUpdate, cut, update_for
+from elixir_moe.optim.state import OptimizerState
+from elixir_moe.ranks import ControlGroups
+from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.scheduler import Scheduler
+
+
+class Pending(Protocol):
+    """Work that goes on beside training, such as an asynchronous save."""
+
+    def wait(self) -> Any:
+        """Returns when it is done; raises what it failed of. Collective."""
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """What `wrap` returns in the place of the user's optimizer; shares its `param_groups`."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        scheduler: Scheduler,
+        hooks: Hooks,
+        groups: ControlGroups,
+        *,
+        plan: Plan,
+        layout: Layout,
+        footprint: Footprint,
+        spill: Spill | None = None,
+    ) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
+        self._inner = inner
+        self.plan = plan
+        self.layout = layout
+        self.footprint = footprint
+        self._scheduler = scheduler
+        self._hooks = hooks
+        self._spill = spill
+        self._chunks = [chunk for chunk in scheduler.chunks if chunk.spec.key.trainable]
+        self._parameters = [p for chunk in self._chunks for p in chunk.parameters]
+        self._frozen = [p for chunk in scheduler.chunks if not chunk.spec.key.trainable for p in chunk.parameters]
+        pieces = cut(self._chunks, self.param_groups)
+        self._segments = {chunk.spec.index: mine for chunk, mine in zip(self._chunks, pieces, strict=True)}
+        self._update = update_for(inner, self._chunks, pieces, self.param_groups)
+        self._decision = StepDecision(self._chunks, scheduler, hooks, groups)
+        self.kept = OptimizerState(inner, self._update, self._chunks, self._segments, scheduler, hooks, groups)
+        """What the optimizer keeps, for those who save and load it."""
+        self._update_thread = None
+        """Updates of chunks that are not at home on the device begin on it, beside the next forward."""
+        if self._update.beside and any(chunk.shard.tier is not Tier.DEVICE for chunk in self._chunks):
+            self._update_thread = ThreadPoolExecutor(1, "elixir-update")
+        self._grouping = [[id(p) for p in group["params"]] for group in self.param_groups]
+        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
+        self.prediction: Any = None
+        """What a step was expected to take (`search.prediction.Prediction`), with ``plan="auto"``."""
+        self.pending: Pending | None = None
+        """What `close` waits for."""
+
+    # -------------------------------------------------------------------------------------------------- user's verbs
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale of fp16 parameters; None without such."""
+        return self._decision.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: LossScale | None) -> None:
+        self._decision.loss_scale = scale
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale; call it before `backward` with fp16 parameters. The identity otherwise."""
+        return self._decision.scale(loss)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scales the gradients so that their global norm is at most `max_norm`; returns the norm before, a scalar.
+
+        The norm is that of the logical model: shards, experts and replicas of all ranks, each element once. The scaling
+        happens in `step`, and a backward in between is an error, whether the limit was reached or not. A limit of
+        infinity clips nothing: it asks for the norm, at any time. Collective.
+        """
+        try:
+            limit = float(max_norm)
+        except (TypeError, ValueError):
+            limit = math.nan
+        if not limit >= 0:
+            raise ConfigError(f"clip_grad_norm_(max_norm={max_norm!r}): expected a number of at least 0")
+        return torch.tensor(self._decision.clip(limit), device="cpu")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters and uses the gradients up. Collective.
+
+        Adam's updates of chunks at home in host memory may still be under way when it returns: they go on in the order
+        in which the next forward needs the chunks, and whatever looks at one waits for its update. The result is that
+        of updates one after the other, to the bit.
+
+        With fp16 parameters the update is skipped on all ranks if any gradient overflowed.
+
+        Raises:
+            ConfigError: a parameter frozen in `wrap` is trainable now, or a trainable one has come since; gradients lie
+                where only a plain optimizer would look for them, or came after they were clipped.
+            ElixirError: a gradient is not finite; on all ranks alike, naming the parameters. No weight has changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_parameters()
+        facts = self._decision.facts()
+        overflow = not math.isfinite(facts.norm)
+        if overflow and self.loss_scale is None:
+            raise ElixirError(self._decision.blame(facts.norm))
+        if not overflow:
+            self._scheduler.drop_weights()  # what an interrupted update leaves gathered would be stale
+            self._scheduler.drain()  # what was gathered behind the clipping may still be read from its home
+            for chunk in self._in_order_of_use():
+                self._update_chunk(chunk, facts)
+            self._update.finish()
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow)
+        self._decision.forget_gradients()
+        self._hooks.updated()
+        setattr(self._inner, "_opt_called", True)  # what LR schedulers built before `wrap` ask  # noqa: B010
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients; parameters that then get none are left alone, whatever `set_to_none`."""
+        self._hooks.check_outside("optimizer.zero_grad()")
+        self._scheduler.drain()
+        self._hooks.abandon()
+        self._decision.forget_gradients()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                parameter.grad = None  # what came in a backward that failed, and was not taken away
+
+    def statistics(self) -> Statistics:
+        """A snapshot of what has been moved so far on this rank; subtract two of them."""
+        return self._scheduler.statistics.copy()
+
+    def plan_table(self) -> list[dict[str, Any]]:
+        """What this rank holds: a row for each chunk group and tier, resident chunks apart.
+
+        `numel` are the elements of their parameters when gathered, `shard_bytes` what this rank has of their state.
+        """
+        return held_rows(self.plan, self.layout, moments_of(self._inner))
+
+    def held_bytes(self) -> dict[str, int]:
+        """By tier: bytes the library holds on this rank in a backward, gradients counted as if all were there."""
+        held = {tier.value: 0 for tier in Tier}
+        held[Tier.DEVICE] = self._scheduler.buffer_bytes + self.footprint.landing_bytes
+        held[Tier.HOST] = 0 if self._spill is None else self._spill.buffer_bytes
+        for chunk in self._scheduler.chunks:
+            for tier, nbytes in chunk.shard.held_bytes().items():
+                held[tier] += nbytes
+            held[chunk.shard.tier.of_compute] += self._update.state_bytes(chunk)
+        return held
+
+    def not_finite(self) -> list[str]:
+        """Names of the parameters whose gradients are not finite in this rank's shards, in packing order."""
+        return self._decision.not_finite()
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The recorded order of chunk uses in a step; None before the first."""
+        return self._scheduler.cache.schedule
+
+    def close(self) -> None:
+        """Destroys the process groups `wrap` made; model and optimizer are of no use afterwards. Collective.
+
+        Raises what an update beside training has failed of, when all else is done.
+        """
+        if self._scheduler.closed:
+            return
+        if self.pending is not None:
+            self.pending.wait()
+        self._scheduler.drain()
+        self._scheduler.closed = True
+        if self._update_thread is not None:
+            self._update_thread.shutdown()
+        if self._spill is not None:
+            self._spill.close()
+        self.kept.groups.close()
+        for communicator in {id(c.communicator): c.communicator for c in self._scheduler.chunks}.values():
+            communicator.close()
+        for chunk in self._chunks:
+            chunk.shard.finish_update()
+
+    def outlive(self, control: Callable[[], dist.ProcessGroup]) -> None:
+        """Lets go of all process groups, in the middle of a step. What is at home can be saved, over `control`."""
+        self._scheduler.abandon_groups()
+        self._decision.forget_gradients()
+        self.kept.groups.replace(control)
+        self.pending = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: a rank holds only its shards, and their cut is the plan's."""
+        raise ConfigError("a sharded optimizer's state is no plain dict: save model and optimizer with em.save")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused, as `state_dict` is; `wrap` refuses an optimizer that has loaded one."""
+        raise ConfigError("no state dict can be loaded, before wrap or after: em.load a checkpoint of em.save")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is built: chunks are packed in `wrap`."""
+        if hasattr(self, "_scheduler"):
+            raise ConfigError("add_param_group after wrap: add the group to the optimizer before wrapping it")
+        super().add_param_group(param_group)
+
+    # ------------------------------------------------------------------------------------------------------- helpers
+
+    def _check_parameters(self) -> None:
+        """Raises ConfigError for parameters that are not as `wrap` found them, or have gradients of their own."""
+        self._hooks.check_outside("optimizer.step()")
+        self._scheduler.flush()
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = [self._hooks.name_of(p) for p in self._frozen if p.requires_grad]
+            own = [self._hooks.name_of(p) for p in self._parameters if p.grad is not None]
+        for chunk in self._scheduler.chunks:
+            if (name := chunk.moved()) is not None:
+                raise ConfigError(
+                    f"a forward has given parameter {name!r} other memory (parameter.data = …): copy the values into "
+                    f"the parameter itself under torch.no_grad(), as in self.weight.copy_(values)"
+                )
+        if new := self._hooks.new_parameters():
+            raise ConfigError(
+                f"the model has trainable parameters that it had not in wrap: {new}; add and replace modules before "
+                f"wrap, and register there what makes parameters of its own"
+            )
+        if thawed:
+            raise ConfigError(
+                f"parameters were frozen when wrapped and are trainable now: {thawed}; unfreeze before wrap"
+            )
+        if [[id(p) for p in group["params"]] for group in self.param_groups] != self._grouping:
+            raise ConfigError("the parameters of param_groups were changed: fix them before wrap; options may change")
+        if isinstance(self._update, AdamUpdate) and any(group.get("amsgrad") for group in self.param_groups):
+            raise ConfigError("amsgrad was turned on after wrap, which has made no room for it: turn it on before")
+        if own:
+            raise ConfigError(
+                f"parameter.grad was set by hand: {own[:8]}; only what backward brings is used: call zero_grad(), and "
+                f"add the term to the loss"
+            )
+
+    def _update_chunk(self, chunk: Chunk, facts: Facts) -> None:
+        shard, segments = chunk.shard, self._segments[chunk.spec.index]
+        if not shard.has_gradient:
+            return
+        shard.finish_update()
+        shard.wait_for_reader()
+        update = self._update.prepare(chunk, segments, facts.used, self._decision.gradient_scale(chunk))
+        if self._update_thread is not None and shard.tier is not Tier.DEVICE:
+            shard.update_beside(self._update_thread.submit(update))
+        else:
+            update()
+            shard.updated()
+        for segment in segments:
+            segment.steps += segment.parameter in facts.used
+
+    def _in_order_of_use(self) -> list[Chunk]:
+        """Chunks as the next forward will ask for them; those that nobody has to ask for come first."""
+        first: dict[int, int] = {}
+        if self.schedule is not None:
+            for entry in self.schedule.entries:
+                for index in entry.chunks:
+                    first.setdefault(index, len(first))
+        return sorted(self._chunks, key=lambda chunk: (first.get(chunk.spec.index, -1), chunk.spec.index))

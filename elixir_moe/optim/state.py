@@ -1,0 +1,75 @@
+"""What an optimizer keeps, parameter by parameter, for those who save, load and move it.
+
+Owns the way from a parameter to its piece of a shard and the state of that piece. Updates nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_moe.memory.shard_state import Kept
+from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, Segment
+from elixir_moe.ranks import ControlGroups
+from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.scheduler import Scheduler
+
+
+class OptimizerState:
+    """The state of one sharded optimizer on this rank."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        update: AdamUpdate | ElementwiseUpdate,
+        chunks: Sequence[Chunk],
+        segments: Mapping[int, list[Segment]],
+        scheduler: Scheduler,
+        hooks: Hooks,
+        groups: ControlGroups,
+    ) -> None:
+        self._update, self._chunks = update, chunks
+        self._scheduler, self._hooks = scheduler, hooks
+        self.groups = groups
+        """The process groups on which ranks agree."""
+        self._place_of = {s.parameter: (chunk, s) for chunk in chunks for s in segments[chunk.spec.index]}
+        self.kind = f"{type(inner).__name__}, {type(update).__name__}"
+        """Tells optimizers apart whose states have other names."""
+        self.keeps_always_the_same = isinstance(update, AdamUpdate)
+        """Its state has the same names before the first step as ever after."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for `step`, on this rank."""
+        return self._scheduler.sent or any(chunk.has_gradient for chunk in self._chunks)
+
+    def segment_of(self, parameter: nn.Parameter) -> Segment | None:
+        """The part of a trainable parameter that lies in this rank's shards; None if none does."""
+        return self._place_of[parameter][1] if parameter in self._place_of else None
+
+    def of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What is kept for `segment_of(parameter)`: by name its flat elements (`Kept`), or a value for all of it."""
+        return self._update.state(*self._place_of[parameter])
+
+    def replace(
+        self, parameter: nn.Parameter, dtypes: dict[str, torch.dtype], values: dict[str, Any]
+    ) -> Mapping[str, Kept]:
+        """Makes room for another state of an optimizer of the same `kind`; returns its flat elements, to be written."""
+        return self._update.replace_state(*self._place_of[parameter], dtypes, values)
+
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """While it is open, shards at home may be written; gradients are forgotten and nothing is gathered."""
+        self._hooks.check_outside("em.load()")
+        self._hooks.updated()
+        self._scheduler.drop_weights(frozen=True)
+        for chunk in self._scheduler.chunks:
+            chunk.shard.finish_update()
+            chunk.shard.wait_for_reader()
+        yield
+        for chunk in self._scheduler.chunks:
+            chunk.shard.updated()
+        self._scheduler.updated()

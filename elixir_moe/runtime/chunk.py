@@ -1,0 +1,415 @@
+"""One chunk at run time: where its weights are gathered, what its parameters show, where its gradients land.
+
+Owns the state of the weights, the views that parameters have of them, and `Gradients`. Issues no transfer and no
+collective: `scheduler` does.
+
+    state      memory beside the shard                    may become
+    SHARDED    none                                       GATHERING
+    GATHERING  a block, being filled                      GATHERED
+    GATHERED   a block, parameters are views of it        SHARDED
+
+Gradients have memory of their own, so weights in a block are only read. A chunk that is `ATTACHED` is gathered once and
+stays so. A released parameter is one NaN expanded to its shape: shape, dtype and device stay true, no memory is held,
+and a read that should not have happened shows.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from itertools import accumulate
+from operator import mul
+from typing import Protocol
+from zlib import crc32
+
+import torch
+
+from elixir_moe.chunks.collectives import Communicator, Ticket
+from elixir_moe.chunks.layout import ChunkSpec
+from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.kernels import host_threads, sum_of_squares
+from elixir_moe.memory.blocks import Block, ShardBlock
+from elixir_moe.memory.shard_state import Fp32Shard, MixedShard, PieceShard, ShardState
+from elixir_moe.parallel.dtensor import local_of, recast
+
+
+class ChunkState(Enum):
+    """What the weights of a chunk are doing; see the table above."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+SHARDED, GATHERING, GATHERED = ChunkState
+"""The states by names of their own: to look a member up in its class is slow, and they are asked for all the time."""
+
+_LEGAL = {(SHARDED, GATHERING), (GATHERING, GATHERED), (GATHERED, SHARDED)}
+
+
+class Placement(Enum):
+    """Where a chunk's gathered weights are, and with it where its gradients land."""
+
+    CACHED = "cached"
+    """In a block of the rCache; so are its gradients, in another one."""
+    RESIDENT = "resident"
+    """In memory of its own; gradients have such from the first to their reduction."""
+    IN_PLACE = "in place"
+    """In the shard, which is whole on the device; the reduced gradient takes the values' place there."""
+    ATTACHED = "attached"
+    """In the shard, which is whole on the device and never overwritten: parameters are views of it for good."""
+
+
+CACHED, RESIDENT, IN_PLACE, ATTACHED = Placement
+
+
+class Placeholder:
+    """What released parameters look like: one NaN for each dtype, expanded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        """That of forward."""
+        self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
+        self.addresses: set[int] = set()
+        """Of the NaNs' storages."""
+
+    def like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of `parameter`'s shape that holds nothing."""
+        nan = self._by_dtype.get(dtype)
+        if nan is None:
+            fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+            nan = self._by_dtype[dtype] = torch.full((), fill, dtype=dtype, device=self.device)
+            self.addresses.add(nan.untyped_storage().data_ptr())
+        return nan.expand(parameter.shape)
+
+
+class Gradients(Protocol):
+    """The gradients of one chunk, from the first that lands to their reduction."""
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Takes the gradient of parameter `index`, or adds it to what has landed."""
+
+    def complete(self) -> torch.Tensor:
+        """Puts zeros where nothing has landed; returns what is to be summed over the ranks, (numel,)."""
+
+
+class Landings:
+    """Gradients that are copied to their parameters' places in a flat tensor."""
+
+    def __init__(self, chunk: "Chunk", memory: torch.Tensor, wire: torch.Tensor, *, adds: bool = False) -> None:
+        """`adds`: the memory has the sum of earlier backwards. `wire` is the same memory, for collectives."""
+        self._chunk, self._memory, self._wire, self._adds = chunk, memory, wire, adds
+        self._landed: set[int] = set()
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """As `Gradients.add`."""
+        place = self._chunk.place_in(self._memory, index)
+        if self._adds or index in self._landed:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+        self._landed.add(index)
+
+    def move_out(self) -> None:
+        """Leaves the memory for some of its own."""
+        self._memory = self._wire = self._memory.clone()
+
+    def complete(self) -> torch.Tensor:
+        """As `Gradients.complete`."""
+        if not self._adds:
+            for index in range(len(self._chunk.parameters)):
+                if index not in self._landed:
+                    self._chunk.place_in(self._memory, index).zero_()
+            for start, stop in self._chunk.gaps:
+                self._memory[start:stop].zero_()
+        return self._wire
+
+
+class Pieces:
+    """Gradients that stay the tensors autograd made: nobody else has the chunk."""
+
+    def __init__(self, chunk: "Chunk", shard: PieceShard) -> None:
+        self._chunk, self._shard = chunk, shard
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """As `Gradients.add`."""
+        own = gradient.detach().clone() if gradient.requires_grad else gradient  # its own graph wants it as it is
+        self._shard.take_piece(self._chunk.spec.slots[index].start, own)
+
+    def complete(self) -> torch.Tensor:
+        """As `Gradients.complete`; nothing is to be summed."""
+        return self._shard.shown
+
+
+class Chunk:
+    """A chunk with its parameters and its shard and, while it is gathered, its buffer."""
+
+    def __init__(
+        self,
+        spec: ChunkSpec,
+        parameters: list[torch.nn.Parameter],
+        names: list[str],
+        shard: ShardState,
+        communicator: Communicator,
+        placeholder: Placeholder,
+    ) -> None:
+        self.spec = spec
+        self.parameters = parameters
+        """In the order of `spec.slots`."""
+        self.names = names
+        self.label = f"chunk {spec.index} ({', '.join(names[:3])})"
+        """For messages."""
+        self.shard = shard
+        self.communicator = communicator
+        self.original_dtypes = [parameter.dtype for parameter in parameters]
+        """What the parameters were before `wrap`: what a full state dict gives them back as."""
+        for parameter in parameters:
+            recast(parameter, spec.key.dtype)
+        self.locals = [local_of(parameter) for parameter in parameters]
+        """The parameters themselves, or what those that are DTensors hold on this rank."""
+        self.device = placeholder.device
+        """Where forward runs."""
+        self.placement = CACHED
+        if spec.in_place:
+            self.placement = IN_PLACE if isinstance(shard, MixedShard) else ATTACHED
+        elif spec.resident:
+            self.placement = RESIDENT
+        self.state = SHARDED
+        self.buffer: torch.Tensor | None = None
+        """(numel,) in the compute dtype while the weights are in a block."""
+        self.block: Block | None = None
+        """The block of the weights; chunks that do not share blocks have the same one always."""
+        self.arriving: Ticket | None = None
+        """The gather in flight."""
+        self.leaving: Ticket | None = None
+        """The last reduction; on a GPU it may still run on its stream."""
+        self.gradients: Gradients | None = None
+        """While gradients land."""
+        self.loose: list[tuple[int, torch.Tensor]] = []
+        """(index, gradient) of what has come and has no memory of the chunk's yet."""
+        self.gradient_block: Block | None = None
+        """The block of the rCache that they have."""
+        self.holds = 0
+        """Of a chunk that shares no blocks: how many uses have not ended."""
+        self.reduced: list[tuple[torch.Tensor, float | torch.Tensor | None]] = []
+        """Reduced gradients that wait until nobody holds the values whose place they are to take."""
+        self.gaps = _gaps(spec)
+        """(start, stop) of what no parameter fills."""
+        self.starts = [slot.start for slot in spec.slots]
+        self._placeholders = [placeholder.like(local, spec.key.dtype) for local in self.locals]
+        self._shapes = [
+            (tuple(t.shape), _contiguous_stride(t.shape), s.start) for s, t in zip(spec.slots, self.locals, strict=True)
+        ]
+        self._show(self._placeholders)
+        self._versions = self._present_versions()
+
+    def transition(self, to: ChunkState) -> None:
+        """Changes the state; asserts that the table allows it."""
+        assert (self.state, to) in _LEGAL, f"chunk {self.spec.index}: {self.state.value} -> {to.value} is not legal"
+        self.state = to
+
+    # ---------------------------------------------------------------------------------------------------------- weights
+
+    def place_in(self, memory: torch.Tensor, index: int) -> torch.Tensor:
+        """Parameter `index`'s place in a flat tensor, in its shape."""
+        shape, stride, start = self._shapes[index]
+        return torch.as_strided(memory, shape, stride, memory.storage_offset() + start)  # one operator, not two
+
+    def attach(self) -> None:
+        """Parameters become views of the buffer."""
+        if self.placement is not ATTACHED:
+            self._refuse_old_views()
+        assert self.buffer is not None
+        self._show([self.place_in(self.buffer, index) for index in range(len(self.locals))])
+
+    def detach(self) -> None:
+        """Parameters become placeholders; the buffer is let go."""
+        self._show(self._placeholders)
+        self.buffer = None
+
+    def _show(self, tensors: Sequence[torch.Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for local, tensor in zip(self.locals, tensors, strict=True):
+                local.data = tensor
+
+    def version(self, index: int) -> int:
+        """How often parameter `index` has been written in place."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameters[index]._version
+
+    def take_written(self) -> list[int]:
+        """Indices of the parameters that were written in place since this was last asked: to be stored."""
+        present = self._present_versions()
+        written = [i for i, (then, now) in enumerate(zip(self._versions, present, strict=True)) if then != now]
+        self._versions = present
+        return written
+
+    def store(self, index: int) -> None:
+        """Brings home this rank's part of what parameter `index` is in the buffer."""
+        assert self.buffer is not None
+        local, place = self.locals[index], self.place_in(self.buffer, index)
+        with torch._C.DisableTorchFunctionSubclass():
+            if local.data_ptr() != place.data_ptr():  # it was given other memory: ``parameter.data = …``
+                if local.shape != place.shape:
+                    raise ConfigError(
+                        f"parameter {self.names[index]!r} of shape {tuple(place.shape)} was given data of shape "
+                        f"{tuple(local.shape)}: its shape is fixed in wrap"
+                    )
+                local.data = place.copy_(local)
+        if self.placement is ATTACHED:
+            return
+        low, high = self.spec.shard_bounds(self.communicator.rank)
+        slot = self.spec.slots[index]
+        start, stop = max(slot.start, low), min(slot.stop, high)
+        if start < stop:
+            self.shard.store(start - low, self.buffer[start:stop])
+
+    def written_unseen(self) -> str | None:
+        """The name of a parameter that was moved, or is not in the buffer what it is at home on this rank."""
+        if (moved := self.moved()) is not None or self.placement is ATTACHED or self.buffer is None:
+            return moved
+        low, high = self.spec.shard_bounds(self.communicator.rank)
+        here = self.buffer[low:high]
+        kept = self.shard.kept_values().to(here.device)
+        if torch.equal(here, kept):
+            return None
+        for slot, name in zip(self.spec.slots, self.names, strict=True):
+            start, stop = max(slot.start, low) - low, min(slot.stop, high) - low
+            if start < stop and not torch.equal(here[start:stop], kept[start:stop]):
+                return name
+        return None
+
+    def fingerprint(self, index: int) -> tuple[int, int]:
+        """(how often gathered parameter `index` has told of a write, a checksum of its values).
+
+        The checksum is 0 where the buffer is the shard: what is written there is at home.
+        """
+        if self.spec.in_place:
+            return self.version(index), 0
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            values = self.locals[index].detach().reshape(-1).view(torch.uint8).cpu()
+        return self.version(index), crc32(values.numpy().data)
+
+    def show_home(self) -> None:
+        """Puts this rank's part of what is at home into the buffer again."""
+        assert self.buffer is not None
+        self.attach()
+        if self.placement is not ATTACHED:
+            low, high = self.spec.shard_bounds(self.communicator.rank)
+            self.buffer[low:high].copy_(self.shard.kept_values())
+
+    def moved(self) -> str | None:
+        """The name of a gathered parameter that is elsewhere than in the buffer: ``parameter.data = …`` in forward."""
+        if self.buffer is None or self.state is not GATHERED:
+            return None
+        base, size = self.buffer.data_ptr(), self.buffer.itemsize
+        with torch._C.DisableTorchFunctionSubclass():
+            for local, start, name in zip(self.locals, self.starts, self.names, strict=True):
+                if local.numel() and local.data_ptr() != base + start * size:
+                    return name
+        return None
+
+    def _refuse_old_views(self) -> None:
+        """Raises ElixirError if a parameter was written while it was not gathered."""
+        for name, then, now in zip(self.names, self._versions, self._present_versions(), strict=True):
+            if then != now:
+                raise ElixirError(
+                    f"parameter {name!r} was written through a view that was taken before its weights moved: write to "
+                    f"the parameter itself under torch.no_grad(), or inside `with em.unsharded(parameter, write=True)`"
+                )
+
+    def _present_versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [parameter._version for parameter in self.parameters]
+
+    # -------------------------------------------------------------------------------------------------------- gradients
+
+    def open_gradients(self) -> None:
+        """Gradients begin to land.
+
+        Of a sum that all ranks have, one keeps it and the others begin at zero, so that it is summed over them once.
+        """
+        if isinstance(self.shard, PieceShard):
+            self.gradients = Pieces(self, self.shard)
+        elif self.placement is ATTACHED:
+            assert isinstance(self.shard, Fp32Shard)
+            if self.shard.has_gradient and self.communicator.index:
+                self.shard.sums.zero_()
+            self.gradients = Landings(self, self.shard.sums, self.shard.sums, adds=self.shard.has_gradient)
+        elif self.gradient_block is not None:
+            memory = self.gradient_block.claim(self.spec)
+            self.gradients = Landings(self, memory, self.gradient_block.wire(self.spec))
+        else:
+            memory = torch.empty(self.spec.numel, dtype=self.spec.key.dtype, device=self.device)
+            self.gradients = Landings(self, memory, memory)
+
+    def land_loose(self) -> None:
+        """What has come goes to its place."""
+        assert self.gradients is not None
+        for index, gradient in self.loose:
+            self.gradients.add(index, gradient)
+        self.loose.clear()
+
+    def land(self, reduced: torch.Tensor, squares: float | torch.Tensor | None = None) -> None:
+        """Takes this rank's part of the sum of gradients home, behind the last use of what lies in its place."""
+        if self.placement is IN_PLACE:
+            if self.holds:
+                self.reduced.append((reduced, squares))
+                return
+            self._make_room()
+        self.shard.add_gradient(reduced, squares)
+
+    def _make_room(self) -> None:
+        if self.state is GATHERED:
+            for index in self.take_written():
+                self.store(index)
+            self.detach()
+            self.transition(SHARDED)
+        assert isinstance(self.block, ShardBlock)
+        self.block.make_writable()
+
+    def land_last(self) -> None:
+        """Lands what has waited for the last use of the values."""
+        if self.reduced and not self.holds:
+            waiting, self.reduced = self.reduced, []
+            for reduced, squares in waiting:
+                self.land(reduced, squares)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient has come since the last update."""
+        return self.shard.has_gradient or bool(self.reduced)
+
+    def clear_gradient(self) -> None:
+        """Forgets the gradient without an update."""
+        self.reduced.clear()
+        self.shard.clear_gradient()
+
+    def squares(self) -> float | torch.Tensor:
+        """The sum of squares of the gradient at home; a scalar on the device where that is where it was found."""
+        if self.shard.squares is not None:
+            return self.shard.squares
+        threads = host_threads(self.device)
+        return sum(sum_of_squares(part, threads=threads) for part in self.shard.gradients())
+
+    # ------------------------------------------------------------------------------------------------------------ reset
+
+    def reset(self) -> None:
+        """Gives up what was begun: weights are at home alone, and gradients that were landing are gone."""
+        self.holds = 0
+        self.land_last()
+        self.arriving = self.gradients = self.gradient_block = None
+        self.loose.clear()
+        if self.placement is not ATTACHED or self.state is GATHERING:
+            self.detach()
+            self.state = SHARDED
+
+
+def _gaps(spec: ChunkSpec) -> list[tuple[int, int]]:
+    ends = [0, *(slot.stop for slot in spec.slots)]
+    starts = [*(slot.start for slot in spec.slots), spec.numel]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index to the next in each dim of a contiguous tensor."""
+    strides = accumulate(reversed(shape[1:]), mul, initial=1) if len(shape) else ()
+    return tuple(reversed(tuple(strides)))

@@ -1,0 +1,560 @@
+"""From modules and autograd to the scheduler: who needs which chunk, and when its gradients are complete.
+
+Owns the hooks on units and parameters, the stack of units that run, and the notion of position in a forward; saved
+tensors are `saved_tensors`' matter. Moves nothing: it tells `Scheduler` what is needed and what is ready.
+
+Forward.   A unit's pre-forward hook unshards its chunks, its post-forward hook releases them. While they are held the
+           unit's parameters are what they were before `wrap`. Weights that autograd saves are packed.
+Backward.  A hook on a unit's outputs fires right before the unit's backward: its chunks are held again until everything
+           that forward entered after it is done. Gradients go from `parameter.grad` into memory of their own.
+Passing.   Every entry into and exit from a unit in forward gets the next number. Autograd runs nodes in the reverse of
+           their creation, so when backward reaches a unit that was left at number e, everything entered after e is
+           done: gradients that have not come by then will not come, and count as zero.
+Recompute. A forward inside backward (activation checkpointing) holds its chunks until it is passed, since the
+           checkpoint's own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest region).
+Elsewhere. A function that reads a parameter of no running unit borrows it: its chunk is gathered for the call. Such a
+           read has a position like a unit's, so that its gradient is waited for.
+Reset.     What begins leaves a mark until it has ended as it should. Where the mark is found, by the next root forward
+           or `zero_grad`, everything is given up that was begun.
+"""
+
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from elixir_moe.errors import ConfigError
+from elixir_moe.parallel.dtensor import placed_like
+from elixir_moe.runtime.access import ParamAccess
+from elixir_moe.runtime.autograd import Hook, hook_outputs, in_backward
+from elixir_moe.runtime.chunk import ATTACHED, Placeholder
+from elixir_moe.runtime.saved_tensors import SavedTensors
+from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.runtime.units import Unit
+
+Slot = tuple[int, int]
+
+
+@dataclass(slots=True)
+class Call:
+    """A unit, or the whole model, that runs."""
+
+    module: nn.Module
+    unit: Unit | None
+    training: bool
+    """It, or one around it, runs with gradients."""
+    recomputes: bool
+    """It runs in backward."""
+    entered: int
+    """Its position in forward."""
+    outermost: bool
+    held: bool = False
+    """Its chunks are to be released."""
+    saving: saved_tensors_hooks | None = None
+    """To be taken off when it ends."""
+
+
+@dataclass(slots=True, eq=False)
+class Forward:
+    """One forward of the model that awaits its backward. Several may: pipeline schedules run ahead."""
+
+    start: int
+    """No number of it is smaller."""
+    entered: dict[Unit, int] = field(default_factory=dict)
+    """The number at which it first entered each unit."""
+    left: dict[Unit, int] = field(default_factory=dict)
+    """The number at which it last left each unit."""
+    repeated: set[Unit] = field(default_factory=set)
+    """Units that it entered more than once."""
+    unrecomputed: Counter[Unit] = field(default_factory=Counter)
+    """Runs without gradients, in checkpoints that backward has yet to run again."""
+
+
+@dataclass(slots=True, eq=False)
+class Backward:
+    """A backward under way."""
+
+    forward: Forward
+    """What it goes through: all that ran before the point where it began."""
+    ahead: list[tuple[int, Unit]]
+    """(number, unit) of the first entry of each unit, ascending; those that backward has passed are taken off."""
+    waiting: set[Unit]
+    """The units in `ahead`."""
+    reached: set[tuple[Unit, int]] = field(default_factory=set)
+    holds: list[tuple[int, Unit]] = field(default_factory=list)
+    """(number of its entry, unit) of what is held until it is passed."""
+    landed: set[Slot] = field(default_factory=set)
+    """Parameters whose gradients are complete."""
+    awaits: dict[Unit, int] = field(default_factory=dict)
+    """How many gradients of a unit are not, where some are."""
+    region: int = sys.maxsize
+    """The number at which forward entered the first unit of the region that was run again last."""
+
+
+class Hooks:
+    """All hooks on one wrapped model."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], scheduler: Scheduler, placeholder: Placeholder) -> None:
+        self._root = model
+        self._scheduler = scheduler
+        self._given: list[list[nn.Parameter]] = []
+        """What user code has with an address just now (`em.unsharded`), outermost first."""
+        self._saved = SavedTensors(scheduler, placeholder, self._begin_backward)
+        self._packs = not all(chunk.placement is ATTACHED for chunk in scheduler.chunks)  # else weights stay in place
+        self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._owners: dict[Slot, list[Unit]] = {slot: [] for slot in self._slot_of.values()}
+        self._borrowers: dict[tuple[Slot, ...], Unit] = {}
+        self._landings: list[tuple[int, dict[int, Any]]] = []
+        self._calls: list[Call] = []
+        self._thread = 0
+        self._begun = False
+        """An outermost call, a read or a backward has begun and not ended."""
+        self.torn = False
+        """A backward has failed, and with it a part of the gradients is gone."""
+        self._forget_step()
+        self._install(units)
+        self._access = ParamAccess(
+            self._slot_of,
+            lend=self._lend,
+            lend_whole=self._lend_whole,
+            has_gradient=lambda parameter: self._slot_of[parameter] in scheduler.used,
+            name_of=self.name_of,
+        )
+        self._doors = {unit: self._access.doors(unit.parameters) for unit in units}
+
+    def _install(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            for slot in unit.slots:
+                self._owners[slot].append(unit)
+            assert unit.module is not None
+            self._hook(unit.module, unit)
+        if all(unit.module is not self._root for unit in units):
+            self._hook(self._root, None)
+        # Python cannot see through what autograd keeps: with a strong reference in it, model and homes would never go.
+        hooks = weakref.ref(self)
+        for parameter, slot in self._slot_of.items():
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(partial(_landed, hooks, slot))
+                self._landings.append((handle.id, handle.hooks_dict_ref()))
+
+    def _hook(self, module: nn.Module, unit: Unit | None) -> None:
+        module.register_forward_pre_hook(Hook(partial(self._enter, unit)))
+        module.register_forward_hook(Hook(partial(self._leave, unit)), always_call=True)
+
+    def _forget_step(self) -> None:
+        """No forward awaits a backward."""
+        self._clock = 0
+        self._forwards: list[Forward] = []
+        self._current: Forward | None = None
+        self._backward: Backward | None = None
+        self._past = Forward(0)
+        """What the last backward went through."""
+        self._round_is_open = False
+
+    # ------------------------------------------------------------------------------------------------------- forward
+
+    def _enter(self, unit: Unit | None, module: nn.Module, args: Any) -> None:
+        recomputes = in_backward()
+        if recomputes:
+            self._begin_backward()
+        elif not self._calls or module is self._root:
+            self.check_outside("a forward of the model")
+            self._begin()
+        elif self._thread != threading.get_ident():
+            raise ConfigError("two threads run a wrapped model at once: let one wait for the other")
+        training = torch.is_grad_enabled() or any(call.training for call in self._calls[-1:])
+        outermost = not self._calls and not recomputes
+        call = Call(module, unit, training, recomputes, self._clock, outermost)
+        self._calls.append(call)  # what may fail comes after it: `_leave` undoes only what was done
+        if outermost:
+            self._current = None
+            if self._packs:
+                call.saving = self._saved.hooks()
+                call.saving.__enter__()
+        if unit is None:
+            return
+        if recomputes:
+            forward = self._past if self._backward is None else self._backward.forward
+            if torch.is_grad_enabled() and forward.unrecomputed[unit]:
+                forward.unrecomputed[unit] -= 1
+        elif training:
+            self._clock += 1
+            call.entered = self._clock
+            self._note(unit)
+        if recomputes and self._backward is not None:
+            self._hold_again(unit, self._backward, self._backward.forward.entered.get(unit, 0))
+        else:
+            self._hold(unit, tracked=training or recomputes)
+            call.held = True
+
+    def _begin(self) -> None:
+        """Something begins that is not inside anything else."""
+        if self._begun or self._scheduler.failed or self._backward is not None:
+            self.reset()
+        self._thread = threading.get_ident()
+        self._begun = True
+
+    def _hold(self, unit: Unit, *, tracked: bool) -> None:
+        self._scheduler.unshard(unit.chunks, tracked=tracked, who=unit.label)
+        self._access.open(self._doors[unit])
+
+    def _let_go(self, unit: Unit, *, tracked: bool) -> None:
+        self._access.close(self._doors[unit])
+        self._scheduler.release(unit.chunks, tracked=tracked)
+
+    def _note(self, unit: Unit) -> None:
+        """Forward enters `unit` now."""
+        if self._current is None:
+            self._current = Forward(self._clock - 1)
+            self._forwards.append(self._current)
+        if unit in self._current.entered:
+            self._current.repeated.add(unit)
+        self._current.entered.setdefault(unit, self._clock)
+
+    def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
+        places = [place for place, call in enumerate(self._calls) if call.module is module]
+        if not places:
+            return  # it failed before it was entered
+        while len(self._calls) > places[-1] + 1:  # torch does not tell of what an interrupt has ended
+            self._end(self._calls.pop())
+        call = self._calls.pop()
+        if unit is not None and (call.held or call.recomputes):
+            if call.recomputes:
+                forward = self._past if self._backward is None else self._backward.forward
+                entered, left = forward.entered.get(unit, 0), forward.left.get(unit, sys.maxsize)
+            else:
+                entered, left = call.entered, self._number_exit(unit) if call.training else 0
+            if call.training or call.recomputes:
+                hook_outputs(output, partial(self._reach, unit, entered, left))
+        self._end(call)
+        if call.outermost:
+            if output is None and sys.exc_info()[0] is not None:  # it has failed, and gets no backward
+                self._forwards = [forward for forward in self._forwards if forward is not self._current]
+            if call.training:
+                hook_outputs(output, partial(self._reach_end, self._clock, self._saved.updates))
+            self._begun = False
+
+    def _number_exit(self, unit: Unit) -> int:
+        self._clock += 1
+        if self._current is not None:
+            self._current.left[unit] = self._clock
+            if not torch.is_grad_enabled():
+                self._current.unrecomputed[unit] += 1
+        return self._clock
+
+    def _end(self, call: Call) -> None:
+        """Gives back what a call has taken, whether it came to its end or not."""
+        if call.held and call.unit is not None:
+            self._let_go(call.unit, tracked=call.training)
+        if call.saving is not None:
+            call.saving.__exit__(None, None, None)
+
+    # --------------------------------------------------------------------------------------------------------- reads
+
+    @contextmanager
+    def _lend(self, parameters: list[nn.Parameter], *, recorded: bool = True) -> Iterator[None]:
+        """Gathers parameters for a function that reads them, or writes them in place, while their units do not run.
+
+        `recorded`: the request is one of the step's.
+        """
+        backward, with_grad = in_backward(), torch.is_grad_enabled()
+        outermost = not self._calls and not backward
+        if outermost:
+            self._begin()
+        self._begin_backward()
+        tracked = recorded and (with_grad or backward or any(call.training for call in self._calls[-1:]))
+        borrower = self._borrower(tuple(self._slot_of[p] for p in parameters), tuple(parameters))
+        if tracked and self._calls and not backward:
+            self._clock += 1
+            self._note(borrower)
+        again = self._backward if backward and with_grad else None  # recomputation keeps the weights, as a unit's
+        if again is not None:
+            self._hold_again(borrower, again, again.forward.entered.get(borrower, sys.maxsize))
+        else:
+            self._hold(borrower, tracked=tracked)
+        try:
+            with self._saved.hooks() if self._packs and with_grad and not self._calls else nullcontext():
+                yield
+        finally:
+            for index in borrower.chunks:
+                self._scheduler.keep_writes(self._scheduler.chunks[index])
+            if again is None:
+                self._let_go(borrower, tracked=tracked)
+            if outermost:
+                self._begun = bool(self._calls)  # what an interrupt has ended inside `em.unsharded`
+
+    @contextmanager
+    def _lend_whole(self, parameters: list[nn.Parameter], write: bool) -> Iterator[None]:
+        """Gathers parameters for a block of user code; with `write`, what they are at its end is brought home."""
+        slots = [self._slot_of[p] for p in parameters]
+        outermost = not self._calls and not in_backward()
+        with self._lend(parameters, recorded=not outermost):
+            self._begun = self._begun and not outermost  # reads inside begin and end by themselves
+            before = {} if write else {slot: self._scheduler.fingerprint(*slot) for slot in slots}
+            if outermost:
+                self._given.append(parameters)
+            try:
+                yield
+            finally:
+                lost = outermost and not any(given is parameters for given in self._given)
+                self._given = [given for given in self._given if given is not parameters]
+                if write and not lost:
+                    self._scheduler.store(slots)
+            if lost:
+                raise ConfigError(
+                    "what ran inside em.unsharded(...) has failed, and the block with it: what was written is lost"
+                )
+            self._refuse_unseen(before)
+
+    def _refuse_unseen(self, before: dict[Slot, tuple[int, int]]) -> None:
+        for slot, (version, values) in before.items():
+            now = self._scheduler.fingerprint(*slot)
+            if now[0] == version and now[1] != values:
+                self._scheduler.undo_unseen(slot[0])
+                name = self._scheduler.chunks[slot[0]].names[slot[1]]
+                raise ConfigError(
+                    f"parameter {name!r} was written through .data or its address inside em.unsharded(...): pass "
+                    f"write=True"
+                )
+
+    def check_outside(self, what: str) -> None:
+        """Raises ConfigError inside ``with em.unsharded(...)``, where weights are read and written and nothing runs."""
+        if self._given:
+            names = ", ".join(repr(self._names[p]) for p in self._given[0][:4])
+            raise ConfigError(f"{what} inside `with em.unsharded(...)` of {names}: end the block first")
+
+    def _borrower(self, slots: tuple[Slot, ...], parameters: tuple[nn.Parameter, ...]) -> Unit:
+        """Stands for all reads of these parameters outside their units."""
+        unit = self._borrowers.get(slots)
+        if unit is None:
+            names = ", ".join(self._names[p] for p in parameters[:4])
+            unit = self._borrowers[slots] = Unit(f"a read of {names}", None, slots, parameters)
+            self._doors[unit] = self._access.doors(parameters)
+            for slot in slots:
+                self._owners[slot].append(unit)
+        return unit
+
+    # ------------------------------------------------------------------------------------------------------ backward
+
+    def _reach_end(self, left: int, updates: int, gradient: torch.Tensor) -> None:
+        """Backward has come to the end of an outermost call, left at this number, after so many updates."""
+        self._saved.check_current(updates)
+        self._begin_backward(left)
+
+    def _begin_backward(self, left: int | None = None) -> None:
+        """Backward has come to what forward left at number `left`; what was entered after it awaits another one."""
+        if self._backward is not None or not in_backward():
+            return
+        self.check_outside("a backward through the model")
+        self._land_last()
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._past = self._take(left, keep=keep_graph) or self._past
+        self._begun = True
+        self._round_is_open = keep_graph
+        ahead = sorted(((number, unit) for unit, number in self._past.entered.items()), key=lambda item: item[0])
+        self._backward = Backward(self._past, ahead, {unit for _, unit in ahead})
+        first_use: dict[int, int] = {}
+        awaited: dict[int, set[int]] = {}
+        for number, unit in ahead if self._accumulates(ahead) else ():
+            for chunk, index in unit.slots:
+                if self._scheduler.chunks[chunk].spec.key.trainable:
+                    first_use.setdefault(chunk, number)
+                    awaited.setdefault(chunk, set()).add(index)
+        order = sorted(first_use, key=lambda chunk: (first_use[chunk], chunk), reverse=True)
+        self._scheduler.reductions.begin(order, awaited)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _take(self, left: int | None, *, keep: bool) -> Forward | None:
+        """All forwards that began before number `left` as one; they are gone after this backward, but for `keep`."""
+        mine = [forward for forward in self._forwards if left is None or forward.start < left]
+        if not mine:
+            return None
+        taken = Forward(mine[0].start)
+        for forward in mine:
+            taken.repeated |= forward.repeated | (forward.entered.keys() & taken.entered.keys())
+            taken.entered = forward.entered | taken.entered
+            taken.left |= forward.left
+            taken.unrecomputed += forward.unrecomputed
+        if not keep:
+            self._forwards = [forward for forward in self._forwards if forward not in mine]
+        return taken
+
+    def _land_last(self) -> None:
+        """What others do to a gradient when it has come, they do before it is taken away."""
+        for key, hooks in self._landings:
+            if len(hooks) > 1:
+                hooks[key] = hooks.pop(key)
+
+    def _accumulates(self, ahead: Sequence[tuple[int, Unit]]) -> bool:
+        """Whether this backward brings gradients of parameters: that of `torch.autograd.grad` does not.
+
+        What reentrant checkpoints run again has nodes in graphs of their own, and no other than such a backward.
+        """
+        if any(self._past.unrecomputed.values()):
+            return True
+        parameters = (parameter for _, unit in reversed(ahead) for parameter in unit.parameters)
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    view = parameter.view_as(parameter).grad_fn
+                    assert view is not None
+                    node = view.next_functions[0][0]
+                    try:
+                        if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
+                            return True
+                    except RuntimeError:  # what torch says of a parameter that autograd.grad was asked about
+                        return False
+        return False
+
+    def _reach(self, unit: Unit, entered: int, left: int, gradient: torch.Tensor) -> None:
+        """Backward has come to a run of `unit` that forward entered and left at these numbers."""
+        self._begin_backward(left)
+        assert self._backward is not None
+        if (unit, left) in self._backward.reached:
+            return
+        self._backward.reached.add((unit, left))
+        self._saved.let_go()
+        self._pass(left)
+        self._hold(unit, tracked=True)
+        self._backward.holds.append((entered, unit))
+        if unit.chooses:
+            self._scheduler.reserve_gradients(unit.chunks)
+
+    def landed(self, slot: Slot, parameter: nn.Parameter) -> None:
+        """A gradient is complete: autograd has summed it over all uses of the parameter at `slot`."""
+        self._begin_backward()
+        self._saved.let_go()
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if type(gradient) is not torch.Tensor:
+            gradient = placed_like(gradient, parameter)
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        more, owners = self._past.unrecomputed, self._owners[slot]
+        last = not any(unit.chooses or (more and more[unit]) for unit in owners)
+        if last:
+            self._let_go_early(slot)
+        self._scheduler.add_gradient(*slot, gradient)
+        if last:
+            self._scheduler.expect_no_more(*slot)
+
+    def _let_go_early(self, slot: Slot) -> None:
+        """Ends the holds on units whose gradients are all complete, this one the last: nothing reads their weights."""
+        backward = self._backward
+        if backward is None or slot in backward.landed:
+            return
+        backward.landed.add(slot)
+        for unit in self._owners[slot]:
+            left = backward.awaits[unit] = backward.awaits.get(unit, len(unit.slots)) - 1
+            if not left:
+                ended = [hold for hold in backward.holds if hold[1] is unit]
+                backward.holds = [hold for hold in backward.holds if hold[1] is not unit]
+                for _ in ended:
+                    self._let_go(unit, tracked=True)
+
+    def _pass(self, left: int) -> None:
+        """Everything that forward entered after number `left` has had its backward."""
+        assert self._backward is not None
+        ahead, waiting = self._backward.ahead, self._backward.waiting
+        while ahead and ahead[-1][0] > left:
+            _, unit = ahead.pop()
+            waiting.discard(unit)
+            for slot in unit.slots:
+                if self._scheduler.reductions.awaits(*slot) and waiting.isdisjoint(self._owners[slot]):
+                    self._scheduler.expect_no_more(*slot)
+        self._let_go_after(left, self._backward)
+
+    def _let_go_after(self, left: int, backward: Backward) -> None:
+        """Ends the holds on what forward entered after number `left`."""
+        passed = [unit for entered, unit in backward.holds if entered > left]
+        if passed:
+            backward.holds = [hold for hold in backward.holds if hold[0] <= left]
+            for unit in passed:
+                self._let_go(unit, tracked=True)
+
+    def _hold_again(self, unit: Unit, backward: Backward, entered: int) -> None:
+        """Holds what backward runs again until it is passed.
+
+        Where a region begins to run again, all that forward entered later is done, or runs again with it. Of a unit
+        that ran more than once it is not known which run this is.
+        """
+        self._saved.let_go()
+        if entered < backward.region and unit not in backward.forward.repeated:
+            self._let_go_after(entered, backward)
+            backward.region = entered
+        self._hold(unit, tracked=True)
+        backward.holds.append((entered, unit))
+
+    def _end_backward(self) -> None:
+        self._saved.let_go()
+        self._pass(-2)
+        self._scheduler.finish_backward()
+        self._backward = None
+        self._begun = bool(self._calls)
+        self._round_is_open |= bool(self._forwards)  # the graph is kept, or that of another forward awaits its turn
+        if not self._round_is_open:
+            self._scheduler.learn()
+
+    # ------------------------------------------------------------------------------------------------- between steps
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Its first name in the model."""
+        return self._names[parameter]
+
+    def new_parameters(self) -> list[str]:
+        """Trainable parameters that the model has and had not in `wrap`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [n for n, p in self._root.named_parameters() if p.requires_grad and p not in self._names]
+
+    def notice_torn(self) -> None:
+        """Gives up a backward that is over without having come to its end."""
+        if self._backward is not None and not in_backward():
+            self.reset()
+
+    def abandon(self) -> None:
+        """Forgets what did not come to its end: forwards that were interrupted, a backward that failed."""
+        if self._begun or self._calls or self._backward is not None or self._scheduler.failed:
+            self.reset()
+        self.torn = False
+
+    def reset(self) -> None:
+        """Gives up all that was begun; gradients at home stay."""
+        self.torn |= self._backward is not None
+        self._scheduler.reset()
+        self._given.clear()
+        self._saved.forget()
+        while self._calls:
+            call = self._calls.pop()
+            if call.saving is not None:
+                call.saving.__exit__(None, None, None)
+        self._access.close_all()
+        self._forget_step()
+        self._begun = False
+
+    def updated(self) -> None:
+        """The optimizer has written new values: what is gathered is dropped, and a new step starts."""
+        if self._begun or self._calls:
+            self.reset()
+        self._scheduler.updated()
+        if self._round_is_open:
+            self._scheduler.learn()
+        self._scheduler.rewind()
+        self._forget_step()
+        self._saved.updates += 1
+
+
+def _landed(hooks: weakref.ref[Hooks], slot: Slot, parameter: nn.Parameter) -> None:
+    alive = hooks()
+    if alive is not None:
+        alive.landed(slot, parameter)

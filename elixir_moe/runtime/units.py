@@ -1,0 +1,239 @@
+"""The parts of a model that can unshard as one, the order in which a step uses them, and the units chosen from them.
+
+Owns the walk over a model that finds its parts. Every rank enters the units in the same order, or there would be no
+telling which gather comes next; that is the one thing to get right here.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_moe.chunks.layout import Layout
+from elixir_moe.chunks.walk import Part, Use, choose_units, moving_chunks
+from elixir_moe.parallel.annotate import pattern_of
+from elixir_moe.parallel.pattern import EXPERT_AXIS
+from elixir_moe.runtime.access import ParamAccess
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """A module that unshards as one: every rank enters it, so every rank takes part in its gathers."""
+
+    name: str
+    module: nn.Module | None
+    """None for a parameter that is read while its module does not run."""
+    slots: tuple[tuple[int, int], ...]
+    """(chunk, index in the chunk) of its parameters."""
+    parameters: tuple[nn.Parameter, ...]
+    chooses: bool = False
+    """Which of its parameters get a gradient is not the same on all ranks."""
+    chunks: tuple[int, ...] = field(init=False)
+    label: str = field(init=False)
+    """What messages call it."""
+
+    def __post_init__(self) -> None:
+        self.chunks = tuple(sorted({chunk for chunk, _ in self.slots}))
+        self.label = f"module {self.name!r}" if self.module is not None else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a model, outermost first, and what `chunks.walk` is told of them."""
+
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[tuple[nn.Parameter, ...], ...]
+    """Those of each part's own."""
+    specs: tuple[Part, ...]
+    """Parameters are numbered as ``model.parameters()`` gives them."""
+
+
+def find_parts(model: nn.Module) -> Parts:
+    """The modules that can be called and have parameters; what has no forward (`nn.ParameterList`) is its owner's.
+
+    Two kinds have no parts of their own. A module that owns a list of modules that are alike and inside another list,
+    or beside a router with an output for each, or with all parameters sharded over experts: they are taken for experts,
+    of which each rank may run others, and gathers must not depend on routing. And a compiled module, which does not run
+    the hooks of its parts.
+    """
+    index_of = {p: index for index, p in enumerate(model.parameters())}
+    number_of: dict[nn.Module, int] = {}
+    names: list[str] = []
+    modules: list[nn.Module] = []
+    specs: list[Part] = []
+
+    def visit(module: nn.Module, name: str, parent: int | None, in_list: bool) -> None:
+        if module in number_of:
+            number = number_of[module]
+            specs[number] = replace(specs[number], shared=True)
+            return
+        whole = _is_compiled(module) or any(_may_choose(child, module, in_list) for child in module.children())
+        if _is_callable(module) and any(True for _ in module.parameters()):
+            own = module.parameters() if whole else _own_parameters(module)
+            number_of[module] = len(specs)
+            names.append(name)
+            modules.append(module)
+            params = tuple(dict.fromkeys(index_of[p] for p in own))
+            specs.append(Part(params=params, parent=parent, chooses=whole))
+            parent = number_of[module]
+        if not whole:
+            for child_name, child in module.named_children():
+                inner = in_list or isinstance(child, (nn.ModuleList, nn.ModuleDict))
+                visit(child, f"{name}.{child_name}".lstrip("."), parent, inner)
+
+    visit(model, "", None, False)
+    everything = list(index_of)
+    own = tuple(tuple(everything[i] for i in spec.params) for spec in specs)
+    return Parts(tuple(names), tuple(modules), own, tuple(specs))
+
+
+def build_units(parts: Parts, parameters: Sequence[nn.Parameter], layout: Layout) -> list[Unit]:
+    """The units of a packed model, whose `parameters` are numbered as in `parts` and `layout`."""
+    slot_of = {slot.param: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)}
+    chosen = dict.fromkeys(unit for unit in choose_units(parts.specs, moving_chunks(layout)) if unit is not None)
+    units = []
+    for unit in chosen:
+        mine = tuple(parameters[i] for i in unit.params)
+        slots = tuple(slot_of[i] for i in unit.params)
+        units.append(Unit(parts.names[unit.part], parts.modules[unit.part], slots, mine, unit.chooses))
+    return units
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Those of the module itself and of what it holds that cannot be called."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not _is_callable(child):
+            yield from _own_parameters(child)
+
+
+def _is_callable(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or _is_compiled(module)  # whose forward is the instance's own
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By ``torch.compile(module)`` or ``module.compile()``."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def _may_choose(module: nn.Module, owner: nn.Module, in_list: bool) -> bool:
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(module) < 2:
+        return False
+    alike = len({type(child) for child in module.children()}) == 1
+    patterns = [pattern_of(p) for p in module.parameters()]
+    experts = bool(patterns) and all(p is not None and EXPERT_AXIS in dict(p.shard) for p in patterns)
+    return (alike and (in_list or experts)) or _has_router(owner, len(module))
+
+
+def _has_router(owner: nn.Module, choices: int) -> bool:
+    """Whether a matrix of the module itself, or of a layer right beneath it, has one row for each choice."""
+    layers = [
+        child for child in owner.children() if not isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Embedding))
+    ]
+    matrices = (p for layer in (owner, *layers) for p in layer.parameters(recurse=False) if p.dim() == 2)
+    return any(matrix.shape[0] == choices for matrix in matrices)
+
+
+@torch.no_grad()
+def traced_uses(model: nn.Module, parts: Parts, step: Callable[[nn.Module, Any], Any], sample: Any) -> list[Use]:
+    """The uses in ``step(model, sample)``, run once without gradients on the model before `wrap`.
+
+    Random state and buffers are restored.
+    """
+    uses: list[Use] = []
+    running: list[int] = []
+    clock = itertools.count()
+    handles = []
+    index_of = {p: index for index, p in enumerate(model.parameters())}
+
+    def read(parameters: Sequence[nn.Parameter]) -> None:
+        params = tuple(index_of[p] for p in parameters)
+        uses.append(Use(entered=next(clock), left=next(clock), part=None, params=params))
+
+    for number, module in enumerate(parts.modules):
+
+        def left(*_: object, number: int = number) -> None:
+            uses.append(Use(entered=running.pop(), left=next(clock), part=number))
+
+        handles.append(module.register_forward_pre_hook(lambda *_: running.append(next(clock))))
+        handles.append(module.register_forward_hook(left))
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    owned = zip(parts.modules, parts.parameters, strict=True)
+    try:
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices), reads_heard(owned, read):
+            step(model, sample)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return uses
+
+
+@contextmanager
+def reads_heard(
+    owned: Iterable[tuple[nn.Module, Sequence[nn.Parameter]]], read: Callable[[Sequence[nn.Parameter]], None]
+) -> Iterator[None]:
+    """Tells `read` of each function that reads parameters while their part does not run, before it runs.
+
+    Args:
+        owned: the modules that are parts, each with its own parameters, of a model that is not wrapped.
+        read: is told the parameters that the wrapped model may have to gather for the function.
+    """
+    parts = list(owned)
+
+    @contextmanager
+    def lend(parameters: list[nn.Parameter]) -> Iterator[None]:
+        read(parameters)
+        doors = access.doors(parameters)
+        access.open(doors)
+        try:
+            yield
+        finally:
+            access.close(doors)
+
+    def name_of(parameter: nn.Parameter) -> str:
+        named = ((type(module), name, p) for module, _ in parts for name, p in module.named_parameters())
+        return next(f"{kind.__name__}.{name}" for kind, name, p in named if p is parameter)
+
+    access = ParamAccess(
+        dict.fromkeys(p for _, parameters in parts for p in parameters),
+        lend=lend,
+        lend_whole=lambda parameters, write: lend(parameters),
+        has_gradient=lambda _: False,
+        name_of=name_of,
+    )
+    handles = []
+    for module, parameters in parts:
+        doors = access.doors(parameters)
+        handles.append(module.register_forward_pre_hook(lambda *_, doors=doors: access.open(doors)))
+        handles.append(module.register_forward_hook(lambda *_, doors=doors: access.close(doors), always_call=True))
+    try:
+        with torch.compiler.set_stance("force_eager"):  # a compiled module would be compiled for this run alone
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        access.remove()
+
+
+def registered_uses(parts: Parts) -> list[Use]:
+    """The uses of all parts if each ran once, in order of registration."""
+    children: dict[int | None, list[int]] = {}
+    for number, part in enumerate(parts.specs):
+        children.setdefault(part.parent, []).append(number)
+    clock = itertools.count()
+
+    def visit(number: int) -> Iterator[Use]:
+        entered = next(clock)
+        for child in children.get(number, ()):
+            yield from visit(child)
+        yield Use(entered=entered, left=next(clock), part=number)
+
+    return [use for number in children.get(None, ()) for use in visit(number)]
