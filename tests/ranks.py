@@ -43,11 +43,24 @@ def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
             fn, args, kwargs = pipe.recv()
         except EOFError:
             break
+        _let_go_of_groups()
         try:
             pipe.send((True, fn(*args, **kwargs)))
         except BaseException as error:
             pipe.send((False, (type(error).__name__, traceback.format_exc())))
     dist.destroy_process_group()
+
+
+def _let_go_of_groups() -> None:
+    """Destroys what the function before this one has left; all ranks are done with it.
+
+    The threads of a gloo process group wake up a hundred times a second.
+    """
+    left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    for group in left:
+        dist.destroy_process_group(group)
+    if left:
+        gc.collect()
 
 
 class RankPool:

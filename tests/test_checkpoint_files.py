@@ -29,6 +29,7 @@ from elixir_moe.checkpoint.tensors import Item, write_tensors
 from elixir_moe.checkpoint.values import decode, encode
 from elixir_moe.checkpoint.whole import Whole
 from elixir_moe.cli import main
+from elixir_moe.memory import direct_file
 
 SHAPE = (6, 4, 5)
 
@@ -419,12 +420,12 @@ def test_what_is_saved_now_is_later_than_all_there_is(tmp_path: Path) -> None:
 
 
 def lines_of_writing(act: Callable[[], None], die_at: int | None = None) -> int:
-    """Runs `act` and counts the lines it executes in the two files that write; the process dies at line `die_at`."""
+    """Runs `act` and counts the lines it executes in the files that write; the process dies at line `die_at`."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal count
-        if frame.f_code.co_filename not in (storage.__file__, tensors.__file__):
+        if frame.f_code.co_filename not in (storage.__file__, tensors.__file__, direct_file.__file__):
             return None
         if event == "line":
             count += 1

@@ -1,6 +1,7 @@
 """Files of tensors: what their hash is, and that they hold what was put in, however the disk takes it."""
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from blake3 import blake3
 from elixir_moe.checkpoint import tensors
 from elixir_moe.checkpoint.manifest import FileRecord
 from elixir_moe.checkpoint.tensors import FileImage, Item, hash_file, write_tensors
+from elixir_moe.memory import direct_file
 
 PAGE = 4096
 
@@ -31,24 +33,20 @@ def test_the_hash_is_that_of_the_segments_of_the_file(
 ) -> None:
     """Also where the file system refuses to go around its cache, at once or for pages of this size."""
     monkeypatch.setattr(tensors, "SEGMENT_BYTES", segment)
-    opened, write = os.open, os.pwrite
-    around = set[int]()
+    write, control, direct = os.pwritev, fcntl.fcntl, os.O_DIRECT
 
-    def open_(path: Any, flags: int, *mode: int) -> int:
-        if flags & os.O_DIRECT and way == "no way around":
+    def fcntl_(file: Any, command: int, flags: int = 0) -> int:
+        if flags & direct and way == "no way around":
             raise OSError(errno.EINVAL, "refused")
-        descriptor = opened(path, flags, *mode)
-        if flags & os.O_DIRECT:
-            around.add(descriptor)
-        return descriptor
+        return control(file, command, flags)
 
-    def pwrite(descriptor: int, data: memoryview, at: int) -> int:
-        if descriptor in around and way == "larger pages":
+    def pwritev(descriptor: int, data: list[memoryview], at: int) -> int:
+        if control(descriptor, fcntl.F_GETFL) & direct and way == "larger pages":
             raise OSError(errno.EINVAL, "refused")
         return write(descriptor, data, at)
 
-    monkeypatch.setattr(tensors.os, "open", open_)
-    monkeypatch.setattr(tensors.os, "pwrite", pwrite)
+    monkeypatch.setattr(direct_file.fcntl, "fcntl", fcntl_)
+    monkeypatch.setattr(direct_file.os, "pwritev", pwritev)
     values = torch.arange(9000.0)
     record = write_tensors(tmp_path / "x.safetensors", items_of(values))
     data = (tmp_path / "x.safetensors").read_bytes()

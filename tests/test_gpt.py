@@ -6,7 +6,6 @@ gradients well below 1.
 
 import copy
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -36,7 +35,6 @@ DEGREES = {1: [(1, 1, 1)], 2: [(1, 2, 2), (2, 1, 1)], 4: [(1, 2, 4), (4, 1, 2), 
 """By world size: the expert-parallel degree of each layer, made 1 where the layer is dense."""
 
 
-@cache
 def world_mesh(tp: int = 1) -> DeviceMesh:
     """One mesh a rank and degree: process groups stay until the process ends."""
     return init_mesh(tp, device_type="cpu")

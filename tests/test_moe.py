@@ -8,7 +8,6 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import pytest
@@ -32,9 +31,8 @@ D, H, E, B, S = 16, 32, 4, 4, 6
 CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
 
 
-@cache
 def world_mesh(tp: int = 1) -> DeviceMesh:
-    """One mesh a rank and degree: process groups stay until the process ends."""
+    """The mesh of all ranks."""
     return init_mesh(tp, device_type="cpu")
 
 

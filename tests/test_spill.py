@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.chunks import spill as spilling
 from elixir_moe.chunks.plan import SPILL_ALIGN_NUMEL
 from elixir_moe.chunks.spill import Spill
+from elixir_moe.memory import direct_file
 from tests.cases import with_further
 from tests.ranks import RankPool
 
@@ -138,14 +138,13 @@ def test_a_full_disk_shows_before_training(tmp_path: Path) -> None:
 def test_a_disk_that_fails_is_told(opened: Callable[..., Spill]) -> None:
     place = opened().take(NUMELS[0], 7)
     broken = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
-    with mock.patch.object(spilling.os, "preadv", broken), pytest.raises(em.DiskError, match="could not be read from"):
+    reading = mock.patch.object(direct_file.os, "preadv", broken)
+    writing = mock.patch.object(direct_file.os, "pwritev", broken)
+    with reading, pytest.raises(em.DiskError, match="could not be read from"):
         place.read(0, 0, 3)
-    with mock.patch.object(spilling.os, "pwritev", broken), pytest.raises(em.DiskError, match="not be written to"):
+    with writing, pytest.raises(em.DiskError, match="not be written to"):
         place.write(0, 0, torch.zeros(3))
-    with (
-        mock.patch.object(spilling.os, "pwritev", broken),
-        pytest.raises(em.DiskError, match="Input/output error"),
-    ):
+    with writing, pytest.raises(em.DiskError, match="Input/output error"):
         [part.result() for part in place.change(lambda *_: None)]
 
 

@@ -1,19 +1,16 @@
 """Files of tensors: written, hashed and read.
 
 Owns the way of bytes to the disk (safetensors' own writer does not hash): taken from tensors into segments, each hashed
-and written by another thread while the next is taken. Writes go around the system's cache where
-the file system lets them: the cache would cost a copy, and drop what training has in it.
+and written by another thread while the next is taken.
 """
 
 import errno
 import math
-import mmap
 import os
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,14 +22,13 @@ import torch
 from elixir_moe.checkpoint.hashing import SEGMENT_BYTES, file_digest, segment_digest
 from elixir_moe.checkpoint.manifest import FileRecord
 from elixir_moe.errors import CheckpointError
+from elixir_moe.memory.direct_file import DirectFile, paged_memory, whole_pages
 from elixir_moe.safetensors_format import DTYPES, head_of
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _WRITERS = 2
 _SEGMENTS_AHEAD = 4
 """How far taking may run ahead of writing where tensors wait for it: what bounds the memory."""
-_PAGE_BYTES = 4096
-"""What sizes must be multiples of to go around the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,16 +77,17 @@ class FileImage:
         """
         digests: dict[int, Future[bytes]] = {}
         behind: deque[Future[bytes]] = deque()
-        with _Sink(path) as sink, ThreadPoolExecutor(_WRITERS) as writers:
+        with open(path, "xb", buffering=0) as raw, ThreadPoolExecutor(_WRITERS) as writers:
+            file = DirectFile(raw)
             rest = chain.from_iterable(map(self._take, list(self._left)))
             for index in chain(self._whole, rest):
-                digests[index] = writers.submit(self._bring, sink, index, self._segments.pop(index))
+                digests[index] = writers.submit(self._bring, file, index, self._segments.pop(index))
                 behind.append(digests[index])
                 if self._bounded and len(behind) > _SEGMENTS_AHEAD:
                     behind.popleft().result()
             taken()
             digest = file_digest(digests[index].result() for index in range(len(self._missing)))
-            sink.finish(self._nbytes)
+            file.finish(self._nbytes)
         sync_directory(path.parent)
         return FileRecord(nbytes=self._nbytes, digest=digest)
 
@@ -105,7 +102,7 @@ class FileImage:
         while len(data):
             index, start = divmod(at, SEGMENT_BYTES)
             if index not in self._segments:
-                self._segments[index] = self._free.pop() if self._free else _aligned(self._length(index))
+                self._segments[index] = self._free.pop() if self._free else _segment(self._length(index))
             part = data[: SEGMENT_BYTES - start]
             np.copyto(self._segments[index][start : start + len(part)], part)
             data, at = data[len(part) :], at + len(part)
@@ -116,64 +113,18 @@ class FileImage:
     def _length(self, index: int) -> int:
         return min(SEGMENT_BYTES, self._nbytes - index * SEGMENT_BYTES)
 
-    def _bring(self, sink: "_Sink", index: int, segment: Bytes) -> bytes:
-        """Writes a segment; returns its hash."""
-        sink.write(index * SEGMENT_BYTES, segment, self._length(index))
-        digest = segment_digest(memoryview(segment)[: self._length(index)])  # type: ignore[arg-type]
+    def _bring(self, file: DirectFile, index: int, segment: Bytes) -> bytes:
+        """Writes a segment, with what is in its last page; returns its hash."""
+        length, data = self._length(index), memoryview(segment)  # type: ignore[arg-type]
+        file.write(index * SEGMENT_BYTES, data[: whole_pages(length)])
+        digest = segment_digest(data[:length])
         self._free.append(segment)
         return digest
 
 
-class _Sink:
-    """A new file that several threads write, around the system's cache if they can."""
-
-    def __init__(self, path: Path) -> None:
-        self._through = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        self._around: int | None = None
-        with suppress(OSError):  # a file system that has no way around
-            self._around = os.open(path, os.O_WRONLY | os.O_DIRECT)
-
-    def __enter__(self) -> "_Sink":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in (self._through, self._around):
-            if descriptor is not None:
-                os.close(descriptor)
-
-    def write(self, at: int, segment: Bytes, length: int) -> None:
-        """Writes the first `length` bytes of an aligned `segment` to `at`; what is in the last page goes with them."""
-        try:
-            if self._around is not None:
-                return _write(self._around, at, memoryview(segment)[: _pages(length)])  # type: ignore[arg-type]
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # larger pages than ours
-                raise
-        _write(self._through, at, memoryview(segment)[:length])  # type: ignore[arg-type]
-
-    def finish(self, nbytes: int) -> None:
-        """Cuts the file to its length; returns when it will last."""
-        os.ftruncate(self._through, nbytes)
-        os.fsync(self._through)
-
-
-def _write(descriptor: int, at: int, data: memoryview) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, at)
-        data, at = data[written:], at + written
-
-
-def _pages(length: int) -> int:
-    return -(-length // _PAGE_BYTES) * _PAGE_BYTES
-
-
-def _aligned(length: int) -> Bytes:
-    """At least `length` bytes of memory of its own, in whole pages."""
-    memory = mmap.mmap(-1, _pages(length))
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # few large pages: the system's giving out of small ones takes most of a copy
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8)
+def _segment(nbytes: int) -> Bytes:
+    """Memory of its own for at least `nbytes`, in whole pages."""
+    return np.frombuffer(paged_memory(nbytes), dtype=np.uint8)
 
 
 def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> FileRecord:
@@ -192,7 +143,7 @@ def hash_file(path: Path) -> FileRecord:
 
 def _read(descriptor: int, start: int) -> memoryview:
     """The segment from `start` on, as far as there is one."""
-    segment = memoryview(_aligned(SEGMENT_BYTES))  # type: ignore[arg-type]
+    segment = memoryview(paged_memory(SEGMENT_BYTES))
     filled = 0
     while count := os.preadv(descriptor, [segment[filled:]], start + filled):
         filled += count

@@ -4,15 +4,13 @@ Owns the file, its layout and its checksums. Knows neither what the floats mean 
 
 The file has no name: nobody else can open it, two runs can share a folder, and whatever ends the process leaves nothing
 behind. All of it is allocated before training starts, so a full disk shows then. Requests go around the system's cache
-where the file system lets them; it would take the memory that the tier is to save.
+(`memory.direct_file`), which would take the memory that the tier is to save.
 
 The arrays of a chunk are cut into slices, and a slice of all arrays is one record: what an update reads at once, and
 writes at once. Records are long enough for plain ``preadv`` and ``pwritev`` on a few threads to keep a disk busy, so
 there is nothing for io_uring to save.
 """
 
-import fcntl
-import mmap
 import os
 import socket
 import tempfile
@@ -25,7 +23,6 @@ from queue import SimpleQueue
 import torch
 
 from elixir_moe.chunks.plan import (
-    SPILL_ALIGN_NUMEL,
     SPILL_LANES,
     size_text,
     spill_buffer_bytes,
@@ -34,6 +31,7 @@ from elixir_moe.chunks.plan import (
     whole_pages,
 )
 from elixir_moe.errors import DiskError, TierError
+from elixir_moe.memory.direct_file import DirectFile, paged_memory
 
 _FLOAT_BYTES = 4
 
@@ -66,9 +64,10 @@ class Spill:
         self.nbytes = sum(spilled_bytes(numel, arrays) for numel in numels)
         self._taken = 0
         try:
-            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  closed by `close`
+            self._nameless = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  closed by `close`
+            self._file = DirectFile(self._nameless)  # type: ignore[arg-type]  # unbuffered, it is a FileIO
             if self.nbytes:
-                os.posix_fallocate(self._file.fileno(), 0, self.nbytes)
+                self._file.allocate(self.nbytes)
         except OSError as error:
             left = f", {size_text(disk_bytes_left(directory))} are left" if os.path.isdir(directory) else ""
             raise TierError(
@@ -76,24 +75,15 @@ class Spill:
                 f"{directory!r}{left}: {error.strerror}; name another folder (spill=), put fewer chunks on disk, or "
                 f"use more ranks"
             ) from error
-        self._go_around_cache()
         self.lanes = ThreadPoolExecutor(SPILL_LANES, "elixir-disk")
         """The threads that change slices."""
         self.buffer_bytes = spill_buffer_bytes(numels, arrays)
         """Of the memory through which slices are changed."""
         self._buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
-        self._memory = _aligned(SPILL_LANES * arrays * self.slice_numel)
-        for memory in self._memory.chunk(SPILL_LANES):
-            self._buffers.put(memory)
-
-    def _go_around_cache(self) -> None:
-        """Turns O_DIRECT on if a record can be read with it."""
-        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
-            os.preadv(self._file.fileno(), [_bytes_of(_aligned(SPILL_ALIGN_NUMEL))], 0)
-        except OSError:  # a file system in memory, or with blocks longer than ours
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
+        memory = paged_memory(SPILL_LANES * arrays * self.slice_numel * _FLOAT_BYTES)
+        self._memory = torch.frombuffer(memory, dtype=torch.float32)
+        for record in self._memory.chunk(SPILL_LANES):
+            self._buffers.put(record)
 
     def take(self, numel: int, chunk: int) -> "Spilled":
         """The place of the next chunk's arrays; `chunk` is its number, for messages."""
@@ -112,13 +102,8 @@ class Spill:
 
     def move(self, offset: int, memory: torch.Tensor, *, write: bool) -> None:
         """Fills `memory` from the file, or writes it there. Raises DiskError if the disk does not do it."""
-        data = _bytes_of(memory)
         try:
-            while data:
-                moved = (os.pwritev if write else os.preadv)(self._file.fileno(), [data], offset)
-                if not moved:
-                    raise OSError("the file ends there")
-                data, offset = data[moved:], offset + moved
+            (self._file.write if write else self._file.read)(offset, _bytes_of(memory))
         except OSError as error:
             verb = "written to" if write else "read from"
             raise DiskError(
@@ -129,7 +114,7 @@ class Spill:
     def close(self) -> None:
         """Gives the disk back when all that was begun has ended."""
         self.lanes.shutdown()
-        self._file.close()
+        self._nameless.close()
 
 
 class Spilled:
@@ -234,11 +219,6 @@ def disk_bytes_left(directory: str) -> int:
     """Bytes that can still be written to the disk of a folder. Raises OSError if there is none."""
     room = os.statvfs(directory)
     return room.f_bavail * room.f_frsize
-
-
-def _aligned(numel: int) -> torch.Tensor:
-    """fp32 memory that starts at a page."""
-    return torch.frombuffer(mmap.mmap(-1, numel * _FLOAT_BYTES), dtype=torch.float32)
 
 
 def _bytes_of(memory: torch.Tensor) -> memoryview:

@@ -4,10 +4,10 @@ Owns what the cache was asked and has decided, the queue of gathers that have no
 Knows nothing of modules or autograd (`hooks`) nor of updates (`optim`).
 
     unshard   ->  cache.acquire  ->  queue  ->  begin (fetch, gather)  ->  wait, parameters attached
-    gradient  ->  cache.acquire  ->  lands in its block  ->  reduce  ->  cache.release  ->  home
+    gradient  ->  cache.acquire  ->  lands in a block  ->  reduce  ->  cache.release  ->  home
 
 No deadlock by construction. Gathers follow requests, which come from modules every rank runs; what is evicted for them
-is decided by `cache_policy` from the requests alone. Reductions are issued in the order of `reduction_order`.
+is decided by `chunks.policy` from the requests alone. Reductions are issued in the order of `reduction_order`.
 
 Overlap. Compute waits for a gather where it needs it, the update for reductions, a refill for the last use of its
 block; a gather that was decided ahead of time begins when its home's update has ended, and holds up nothing else.
