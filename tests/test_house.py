@@ -23,6 +23,7 @@ STOREYS: list[set[str]] = [
     {"chunks.policy"},
     {"chunks.plan", "chunks.walk"},
     {"chunks.collectives"},
+    {"memory.direct_file"},
     {"chunks.spill", "ranks"},
     {"chunks.statistics", "chunks.streams", "chunks.tiers"},
     {"memory"},
