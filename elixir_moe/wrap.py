@@ -113,10 +113,14 @@ def wrap(
     device = start(device)
     watch()
     check_alike(optimizer, plan=plan, hardware=hardware, spill=spill, weights=weights)
-    check_modules(model)
-    annotate_dtensors(model)
-    megatron.check(model)
-    check_data(model, weights, step if isinstance(plan, Plan) else None)
+
+    def check_model() -> None:
+        check_modules(model)
+        annotate_dtensors(model)
+        megatron.check(model)
+        check_data(model, weights, step if isinstance(plan, Plan) else None)
+
+    together("checked the model", check_model)
 
     # 2. What the model is, and which plan it gets.
     moments, staged = moments_of(optimizer), backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]

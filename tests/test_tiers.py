@@ -389,7 +389,7 @@ def test_a_reader_that_outlives_a_chunk_used_in_place_keeps_the_values() -> None
     assert chunk.parameters[0].flatten().tolist() == list(range(16)), "somebody computes with them"
     assert not chunk.shard.has_gradient
     chunk.holds = 0
-    chunk.land_last()
+    chunk.land_waiting()
     assert chunk.shard.gradient().eq(2).all()
     assert view.flatten().tolist() == list(range(16))
     assert chunk.parameters[0].isnan().all()

@@ -237,6 +237,11 @@ def _facts(target: Path, model: nn.Module, optimizer: ShardedOptimizer, extra: A
     if optimizer.kept.has_gradients:
         raise ConfigError("gradients wait for a step: save after optimizer.step(), or call optimizer.zero_grad() first")
     wrapped.hooks.check_outside("em.save()")
+    if len(wrapped.model.ranks) < dist.get_world_size():
+        raise ConfigError(
+            f"this model is a pipeline stage of ranks {list(wrapped.model.ranks)}, and a checkpoint is of one model of "
+            f"all ranks: save em.full_state_dict(model) of each stage instead"
+        )
     wrapped.scheduler.flush()
     wrapped.scheduler.drain()
     encoded = encode(extra, "extra")

@@ -55,6 +55,11 @@ class Streams:
         self._reduce.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._reduce)
 
+    def keep_for_reducing(self, memory: torch.Tensor) -> None:
+        """`memory`, which was made for compute, goes to nobody else before `reduce` has done what it has begun."""
+        if self._reduce is not None:
+            memory.record_stream(self._reduce)
+
     def marked(self, ticket: Ticket) -> Ticket:
         """`ticket`, to which all belongs that was issued to the current stream so far."""
         if self._fetch is not None:

@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from elixir_moe.chunks.collectives import Ticket
 from elixir_moe.chunks.layout import ChunkSpec, Layout
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.memory.shard_state import MixedShard, ShardState
 
 
 class Block:
@@ -105,6 +105,7 @@ class ShardBlock(Block):
         before = self._memory
         super()._replace()
         self._memory.copy_(before)
+        assert isinstance(self._shard, MixedShard), "no other shard is overwritten by its gradient"
         self._shard.move_to(self._wire)
 
 

@@ -193,25 +193,25 @@ class ShardState:
         """What `values` gives, made anew from what is kept. Blocks as `values` does."""
         return self.weights().read().to(self.spec.key.dtype)
 
-    def move_to(self, memory: torch.Tensor) -> None:
-        """What is `shown` is in `memory`, flat uint8, from now on; somebody else keeps the old place."""
-        raise NotImplementedError
-
     # -------------------------------------------------------------------------------------------------------- gradients
 
     has_gradient = False
     """Whether a gradient has landed since the last update."""
 
-    def free_place(self) -> torch.Tensor | None:
-        """Where the next gradient may be summed, so that `add_gradient` copies nothing; None if it is to be added."""
+    def take_place(self) -> torch.Tensor | None:
+        """Where the next gradient may be summed, so that `add_gradient` copies nothing; None if it is to be added.
+
+        What was there is gone, whether or not a gradient lands. Blocks until a running update has finished.
+        """
         return None
 
     def add_gradient(self, reduced: torch.Tensor, squares: float | torch.Tensor | None = None) -> None:
         """Adds the gradient summed over the process group, of any dtype and device.
 
         `squares` is its sum of squares, where that is known. On a GPU it is found before the gradient leaves, and stays
-        there, so that nobody waits for it.
+        there, so that nobody waits for it. Blocks until a running update, which reads the gradient before, has finished.
         """
+        self.finish_update()
         if self.has_gradient:
             self.squares = None
         elif squares is None and reduced.device.type != "cpu":
@@ -261,10 +261,6 @@ class FrozenShard(ShardState):
         """As `ShardState.shown`."""
         return self._values
 
-    def move_to(self, memory: torch.Tensor) -> None:
-        """As `ShardState.move_to`."""
-        self._values = memory.view(self._values.dtype)
-
     def _tensors(self) -> list[torch.Tensor]:
         return [self._values]
 
@@ -284,12 +280,9 @@ class Fp32Shard(ShardState):
         assert self.master is not None
         return self.master
 
-    def move_to(self, memory: torch.Tensor) -> None:
-        """As `ShardState.move_to`."""
-        self.master = memory.view(torch.float32)
-
-    def free_place(self) -> torch.Tensor | None:
-        """As `ShardState.free_place`."""
+    def take_place(self) -> torch.Tensor | None:
+        """As `ShardState.take_place`."""
+        self.finish_update()
         return None if self.has_gradient else self.sums
 
     def _land(self, reduced: torch.Tensor) -> None:
@@ -328,10 +321,6 @@ class PieceShard(ShardState):
         """As `ShardState.shown`."""
         assert self.master is not None
         return self.master
-
-    def move_to(self, memory: torch.Tensor) -> None:
-        """As `ShardState.move_to`."""
-        self.master = memory.view(torch.float32)
 
     def take_piece(self, start: int, gradient: torch.Tensor) -> None:
         """Keeps the gradient of the parameter that starts at `start`, or adds it to what is kept."""
@@ -438,7 +427,7 @@ class MixedShard(ShardState):
             self.shown[here].copy_(written)
 
     def move_to(self, memory: torch.Tensor) -> None:
-        """As `ShardState.move_to`."""
+        """The values are in `memory`, flat uint8, from now on; somebody else keeps the old place."""
         self.values_shard = memory.view(self.shown.dtype)
 
     @property
@@ -446,9 +435,13 @@ class MixedShard(ShardState):
         """As `ShardState.has_gradient`."""
         return self._accumulated or self.holds is Holds.GRADIENT
 
-    def free_place(self) -> torch.Tensor | None:
-        """As `ShardState.free_place`."""
-        return self.shown if self.accumulator is None and self.holds is not Holds.GRADIENT else None
+    def take_place(self) -> torch.Tensor | None:
+        """As `ShardState.take_place`."""
+        self.finish_update()
+        if self.accumulator is not None or self.holds is Holds.GRADIENT:
+            return None
+        self.holds = Holds.STALE
+        return self.shown
 
     def _land(self, reduced: torch.Tensor) -> None:
         if reduced.data_ptr() == self.shown.data_ptr():
@@ -459,6 +452,7 @@ class MixedShard(ShardState):
         elif self.accumulator is not None:
             self._sum().add_(reduced.to(self.accumulator.device))
         else:
+            self.holds = Holds.STALE  # whatever interrupts the copy
             self.shown.copy_(reduced, non_blocking=True)
             self.holds = Holds.GRADIENT
 

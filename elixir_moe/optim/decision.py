@@ -46,6 +46,8 @@ class StepDecision:
 
     def _forget(self) -> None:
         self._facts: Facts | None = None
+        self._counted = 0
+        """The reductions that the facts know of."""
         self._clip = 1.0
         self._clipped = self._scaled = False
 
@@ -54,6 +56,7 @@ class StepDecision:
         for chunk in self._chunks:
             chunk.clear_gradient()
         self._scheduler.used.clear()
+        self._scheduler.written_unseen = None
         self._forget()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -75,11 +78,12 @@ class StepDecision:
 
     def facts(self) -> Facts:
         """What the ranks agree on; found once between two updates. Collective."""
-        if self._facts is not None and not self._scheduler.sent:
+        if self._facts is not None and self._counted == self._scheduler.reductions_issued:
             return self._facts
         self._scheduler.check_open()
         self._check_backwards()
         self._scheduler.drain()
+        self._counted = self._scheduler.reductions_issued
         mine: float | torch.Tensor = 0.0
         for chunk in self._chunks:
             if chunk.shard.has_gradient:
@@ -123,8 +127,8 @@ class StepDecision:
 
     def _check_backwards(self) -> None:
         """Raises ConfigError if gradients are not what `step` would take them for."""
-        self._hooks.notice_torn()
-        if self._hooks.torn:
+        self._hooks.notice_failure()
+        if self._scheduler.lost_gradients:
             raise ConfigError(
                 "a backward failed, and a part of its gradients is gone: call zero_grad() and run it again"
             )

@@ -190,7 +190,6 @@ class ElementwiseUpdate:
         assert home.master is not None
         active = [segment for segment in segments if segment.parameter in used]
         for segment in active:
-            self._pieces[id(segment)].data = home.master[segment.start : segment.stop]  # which may have moved
             self._pieces[id(segment)].grad = home.gradient(segment.start, segment.stop).float() * scale
         for index in sorted({segment.group for segment in active}):
             optimizer = self._optimizers[chunk.spec.index, index]

@@ -44,7 +44,7 @@ class OptimizerState:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients wait for `step`, on this rank."""
-        return self._scheduler.sent or any(chunk.has_gradient for chunk in self._chunks)
+        return self._scheduler.has_gradients
 
     def segment_of(self, parameter: nn.Parameter) -> Segment | None:
         """The part of a trainable parameter that lies in this rank's shards; None if none does."""

@@ -305,6 +305,8 @@ def _assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 def _writes(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a function of this name writes to its first argument."""
+    if name in _TELLING_METHODS:
+        return False
     if name in ("__setitem__", "data"):
         return name == "__setitem__" or len(args) == 2
     if name.startswith("__"):

@@ -269,11 +269,11 @@ class Chunk:
         low, high = self.spec.shard_bounds(self.communicator.rank)
         here = self.buffer[low:high]
         kept = self.shard.kept_values().to(here.device)
-        if torch.equal(here, kept):
+        if _same_bits(here, kept):
             return None
         for slot, name in zip(self.spec.slots, self.names, strict=True):
             start, stop = max(slot.start, low) - low, min(slot.stop, high) - low
-            if start < stop and not torch.equal(here[start:stop], kept[start:stop]):
+            if start < stop and not _same_bits(here[start:stop], kept[start:stop]):
                 return name
         return None
 
@@ -366,7 +366,7 @@ class Chunk:
         assert isinstance(self.block, ShardBlock)
         self.block.make_writable()
 
-    def land_last(self) -> None:
+    def land_waiting(self) -> None:
         """Lands what has waited for the last use of the values."""
         if self.reduced and not self.holds:
             waiting, self.reduced = self.reduced, []
@@ -395,7 +395,7 @@ class Chunk:
     def reset(self) -> None:
         """Gives up what was begun: weights are at home alone, and gradients that were landing are gone."""
         self.holds = 0
-        self.land_last()
+        self.land_waiting()
         self.arriving = self.gradients = self.gradient_block = None
         self.loose.clear()
         if self.placement is not ATTACHED or self.state is GATHERING:
@@ -407,6 +407,11 @@ def _gaps(spec: ChunkSpec) -> list[tuple[int, int]]:
     ends = [0, *(slot.stop for slot in spec.slots)]
     starts = [*(slot.start for slot in spec.slots), spec.numel]
     return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two flat tensors are alike, NaNs included."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

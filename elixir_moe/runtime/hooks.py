@@ -121,8 +121,6 @@ class Hooks:
         self._thread = 0
         self._begun = False
         """An outermost call, a read or a backward has begun and not ended."""
-        self.torn = False
-        """A backward has failed, and with it a part of the gradients is gone."""
         self._forget_step()
         self._install(units)
         self._access = ParamAccess(
@@ -186,14 +184,15 @@ class Hooks:
         if unit is None:
             return
         if recomputes:
-            forward = self._past if self._backward is None else self._backward.forward
-            if torch.is_grad_enabled() and forward.unrecomputed[unit]:
-                forward.unrecomputed[unit] -= 1
+            assert self._backward is not None
+            unrecomputed = self._backward.forward.unrecomputed
+            if torch.is_grad_enabled() and unrecomputed[unit]:
+                unrecomputed[unit] -= 1
         elif training:
             self._clock += 1
             call.entered = self._clock
             self._note(unit)
-        if recomputes and self._backward is not None:
+        if self._backward is not None and recomputes:
             self._hold_again(unit, self._backward, self._backward.forward.entered.get(unit, 0))
         else:
             self._hold(unit, tracked=training or recomputes)
@@ -232,7 +231,8 @@ class Hooks:
         call = self._calls.pop()
         if unit is not None and (call.held or call.recomputes):
             if call.recomputes:
-                forward = self._past if self._backward is None else self._backward.forward
+                assert self._backward is not None
+                forward = self._backward.forward
                 entered, left = forward.entered.get(unit, 0), forward.left.get(unit, sys.maxsize)
             else:
                 entered, left = call.entered, self._number_exit(unit) if call.training else 0
@@ -358,7 +358,7 @@ class Hooks:
         if self._backward is not None or not in_backward():
             return
         self.check_outside("a backward through the model")
-        self._land_last()
+        self._run_landings_last()
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self._past = self._take(left, keep=keep_graph) or self._past
         self._begun = True
@@ -391,7 +391,7 @@ class Hooks:
             self._forwards = [forward for forward in self._forwards if forward not in mine]
         return taken
 
-    def _land_last(self) -> None:
+    def _run_landings_last(self) -> None:
         """What others do to a gradient when it has come, they do before it is taken away."""
         for key, hooks in self._landings:
             if len(hooks) > 1:
@@ -458,8 +458,8 @@ class Hooks:
             return
         backward.landed.add(slot)
         for unit in self._owners[slot]:
-            left = backward.awaits[unit] = backward.awaits.get(unit, len(unit.slots)) - 1
-            if not left:
+            missing = backward.awaits[unit] = backward.awaits.get(unit, len(unit.slots)) - 1
+            if not missing:
                 ended = [hold for hold in backward.holds if hold[1] is unit]
                 backward.holds = [hold for hold in backward.holds if hold[1] is not unit]
                 for _ in ended:
@@ -500,7 +500,7 @@ class Hooks:
 
     def _end_backward(self) -> None:
         self._saved.let_go()
-        self._pass(-2)
+        self._pass(-1)
         self._scheduler.finish_backward()
         self._backward = None
         self._begun = bool(self._calls)
@@ -519,7 +519,7 @@ class Hooks:
         with torch._C.DisableTorchFunctionSubclass():
             return [n for n, p in self._root.named_parameters() if p.requires_grad and p not in self._names]
 
-    def notice_torn(self) -> None:
+    def notice_failure(self) -> None:
         """Gives up a backward that is over without having come to its end."""
         if self._backward is not None and not in_backward():
             self.reset()
@@ -528,11 +528,11 @@ class Hooks:
         """Forgets what did not come to its end: forwards that were interrupted, a backward that failed."""
         if self._begun or self._calls or self._backward is not None or self._scheduler.failed:
             self.reset()
-        self.torn = False
+        self._scheduler.lost_gradients = False
 
     def reset(self) -> None:
         """Gives up all that was begun; gradients at home stay."""
-        self.torn |= self._backward is not None
+        self._scheduler.lost_gradients |= self._backward is not None
         self._scheduler.reset()
         self._given.clear()
         self._saved.forget()

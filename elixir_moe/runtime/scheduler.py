@@ -15,7 +15,7 @@ Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -64,8 +64,10 @@ class Scheduler:
         """What the backward under way is to reduce."""
         self.shown_at: dict[int, Chunk] = {}
         """By the address of its memory: the chunk that is gathered there."""
-        self.sent = False
-        """A gradient was sent off since the last `drain`."""
+        self.reductions_issued = 0
+        """How often gradients were sent off."""
+        self.lost_gradients = False
+        """A backward or a reduction has failed, and a part of the gradients is gone."""
         self._blocks = blocks
         self._staging = staging
         self._streams = Streams(device)
@@ -125,7 +127,9 @@ class Scheduler:
                     chunk.holds = max(chunk.holds - 1, 0)  # a reset may have come before
                     if self.looks_for_writes:
                         self.keep_writes(chunk)
-                    chunk.land_last()
+                    if chunk.reduced and not chunk.holds:
+                        self._order_behind_reduction(chunk)
+                        chunk.land_waiting()
 
     def holds(self, index: int) -> bool:
         """Whether the weights of chunk `index` can be read without asking for them: because somebody has asked, and not
@@ -393,8 +397,10 @@ class Scheduler:
             gradients = chunk.gradients.complete()
         with self._streams.reducing():
             ticket = self._streams.marked(self._issue_reduction(chunk, gradients))
+        if chunk.gradient_block is None:
+            self._streams.keep_for_reducing(gradients)
         chunk.leaving, chunk.gradients = ticket, None
-        self.sent = True
+        self.reductions_issued += 1
         if ticket.pending:
             self._in_flight.append(ticket)
             self._leave_in_flight(REDUCTIONS_IN_FLIGHT)
@@ -405,7 +411,16 @@ class Scheduler:
 
     def _leave_in_flight(self, most: int) -> None:
         while len(self._in_flight) > most:
-            self._in_flight.popleft().wait()
+            self._finish(self._in_flight[0].wait)
+            self._in_flight.popleft()  # not before: what interrupts the wait leaves the rest to `drain`
+
+    def _finish(self, wait: Callable[[], None]) -> None:
+        """Waits for a reduction; a sum that is interrupted while it lands is lost."""
+        try:
+            wait()
+        except BaseException:
+            self.lost_gradients = True
+            raise
 
     def _issue_reduction(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
         def land(reduced: torch.Tensor, squares: float | None = None) -> None:
@@ -420,8 +435,8 @@ class Scheduler:
             return communicator.all_reduce(buffer, land, of=chunk.label)
         self._count(chunk, "reduce_scatter", 1)
         staging = None
-        place = chunk.shard.free_place()
-        place = place if place is not None and place.device == buffer.device else None
+        near = chunk.shard.shown.device == buffer.device
+        place = chunk.shard.take_place() if near and communicator.staged else None
         if communicator.needs_staging(place):
             assert self._staging is not None
             self._leave_in_flight(0)  # the staging buffer serves one reduction at a time
@@ -432,14 +447,18 @@ class Scheduler:
         """Waits until every gradient is at home; the host too where a home is in host memory."""
         host = any(chunk.shard.tier is not Tier.DEVICE for chunk in self.chunks)
         for ticket in (*self._in_flight, self._behind):
-            ticket.synchronize() if host else ticket.wait()
+            self._finish(ticket.synchronize if host else ticket.wait)
         self._in_flight.clear()
         for chunk in self.chunks:
-            chunk.land_last()
-        self.sent = False
+            chunk.land_waiting()
         self._streams.compute_after_fetch(host=host)  # a gather may still read a home that is about to be updated
 
     # --------------------------------------------------------------------------------------------------- between steps
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients have come since the last update, at home or on their way there."""
+        return bool(self._in_flight) or any(chunk.has_gradient for chunk in self.chunks)
 
     @property
     def buffer_bytes(self) -> int:
