@@ -1,4 +1,4 @@
-"""Gradients that are torn on their way home: by an interrupt, by an update that still runs, by the end of the groups."""
+"""Gradients torn on their way home: by an interrupt, a running update, the end of the process groups."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -50,12 +50,12 @@ def torn(plan: str, dtype: torch.dtype, at: int | None) -> dict[str, Tensor]:
     for step in range(3):
         if step == 1 and at is not None:
             with mock.patch.object(collectives, "add_and_square", half), pytest.raises(KeyboardInterrupt):
-                mean_square(model, batch(step)).backward()
+                mean_square(model, batch(step).to(dtype)).backward()
                 optimizer.clip_grad_norm_(1.0)
             with pytest.raises(em.ConfigError, match=r"a part of its gradients is gone: call zero_grad"):
                 optimizer.step()
             optimizer.zero_grad()
-        mean_square(model, batch(step)).backward()
+        mean_square(model, batch(step).to(dtype)).backward()
         optimizer.step()
     state = em.full_state_dict(model)
     optimizer.close()

@@ -209,7 +209,7 @@ class ShardState:
         """Adds the gradient summed over the process group, of any dtype and device.
 
         `squares` is its sum of squares, where that is known. On a GPU it is found before the gradient leaves, and stays
-        there, so that nobody waits for it. Blocks until a running update, which reads the gradient before, has finished.
+        there, so that nobody waits for it. Blocks until a running update has finished, which reads the last gradient.
         """
         self.finish_update()
         if self.has_gradient:
