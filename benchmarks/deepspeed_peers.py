@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from benchmarks.contenders import Contender, fused_adamw
 from benchmarks.workload import BUCKET_NUMEL, Workload, fresh_model
 from elixir_moe.models.gpt import Block
-from elixir_moe.parallel.experts import MLP, GroupedExperts
-from elixir_moe.parallel.moe import MoE
+from elixir_moe.moe.experts import MLP, GroupedExperts
+from elixir_moe.moe.layer import MoE
 
 
 @dataclass(frozen=True, kw_only=True)

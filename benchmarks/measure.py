@@ -15,7 +15,7 @@ from torch import Tensor
 import elixir_moe as em
 from benchmarks.contenders import Contender, ours
 from benchmarks.workload import SEED, Workload
-from elixir_moe.chunks.policy import Verb
+from elixir_moe.chunks.cache_policy import Verb
 from elixir_moe.models.gpt import lm_loss
 from elixir_moe.optim.optimizer import ShardedOptimizer
 

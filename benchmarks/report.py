@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.workload import Workload, fresh_model
 from elixir_moe.kernels import cpu_features
-from elixir_moe.parallel.experts import emulates
+from elixir_moe.moe.experts import emulates
 
 _EMULATED = ": this library's experts multiply in fp32 then, a peer's and all dense layers as torch does"
 

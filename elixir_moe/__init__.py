@@ -3,27 +3,22 @@
 The public names; everything else is internal and may move.
 """
 
-from elixir_moe.collector import paused
-
-with paused():
-    import torch  # noqa: F401
-
-from elixir_moe.checkpoint.load import load
-from elixir_moe.checkpoint.save import Saving, save
-from elixir_moe.checkpoint.storage import latest
 from elixir_moe.chunks.plan import Footprint, Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.ending import keep_exit_codes
+from elixir_moe.distributed.ending import keep_exit_codes
 from elixir_moe.errors import CheckpointError, ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError
-from elixir_moe.huggingface import save_pretrained
 from elixir_moe.kernels import spare_tiles
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
-from elixir_moe.parallel.annotate import annotate
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.parallel.rules import annotate
 from elixir_moe.runtime.access import unsharded
-from elixir_moe.state import full_state_dict
+from elixir_moe.state.checkpoint.load import load
+from elixir_moe.state.checkpoint.save import Saving, save
+from elixir_moe.state.checkpoint.storage import latest
+from elixir_moe.state.full import full_state_dict
+from elixir_moe.state.huggingface import save_pretrained
 from elixir_moe.wrap import wrap
 
 spare_tiles()

@@ -11,32 +11,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.agreement import agree_on, check_alike, check_host_memory
-from elixir_moe.checks import check_arguments, check_data, check_disk, check_modules, check_search
-from elixir_moe.chunks.collectives import backend_of, build_communicators
+from elixir_moe.chunks.cache_policy import CacheState
 from elixir_moe.chunks.plan import Plan, footprint
-from elixir_moe.chunks.policy import CacheState
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.filling import build_chunks, move_buffers, open_spill
-from elixir_moe.huggingface import Pretrained
+from elixir_moe.distributed.all_ranks import ControlGroups, together
+from elixir_moe.distributed.collectives import backend_of, build_communicators
+from elixir_moe.distributed.waits import Wait, watch
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.shard_state import build_shards
 from elixir_moe.optim.accepted import is_adam, moments_of
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
-from elixir_moe.parallel.annotate import annotate_dtensors
 from elixir_moe.parallel.mesh import start
-from elixir_moe.ranks import ControlGroups, together
+from elixir_moe.parallel.rules import annotate_dtensors
 from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.model_spec import describe
 from elixir_moe.runtime.reduction_order import Peers, alone
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.units import build_units, find_parts, registered_uses
 from elixir_moe.search.auto import Request, forecast, uses_of
 from elixir_moe.search.prediction import Prediction
-from elixir_moe.specs import describe
-from elixir_moe.state import Wrapped, groups_needed, refuse_plain_state_dicts
-from elixir_moe.waits import Wait, watch
+from elixir_moe.setup.agreement import agree_on, check_alike, check_host_memory
+from elixir_moe.setup.checks import check_arguments, check_data, check_disk, check_modules, check_search
+from elixir_moe.setup.filling import build_chunks, move_buffers, open_spill
+from elixir_moe.state.full import Wrapped, groups_needed, refuse_plain_state_dicts
+from elixir_moe.state.huggingface import Pretrained
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from elixir_moe import cli
+from elixir_moe.cli import main as cli
 from elixir_moe.train import settings
 from elixir_moe.train.loop import Loop
 from tests.checkpoint_cases import assert_same
@@ -110,7 +110,7 @@ def rank_main(out: Path, rank: int, port: int, point: Point | None, counts: Any)
 def start(out: Path, point: Point | None = None, counts: Any = None) -> list[int]:
     """Runs all ranks to their ends; their exit codes, by rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["elixir_moe.cli", "tests.checkpoint_cases", "tests.train_cases"])
+    context.set_forkserver_preload(["elixir_moe.cli.main", "tests.checkpoint_cases", "tests.train_cases"])
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.checkpoint import save as save_module
-from elixir_moe.checkpoint.load import load
-from elixir_moe.checkpoint.save import save
-from elixir_moe.checkpoint.storage import read_manifest, verify
-from elixir_moe.checkpoint.tensors import FileImage
-from elixir_moe.checkpoint.whole import Whole
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from elixir_moe.state.checkpoint import save as save_module
+from elixir_moe.state.checkpoint.load import load
+from elixir_moe.state.checkpoint.save import save
+from elixir_moe.state.checkpoint.storage import read_manifest, verify
+from elixir_moe.state.checkpoint.tensors import FileImage
+from elixir_moe.state.checkpoint.whole import Whole
 from tests.cases import spill_of
 from tests.parity import make_optimizer, mesh_of_world, tokens
 

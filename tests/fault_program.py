@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from elixir_moe import cli
+from elixir_moe.cli import main as cli
 from elixir_moe.train.training import Training
 
 

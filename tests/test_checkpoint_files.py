@@ -20,16 +20,24 @@ import pytest
 import torch
 
 import elixir_moe as em
-from elixir_moe.checkpoint import storage, tensors
-from elixir_moe.checkpoint.boxes import Span, flaw, meet
-from elixir_moe.checkpoint.hashing import digest_of
-from elixir_moe.checkpoint.manifest import Entry, FileRecord, Manifest, Piece, dump, parse
-from elixir_moe.checkpoint.storage import Draft, latest, moment_after_all, partial_of, read_manifest, retain, verify
-from elixir_moe.checkpoint.tensors import Item, write_tensors
-from elixir_moe.checkpoint.values import decode, encode
-from elixir_moe.checkpoint.whole import Whole
-from elixir_moe.cli import main
+from elixir_moe.cli.main import main
 from elixir_moe.memory import direct_file
+from elixir_moe.state.checkpoint import storage, tensors
+from elixir_moe.state.checkpoint.hashing import digest_of
+from elixir_moe.state.checkpoint.manifest import Entry, FileRecord, Manifest, Piece, dump, parse
+from elixir_moe.state.checkpoint.shard_ranges import Span, flaw, meet
+from elixir_moe.state.checkpoint.storage import (
+    Draft,
+    latest,
+    moment_after_all,
+    partial_of,
+    read_manifest,
+    retain,
+    verify,
+)
+from elixir_moe.state.checkpoint.tensors import Item, write_tensors
+from elixir_moe.state.checkpoint.values import decode, encode
+from elixir_moe.state.checkpoint.whole import Whole
 
 SHAPE = (6, 4, 5)
 

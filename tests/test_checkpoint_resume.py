@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.checkpoint.load import load
-from elixir_moe.checkpoint.save import save
-from elixir_moe.checkpoint.storage import read_manifest
-from elixir_moe.cli import main
+from elixir_moe.cli.main import main
+from elixir_moe.state.checkpoint.load import load
+from elixir_moe.state.checkpoint.save import save
+from elixir_moe.state.checkpoint.storage import read_manifest
 from tests.cases import with_further
 from tests.test_habits import Frozen, Net, Tied, Unused, mean_square
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from blake3 import blake3
 
-from elixir_moe.checkpoint import tensors
-from elixir_moe.checkpoint.manifest import FileRecord
-from elixir_moe.checkpoint.tensors import FileImage, Item, hash_file, write_tensors
 from elixir_moe.memory import direct_file
+from elixir_moe.state.checkpoint import tensors
+from elixir_moe.state.checkpoint.manifest import FileRecord
+from elixir_moe.state.checkpoint.tensors import FileImage, Item, hash_file, write_tensors
 
 PAGE = 4096
 

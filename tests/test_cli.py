@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import elixir_moe as em
-from elixir_moe.cli import main
+from elixir_moe.cli.main import main
 from elixir_moe.train import history, launch
 from elixir_moe.train.config import TrainConfig
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import elixir_moe as em
-from elixir_moe.parallel.annotate import annotate_dtensors
+from elixir_moe.parallel.rules import annotate_dtensors
 from elixir_moe.search.trace import trace
 from tests.cases import with_further
 from tests.ranks import RankPool

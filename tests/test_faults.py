@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir_moe.chunks import tiers
-from elixir_moe.cli import main
+from elixir_moe.cli.main import main
+from elixir_moe.memory import slabs as tiers
 from elixir_moe.train.directory import claim_directory
 from tests.ranks import RankPool
 from tests.test_train import config_of

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import elixir_moe as em
+from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.mesh import expert_mesh
-from elixir_moe.parallel.moe import MoE
 from tests.ranks import RankPool
 from tests.test_moe import B, E, S, bias_towards, build, inputs, starve, world_mesh
 from tests.train_cases import run, settings_of

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import elixir_moe as em
-from elixir_moe.checkpoint.storage import latest, partial_of
 from elixir_moe.errors import ConfigError
+from elixir_moe.state.checkpoint.storage import latest, partial_of
 from elixir_moe.train.control import ControlFile
 from tests.checkpoint_cases import assert_same
 from tests.ranks import RankPool

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from elixir_moe.errors import ConfigError, LayoutError
 from elixir_moe.models.config import GPTConfig, gpt_config, named_configs
 from elixir_moe.models.gpt import GPT, generate, gpt_patterns, lm_loss, tokens_per_expert
-from elixir_moe.parallel.annotate import annotate, pattern_of
 from elixir_moe.parallel.mesh import init_mesh
+from elixir_moe.parallel.rules import annotate, pattern_of
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]

@@ -16,20 +16,20 @@ import torch.distributed as dist
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.chunks.collectives import Communicator, Ticket, backend_of, build_communicators, timeout_of
-from elixir_moe.chunks.group import ChunkGroupKey
-from elixir_moe.chunks.layout import ChunkSpec
+from elixir_moe.chunks.packing import ChunkSpec
+from elixir_moe.chunks.param_spec import ChunkGroupKey
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.chunks.streams import Streams
+from elixir_moe.distributed.collectives import Communicator, Ticket, backend_of, build_communicators, timeout_of
 from elixir_moe.kernels import host_threads
 from elixir_moe.memory.shard_state import build_shards
 from elixir_moe.models.gpt import _joined
 from elixir_moe.parallel import mesh
 from elixir_moe.parallel.mesh import start
 from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.runtime.streams import Streams
 from tests.ranks import RankPool
 
-saving = import_module("elixir_moe.checkpoint.save")
+saving = import_module("elixir_moe.state.checkpoint.save")
 Log = list[tuple[str, int, int, frozenset[str]]]
 
 
@@ -408,7 +408,7 @@ def test_a_default_device_of_the_user_changes_nothing(ranks: Callable[[int], Ran
 def test_what_never_leaves_the_host_is_not_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute shards travel, and the masters of fp32 chunks; those of 16-bit chunks are the host's own."""
     locked: list[int] = []
-    monkeypatch.setattr("elixir_moe.chunks.tiers._page_lock", lambda memory: locked.append(memory.nbytes))
+    monkeypatch.setattr("elixir_moe.memory.slabs._page_lock", lambda memory: locked.append(memory.nbytes))
     keys = [ChunkGroupKey(ranks=(0,), dtype=d, trainable=True, divisor=1) for d in (torch.bfloat16, torch.float32)]
     specs = [ChunkSpec(index=i, key=key, slots=(), numel=64, shards=1, resident=False) for i, key in enumerate(keys)]
     shards = build_shards([(spec, Tier.HOST) for spec in specs], torch.device("cuda"))

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
-from elixir_moe.chunks.layout import build_layout
+from elixir_moe.chunks.packing import build_layout
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan, footprint
 from tests.ranks import RankPool
 

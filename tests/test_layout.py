@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec, group_parameters
-from elixir_moe.chunks.layout import (
+from elixir_moe.chunks.packing import (
     ALIGN_BYTES,
     FINEST,
     FUSE_BELOW,
@@ -18,6 +17,7 @@ from elixir_moe.chunks.layout import (
     best_chunk_numel,
     build_layout,
 )
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, group_parameters
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig, gpt_config
 from elixir_moe.models.gpt import GPT

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import elixir_moe as em
-from elixir_moe.chunks import collectives
+from elixir_moe.distributed import collectives
 from elixir_moe.memory.shard_state import Fp32Shard, MixedShard
 from tests.ranks import RankPool
 from tests.test_habits import D, Net, adamw, mean_square

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.chunks.collectives import Ticket
+from elixir_moe.distributed.collectives import Ticket
 from elixir_moe.runtime.access import Door, Guarded, ParamAccess
 from tests.test_habits import D, Net, adamw, mean_square
 
@@ -235,7 +235,7 @@ def test_a_part_of_a_model_wrapped_before() -> None:
 def test_a_host_too_small_for_the_plan_is_refused_before_anything_is_allocated() -> None:
     model = Net()
     with (
-        mock.patch("elixir_moe.agreement.host_bytes_left", return_value=1000),
+        mock.patch("elixir_moe.setup.agreement.host_bytes_left", return_value=1000),
         mock.patch.object(wrapping, "build_shards", side_effect=AssertionError("allocated")),
         pytest.raises(em.TierError, match=r"needs [\d.]+ KiB for 1 ranks on .*, 1000 B are left \([\d.]+ KiB short\)"),
     ):

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from elixir_moe.errors import LayoutError
-from elixir_moe.parallel import experts as experts_module
-from elixir_moe.parallel.dispatch import begin_all_to_all, end_all_to_all
-from elixir_moe.parallel.experts import GroupedExperts
+from elixir_moe.moe import experts as experts_module
+from elixir_moe.moe.dispatch import begin_all_to_all, end_all_to_all
+from elixir_moe.moe.experts import GroupedExperts
+from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
-from elixir_moe.parallel.moe import MoE
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]

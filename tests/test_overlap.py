@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.chunks.collectives import Communicator, Ticket
+from elixir_moe.distributed.collectives import Communicator, Ticket
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from tests.cases import spill_of

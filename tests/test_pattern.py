@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.errors import ConfigError, ElixirError, LayoutError
-from elixir_moe.parallel.annotate import annotate, pattern_of
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.pattern import Pattern, RankMesh
+from elixir_moe.parallel.rules import annotate, pattern_of
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
-from elixir_moe.chunks.layout import Layout, build_layout
+from elixir_moe.chunks.packing import Layout, build_layout
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import SPILL_ALIGN_NUMEL, SPILL_LANES, Plan, Tier, footprint, held_rows, size_text
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elixir_moe as em
-from elixir_moe.chunks.policy import CacheCounts, CacheState, Entry, Load, Schedule, Verb, gradients_of, simulate
+from elixir_moe.chunks.cache_policy import CacheCounts, CacheState, Entry, Load, Schedule, Verb, gradients_of, simulate
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss

@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import elixir_moe as em
 from elixir_moe.errors import CheckpointError
-from elixir_moe.huggingface import save_pretrained
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns
-from elixir_moe.safetensors_format import INDEX
+from elixir_moe.state.huggingface import save_pretrained
+from elixir_moe.state.safetensors_format import INDEX
 from tests.cases import with_further
 from tests.hf_cases import FAMILIES
 from tests.parity import TOLERANCE, make_optimizer, mesh_of_world

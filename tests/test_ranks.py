@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
+from elixir_moe.distributed.all_ranks import Deferred, gathered, together
 from elixir_moe.errors import CheckpointError, ElixirError, PlanError
-from elixir_moe.ranks import Deferred, gathered, together
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]

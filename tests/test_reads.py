@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
-from elixir_moe.chunks.policy import Entry, Schedule
+from elixir_moe.chunks.cache_policy import Entry, Schedule
 from elixir_moe.search.repeat import cuts_of
 from elixir_moe.search.trace import trace
 from tests.cases import least_said

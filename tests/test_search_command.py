@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elixir_moe.cli import main
+from elixir_moe.cli.main import main
 
 PLAN = ["plan", "--hardware", "a100-80g-pcie-x4", "--seq", "1024"]
 SMALL = {
@@ -197,13 +197,13 @@ def test_a_trillion_parameters_on_512_gpus(tmp_path: Path) -> None:
 
 
 APART = """
-import sys, elixir_moe.cli
+import sys, elixir_moe.cli.main
 if __name__ == "__main__":
     heavy = ["jsonargparse", "rich", "yaml", "torch._dynamo", "elixir_moe.train.loop"]
     heavy += ["torch.distributed.elastic.multiprocessing"]
     print([name for name in heavy if name in sys.modules])
     for arguments in {commands}:
-        assert elixir_moe.cli.main(arguments) == 0
+        assert elixir_moe.cli.main.main(arguments) == 0
 """
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.paper_table import TABLE, planned, predicted
-from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
-from elixir_moe.chunks.layout import build_layout
+from elixir_moe.chunks.packing import build_layout
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.errors import ConfigError
 from elixir_moe.search import cost

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan
-from elixir_moe.chunks.walk import Part, Use
+from elixir_moe.chunks.step_order import Part, Use
 from elixir_moe.errors import PlanError
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile

@@ -8,8 +8,8 @@ import torch
 
 from elixir_moe.parallel import megatron
 from elixir_moe.runtime.units import find_parts
+from elixir_moe.search.events import Recorder, peak_of
 from elixir_moe.search.profile import Sent
-from elixir_moe.search.tape import Recorder, peak_of
 from elixir_moe.search.trace import trace
 from tests.cases import with_further
 from tests.megatron_cases import HIDDEN, SEQ, VOCAB, Case, build, lm_loss, model_parallel, plain, shims, wrapped

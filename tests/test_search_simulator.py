@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_moe import _native
-from elixir_moe.chunks.layout import build_layout
-from elixir_moe.chunks.policy import Entry, Load, Schedule, Verb, simulate
+from elixir_moe.chunks.cache_policy import Entry, Load, Schedule, Verb, simulate
+from elixir_moe.chunks.packing import build_layout
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, lm_loss

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import elixir_moe as em
-from elixir_moe.chunks.layout import build_layout
+from elixir_moe.chunks.cache_policy import Entry, Schedule
+from elixir_moe.chunks.packing import build_layout
 from elixir_moe.chunks.plan import Plan
-from elixir_moe.chunks.policy import Entry, Schedule
 from elixir_moe.errors import ConfigError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
 from elixir_moe.runtime.units import find_parts
+from elixir_moe.search.events import Recorder, peak_of
 from elixir_moe.search.repeat import cuts_of
-from elixir_moe.search.tape import Recorder, peak_of
 from elixir_moe.search.trace import trace
 from tests.cases import with_further
 from tests.hf_cases import LLAMA, Family

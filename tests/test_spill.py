@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.chunks.plan import SPILL_ALIGN_NUMEL
-from elixir_moe.chunks.spill import Spill
 from elixir_moe.memory import direct_file
+from elixir_moe.memory.disk import Spill
 from tests.cases import with_further
 from tests.ranks import RankPool
 

@@ -9,12 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
-from elixir_moe.chunks.collectives import Communicator
-from elixir_moe.chunks.group import ChunkGroupKey, ParamSpec
-from elixir_moe.chunks.layout import build_layout
+from elixir_moe.chunks.packing import build_layout
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.chunks.tiers import Slab, check_fits, host_bytes_left
+from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.errors import ElixirError, TierError
 from elixir_moe.memory.blocks import Block, ShardBlock
 from elixir_moe.memory.shard_state import (
@@ -26,6 +25,7 @@ from elixir_moe.memory.shard_state import (
     ShardState,
     build_shards,
 )
+from elixir_moe.memory.slabs import Slab, check_fits, host_bytes_left
 from elixir_moe.runtime.chunk import Chunk, ChunkState, Gradients, Placeholder
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from elixir_moe.cli import main
+from elixir_moe.cli.main import main
 from elixir_moe.errors import ConfigError
 from elixir_moe.models.gpt import GPT
 from elixir_moe.train import config as configs

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_moe.chunks.group import ChunkGroupKey
-from elixir_moe.chunks.layout import ChunkSpec, Layout, Slot
-from elixir_moe.chunks.policy import Verb, gradients_of, simulate
-from elixir_moe.chunks.walk import Part, Use, Walk, by_first_use, choose_units
+from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
+from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
+from elixir_moe.chunks.param_spec import ChunkGroupKey
+from elixir_moe.chunks.step_order import Part, Use, Walk, by_first_use, choose_units
 
 
 def layout_of(where: list[int], frozen: tuple[int, ...] = (), resident: tuple[int, ...] = ()) -> Layout:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.chunks.policy import Verb, gradients_of, simulate
-from elixir_moe.chunks.walk import Walk, choose_units
+from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
+from elixir_moe.chunks.step_order import Walk, choose_units
 from elixir_moe.runtime.access import Guarded
 from elixir_moe.runtime.units import find_parts, registered_uses
 from tests.cases import least_said

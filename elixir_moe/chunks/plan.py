@@ -13,9 +13,9 @@ from typing import Any, Self
 
 import torch
 
-from elixir_moe.chunks.group import ParamSpec
-from elixir_moe.chunks.layout import ChunkSpec, Layout, best_chunk_numel, build_layout
-from elixir_moe.chunks.policy import LOOKAHEAD
+from elixir_moe.chunks.cache_policy import LOOKAHEAD
+from elixir_moe.chunks.packing import ChunkSpec, Layout, best_chunk_numel, build_layout
+from elixir_moe.chunks.param_spec import ParamSpec
 from elixir_moe.errors import PlanError
 from elixir_moe.parallel.pattern import is_whole
 

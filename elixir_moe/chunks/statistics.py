@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, TypeVar
 
-from elixir_moe.chunks.policy import CacheCounts
+from elixir_moe.chunks.cache_policy import CacheCounts
 
 _K = TypeVar("_K")
 

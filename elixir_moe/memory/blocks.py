@@ -1,6 +1,6 @@
 """The memory of the rCache: blocks, and the proof that nobody still reads one that is to be written.
 
-Owns the blocks, and the memory of chunks that do not share them. Which chunk goes where is `chunks.policy`'s decision.
+Owns the blocks, and the memory of chunks that do not share them. `chunks.cache_policy` decides which chunk goes where.
 
 A block may be written when the operation that last used it has ended and no tensor shares its storage. The policy only
 gives away what nothing holds, so the second is true already, but for a reader nobody could foresee: a view of a weight
@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from elixir_moe.chunks.collectives import Ticket
-from elixir_moe.chunks.layout import ChunkSpec, Layout
+from elixir_moe.chunks.packing import ChunkSpec, Layout
 from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.distributed.collectives import Ticket
 from elixir_moe.memory.shard_state import MixedShard, ShardState
 
 

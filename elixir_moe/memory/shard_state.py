@@ -24,11 +24,11 @@ from typing import Protocol
 
 import torch
 
-from elixir_moe.chunks.layout import ChunkSpec
+from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.chunks.spill import Spill, Spilled
-from elixir_moe.chunks.tiers import Slab
 from elixir_moe.kernels import sum_of_squares
+from elixir_moe.memory.disk import Spill, Spilled
+from elixir_moe.memory.slabs import Slab
 
 
 class Kept(Protocol):

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from elixir_moe.errors import ConfigError, LayoutError
 from elixir_moe.models.config import GPTConfig
-from elixir_moe.parallel.experts import MLP, GroupedExperts
+from elixir_moe.moe.experts import MLP, GroupedExperts
+from elixir_moe.moe.layer import MoE
+from elixir_moe.moe.router import TopKRouter
 from elixir_moe.parallel.mesh import expert_mesh
-from elixir_moe.parallel.moe import MoE
 from elixir_moe.parallel.pattern import Pattern
-from elixir_moe.parallel.router import TopKRouter
 
 
 class GPTOutput(NamedTuple):

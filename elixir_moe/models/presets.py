@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from elixir_moe.errors import ConfigError, nothing_called
 from elixir_moe.models.config import GPTConfig, gpt_config
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
-from elixir_moe.parallel.annotate import annotate
+from elixir_moe.parallel.rules import annotate
 
 GPT2 = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b")
 OPT = {

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from elixir_moe.distributed.all_ranks import ControlGroups, gathered
+from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import ConfigError
 from elixir_moe.optim.loss_scale import LossScale
-from elixir_moe.ranks import ControlGroups, gathered
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.scheduler import Scheduler
-from elixir_moe.waits import Wait
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,18 +16,18 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from elixir_moe.chunks.layout import Layout
+from elixir_moe.chunks.cache_policy import Schedule
+from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import Footprint, Plan, Tier, held_rows
-from elixir_moe.chunks.policy import Schedule
-from elixir_moe.chunks.spill import Spill
 from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.memory.disk import Spill
 from elixir_moe.optim.accepted import moments_of
 from elixir_moe.optim.decision import Facts, StepDecision
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.shard_update import AdamUpdate, cut, update_for
 from elixir_moe.optim.state import OptimizerState
-from elixir_moe.ranks import ControlGroups
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.scheduler import Scheduler

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.memory.shard_state import Kept
 from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, Segment
-from elixir_moe.ranks import ControlGroups
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.scheduler import Scheduler

@@ -37,8 +37,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elixir_moe.errors import ConfigError, LayoutError
-from elixir_moe.parallel.annotate import attach, pattern_of, replicated_everywhere
 from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern, RankMesh
+from elixir_moe.parallel.rules import attach, pattern_of, replicated_everywhere
 
 TRIED = "0.16."
 """Versions of megatron-core whose attributes are read here by test, not by hope."""

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.parallel.annotate import pattern_of
+from elixir_moe.distributed.waits import named
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.pattern import EXPERT_AXIS
-from elixir_moe.waits import named
+from elixir_moe.parallel.rules import pattern_of
 
 _SAMPLE = 16
 """Elements along each dim that are looked at."""
@@ -54,7 +54,7 @@ def warn_of_twins(parameters: Mapping[nn.Parameter, str], everyone: Sequence[Seq
         warnings.warn(
             f"parameter {name!r} has the same values on {named(ranks)}{more}, though ranks along axis {EXPERT_AXIS!r} "
             f"hold different experts: draw them after torch.manual_seed(seed + the rank's place along that axis), or "
-            f"from their numbers in the layer, as elixir_moe.parallel.moe.MoE does. If they are copies on purpose, all "
+            f"from their numbers in the layer, as elixir_moe.moe.layer.MoE does. If they are copies on purpose, all "
             f"is well",
             stacklevel=4,
         )

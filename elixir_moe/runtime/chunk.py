@@ -22,8 +22,8 @@ from zlib import crc32
 
 import torch
 
-from elixir_moe.chunks.collectives import Communicator, Ticket
-from elixir_moe.chunks.layout import ChunkSpec
+from elixir_moe.chunks.packing import ChunkSpec
+from elixir_moe.distributed.collectives import Communicator, Ticket
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.kernels import host_threads, sum_of_squares
 from elixir_moe.memory.blocks import Block, ShardBlock

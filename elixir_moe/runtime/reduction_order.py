@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elixir_moe.chunks.collectives import Ticket
+from elixir_moe.distributed.collectives import Ticket
+from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import ElixirError, LayoutError
 from elixir_moe.runtime.chunk import Chunk
-from elixir_moe.waits import Wait
 
 Agreement = Callable[[Sequence[int], Sequence[int]], Callable[[], list[int]]]
 """Asks, for the chunks this rank used, in its order, and those it has gathered since the last backward; what it returns

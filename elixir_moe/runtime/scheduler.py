@@ -7,7 +7,7 @@ Knows nothing of modules or autograd (`hooks`) nor of updates (`optim`).
     gradient  ->  cache.acquire  ->  lands in a block  ->  reduce  ->  cache.release  ->  home
 
 No deadlock by construction. Gathers follow requests, which come from modules every rank runs; what is evicted for them
-is decided by `chunks.policy` from the requests alone. Reductions are issued in the order of `reduction_order`.
+is decided by `chunks.cache_policy` from the requests alone. Reductions are issued in the order of `reduction_order`.
 
 Overlap. Compute waits for a gather where it needs it, the update for reductions, a refill for the last use of its
 block; a gather that was decided ahead of time begins when its home's update has ended, and holds up nothing else.
@@ -19,15 +19,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from elixir_moe.chunks.collectives import Ticket
+from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, CacheState, Entry, Load, Schedule, Verb, gradients_of
 from elixir_moe.chunks.plan import REDUCTIONS_IN_FLIGHT, Tier
-from elixir_moe.chunks.policy import ACQUIRE, RELEASE, CacheState, Entry, Load, Schedule, Verb, gradients_of
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.chunks.streams import Streams
+from elixir_moe.distributed.collectives import Ticket
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.runtime.chunk import ATTACHED, CACHED, GATHERED, GATHERING, SHARDED, Chunk, Landings
 from elixir_moe.runtime.reduction_order import Agreement, OutOfStepError, Reductions, alone
+from elixir_moe.runtime.streams import Streams
 
 _MISSES_BEFORE_NEW_SCHEDULE = 3
 _LONGEST_RECORD = 1 << 20

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_moe.chunks.layout import Layout
-from elixir_moe.chunks.walk import Part, Use, choose_units, moving_chunks
-from elixir_moe.parallel.annotate import pattern_of
+from elixir_moe.chunks.packing import Layout
+from elixir_moe.chunks.step_order import Part, Use, choose_units, moving_chunks
 from elixir_moe.parallel.pattern import EXPERT_AXIS
+from elixir_moe.parallel.rules import pattern_of
 from elixir_moe.runtime.access import ParamAccess
 
 
@@ -43,7 +43,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a model, outermost first, and what `chunks.walk` is told of them."""
+    """The parts of a model, outermost first, and what `chunks.step_order` is told of them."""
 
     names: tuple[str, ...]
     modules: tuple[nn.Module, ...]

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.plan import Plan
-from elixir_moe.chunks.tiers import host_bytes_left
-from elixir_moe.chunks.walk import Use
+from elixir_moe.chunks.step_order import Use
+from elixir_moe.distributed.all_ranks import gathered, together
 from elixir_moe.errors import ConfigError
-from elixir_moe.parallel.annotate import pattern_of, replicated_everywhere
-from elixir_moe.ranks import gathered, together
+from elixir_moe.memory.slabs import host_bytes_left
+from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
+from elixir_moe.runtime.model_spec import ranks_of
 from elixir_moe.runtime.units import Parts, traced_uses
 from elixir_moe.search import cost
 from elixir_moe.search.explain import explained
@@ -26,7 +27,6 @@ from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.measure import describe, hardware_here, remembered_fit, with_disk
 from elixir_moe.search.solve import Choice, Task, solve
 from elixir_moe.search.trace import trace
-from elixir_moe.specs import ranks_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elixir_moe.chunks.layout import ChunkSpec, Layout
+from elixir_moe.chunks.packing import ChunkSpec, Layout
 from elixir_moe.chunks.plan import Plan, Tier, home_bytes
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile

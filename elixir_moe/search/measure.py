@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from elixir_moe.chunks.collectives import Communicator, build_communicators
 from elixir_moe.chunks.plan import SPILL_LANES
-from elixir_moe.chunks.spill import Spill, disk_bytes_left
-from elixir_moe.chunks.tiers import host_bytes_left
+from elixir_moe.distributed.all_ranks import gathered, together
+from elixir_moe.distributed.collectives import Communicator, build_communicators
 from elixir_moe.errors import ConfigError, TierError
 from elixir_moe.kernels import adam_step, cpu_features, host_threads
-from elixir_moe.ranks import gathered, together
+from elixir_moe.memory.disk import Spill, disk_bytes_left
+from elixir_moe.memory.slabs import host_bytes_left
 from elixir_moe.search.hardware import Fitted, Hardware, Links, Wire
 
 _FORMAT = 1

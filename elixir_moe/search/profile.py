@@ -7,10 +7,10 @@ tensor.
 import hashlib
 from dataclasses import dataclass, replace
 
-from elixir_moe.chunks.group import ParamSpec
-from elixir_moe.chunks.layout import Layout
-from elixir_moe.chunks.policy import Schedule
-from elixir_moe.chunks.walk import Part, Use, Walk
+from elixir_moe.chunks.cache_policy import Schedule
+from elixir_moe.chunks.packing import Layout
+from elixir_moe.chunks.param_spec import ParamSpec
+from elixir_moe.chunks.step_order import Part, Use, Walk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class Profile:
     order: tuple[int, ...]
     """By place in `params`: the parameter's number in ``model.parameters()``."""
     parts: tuple[Part, ...]
-    """Modules that have parameters; see `chunks.walk`."""
+    """Modules that have parameters; see `chunks.step_order`."""
     uses: tuple[Use, ...]
     """Runs of parts in forward."""
     parameters: int

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from elixir_moe.parallel.annotate import pattern_of
-from elixir_moe.search.tape import Kind, Mark
+from elixir_moe.parallel.rules import pattern_of
+from elixir_moe.search.events import Kind, Mark
 
 _LONGEST_PERIOD = 4
 _FEWEST_PERIODS = 4

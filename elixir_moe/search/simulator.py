@@ -1,4 +1,4 @@
-"""A recorded step played on rCaches of many sizes: in C++ where it was built, as `chunks.policy` plays it otherwise.
+"""A recorded step played on rCaches of many sizes: in C++ where it was built, else by `chunks.cache_policy`.
 
 Owns the schedule as the native code reads it. The decisions are those of `policy.simulate` without prefetching, which
 moves gathers but never adds one; a test compares them load by load. Source: Elixir v2, A.2.
@@ -7,7 +7,7 @@ moves gathers but never adds one; a test compares them load by load. Source: Eli
 from array import array
 from itertools import accumulate, chain
 
-from elixir_moe.chunks.policy import Load, Schedule, Verb, gradients_of, simulate
+from elixir_moe.chunks.cache_policy import Load, Schedule, Verb, gradients_of, simulate
 
 try:
     from elixir_moe import _native

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import pairwise
 
-from elixir_moe.chunks.group import ParamSpec, group_parameters
-from elixir_moe.chunks.layout import ALIGN_BYTES, FUSE_BELOW, ChunkSpec, Layout, best_chunk_numel, build_layout
+from elixir_moe.chunks.packing import ALIGN_BYTES, FUSE_BELOW, ChunkSpec, Layout, best_chunk_numel, build_layout
+from elixir_moe.chunks.param_spec import ParamSpec, group_parameters
 from elixir_moe.chunks.plan import (
     GRADIENTS_ON_THEIR_WAY,
     Footprint,
@@ -26,7 +26,7 @@ from elixir_moe.chunks.plan import (
     spill_buffer_bytes,
     staging_bytes,
 )
-from elixir_moe.chunks.walk import Walk
+from elixir_moe.chunks.step_order import Walk
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware

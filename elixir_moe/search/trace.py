@@ -21,19 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from elixir_moe.chunks.group import ParamSpec
-from elixir_moe.chunks.walk import Use, by_first_use
+from elixir_moe.chunks.param_spec import ParamSpec
+from elixir_moe.chunks.step_order import Use, by_first_use
 from elixir_moe.errors import ConfigError, ElixirError
-from elixir_moe.parallel import megatron_dataless
-from elixir_moe.parallel.annotate import logical_shape
+from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.dtensor import local_of, placed_as
-from elixir_moe.parallel.moe import MoE
 from elixir_moe.parallel.pattern import Pattern, RankMesh
+from elixir_moe.parallel.rules import logical_shape
+from elixir_moe.runtime.model_spec import param_specs
 from elixir_moe.runtime.units import Parts, find_parts
+from elixir_moe.search import megatron_dataless
+from elixir_moe.search.events import Kind, Mark, Recorder, peak_of
 from elixir_moe.search.profile import Exchange, Profile, Sent
 from elixir_moe.search.repeat import Cut, cuts_of, made_whole
-from elixir_moe.search.tape import Kind, Mark, Recorder, peak_of
-from elixir_moe.specs import param_specs
 
 Step = Callable[[nn.Module, Any], Tensor]
 

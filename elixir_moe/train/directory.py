@@ -8,7 +8,7 @@ no communication; rank 0 alone claims a directory.
               metrics.jsonl         one object a step
               events.jsonl          what happened besides: saves, faults, new settings; missing if nothing did
               status.json           running, stopped, failed or done; the step and the latest checkpoint
-              checkpoints/          step-00000100, ...: see `elixir_moe.checkpoint`
+              checkpoints/          step-00000100, ...: see `elixir_moe.state.checkpoint`
               apart/                the state of a run that diverged
               control.yaml          the user's: new settings while it runs
               loss.png              the losses against the steps
@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from elixir_moe.checkpoint.storage import CHECKPOINTS, MANIFEST, collect, discard, latest, partials, read_manifest
-from elixir_moe.checkpoint.values import decode
 from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.state.checkpoint.storage import CHECKPOINTS, MANIFEST, collect, discard, latest, partials, read_manifest
+from elixir_moe.state.checkpoint.values import decode
 from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig, identity
 from elixir_moe.train.data import ByteText

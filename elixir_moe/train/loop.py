@@ -25,14 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.models.gpt import tokens_per_expert
 from elixir_moe.parallel.mesh import init_mesh
-from elixir_moe.state import full_state_dict
+from elixir_moe.state.full import full_state_dict
 from elixir_moe.train import memory, settings
 from elixir_moe.train.bigram import Bigram
+from elixir_moe.train.checkpoints import Keeper
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.control import REQUEUE, Control, ControlFile, Signals
 from elixir_moe.train.data import ByteText
 from elixir_moe.train.directory import CONTROL, Claim, extra_of
-from elixir_moe.train.keeper import Keeper
 from elixir_moe.train.memory import Scarcity
 from elixir_moe.train.report import Console, Report, StepRecord, Summary
 from elixir_moe.train.supervisor import Action, Observation, Supervisor, Verdict

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elixir_moe.chunks.collectives import world_timeout
+from elixir_moe.distributed.collectives import world_timeout
 from elixir_moe.errors import TierError
 from elixir_moe.train.config import PlanConfig, TrainConfig
 from elixir_moe.train.training import Training

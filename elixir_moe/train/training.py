@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.checkpoint.chance import random_states, read_random_states, set_random_states
-from elixir_moe.checkpoint.held import held_by, share_of, wrapped_of
-from elixir_moe.checkpoint.load import load
-from elixir_moe.checkpoint.save import Saving, save
 from elixir_moe.chunks.plan import Plan
+from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.models.gpt import GPT, Meshes, generate, gpt_patterns, lm_loss
+from elixir_moe.moe.layer import MoE, Place
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_moe.parallel.annotate import annotate, logical_shape
-from elixir_moe.parallel.moe import MoE, Place
-from elixir_moe.ranks import gathered
+from elixir_moe.parallel.rules import annotate, logical_shape
+from elixir_moe.state.checkpoint.load import load
+from elixir_moe.state.checkpoint.local_shard import held_by, share_of, wrapped_of
+from elixir_moe.state.checkpoint.rng import random_states, read_random_states, set_random_states
+from elixir_moe.state.checkpoint.save import Saving, save
 from elixir_moe.train.config import OptimizerConfig, PlanConfig, TrainConfig, identity
 from elixir_moe.train.data import ByteText, batch_at, rows_of, validation_batches
 from elixir_moe.wrap import wrap

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from elixir_moe.distributed.waits import Place, place_of
 from elixir_moe.errors import ElixirError
-from elixir_moe.waits import Place, place_of
 
 _SAMPLE_SECONDS = 0.05
 _BEAT_SECONDS = 1.0

@@ -1,0 +1,295 @@
+"""Where every parameter lies: chunks, offsets, shards.
+
+Owns the packing of parameters into chunks and the choice of the chunk length. Pure: no tensor, no process group.
+
+A chunk of three parameters in a group of N = 4 ranks, in a block of the rCache (C is the length of every block)::
+
+    0                 numel/N           numel/2           3*numel/4         numel          C
+    |- shard of rank 0 -|- shard of rank 1 -|- shard of rank 2 -|- shard of rank 3 -|........|
+    |== parameter 0 ==|..|====== parameter 1 ======|.|======= parameter 2 =======|..|........|
+                       ^ parameters start on 64 bytes            zeros up to numel ^  ^ not sent, not stored
+
+`numel` is rounded up so that all shards are equal and start on 64 bytes. Only `numel` elements are stored at home and
+sent; the rest of the block is the price of one length for all groups, and what `waste_fraction` counts.
+Sources: Elixir v1, sections IV-A (grouping, fused small groups) and V (fully symmetric partitioning); v2, A.2.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, group_parameters
+from elixir_moe.errors import PlanError
+
+ALIGN_BYTES = 64
+"""Parameters and shards start on a cache line: what torch's own allocator gives, and all that kernels ask for."""
+FUSE_BELOW = 1 / 4
+"""A chunk group smaller than this part of a chunk becomes one small resident chunk of its own length."""
+WASTE_ENOUGH = 0.02
+"""Half of what Elixir v2, 4.2, reports."""
+LATENCY_BYTES = 1 << 24
+"""Shorter collectives are bound by their latency, not by their bytes; torch's DDP fills buckets of 25 MiB."""
+FINEST = 8
+"""But a model is to have at least about so many chunks, or there is nothing left for an rCache to choose from."""
+_SEARCH_SPAN = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """The place of one parameter in its chunk."""
+
+    param: int
+    """Index into the list of parameters."""
+    start: int
+    """First element."""
+    numel: int
+    """Number of elements."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkSpec:
+    """A flat buffer of consecutive parameters of one chunk group."""
+
+    index: int
+    """Its place among all chunks, in order of first use."""
+    key: ChunkGroupKey
+    slots: tuple[Slot, ...]
+    numel: int
+    """Elements in use, zeros for alignment included: a multiple of `shards`."""
+    shards: int
+    """Into how many shards it is scattered: the ranks of its group, or 1 where the plan replicates."""
+    resident: bool
+    """Never goes through the rCache: it has a buffer of its own, or needs none."""
+    in_place: bool = False
+    """Its home is its buffer: it is whole there, and on the device that computes with it."""
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return self.numel // self.shards
+
+    @property
+    def keeps_pieces(self) -> bool:
+        """Whether gradients stay where autograd put them: there is nothing to sum over ranks, and nothing to round."""
+        alone = self.in_place and len(self.key.ranks) == 1
+        return alone and self.key.trainable and self.key.dtype == torch.float32
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a reduced gradient takes the place of the values where they are used."""
+        return self.in_place and self.key.trainable and self.key.dtype != torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered chunk in its compute dtype."""
+        return self.numel * self.key.dtype.itemsize
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the staging buffer that a reduction over gloo takes; of two ranks each needs room for one shard."""
+        return self.nbytes if self.shards > 2 else self.nbytes // 2
+
+    def shard_bounds(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last element of global rank `rank`'s shard."""
+        index = self.key.ranks.index(rank) if self.shards > 1 else 0
+        return index * self.shard_numel, (index + 1) * self.shard_numel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """All chunks of a model."""
+
+    chunk_numel: int
+    """C: elements of a block, one length for all chunk groups."""
+    chunks: tuple[ChunkSpec, ...]
+    block_itemsize: int
+    """Bytes of an element of a block: that of the widest compute dtype of any chunk that uses one."""
+    open_gradients: int | None = None
+    """The most chunks whose gradients have a block at once; None before it was counted (`chunks.step_order`)."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one rCache block."""
+        return self.chunk_numel * self.block_itemsize
+
+    def with_in_place(self, indices: Collection[int]) -> "Layout":
+        """The same chunks, those of `indices` used where they are at home."""
+        chunks = tuple(replace(c, resident=True, in_place=True) if c.index in indices else c for c in self.chunks)
+        widest = max((chunk.key.dtype.itemsize for chunk in chunks if not chunk.resident), default=0)
+        return Layout(chunk_numel=self.chunk_numel if widest else 0, chunks=chunks, block_itemsize=max(widest, 1))
+
+    @property
+    def cached(self) -> tuple[ChunkSpec, ...]:
+        """The chunks that come and go through the rCache."""
+        return tuple(chunk for chunk in self.chunks if not chunk.resident)
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks for the weights of every chunk that comes and goes, and for all gradients that have one at once."""
+        groups = len({chunk.key for chunk in self.cached if chunk.key.trainable})
+        return len(self.cached) + (groups if self.open_gradients is None else self.open_gradients)
+
+    @property
+    def waste_fraction(self) -> float:
+        """Part of the bytes of all blocks and resident buffers that no parameter fills, were every chunk gathered."""
+        space = sum(chunk.nbytes if chunk.resident else self.block_bytes for chunk in self.chunks)
+        used = sum(slot.numel * chunk.key.dtype.itemsize for chunk in self.chunks for slot in chunk.slots)
+        return 1 - used / space if space else 0.0
+
+
+def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *, scatter: bool = True) -> Layout:
+    """Packs parameters, given in order of first use, into chunks.
+
+    Args:
+        params: all parameters; resident (tied) ones get chunks of their own.
+        chunk_numel: the chunk length C in elements; by default `best_chunk_numel`.
+        scatter: False keeps every chunk whole on every rank (the paper's S_FLAG).
+
+    Raises:
+        PlanError: `chunk_numel` is smaller than the largest parameter.
+    """
+    chunk_numel = best_chunk_numel(params) if chunk_numel is None else chunk_numel
+    chunks: list[ChunkSpec] = []
+    for key, resident, indices in _streams(params, chunk_numel):
+        shards = len(key.ranks) if scatter else 1
+        if not resident:
+            _check_fits(params, indices, chunk_numel)
+        sizes = [params[i].numel for i in indices]
+        for first, starts, used in _pack(sizes, math.inf if resident else chunk_numel, _align(key)):
+            slots = tuple(
+                Slot(param=indices[first + k], start=start, numel=sizes[first + k]) for k, start in enumerate(starts)
+            )
+            numel = _round_up(max(used, 1), shards * _align(key))  # never empty, be all its parameters so
+            chunks.append(ChunkSpec(index=-1, key=key, slots=slots, numel=numel, shards=shards, resident=resident))
+    chunks.sort(key=lambda chunk: chunk.slots[0].param)
+    chunks = [replace(chunk, index=index) for index, chunk in enumerate(chunks)]
+    cached = [chunk for chunk in chunks if not chunk.resident]
+    return Layout(
+        chunk_numel=max((chunk_numel, *(chunk.numel for chunk in cached))) if cached else 0,
+        chunks=tuple(chunks),
+        block_itemsize=max((chunk.key.dtype.itemsize for chunk in cached), default=1),
+    )
+
+
+def best_chunk_numel(params: Sequence[ParamSpec], *, stay: bool = False) -> int:
+    """The smallest chunk length that wastes little, from the shortest that makes sense to a few times that.
+
+    Where groups of a single rank `stay` in place, on the device, and others do not, only those others are looked at:
+    a mixture's experts are most of it, but what they need no block for does not make its dense chunks longer.
+
+    None is shorter than the largest parameter, nor than `LATENCY_BYTES` in a model of `FINEST` times that. Little is
+    `WASTE_ENOUGH` of all blocks, or (to 0.1 %) the least there is: below that a finer rCache is worth more than fuller
+    chunks. Waste falls only where a group needs one chunk less, so those lengths are all there is to try.
+    Source: Elixir v1, IV-A, which takes the least waste of a range the user gives.
+    """
+    streams = [
+        _Stream([params[i].numel for i in indices if not params[i].resident], key)
+        for key, indices in group_parameters(params).items()
+    ]
+    largest = max((size for stream in streams for size in stream.sizes), default=0)
+    if stay:
+        streams = [stream for stream in streams if stream.ranks > 1] or streams
+    total = sum(stream.total for stream in streams)
+    widest = max((stream.itemsize for stream in streams), default=1)
+    shortest = max(largest, min(LATENCY_BYTES // widest, total // FINEST))
+    longest = max(shortest, min(shortest * _SEARCH_SPAN, total))
+    lengths = sorted({shortest, *(length for stream in streams for length in stream.steps(shortest, longest))})
+    wastes = [_waste(streams, length) for length in lengths]
+    enough = max(WASTE_ENOUGH, min(wastes) + 0.001)
+    return next(length for length, waste in zip(lengths, wastes, strict=True) if waste <= enough)
+
+
+class _Stream:
+    """The sizes of one chunk group, ready to be packed into chunks of many lengths."""
+
+    def __init__(self, sizes: list[int], key: ChunkGroupKey) -> None:
+        self.sizes = sizes
+        self.total = sum(sizes)
+        self.itemsize = key.dtype.itemsize
+        self.ranks = len(key.ranks)
+        starts = list(accumulate((_round_up(size, _align(key)) for size in sizes), initial=0))
+        self._starts = starts[:-1]
+        self._stops = [start + size for start, size in zip(starts, sizes, strict=False)]
+
+    def small(self, chunk_numel: int) -> bool:
+        """Whether the group is fused into one resident chunk."""
+        return self.total < chunk_numel * FUSE_BELOW
+
+    def chunks(self, chunk_numel: int) -> int:
+        """How many chunks of this length `_pack` makes, at least the largest size; O(chunks log sizes)."""
+        first = count = 0
+        while first < len(self.sizes):
+            first = bisect_right(self._stops, self._starts[first] + chunk_numel, first)
+            count += 1
+        return count
+
+    def steps(self, shortest: int, longest: int) -> Iterator[int]:
+        """The lengths of a range at which the group needs fewer chunks, or becomes small."""
+        fewest, length = self.chunks(longest), shortest
+        while (count := self.chunks(length)) > fewest:
+            length += 1 + bisect_left(range(length + 1, longest), 1 - count, key=lambda n: -self.chunks(n))
+            yield length
+        fused = int(self.total / FUSE_BELOW) + 1
+        if shortest < fused <= longest:
+            yield fused
+
+
+def _waste(streams: Sequence[_Stream], chunk_numel: int) -> float:
+    used = sum(stream.total * stream.itemsize for stream in streams)
+    small = sum(stream.total * stream.itemsize for stream in streams if stream.small(chunk_numel))
+    blocked = [stream for stream in streams if not stream.small(chunk_numel)]
+    block_bytes = chunk_numel * max((stream.itemsize for stream in blocked), default=0)
+    space = small + block_bytes * sum(stream.chunks(chunk_numel) for stream in blocked)
+    return 1 - used / space if space else 0.0
+
+
+def _streams(params: Sequence[ParamSpec], chunk_numel: int) -> Iterator[tuple[ChunkGroupKey, bool, list[int]]]:
+    """(key, resident, parameter indices): each yields chunks of its own, in order of first use."""
+    for key, indices in group_parameters(params).items():
+        tied = [i for i in indices if params[i].resident]
+        rest = [i for i in indices if not params[i].resident]
+        if rest:
+            small = sum(params[i].numel for i in rest) < chunk_numel * FUSE_BELOW
+            yield key, small, rest
+        if tied:
+            yield key, True, tied
+
+
+def _pack(sizes: Sequence[int], limit: float, align: int) -> Iterator[tuple[int, list[int], int]]:
+    """Packs consecutive sizes until one does not fit; yields (index of the first, start of each, elements used)."""
+    first, starts, used = 0, list[int](), 0
+    for index, size in enumerate(sizes):
+        start = _round_up(used, align)
+        if starts and start + size > limit:
+            yield first, starts, used
+            first, starts, start = index, [], 0
+        starts.append(start)
+        used = start + size
+    if starts:
+        yield first, starts, used
+
+
+def _check_fits(params: Sequence[ParamSpec], indices: Sequence[int], chunk_numel: int) -> None:
+    largest = max((params[i] for i in indices), key=lambda p: p.numel)
+    if largest.numel > chunk_numel:
+        raise PlanError(
+            f"parameter {largest.name!r} has {largest.numel} elements, more than chunk_numel={chunk_numel}: "
+            f"set chunk_numel to at least {largest.numel}, or leave it out"
+        )
+
+
+def _align(key: ChunkGroupKey) -> int:
+    return ALIGN_BYTES // key.dtype.itemsize
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

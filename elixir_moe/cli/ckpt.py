@@ -1,0 +1,158 @@
+"""`elixir-moe ckpt`: what can be asked of checkpoints, and made of them, without a model and on one process.
+
+Owns the arguments of the verb and what is printed.
+"""
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.state.checkpoint.manifest import Manifest
+from elixir_moe.state.checkpoint.storage import (
+    MANIFEST,
+    check_target,
+    checkpoints,
+    home_of,
+    partials,
+    read_manifest,
+    verify,
+)
+from elixir_moe.state.checkpoint.whole import Whole, export_huggingface, export_torch, reshard
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_parser(verbs: "argparse._SubParsersAction[Any]") -> Sequence[argparse.ArgumentParser]:
+    """Adds the verb; returns the parsers that take the options all verbs have."""
+    parser = verbs.add_parser("ckpt", help="list, verify, export or reshard checkpoints", allow_abbrev=False)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=type(parser))
+    ls = actions.add_parser("ls", help="the checkpoints in a directory, the latest last", allow_abbrev=False)
+    ls.add_argument("directory", type=Path, help="a run's, or one that holds checkpoints")
+    check = actions.add_parser("verify", help="hash every file of a checkpoint", allow_abbrev=False)
+    export = actions.add_parser("export", help="write full weights for other programs", allow_abbrev=False)
+    again = actions.add_parser("reshard", help="write a checkpoint anew in other files", allow_abbrev=False)
+    for verb in (check, export, again):
+        verb.add_argument("checkpoint", type=Path, help="or a directory as `ls` takes it: the latest in it")
+    export.add_argument("out", type=Path, help="a new folder (hf) or file (torch)")
+    export.add_argument(
+        "--format", choices=("hf", "torch"), default="hf", help="Hugging Face's safetensors, or one torch state dict"
+    )
+    export.add_argument("--dtype", choices=tuple(_DTYPES), help="of floating parameters; by default each one's own")
+    export.add_argument("--shard-gb", type=float, default=5.0, help="largest file of a folder, in GB (default 5)")
+    again.add_argument("out", type=Path, help="the new checkpoint")
+    again.add_argument("--files", type=int, default=1, metavar="N", help="number of files (default 1)")
+    return ls, check, export, again
+
+
+def run(known: argparse.Namespace) -> int:
+    """Carries the action out. Raises ConfigError for wrong arguments, CheckpointError for checkpoints of no use."""
+    if known.action == "ls":
+        return _ls(known.directory, known.json)
+    if known.action != "verify":
+        _check_settings(known)
+    path = _chosen(known.checkpoint)
+    manifest = read_manifest(path)
+    verify(path, manifest)
+    whole = Whole(path, manifest)
+    written: list[Path] = []
+    if known.action == "export":
+        dtype = _DTYPES.get(known.dtype)
+        if known.format == "torch":
+            written = export_torch(whole, known.out, dtype=dtype)
+        else:
+            written = export_huggingface(whole, known.out, dtype=dtype, shard_bytes=int(known.shard_gb * 1e9))
+    if known.action == "reshard":
+        written = [known.out / name for name in reshard(whole, known.out, known.files).files]
+    if known.json:
+        print(json.dumps({**_facts(path, manifest), "verified": True, "written": list(map(str, written))}))
+    else:
+        print(f"{path}: {len(manifest.files)} files, {manifest.nbytes:,} bytes, every hash is right")
+        for file in written:
+            print(f"wrote {file}")
+    return 0
+
+
+def _check_settings(known: argparse.Namespace) -> None:
+    """Raises ConfigError for what cannot be written, before the checkpoint is hashed."""
+    if known.action == "export":
+        if not 0 < known.shard_gb < math.inf:
+            raise ConfigError(f"--shard-gb {known.shard_gb}: expected a finite number above 0")
+        if os.path.lexists(known.out):
+            raise ConfigError(f"{known.out} exists: name another {'folder' if known.format == 'hf' else 'file'}")
+    if known.action == "reshard":
+        if known.files < 1:
+            raise ConfigError(f"--files {known.files}: expected at least 1")
+        try:
+            check_target(known.out)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+    above = next(path for path in known.out.absolute().parents if os.path.lexists(path))
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ConfigError(f"{known.out} cannot be made: nothing can be written in {above}; name another place")
+
+
+def _chosen(path: Path) -> Path:
+    """The checkpoint that is meant: at `path`, or the latest in that directory.
+
+    Raises:
+        ConfigError: there is none.
+        CheckpointError: a damaged manifest does not say when its checkpoint was saved.
+    """
+    if os.path.lexists(path / MANIFEST):
+        return path
+    found = checkpoints(home_of(path)) if path.is_dir() else []
+    if not found:
+        raise ConfigError(
+            f"{path} is no checkpoint and holds none: name one, or the directory of a run that saved some"
+        )
+    for _, manifest in found:
+        if isinstance(manifest, CheckpointError):
+            raise manifest
+    return found[-1][0]
+
+
+def _ls(directory: Path, as_json: bool) -> int:
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is no directory: name a run's, or one that holds checkpoints")
+    directory = home_of(directory)
+    rows = [_facts(path, found) for path, found in checkpoints(directory)]
+    unfinished = [str(path) for path in partials(directory)]
+    if as_json:
+        print(json.dumps({"checkpoints": rows, "partial": unfinished}))
+        return 0
+    for row in rows:
+        if "damaged" in row:
+            print(f"{row['path']}  damaged: {row['damaged']}")
+        else:
+            print(
+                f"{row['path']}  {row['saved']}  ranks: {row['ranks']}  parameters: {row['parameters']:,}  "
+                f"files: {row['files']}  bytes: {row['bytes']:,}"
+            )
+    for path in unfinished:
+        print(f"{path}  partial: a save under way, or of a process that died; the next save or latest() collects it")
+    if not rows and not unfinished:
+        print(f"{directory} holds no checkpoint")
+    return 0
+
+
+def _facts(path: Path, found: Manifest | CheckpointError) -> dict[str, Any]:
+    if isinstance(found, CheckpointError):
+        return {"path": str(path), "damaged": str(found)}
+    saved = datetime.fromtimestamp(found.saved_ns / 1e9, UTC).isoformat(timespec="seconds")
+    return {
+        "path": str(path),
+        "saved": saved,
+        "ranks": found.world,
+        "optimizer": found.optimizer,
+        "parameters": found.numel,
+        "files": len(found.files),
+        "bytes": found.nbytes,
+    }

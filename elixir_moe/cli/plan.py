@@ -1,0 +1,293 @@
+"""The commands `plan` and `estimate`: will it fit, how fast will it be, what should be set?
+
+Owns their arguments and what they print. Decides nothing: `search` finds the plan, `models.presets` makes the model.
+"""
+
+import argparse
+import gc
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elixir_moe.chunks.plan import Plan, Tier, held_rows, size_text
+from elixir_moe.errors import ConfigError, PlanError
+from elixir_moe.models import presets
+from elixir_moe.parallel.mesh import init_mesh
+from elixir_moe.search import cost, estimate
+from elixir_moe.search.explain import explain
+from elixir_moe.search.hardware import Hardware
+from elixir_moe.search.measure import measured_here
+from elixir_moe.search.solve import Choice, Task, price, shortage, solve
+from elixir_moe.search.trace import trace
+
+_MOST_TOKENS = 2**40
+"""Of a batch: more have no size that a tensor could say."""
+_MOST_IMBALANCE = 10**6
+_MOST_FIGURE = 1e60
+"""Of an estimate's figures: products of a few are numbers still."""
+
+
+def add_plan(verb: argparse.ArgumentParser) -> None:
+    """The arguments of `plan`."""
+    model = verb.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(presets.names())}")
+    model.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, or its directory")
+    verb.add_argument(
+        "--hardware", metavar="NAME|FILE", required=True, help="a machine that ships, a JSON file, or here"
+    )
+    verb.add_argument("--gpus", type=int, metavar="N", required=True)
+    verb.add_argument("--batch", type=int, metavar="B", required=True, help="sequences of one GPU")
+    verb.add_argument("--seq", type=int, metavar="S", required=True, help="tokens of a sequence")
+    verb.add_argument("--budget-gib", type=float, metavar="X", help="memory of a GPU to plan for; by default all of it")
+    verb.add_argument("--imbalance", type=float, default=1.0, help="routed rows of the busiest rank, in even shares")
+    verb.add_argument("--compare", action="store_true", help="price DDP and ZeRO-1/2/3 beside the plan")
+
+
+def add_estimate(verb: argparse.ArgumentParser) -> None:
+    """The arguments of `estimate`."""
+    verb.add_argument("--model", choices=sorted(estimate.BLOG_MODELS), help="a model of the blog; by default all")
+    verb.add_argument("--parameters", type=int, metavar="N", help="parameters of another model")
+    verb.add_argument("--adamw", action="store_true", help="AdamW instead of stateless SGD")
+    verb.add_argument("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view")
+    verb.add_argument("--zero-infinity", action="store_true", help="print ZeRO-Infinity's Figure 2a")
+    verb.add_argument("--efficiency", nargs=3, type=float, metavar=("AIT", "GB/S", "TFLOPS"), help="its equation 2")
+
+
+def run_plan(known: argparse.Namespace) -> int:
+    """Prints the plan and returns 0, or why there is none and 2."""
+    for name in ("gpus", "batch", "seq"):
+        if getattr(known, name) < 1:
+            raise ConfigError(f"--{name}: expected at least 1, got {getattr(known, name)}")
+    if known.batch * known.seq > _MOST_TOKENS:
+        raise ConfigError(f"--batch, --seq: expected at most {_MOST_TOKENS} tokens, got {known.batch} x {known.seq}")
+    if not 1 <= known.imbalance <= _MOST_IMBALANCE:
+        raise ConfigError(
+            f"--imbalance: expected a finite number of at least 1, at most {_MOST_IMBALANCE}, got {known.imbalance}"
+        )
+    if known.budget_gib is not None and not 0 < known.budget_gib * 2**30 < math.inf:
+        raise ConfigError(f"--budget-gib: expected a finite number above 0, got {known.budget_gib}")
+    hardware = measured_here(known.gpus) if known.hardware == "here" else Hardware.named(known.hardware)
+    hardware.links(known.gpus)
+    _import_compiler()
+    started = time.perf_counter()
+    task, name = _task(known, hardware)
+    profiled = time.perf_counter()
+    reason, choice = "", None
+    try:
+        choice = solve(task)
+    except PlanError as error:
+        reason = str(error)
+    report = _report(known, name, task, choice, reason)
+    report |= {"profile_seconds": profiled - started, "search_seconds": time.perf_counter() - profiled}
+    if known.compare:
+        report["compare"] = list(_compare(task, choice))
+    print(json.dumps(report) if known.json else _as_text(report, task, choice))
+    return 0 if choice is not None else 2
+
+
+def _import_compiler() -> None:
+    """Imports what fake tensors and checkpointing import at their first use, half of all that this command does.
+
+    Python's collector passes over what there is then for good: its last rounds, at the interpreter's end, would take as
+    long as the search.
+    """
+    gc.disable()
+    import_module("torch._dynamo")
+    gc.freeze()
+    gc.enable()
+
+
+def _task(known: argparse.Namespace, hardware: Hardware) -> tuple[Task, str]:
+    """The traced model on the machine."""
+    named = known.model is not None
+    with _pretended(known.gpus if named and presets.is_mixture(known.model) else 1) as mesh:
+        if named:
+            given = presets.named_model(known.model, batch=known.batch, seq=known.seq, mesh=mesh)
+        else:
+            given = presets.huggingface_model(known.config, batch=known.batch, seq=known.seq)
+        profile = trace(
+            given.model,
+            given.step,
+            given.sample,
+            world=known.gpus,
+            compute_dtype=torch.bfloat16,
+            tokens=known.batch * known.seq,
+        )
+    capacity = hardware.gpu_bytes if known.budget_gib is None else int(known.budget_gib * 2**30)
+    task = Task(
+        profile=profile,
+        hardware=hardware,
+        gpus=known.gpus,
+        capacity_bytes=capacity,
+        host_bytes=hardware.host_bytes_per_rank(known.gpus),
+        disk_bytes=hardware.disk_bytes_per_rank(known.gpus),
+        imbalance=known.imbalance,
+    )
+    return task, given.name
+
+
+@contextmanager
+def _pretended(ranks: int) -> Iterator[Any]:
+    """A mesh of ranks that do not exist, on which nothing is sent: experts are spread as they would be."""
+    if ranks == 1:
+        yield None
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ConfigError("plan pretends to be a cluster and cannot run inside one: call it without torchrun")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)  # type: ignore[no-untyped-call]
+    try:
+        yield init_mesh(device_type="cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+def _report(known: argparse.Namespace, name: str, task: Task, choice: Choice | None, reason: str) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "model": name,
+        "parameters": task.profile.parameters,
+        "gpus": known.gpus,
+        "batch_per_gpu": known.batch,
+        "seq": known.seq,
+        "feasible": choice is not None,
+        "reason": reason,
+    }
+    keys = ("chunk_numel", "waste_fraction", "rcache_blocks", "chunks", "device_chunks", "host_chunks", "disk_chunks")
+    if choice is None:
+        return report | dict.fromkeys(keys) | {"plan": None, "predicted": None, "groups": None}
+    values = (
+        choice.plan.chunk_numel,
+        choice.layout.waste_fraction,
+        choice.plan.blocks(choice.layout),
+        len(choice.layout.chunks),
+        *(choice.chunks_in(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)),
+    )
+    report |= dict(zip(keys, values, strict=True))
+    report["reason"] = "the fastest of all plans that fit"
+    report["plan"] = json.loads(choice.plan.to_json())
+    report["predicted"] = _predicted(task, choice)
+    report["groups"] = held_rows(choice.plan, choice.layout, task.moments)
+    return report
+
+
+def _predicted(task: Task, choice: Choice) -> dict[str, Any]:
+    step = choice.seconds.step
+    return {
+        "step_seconds": step,
+        "tflops_per_gpu": cost.tflops_per_gpu(task.profile, step),
+        "device_peak_bytes": cost.device_peak(task.profile, choice.size.device_bytes, task.imbalance),
+        "host_bytes_per_rank": choice.size.host_bytes,
+        "disk_bytes": choice.size.disk_bytes,
+    }
+
+
+def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
+    """Other strategies on the same chunks. ZeRO-1 is ZeRO-2 with whole gradients: 2 bytes a parameter more."""
+    numel = choice.plan.chunk_numel if choice is not None else None
+
+    def least(plan: Plan) -> int:
+        return max(1, task.profile.schedule(price(task, plan, loads=()).layout).least_blocks())
+
+    on_device, in_memory = Plan.zero2(chunk_numel=numel), Plan.offload(rcache_blocks=None, chunk_numel=numel)
+    gradients = sum(p.numel * p.key.dtype.itemsize for p in task.profile.params)
+    plans = {
+        "ddp": (Plan(scatter=False, offloaded=False, rcache_blocks=None, chunk_numel=numel), 0),
+        "zero-1": (on_device, gradients),
+        "zero-1-offload": (in_memory, gradients),
+        "zero-2": (on_device, 0),
+        "zero-2-offload": (in_memory, 0),
+        "zero-3": (replace(on_device, rcache_blocks=least(on_device)), 0),
+        "zero-3-offload": (replace(in_memory, rcache_blocks=least(in_memory)), 0),
+    }
+    for name, (plan, more) in plans.items():
+        priced = price(task, plan)
+        missing = shortage(task, priced.size)
+        if task.allowed_bytes < priced.size.device_bytes + more:
+            missing[Tier.DEVICE] = priced.size.device_bytes + more - task.allowed_bytes
+        predicted = _predicted(task, priced)
+        predicted["device_peak_bytes"] += more
+        short = {tier.value: nbytes for tier, nbytes in missing.items()}
+        yield {"strategy": name, "feasible": not missing, "short_bytes": short, **predicted}
+
+
+def _as_text(report: dict[str, Any], task: Task, choice: Choice | None) -> str:
+    lines = [f"{report['model']}: {report['parameters']:,} parameters on {task.gpus} x {task.hardware.name}"]
+    lines += [report["reason"]] if choice is None else [explain(task, choice)]
+    if choice is not None:
+        lines.append(f"{'on one rank':44} {'tier':>6} {'chunks':>6} {'elements':>16} {'bytes':>11}")
+    for row in report["groups"] or ():
+        lines.append(
+            f"{row['chunk_group']:44} {row['tier']:>6} {row['chunks']:6} {row['numel']:16,} "
+            f"{size_text(row['shard_bytes']):>11}{'  resident' * row['resident']}"
+        )
+    for row in report.get("compare", ()):
+        fits = "fits" if row["feasible"] else f"short of {_short(row['short_bytes'])}"
+        lines.append(f"{row['strategy']:15} {row['step_seconds']:9.3f} s {row['tflops_per_gpu']:7.1f} TFLOPS  {fits}")
+    lines.append(f"profiled in {report['profile_seconds']:.2f} s, searched in {report['search_seconds']:.2f} s")
+    return "\n".join(lines)
+
+
+def _short(missing: dict[str, int]) -> str:
+    return " and ".join(f"{size_text(nbytes)} of {tier} memory" for tier, nbytes in missing.items())
+
+
+def run_estimate(known: argparse.Namespace) -> int:
+    """Prints one of the papers' estimates."""
+    if known.efficiency:
+        ait, bandwidth, peak = known.efficiency
+        if not all(0 < figure < _MOST_FIGURE for figure in known.efficiency):
+            raise ConfigError(f"--efficiency: expected three numbers above 0 and below {_MOST_FIGURE:g}")
+        rows: list[dict[str, Any]] = [{"efficiency": estimate.efficiency(ait, bandwidth * 1e9, peak * 1e12)}]
+    elif known.zero_infinity:
+        rows = [estimate.figure_2_row(model) for model in estimate.FIGURE_2]
+    else:
+        rows = list(_plain_rows(known))
+    if known.json:
+        print(json.dumps({"rows": rows}))
+        return 0
+    for row in rows:
+        if "gib" in row:
+            row["memory"] = size_text(row.pop("gib") * 2**30)
+    print("  ".join(rows[0]))
+    for row in rows:
+        print("  ".join(_cell(value).rjust(len(name)) for name, value in row.items()))
+    return 0
+
+
+def _plain_rows(known: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    models = dict(estimate.BLOG_MODELS)
+    if known.parameters is not None:
+        if not 1 <= known.parameters < _MOST_FIGURE:
+            raise ConfigError(f"--parameters: expected at least 1 and below {_MOST_FIGURE:g}, got {known.parameters}")
+        models = {"model": known.parameters}
+    elif known.model:
+        models = {known.model: models[known.model]}
+    for name, parameters in models.items():
+        for ddp in (False, True):
+            for amp in (False, True):
+                for accumulate in (False, True):
+                    strategy = estimate.PlainStrategy(
+                        amp=amp, ddp=ddp, accumulate=accumulate, bucket_view=known.bucket_view, adamw=known.adamw
+                    )
+                    each = strategy.bytes_per_parameter()
+                    yield {
+                        "model": name,
+                        "ddp": ddp,
+                        "amp": amp,
+                        "accumulate": accumulate,
+                        "bytes_per_parameter": each,
+                        "gib": each * parameters / 2**30,
+                    }
+
+
+def _cell(value: Any) -> str:
+    return f"{value + 1e-9:.2f}" if isinstance(value, float) else str(value)  # halves are rounded up, as papers do

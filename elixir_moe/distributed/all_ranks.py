@@ -1,0 +1,154 @@
+"""What all ranks do as one: tell each other, and fail.
+
+Owns the rule that an error of one rank is an error of all: of the same type, with the same text, on every rank. Owns
+the gloo process groups on which the ranks of a wrapped model agree.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from elixir_moe.distributed.collectives import make_groups, world_timeout
+from elixir_moe.distributed.waits import Wait
+from elixir_moe.errors import ElixirError
+
+T = TypeVar("T")
+
+
+def gathered(value: T, process_group: dist.ProcessGroup | None = None) -> list[T]:
+    """The small `value` of every rank, by rank; of the world by default. Collective."""
+    return _gathered(value, process_group, "an exchange between all ranks")
+
+
+def together(
+    what: str,
+    work: Callable[[], T],
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    error: type[ElixirError] | None = None,
+) -> list[T]:
+    """Runs `work`, which is no collective, on every rank; returns all their small results, by rank. Collective.
+
+    Args:
+        what: what they have done by then, for the message where a rank is gone: "wrote their files".
+        work: whatever it raises, short of an interrupt, is an error of all ranks.
+        process_group: whose ranks; by default those of the world.
+        error: what is raised; by default as the first rank that failed has it, or ElixirError where that is an error of
+            Python, torch or the system.
+
+    Raises:
+        ElixirError: on all ranks, if it failed on any: names the first that did, says why, and how many did.
+    """
+    raised: Exception | None = None
+    outcome: tuple[type[ElixirError], str] | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as caught:
+        raised = caught
+        outcome = type(caught) if isinstance(caught, ElixirError) else ElixirError, _text(caught)
+    everyone = _gathered((outcome, result), process_group, f"the agreement of all ranks after they {what}")
+    ranks = dist.get_process_group_ranks(process_group)
+    failures = [(rank, *failed) for rank, (failed, _) in zip(ranks, everyone, strict=True) if failed is not None]
+    if not failures:
+        return [found for _, found in everyone]
+    rank, kind, text = failures[0]
+    if error is None and len({failure[1:] for failure in failures}) == 1 and len(failures) == len(ranks):
+        raise kind(text) from raised  # each would have said the same alone
+    others = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""
+    raise (error or kind)(f"[rank {rank}]{others} {text}") from raised
+
+
+class ControlGroups:
+    """The gloo process groups of one wrapped model, for small exchanges. Collective to make."""
+
+    def __init__(self, peers: tuple[int, ...], wanted: Iterable[tuple[int, ...]]) -> None:
+        """`peers` are the ranks that hold the model; `wanted` are others over which full weights are gathered."""
+        self.peers = peers
+        self.control = dist.new_group(backend="gloo", timeout=world_timeout())
+        """All ranks of the world."""
+        self.by_ranks = make_groups([peers, *wanted], backend="gloo")
+        self._background: dist.ProcessGroup | None = None
+
+    @property
+    def peers_group(self) -> dist.ProcessGroup:
+        """The process group of the peers."""
+        return self.by_ranks.get(self.peers, self.control)
+
+    def background(self) -> dist.ProcessGroup:
+        """Another one of all ranks, for a thread beside training; made when first asked for. Collective."""
+        if self._background is None:
+            self._background = dist.new_group(backend="gloo", timeout=world_timeout())
+        return self._background
+
+    def sum_over_peers(self, values: torch.Tensor) -> None:
+        """Sums over the ranks that hold the model, in place. Collective."""
+        if len(self.peers) > 1:
+            dist.all_reduce(values, group=self.by_ranks[self.peers])
+
+    def sum_over_stages(self, values: torch.Tensor) -> None:
+        """Sums what peers agree on over all ranks: other pipeline stages have other parameters. Collective."""
+        if len(self.peers) < dist.get_world_size(self.control):
+            values /= len(self.peers)
+            dist.all_reduce(values, group=self.control)
+
+    def close(self) -> None:
+        """Destroys them all. Collective."""
+        with Wait("the agreement of all ranks on the end"):
+            dist.barrier(group=self.control)  # a group destroyed while a peer still joins it fails there
+        background = () if self._background is None else (self._background,)
+        for group in (*self.by_ranks.values(), *background, self.control):
+            dist.destroy_process_group(group)
+
+    def replace(self, control: Callable[[], dist.ProcessGroup]) -> None:
+        """Lets go of all of them, in the middle of a step; `control` then makes another one of all ranks.
+
+        A gloo connection is closed when nobody holds its process group any more, and not before: the peers that wait
+        for this rank then fail.
+        """
+        self.by_ranks.clear()
+        self._background = None
+        del self.control
+        self.control = control()
+
+
+class Deferred:
+    """What a rank does between collectives of all: a failure waits for `settle`, for the others are in the next one."""
+
+    def __init__(self, what: str, *, error: type[ElixirError] | None = None) -> None:
+        """`what` and `error` as in `together`."""
+        self._what = what
+        self._error = error
+        self._failure: Exception | None = None
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Does the work, unless some before it has failed."""
+        if self._failure is None:
+            try:
+                work()
+            except Exception as error:
+                self._failure = error
+
+    def settle(self) -> None:
+        """Raises on all ranks of the world, as `together` does, if work of any has failed. Collective."""
+        together(self._what, self._check, error=self._error)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _gathered(value: T, process_group: dist.ProcessGroup | None, what: str) -> list[T]:
+    everyone: list[Any] = [None] * dist.get_world_size(process_group)
+    with Wait(what, dist.get_process_group_ranks(process_group)):
+        dist.all_gather_object(everyone, value, group=process_group)
+    return everyone
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, OSError):
+        name = f"{error.filename}: " if error.filename else ""
+        return f"{name}{error.strerror or error}"
+    return str(error) if isinstance(error, ElixirError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,263 @@
+"""Collectives on chunks: how a gathered chunk comes together and a gradient comes apart.
+
+Owns the process groups of the library and what suits each backend. Decides nothing: `scheduler` says what and when.
+
+Gathers and reductions have process groups of their own, so that a gather never waits behind a reduction on the wire.
+On NCCL both run in place in the block. gloo is slow where it is naive: there a gather is one message to and from every
+peer, in place, and a reduce-scatter is an all-to-all into a staging buffer and a local sum, which also adds
+in fp32 whatever travels, in rank order.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from elixir_moe.distributed.waits import Issued, Wait, named
+from elixir_moe.errors import ConfigError
+from elixir_moe.kernels import add_and_square
+
+
+class Ticket:
+    """The end of an operation in flight. `wait` orders the current stream of its device (on CPU, the host) after it."""
+
+    def __init__(
+        self,
+        works: Sequence[Any] = (),
+        finish: Callable[[], None] | None = None,
+        *,
+        what: str = "a collective",
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self._works = list(works)
+        self._finish = finish
+        self._what, self._ranks = what, ranks  # for messages
+        self._event: torch.cuda.Event | None = None
+        self._device: torch.device | None = None
+
+    def mark(self, stream: "torch.cuda.Stream") -> None:
+        """Everything issued to `stream` so far belongs to the operation."""
+        self._event, self._device = stream.record_event(), stream.device
+
+    @property
+    def pending(self) -> bool:
+        """Whether the host has still to wait for it."""
+        return bool(self._works) or self._finish is not None
+
+    def wait(self) -> None:
+        """Orders the caller after the operation; a second wait costs nothing."""
+        while self._works:
+            with Wait(self._what, self._ranks):
+                self._works[0].wait()
+            del self._works[0]  # not before: what interrupts the wait leaves it to be waited for
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Blocks the host until the operation is done."""
+        self.wait()
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Land(Protocol):
+    """Takes what a reduction leaves on this rank."""
+
+    def __call__(self, reduced: torch.Tensor, squares: float | None = None) -> None:
+        """`squares` is the sum of squares of `reduced`, where it is known."""
+
+
+class Communicator:
+    """The collectives of one tuple of ranks, on a process group for gathers and one for reductions."""
+
+    def __init__(
+        self, ranks: tuple[int, ...], groups: Sequence[dist.ProcessGroup] = (), device: torch.device | None = None
+    ) -> None:
+        self.ranks = ranks
+        self.rank = dist.get_rank()
+        self.size = len(ranks)
+        self.index = ranks.index(self.rank) if self.size > 1 else 0
+        self._issued = Issued(ranks) if self.size > 1 else None
+        self._groups = list(groups)
+        self._device = device
+        self._gather_group: dist.ProcessGroup | None = None
+        self._reduce_group: dist.ProcessGroup | None = None
+        if groups:
+            self._gather_group, self._reduce_group = groups
+        self.staged = device is not None and bool(groups) and backend_of(groups[0], device) == "gloo"
+        self.tagged = self.staged or not groups
+        """Messages find their place by their tags: the order among process groups may differ from rank to rank."""
+
+    @property
+    def issued(self) -> list[int]:
+        """How many gathers and reductions this rank has issued, where nothing but their order tells which is which.
+
+        When backward begins they are the same on all ranks: what forward used has been updated and gathered, so nothing
+        is in line that waits for an update.
+        """
+        if self.tagged or self._device is None:
+            return []
+        backends: list[Any] = [group._get_backend(self._device) for group in self._groups]
+        return [backend._get_sequence_number_for_group() for backend in backends]
+
+    def all_gather(self, buffer: torch.Tensor, tag: int, *, of: str = "a chunk") -> Ticket:
+        """In place: slice `index` of `buffer`'s `size` equal slices is ours, the others arrive.
+
+        `tag` is the same on all ranks for the same content: where messages have tags, none takes another's place. `of`
+        is what that is, for messages.
+        """
+        if self._issued is None:
+            return Ticket()
+        what = self._issued.gather(of)
+        slices = buffer.view(self.size, -1)
+        if not self.staged:
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            own = slices[self.index].view(torch.uint8)  # NCCL does not know all dtypes
+            gather(buffer.view(torch.uint8), own, group=self._gather_group)  # in stream order; the host goes on
+            return Ticket()
+        slices = slices.view(torch.uint8)
+        works = []
+        for step in range(1, self.size):  # every rank starts with another peer
+            to, source = (self.index + step) % self.size, (self.index - step) % self.size
+            works.append(dist.irecv(slices[source], self.ranks[source], group=self._gather_group, tag=tag))
+            works.append(dist.isend(slices[self.index], self.ranks[to], group=self._gather_group, tag=tag))
+        return Ticket(works, what=what, ranks=self.ranks)
+
+    def reduce_scatter(
+        self,
+        buffer: torch.Tensor,
+        staging: torch.Tensor | None,
+        land: Land,
+        place: torch.Tensor | None = None,
+        *,
+        tag: int = 0,
+        of: str = "a chunk",
+    ) -> Ticket:
+        """Sums `buffer` over the ranks and gives `land` this rank's slice when it is complete.
+
+        Args:
+            buffer: one gradient of every parameter; must stay as it is until the ticket is waited for.
+            staging: as large as `buffer`, of two ranks as large as a slice; needed where `needs_staging`, and in use
+                until the ticket is waited for.
+            land: called once, in `wait` on gloo, at once (in stream order) elsewhere; with the sum of squares of what
+                it is given, where that was found on the way.
+            place: where the sum may be written, (numel / size,), so that `land` need not copy it; on gloo.
+            tag: as in `all_gather`.
+            of: as in `all_gather`.
+        """
+        slices = buffer.view(self.size, -1)
+        if self._issued is None:
+            land(slices[0])
+            return Ticket()
+        what = self._issued.reduction(of)
+        if not self.staged:
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            scatter(slices[self.index], buffer, group=self._reduce_group)
+            land(slices[self.index])
+            return Ticket()
+        leaving = slices.view(torch.uint8)
+        if self.size > 2:
+            assert staging is not None
+            received = staging.view(self.size, -1)
+            work = dist.all_to_all_single(received.view(torch.uint8), leaving, group=self._reduce_group, async_op=True)
+            return Ticket([work], lambda: land(torch.sum(received, 0, out=place)), what=what, ranks=self.ranks)
+        # Of two ranks each needs one slice of the other, right where the sum is to be; its own is read where it lies.
+        if place is None:
+            assert staging is not None
+            place = staging
+        theirs, own, peer = place, slices[self.index], self.ranks[1 - self.index]
+        works = [
+            dist.irecv(theirs.view(torch.uint8), peer, group=self._reduce_group, tag=tag),
+            dist.isend(leaving[1 - self.index], peer, group=self._reduce_group, tag=tag),
+        ]
+        return Ticket(works, lambda: land(theirs, add_and_square(theirs, own)), what=what, ranks=self.ranks)
+
+    def needs_staging(self, place: torch.Tensor | None) -> bool:
+        """Whether a reduction into `place` takes a staging buffer."""
+        return self.staged and (self.size > 2 or place is None)
+
+    def all_reduce(self, buffer: torch.Tensor, land: Land, *, of: str = "a chunk") -> Ticket:
+        """Sums `buffer` over the ranks in place and gives it to `land`; `of` as in `all_gather`."""
+        if self._issued is None:
+            land(buffer)
+            return Ticket()
+        what = self._issued.reduction(of)
+        if not self.staged:
+            dist.all_reduce(buffer, group=self._reduce_group)
+            land(buffer)
+            return Ticket()
+        work = dist.all_reduce(buffer, group=self._reduce_group, async_op=True)
+        return Ticket([work], lambda: land(buffer), what=what, ranks=self.ranks)
+
+    def close(self) -> None:
+        """Destroys the process groups."""
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets go of the process groups."""
+        self._groups, self._gather_group, self._reduce_group = [], None, None
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """Gives every rank the first rank's `buffer`; blocks."""
+        if self.size > 1:
+            with Wait(f"the broadcast of a chunk's first weights over {named(self.ranks)}", self.ranks):
+                dist.broadcast(buffer.view(torch.uint8), self.ranks[0], group=self._gather_group)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves tensors on `device`: "gloo" or "nccl".
+
+    Raises:
+        ConfigError: none does.
+    """
+    served = sorted({served.type for served in group._device_types})
+    if device.type not in served:
+        raise ConfigError(
+            f"device={str(device)!r}: torch.distributed was started for tensors on {served} alone: start it by "
+            f"em.init_mesh(), or with backend='cpu:gloo,cuda:nccl'"
+        )
+    name: str = group._get_backend(device).name()
+    return name
+
+
+def build_communicators(wanted: Iterable[tuple[int, ...]], device: torch.device) -> dict[tuple[int, ...], Communicator]:
+    """One communicator for each distinct tuple of ranks this rank is in. Collective over the world."""
+    wanted = set(wanted)
+    pairs = zip(make_groups(wanted).items(), make_groups(wanted).values(), strict=True)
+    several = {ranks: Communicator(ranks, (gather, reduce), device) for (ranks, gather), reduce in pairs}
+    return {ranks: several.get(ranks) or Communicator(ranks) for ranks in wanted}
+
+
+def world_timeout() -> timedelta:
+    """After how long collectives of the default process group give up: those of the library do so too."""
+    return timeout_of(dist.group.WORLD)  # type: ignore[arg-type]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """After how long the collectives of `group` give up: those on CPU tensors, if it serves any."""
+    served = min(group._device_types, key=lambda device: device.type != "cpu")  # that of plain "nccl" does not
+    timeout: timedelta = group._get_backend(served).options._timeout
+    return timeout
+
+
+def make_groups(
+    wanted: Iterable[tuple[int, ...]], backend: str | None = None
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A process group for each wanted tuple of two or more ranks, in one order on all ranks. Collective over the world.
+
+    Each rank names only the groups it is in; their union is made everywhere, as `dist.new_group` asks.
+    """
+    mine = {ranks for ranks in wanted if len(ranks) > 1}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    with Wait("the making of process groups by all ranks"):
+        dist.all_gather_object(everyone, sorted(mine))
+        union = sorted({tuple(ranks) for theirs in everyone for ranks in theirs})
+        made = {ranks: dist.new_group(list(ranks), backend=backend, timeout=world_timeout()) for ranks in union}
+    return {ranks: group for ranks, group in made.items() if ranks in mine}

@@ -1,0 +1,182 @@
+"""The mixture-of-experts layer, in one process or with its experts spread over ranks.
+
+Owns the order of the steps and the process groups they use. The mathematics of a token does not depend on the layout:
+with ``mesh=None`` the same code runs without communication, and is what every layout must agree with.
+
+    router -> gather the statistics -> dispatch -> experts -> combine (-> mix with the residual MLP)
+
+Sources: Switch Transformer; GShard; PR-MoE's residual branch, DeepSpeed-MoE, section 4.1.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from elixir_moe.errors import LayoutError
+from elixir_moe.moe.dispatch import Dispatch, begin_all_to_all, combine, end_all_to_all, permute, plan_dispatch
+from elixir_moe.moe.experts import MLP, GroupedExperts
+from elixir_moe.moe.router import TopKRouter, gather_statistics, kept_counts, load_balance_loss
+
+EXPERT_MESH_AXES = ("edp", "ep", "tp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a rank stands in the ranks that share a layer; copies of a layer share it, as they share process groups."""
+
+    ep: int = 1
+    """Ranks that share the experts."""
+    batch_rank: int = 0
+    """This rank's place in the global batch: ``edp`` major, ``ep`` minor, the order of the ranks."""
+    ep_group: dist.ProcessGroup | None = None
+    """The ranks that share the experts; None if there is one."""
+    batch_group: dist.ProcessGroup | None = None
+    """The ranks that share the batch, in the order of the global batch; None if there is one."""
+
+    @classmethod
+    def on(cls, mesh: DeviceMesh | None) -> Self:
+        """This rank's place on an expert mesh. Collective the first time if neither ``edp`` nor ``ep`` is 1."""
+        if mesh is None:
+            return cls()
+        if mesh.mesh_dim_names != EXPERT_MESH_AXES:
+            raise LayoutError(
+                f"MoE needs a mesh with axes {EXPERT_MESH_AXES}, got {mesh.mesh_dim_names}: use em.expert_mesh()"
+            )
+        edp, ep, tp = mesh.mesh.shape
+        if tp > 1:
+            raise LayoutError(
+                f"MoE does not cut its experts over the {tp} ranks of axis 'tp': use em.init_mesh(tp=1), or a "
+                f"Megatron-core MoE layer with em.megatron.annotate"
+            )
+        batch_rank = mesh.get_local_rank("edp") * ep + mesh.get_local_rank("ep")
+        ep_group = mesh.get_group("ep") if ep > 1 else None
+        if ep == 1:
+            batch_group = mesh.get_group("edp") if edp > 1 else None
+        else:
+            # One flattened mesh for each expert mesh: torch hands out the same one to every layer that asks.
+            batch_group = ep_group if edp == 1 else mesh["edp", "ep"]._flatten("edp_ep").get_group()
+        return cls(ep=ep, batch_rank=batch_rank, ep_group=ep_group, batch_group=batch_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class MoE(nn.Module):
+    """Top-k mixture of experts: each token's output is the weighted sum of its k experts' outputs.
+
+    ``forward`` returns the output and the auxiliary loss. Every rank must call it, the same number of times, whatever
+    its tokens are: per forward one all-gather of a few numbers over (edp, ep) and two all-to-alls over ep, per backward
+    two all-to-alls. Gradients come out per rank; `Pattern` says how they are reduced: ``*.experts.*`` are sharded on
+    dim 0 over ``ep``, the rest is replicated.
+
+    Args:
+        d_model: width of a token.
+        d_hidden: inner width of each expert (and of the residual MLP).
+        num_experts: experts of the layer, on all ranks together.
+        top_k: experts a token is sent to.
+        mesh: an expert mesh ("edp", "ep", "tp") from `expert_mesh`; None puts all experts in this process.
+        capacity_factor: each expert takes ``ceil(capacity_factor · top_k · tokens / num_experts)`` of the global
+            batch's tokens, first choices first, then in the order of the batch; what is left over is dropped: that
+            choice contributes zero. None drops nothing.
+        residual: add a dense MLP beside the experts; a linear map of the token and a softmax mix the two (PR-MoE).
+        normalise: divide a token's top-k probabilities by their sum.
+        aux_coefficient: weight of the load-balancing loss.
+        z_coefficient: weight of the router's z-loss.
+        bias: whether experts and MLP have biases.
+
+    Raises:
+        LayoutError: `num_experts` is not a multiple of the mesh's ``ep``; `top_k` not in 1..num_experts;
+            `capacity_factor` not positive; a mesh with other axes, or with more than one ``tp`` rank.
+    """
+
+    tokens_per_expert: Tensor
+    """(E,) int64, detached: choices that fell on each expert in the last forward, all ranks together, before drops."""
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        d_hidden: int,
+        num_experts: int,
+        top_k: int = 1,
+        mesh: DeviceMesh | None = None,
+        capacity_factor: float | None = None,
+        residual: bool = False,
+        normalise: bool = False,
+        aux_coefficient: float = 0.01,
+        z_coefficient: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if capacity_factor is not None and capacity_factor <= 0:
+            raise LayoutError(f"capacity_factor={capacity_factor} admits no token: choose one above 0, or None")
+        self.place = Place.on(mesh)
+        local = _local_experts(num_experts, self.place.ep)
+        self.num_experts, self.capacity_factor = num_experts, capacity_factor
+        self.aux_coefficient, self.z_coefficient = aux_coefficient, z_coefficient
+        self.router = TopKRouter(d_model=d_model, num_experts=num_experts, top_k=top_k, normalise=normalise)
+        self.experts = GroupedExperts(
+            d_model=d_model,
+            d_hidden=d_hidden,
+            num_local=local,
+            first_expert=self.place.batch_rank % self.place.ep * local,
+            bias=bias,
+        )
+        self.mlp = MLP(d_model=d_model, d_hidden=d_hidden, bias=bias) if residual else None
+        self.coefficient = nn.Linear(d_model, 2) if residual else None
+        self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(..., d) -> (..., d) of the same dtype, and the auxiliary loss, () fp32, already times its coefficients.
+
+        The auxiliary loss has the same value on every rank, that of the global batch; its gradient is this rank's part,
+        right once gradients are averaged over the ranks that share the batch (see `gather_statistics`).
+        """
+        tokens, place = x.flatten(0, -2), self.place
+        routing = self.router(tokens)
+        statistics = gather_statistics(routing, place.batch_group)
+        kept = kept_counts(statistics.counts, self.capacity_factor)
+        dispatch = plan_dispatch(
+            routing.experts,
+            statistics.counts,
+            kept,
+            batch_rank=place.batch_rank,
+            ep=place.ep,
+            dropless=self.capacity_factor is None,
+        )
+        rows, exchange = begin_all_to_all(permute(tokens, dispatch), dispatch.send, dispatch.receive, place.ep_group)
+        rows = self._apply_experts(end_all_to_all(rows, exchange), dispatch)
+        rows, exchange = begin_all_to_all(rows, dispatch.receive, dispatch.send, place.ep_group)
+        beside = None  # the dense branch needs no other rank: it runs while rows are on their way
+        if self.mlp is not None and self.coefficient is not None:
+            beside = self.coefficient(x).softmax(dim=-1, dtype=torch.float32).to(x.dtype), self.mlp(x)
+        out = combine(end_all_to_all(rows, exchange), routing.weights, dispatch).to(x.dtype).view_as(x)
+        if beside is not None:
+            share, dense = beside
+            out = share[..., 0:1] * out + share[..., 1:2] * dense
+        self.tokens_per_expert = statistics.counts.sum(dim=(0, 1))
+        aux_loss = self.aux_coefficient * load_balance_loss(statistics)
+        return out, aux_loss + self.z_coefficient * statistics.squared_log_normaliser
+
+    def _apply_experts(self, rows: Tensor, dispatch: Dispatch) -> Tensor:
+        """(m, d) received rows -> (m, d) outputs in the order in which the rows came."""
+        regroup = dispatch.regroup
+        if regroup is None:
+            return self.experts(rows, dispatch.counts, dispatch.host_counts)
+        grouped = self.experts(rows.index_select(0, regroup), dispatch.counts, dispatch.host_counts)
+        return torch.empty_like(grouped).index_copy(0, regroup, grouped)
+
+    def extra_repr(self) -> str:
+        """What `print` shows beside the submodules."""
+        return f"num_experts={self.num_experts}, ep={self.place.ep}, capacity_factor={self.capacity_factor}"
+
+
+def _local_experts(num_experts: int, ep: int) -> int:
+    if num_experts < 1 or num_experts % ep:
+        degrees = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+        raise LayoutError(f"{num_experts} experts cannot be shared equally by ep={ep} ranks: choose ep among {degrees}")
+    return num_experts // ep

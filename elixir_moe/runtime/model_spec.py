@@ -1,0 +1,129 @@
+"""What is known of a model before it is packed, for `wrap` and for the planner alike.
+
+Owns `ModelSpec`, the one description that everybody is handed, the way from a parameter with its pattern to a
+`ParamSpec`, and who holds the model at all. Looks at shapes and dtypes, never at data.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from elixir_moe.chunks.cache_policy import advice
+from elixir_moe.chunks.packing import Layout
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.plan import Plan
+from elixir_moe.chunks.step_order import Use, Walk, by_first_use
+from elixir_moe.errors import LayoutError, PlanError
+from elixir_moe.parallel.dtensor import local_of
+from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.parallel.rules import names_of, pattern_of, replicated_everywhere
+from elixir_moe.runtime.units import Parts
+
+TRAINED_IN = (torch.float32, torch.bfloat16, torch.float16)
+"""Compute dtypes of trainable parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A model before it is packed: its parameters in order of first use, its parts, and how a step walks over them."""
+
+    parameters: tuple[nn.Parameter, ...]
+    params: tuple[ParamSpec, ...]
+    """What packing is told of each."""
+    names: dict[nn.Parameter, list[str]]
+    """All names of each parameter, in the model's order; a parametrisation that comes later changes none."""
+    keys: tuple[str, ...]
+    """Names in the model's state dict, in order; what is no tensor of a module is left out."""
+    parts: Parts
+    """Its parameters are numbered as in `parameters`."""
+    walk: Walk
+    ranks: tuple[int, ...]
+    """All that wrap this model; another pipeline stage has others."""
+
+    def layout(self, plan: Plan) -> tuple[Layout, int]:
+        """Where `plan` puts the parameters, and how many blocks of the rCache gradients may have at once.
+
+        Raises:
+            PlanError: a step holds more weights and gradients at once than there are blocks, or a chunk is too short.
+        """
+        layout = self.walk.counted(plan.layout(self.params))
+        schedule, blocks = self.walk.schedule(layout), plan.blocks(layout)
+        if (least := schedule.least_blocks()) > blocks:
+            part, alone = self.walk.widest(layout)
+            raise PlanError(
+                f"forward and backward of this model hold {least} blocks at once, module {self.parts.names[part]!r} "
+                f"alone {alone}; the rCache has {blocks} of {layout.chunk_numel} elements: {advice(least)}"
+            )
+        return layout, max(schedule.open_gradients(), blocks - schedule.most_weights())
+
+
+def describe(model: nn.Module, parts: Parts, uses: Sequence[Use], compute_dtype: torch.dtype | None) -> ModelSpec:
+    """The description of `model`, whose `parts` and `uses` number parameters as ``model.parameters()`` gives them.
+
+    Raises:
+        LayoutError: as `param_specs`.
+    """
+    registered, everywhere = list(model.parameters()), replicated_everywhere()
+    order, part_specs, uses = by_first_use(parts.specs, uses, len(registered))
+    parameters = tuple(registered[i] for i in order)
+    specs = param_specs(model, parameters, everywhere=everywhere, compute_dtype=compute_dtype)
+    named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    return ModelSpec(
+        parameters=parameters,
+        params=tuple(specs.values()),
+        names={p: names for p, names in names_of(model).items() if isinstance(p, nn.Parameter)},
+        keys=tuple(name for name in model.state_dict() if name in named),
+        parts=replace(parts, specs=part_specs),
+        walk=Walk(part_specs, uses),
+        ranks=ranks_of(model, everywhere),
+    )
+
+
+def param_specs(
+    model: nn.Module, order: Iterable[nn.Parameter], *, everywhere: Pattern, compute_dtype: torch.dtype | None
+) -> dict[nn.Parameter, ParamSpec]:
+    """The specs of the model's parameters, in `order`; one that has several names is tied, and so resident.
+
+    Args:
+        model: the model they belong to.
+        order: its parameters, each once.
+        everywhere: the pattern of those that have none of their own.
+        compute_dtype: of floating-point parameters whose pattern names no dtype; None is their own.
+
+    Raises:
+        LayoutError: a trainable parameter would be trained in a dtype that has no fp32 master.
+    """
+    names = names_of(model)
+    ranks: dict[int, tuple[int, ...]] = {}  # by pattern, which many parameters share: there may be thousands of ranks
+    found = {}
+    for p in order:
+        pattern = pattern_of(p) or everywhere
+        if id(pattern) not in ranks:
+            ranks[id(pattern)] = pattern.replicate_ranks
+        found[p] = _spec(p, names[p], pattern, ranks[id(pattern)], compute_dtype)
+    return found
+
+
+def ranks_of(model: nn.Module, everywhere: Pattern) -> tuple[int, ...]:
+    """The ranks that wrap this model: all in the meshes of its patterns. Another pipeline stage has others."""
+    patterns = [pattern_of(p) or everywhere for p in model.parameters()]
+    return tuple(sorted({rank for pattern in patterns for rank in pattern.mesh.ranks})) or everywhere.mesh.ranks
+
+
+def _spec(
+    parameter: nn.Parameter,
+    names: list[str],
+    pattern: Pattern,
+    ranks: tuple[int, ...],
+    compute_dtype: torch.dtype | None,
+) -> ParamSpec:
+    dtype = pattern.dtype or (compute_dtype if parameter.is_floating_point() else None) or parameter.dtype
+    if parameter.requires_grad and dtype not in TRAINED_IN:
+        raise LayoutError(
+            f"parameter {names[0]!r} would be trained in {dtype}, but master shards are float32: convert it, or pass "
+            f"compute_dtype"
+        )
+    key = ChunkGroupKey(ranks=ranks, dtype=dtype, trainable=parameter.requires_grad, divisor=pattern.gradient_divisor)
+    return ParamSpec(name=names[0], shape=tuple(local_of(parameter).shape), key=key, resident=len(names) > 1)

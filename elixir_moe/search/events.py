@@ -1,0 +1,264 @@
+"""The tape of a traced step: memory taken and given back, arithmetic, and who was running.
+
+Owns `Mark`, and `Recorder`, which listens to operators, modules and gradients while a step runs on fake tensors.
+"""
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from elixir_moe.moe.layer import MoE
+from elixir_moe.parallel.dataless import has_data
+from elixir_moe.parallel.dtensor import local_of
+from elixir_moe.runtime.autograd import in_backward, tensors_in
+from elixir_moe.runtime.units import Parts, reads_heard
+from elixir_moe.search.megatron_dataless import is_mixture
+
+aten = torch.ops.aten
+_PICKS_ROWS = (aten.embedding, aten.index_select, aten.gather, aten.index)
+"""Operators that read as much as they write, however large what they read from is."""
+
+
+class Kind(Enum):
+    """What a mark tells."""
+
+    MEMORY = auto()
+    """Bytes taken, or given back if negative."""
+    OPERATOR = auto()
+    ENTER = auto()
+    """A part begins in forward."""
+    LEAVE = auto()
+    AGAIN = auto()
+    """A part begins in backward: its region is recomputed."""
+    READ = auto()
+    """A function reads `params` in forward, outside the modules they belong to."""
+    READ_AGAIN = auto()
+    """The same in backward."""
+    GRADIENT = auto()
+    """A parameter's gradient is complete."""
+    MIX = auto()
+    """A mixture layer begins; `nbytes` is its number of tokens."""
+    MIX_AGAIN = auto()
+    SENT = auto()
+    """A collective of the model's own; `name` is its ranks."""
+    BOUNDARY = auto()
+    """A repeated layer's period begins (`repeat`); `nbytes` says which of its four boundaries it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One thing that happened."""
+
+    kind: Kind
+    name: str = ""
+    """The module's name in the model."""
+    params: tuple[str, ...] = ()
+    """The parameters' names."""
+    with_grad: bool = True
+    """Autograd records what begins."""
+    nbytes: int = 0
+    flops: int = 0
+    traffic: int = 0
+
+
+def peak_of(tape: Iterable[Mark]) -> int:
+    """Most bytes alive at once."""
+    return max(accumulate((mark.nbytes for mark in tape if mark.kind is Kind.MEMORY), initial=0))
+
+
+class Recorder(TorchDispatchMode):
+    """Writes the tape of what runs inside it. Parameters and buffers of the model do not count as memory."""
+
+    def __init__(self, model: nn.Module, parts: Parts, boundaries: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        super().__init__()
+        self.marks: list[Mark] = []
+        self.alive = 0
+        """Tensors made in it whose memory somebody still holds."""
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._listening = True
+        self._handles: list[Any] = []
+        self._model, self._parts, self._boundaries = model, parts, boundaries
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._places = {p: (module, key) for module in model.modules() for key, p in module._parameters.items()}
+        self._reading = ExitStack()
+        self._mixtures = [
+            (name, module) for name, module in model.named_modules() if isinstance(module, MoE) or is_mixture(module)
+        ]
+
+    def __enter__(self) -> Self:
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            self._known.add(local_of(tensor).untyped_storage())
+        for name, module in zip(self._parts.names, self._parts.modules, strict=True):
+            self._listen(module, name, Kind.ENTER, Kind.AGAIN)
+            self._handles.append(module.register_forward_hook(self._leaves(name)))
+        for name, module in self._mixtures:
+            self._listen(module, name, Kind.MIX, Kind.MIX_AGAIN)
+        for number, (first, last) in enumerate(self._boundaries):
+            self._mark_boundary(first, last, number)
+        self._reading.enter_context(self._reads_heard())
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._landed))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._reading.close()
+        self._listening = False
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "_local_tensor") for kind in types):
+            return NotImplemented  # a DTensor's operator comes again, for the local tensors
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():  # what computes a shape in Python reads no parameter
+            out = _grouped(func, *args, **kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
+        made = [t for t in tensors_in(out) if self._take(t)]
+        packet = func._overloadpacket
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.marks += _sent(func, args, out)
+            return out
+        if packet in flop_registry or packet in _UNREGISTERED:
+            self.marks.append(Mark(Kind.OPERATOR, flops=_flops(packet, args, kwargs, out)))
+        elif made or func._schema.is_mutable:
+            written = sum(_nbytes(t) for t in tensors_in(out))
+            read = (
+                written
+                if packet in _PICKS_ROWS
+                else sum(_nbytes(t) for t in tensors_in((args, tuple(kwargs.values()))))
+            )
+            if "empty" not in packet.__name__:
+                self.marks.append(Mark(Kind.OPERATOR, traffic=read + written))
+        return out
+
+    def _take(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory is new."""
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return False
+        self._known.add(storage)
+        self.alive += 1
+        nbytes = storage.nbytes()
+        self.marks.append(Mark(Kind.MEMORY, nbytes=nbytes))
+        weakref.finalize(storage, self._give_back, nbytes).atexit = False
+        return True
+
+    def _give_back(self, nbytes: int) -> None:
+        self.alive -= 1
+        if self._listening:
+            self.marks.append(Mark(Kind.MEMORY, nbytes=-nbytes))
+
+    def _listen(self, module: nn.Module, name: str, forward: Kind, backward: Kind) -> None:
+        def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
+            rows = args[0].numel() // args[0].shape[-1] if forward is Kind.MIX else 0
+            kind = backward if in_backward() else forward
+            self.marks.append(Mark(kind, name, with_grad=torch.is_grad_enabled(), nbytes=rows))
+
+        self._handles.append(module.register_forward_pre_hook(enter))
+
+    def _reads_heard(self) -> AbstractContextManager[None]:
+        present: dict[Any, Any] = {p: module._parameters[key] for p, (module, key) in self._places.items()}
+        name_of = {
+            present[p]: name for p, name in self._names.items()
+        }  # others may be in the place of those there were
+
+        def read(parameters: Sequence[Tensor]) -> None:
+            names = tuple(name_of[p] for p in parameters)
+            kind = Kind.READ_AGAIN if in_backward() else Kind.READ
+            self.marks.append(Mark(kind, params=names, with_grad=torch.is_grad_enabled()))
+
+        owned = zip(self._parts.modules, self._parts.parameters, strict=True)
+        return reads_heard([(module, [present[p] for p in mine]) for module, mine in owned], read)
+
+    def _leaves(self, name: str) -> Any:
+        def leave(*_: object) -> None:
+            if not in_backward():
+                self.marks.append(Mark(Kind.LEAVE, name))
+
+        return leave
+
+    def _mark_boundary(self, first: nn.Module, last: nn.Module, number: int) -> None:
+        """Forward enters `first`; backward comes to the output of `last`."""
+
+        def enter(*_: object) -> None:
+            if not in_backward():
+                self.marks.append(Mark(Kind.BOUNDARY, "forward", nbytes=number))
+
+        def leave(_: nn.Module, args: object, output: object) -> None:
+            whose = [t for t in tensors_in(output) if t.requires_grad] if not in_backward() else []
+            if whose:
+                whose[0].register_hook(lambda _: self.marks.append(Mark(Kind.BOUNDARY, "backward", nbytes=number)))
+
+        self._handles += [first.register_forward_pre_hook(enter), last.register_forward_hook(leave)]
+
+    def _landed(self, parameter: Tensor) -> None:
+        """The runtime moves a gradient into its block at once."""
+        parameter.grad = None
+        self.marks.append(Mark(Kind.GRADIENT))
+
+
+def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Mark]:
+    """A mark for a collective over several ranks; nothing for others, and for what only waits."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    if "process_group" in named:
+        group = dist.ProcessGroup.unbox(named["process_group"])
+    elif "group_name" in named:
+        group = _resolve_process_group(named["group_name"])
+    else:
+        return []
+    if group.size() == 1:
+        return []
+    name = func._overloadpacket.__name__
+    twice = 1 + ("reduce" in name and "scatter" not in name)
+    largest = max(sum(map(_nbytes, tensors_in(part))) for part in (*args, out))
+    return [Mark(Kind.SENT, " ".join(map(str, dist.get_process_group_ranks(group))), nbytes=twice * largest)]
+
+
+def _grouped(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:
+    """A grouped product. Without data torch knows the shape for bf16 alone, though it multiplies other dtypes too."""
+    if has_data(a) or a.dtype is torch.bfloat16:
+        out: Tensor = func(a, b, offsets, *rest, **kwargs)
+        return out
+    if a.dim() == b.dim() == 2:
+        assert offsets is not None, "two matrices are cut by offsets"
+        return a.new_empty(offsets.numel(), a.shape[0], b.shape[1])
+    rows = a.shape[:-1] if b.dim() == 3 else a.shape[1:-1]
+    return a.new_empty(*rows, b.shape[-1])
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    if packet is aten._grouped_mm:  # each row meets the matrix of its group alone
+        a, b = args[:2]
+        return 2 * math.prod(a.shape if b.dim() == 3 or a.dim() == 2 else a.shape[1:]) * int(b.shape[-1])
+    backward = packet is aten._scaled_dot_product_flash_attention_for_cpu_backward
+    query, key = args[1:3] if backward else args[:2]
+    causal = kwargs.get("is_causal", (args[7] if len(args) > 7 else False) if backward else len(args) > 4 and args[4])
+    forward = 4 * math.prod(query.shape) * key.shape[-2]
+    return int(forward * (2.5 if backward else 1) * (0.5 if causal else 1))  # five products where forward has two
+
+
+_UNREGISTERED = (
+    aten._grouped_mm,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize

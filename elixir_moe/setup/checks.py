@@ -1,0 +1,129 @@
+"""What `wrap` refuses before any work has started: arguments and models that cannot mean what was wanted.
+
+Owns the messages. Looks at this rank alone: what ranks have to agree on, and what the machine has room for, `wrap`
+asks.
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir_moe.chunks.plan import Plan
+from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.optim.accepted import check_optimizer, is_adam
+from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.parallel.pattern import is_whole
+from elixir_moe.runtime.access import Guarded
+from elixir_moe.runtime.model_spec import TRAINED_IN
+
+_OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
+"""Classes of torch that reduce or shard what they wrap."""
+
+
+def check_arguments(
+    model: Any, optimizer: Any, plan: Any, sample: Any, step: Any, compute_dtype: torch.dtype | None
+) -> None:
+    """Model, optimizer and what every plan goes with."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"wrap needs a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"wrap needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if not isinstance(plan, Plan) and plan != "auto":
+        raise ConfigError(f"plan={plan!r}: expected an em.Plan, such as em.Plan.zero2(), or 'auto'")
+    if (step is None) != (sample is None):
+        raise ConfigError("sample and step go together: step(model, sample) is run to learn the order of first use")
+    if step is not None and not callable(step):
+        raise ConfigError(f"step={step!r}: expected a function of model and batch")
+    if compute_dtype not in (None, *TRAINED_IN):
+        raise ConfigError(f"compute_dtype={compute_dtype!r}: expected one of {TRAINED_IN}, or None")
+    guarded = any(isinstance(parameter, Guarded) for parameter in model.parameters())
+    if guarded or isinstance(optimizer, ShardedOptimizer) or any(hasattr(m, "elixir") for m in model.modules()):
+        raise ConfigError("this model, a part of it or the optimizer is wrapped already: call wrap once, on the whole")
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if others := sorted(kinds & _OTHER_WRAPPERS):
+        raise ConfigError(f"{others[0]} holds this model's parameters already: wrap the plain model instead")
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in model.parameters()):
+        raise ConfigError("the model has lazy modules: run a forward before wrap, so that their shapes are known")
+    check_optimizer(optimizer)
+    names = {p: name for name, p in model.named_parameters()}
+    given = {p for group in optimizer.param_groups for p in group["params"]}
+    if not given <= names.keys():
+        raise ConfigError("the optimizer has parameters that are not the model's: build it from model.parameters()")
+    missing = [name for p, name in names.items() if p.requires_grad and p not in given]
+    if missing:
+        raise ConfigError(f"trainable parameters are in no param_group of the optimizer: {missing}; add or freeze them")
+
+
+def check_search(plan: Any, step: Any, hardware: Any, budget_bytes: Any, accumulation: Any) -> None:
+    """What ``plan="auto"`` needs, and no other plan may have."""
+    if plan != "auto":
+        given = {"hardware": hardware, "budget_bytes": budget_bytes, "accumulation": accumulation}
+        for name, default in (("hardware", None), ("budget_bytes", None), ("accumulation", 1)):
+            if given[name] != default:
+                raise ConfigError(
+                    f"{name}={given[name]!r} means nothing for a given plan: leave it out, or plan='auto'"
+                )
+        return
+    if step is None:
+        raise ConfigError(
+            "plan='auto' needs sample and step: a batch, and the forward of a training step, as in "
+            "em.wrap(model, optimizer, plan='auto', sample=batch, step=lambda model, batch: loss)"
+        )
+    if hardware is not None and not isinstance(hardware, (str, os.PathLike)):
+        raise ConfigError(f"hardware={hardware!r}: expected a machine's name, a file, or None to measure this one")
+    if budget_bytes is not None and not is_whole(budget_bytes, least=1):
+        raise ConfigError(f"budget_bytes={budget_bytes!r}: expected a whole number of bytes, at least 1, or None")
+    if not is_whole(accumulation, least=1):
+        raise ConfigError(f"accumulation={accumulation!r}: expected the number of backwards in a step, at least 1")
+
+
+def check_disk(plan: Any, optimizer: torch.optim.Optimizer, spill: Any, check_spill: Any) -> None:
+    """What goes with chunks on disk."""
+    on_disk = plan.disk_chunks if isinstance(plan, Plan) else None
+    if not isinstance(check_spill, bool):
+        raise ConfigError(f"check_spill={check_spill!r}: expected True or False")
+    if spill is None:
+        if on_disk:
+            raise ConfigError(f"the plan has disk_chunks={on_disk}: say with spill= in which folder their file goes")
+        if check_spill:
+            raise ConfigError("check_spill=True means nothing without spill=, the folder of what is on disk")
+        return
+    if not isinstance(spill, (str, os.PathLike)) or not str(spill) or "\0" in str(spill):
+        raise ConfigError(f"spill={spill!r}: expected a folder, or None")
+    if on_disk == 0:
+        raise ConfigError(f"spill={os.fspath(spill)!r} means nothing for a plan without disk_chunks: leave it out")
+    if not is_adam(optimizer):
+        raise ConfigError(
+            f"chunks on disk are updated by Adam and AdamW of torch, without amsgrad; this is "
+            f"{type(optimizer).__name__}: use one of them, or leave spill and disk_chunks out"
+        )
+
+
+def check_modules(model: nn.Module) -> None:
+    """What forward does behind the back of autograd and hooks."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ConfigError(
+                f"{name!r} is of torch.jit, which holds its parameters where wrap cannot reach: wrap the plain module, "
+                f"not what torch.jit makes of it"
+            )
+        if getattr(module, "max_norm", None) is not None and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"{name!r} writes to its weight in forward (max_norm), on each rank to the rows it meets: ranks would "
+                f"diverge; clip row norms after optimizer.step() instead, on all ranks alike"
+            )
+
+
+def check_data(model: nn.Module, weights: Any, step: Any) -> None:
+    """Where the weights come from; `step` is what would run with them before."""
+    on_meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if on_meta and weights is None:
+        raise LayoutError(
+            f"{on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device: pass weights=, a folder of "
+            f"safetensors, or materialise the model before wrap"
+        )
+    if on_meta and step is not None:
+        raise ConfigError("step cannot run a model on the meta device: leave step and sample out")

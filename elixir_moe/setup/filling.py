@@ -1,0 +1,110 @@
+"""From a model's weights to its shards: each chunk is filled, scattered, and only then made into a `Chunk`.
+
+Owns the way of the values, and the file of those on disk. No rank holds more than one chunk of full weights beside what
+the model came with.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir_moe.chunks.packing import ChunkSpec, Layout
+from elixir_moe.chunks.plan import Plan, Tier
+from elixir_moe.distributed.all_ranks import together
+from elixir_moe.distributed.collectives import Communicator
+from elixir_moe.errors import TierError
+from elixir_moe.memory.disk import Spill
+from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.parallel.dtensor import local_of
+from elixir_moe.runtime.chunk import Chunk, Placeholder
+from elixir_moe.runtime.model_spec import ModelSpec
+from elixir_moe.state.huggingface import Pretrained, leave_meta
+
+
+def build_chunks(
+    layout: Layout,
+    model: ModelSpec,
+    shards: Sequence[ShardState],
+    communicators: Mapping[tuple[int, ...], Communicator],
+    placeholder: Placeholder,
+    pretrained: Pretrained | None,
+) -> list[Chunk]:
+    """The chunks, one after another, each with the weights of the model at home. Collective.
+
+    What is on meta comes from `pretrained`, buffers too.
+
+    Raises:
+        CheckpointError: it lacks something, or has it in another shape; on all ranks.
+    """
+    if pretrained is not None:
+        pretrained.fill_buffers()
+    chunks = []
+    for spec, shard in zip(layout.chunks, shards, strict=True):
+        members = [model.parameters[slot.param] for slot in spec.slots]
+        communicator = communicators[spec.key.ranks]
+        _move_in(spec, members, shard, communicator, placeholder.device, pretrained)
+        names = [model.params[slot.param].name for slot in spec.slots]
+        chunks.append(Chunk(spec, members, names, shard, communicator, placeholder))
+    if pretrained is not None:
+        pretrained.settle()
+    return chunks
+
+
+@torch.no_grad()
+def _move_in(
+    spec: ChunkSpec,
+    members: list[nn.Parameter],
+    shard: ShardState,
+    communicator: Communicator,
+    device: torch.device,
+    pretrained: Pretrained | None,
+) -> None:
+    """Fills a chunk's shard from the parameters of the first rank of its group, or from a folder."""
+    dtype = torch.float32 if spec.key.trainable else spec.key.dtype
+    whole = torch.zeros(spec.numel, dtype=dtype, device=device)
+    for slot, parameter in zip(spec.slots, members, strict=True):
+        local = local_of(parameter)
+        place = whole[slot.start : slot.stop].view(local.shape)
+        if not local.is_meta:
+            place.copy_(local)
+            continue
+        leave_meta(parameter)
+        if pretrained is not None and communicator.index == 0:
+            pretrained.fill(place, parameter)
+    communicator.broadcast(whole)
+    start, stop = spec.shard_bounds(communicator.rank)
+    shard.fill(whole[start:stop])
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """All buffers; one that has several names keeps them."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
+
+
+def open_spill(
+    plan: Plan, layout: Layout, arrays: int, directory: str | os.PathLike[str] | None, checked: bool
+) -> Spill | None:
+    """The file for chunks on disk; None without such. Raises TierError on all ranks if one of them cannot have it."""
+    numels = [chunk.shard_numel for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
+    if not numels:
+        return None
+    assert directory is not None, "checked with the other arguments"
+    made: list[Spill] = []
+    try:
+        together(
+            "made the files for chunks on disk",
+            lambda: made.append(Spill(os.fspath(directory), numels, arrays, rank=dist.get_rank(), checked=checked)),
+            error=TierError,
+        )
+    except BaseException:
+        for file in made:
+            file.close()
+        raise
+    return made[0]

@@ -1,0 +1,290 @@
+"""From files to shards: any checkpoint into any layout.
+
+Owns what is compared before anything changes, and the way of each element to where it belongs now. First every file is
+hashed, then every parameter, shape and tensor is looked up, on all ranks; only when all agree is the first shard
+written.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir_moe.distributed.all_ranks import together
+from elixir_moe.errors import CheckpointError
+from elixir_moe.optim.loss_scale import LossScale
+from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.state.checkpoint.local_shard import Held, buffers_of, held_by, wrapped_of
+from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Entry, Manifest, Piece
+from elixir_moe.state.checkpoint.rng import read_random_states, seed_new_rank, set_random_states
+from elixir_moe.state.checkpoint.save import UPDATES
+from elixir_moe.state.checkpoint.shard_ranges import Part, meet
+from elixir_moe.state.checkpoint.storage import MANIFEST, read_manifest, verify
+from elixir_moe.state.checkpoint.tensors import Files
+from elixir_moe.state.checkpoint.values import decode
+from elixir_moe.state.full import Wrapped
+from elixir_moe.state.safetensors_format import DTYPES
+
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Move:
+    """The way of one held run of elements."""
+
+    held: Held
+    parts: list[tuple[Piece, list[tuple[Part, Part]]]]
+    """Pieces it comes from, with what lies where in it and in them."""
+    names: tuple[str, ...]
+    """What is read of each piece."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Todo:
+    """All that is to be done on this rank, known to be possible."""
+
+    moves: list[_Move]
+    buffers: list[tuple[torch.Tensor, str, str]]
+    """(buffer, file, tensor in it)."""
+    random: dict[str, Any] | None
+    options: list[dict[str, Any]]
+    loss_scale: LossScale | None
+    extra: Any
+
+
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptimizer) -> Any:
+    """Makes model, optimizer and random generators what they were when `path` was saved; returns its `extra`.
+
+    World size, meshes, degrees of parallelism, plan and compute dtype may all differ from those of the save. The
+    options of each param_group, learning rates among them, become those saved. Gradients are forgotten. A rank that the
+    save had no counterpart of gets random generators seeded anew. Collective.
+
+    Args:
+        path: a checkpoint `save` made.
+        model: a wrapped model, of the same parameters.
+        optimizer: what `wrap` returned with it, of the same class and param_groups. A parameter that was frozen when it
+            was saved and is trainable now keeps the optimizer state it has.
+
+    Raises:
+        CheckpointError: on all ranks, and nothing has changed: a file is damaged, missing, a link or not of this
+            version; a parameter or buffer is missing, is too much, or has another shape; another optimizer saved it.
+        ConfigError: model or optimizer are not wrapped, or parameters or buffers have come or gone since.
+    """
+    wrapped = wrapped_of(model, optimizer)
+    if optimizer.pending is not None:
+        optimizer.pending.wait()
+    directory, control = Path(os.path.abspath(path)), optimizer.kept.groups.control
+    manifests: list[Manifest] = []
+
+    def hash_files() -> str:
+        manifests.append(read_manifest(directory))
+        verify(directory, manifests[0], _my_share(manifests[0]))
+        return f"{directory.name} of {manifests[0].saved_ns}"
+
+    found = together("hashed the files of a checkpoint", hash_files, control, error=CheckpointError)
+    for rank, name in enumerate(found):
+        if name != found[0]:
+            raise CheckpointError(f"ranks load different checkpoints: {found[0]} (rank 0), {name} (rank {rank})")
+    todo: list[_Todo] = []
+    files = Files(directory)
+    together(
+        "looked up all parameters in a checkpoint",
+        lambda: todo.append(_look_up(manifests[0], files, directory, model, optimizer, wrapped)),
+        control,
+        error=CheckpointError,
+    )
+    together(
+        "loaded a checkpoint",
+        lambda: _carry_out(todo[0], files, optimizer, found[0]),
+        control,
+        error=CheckpointError,
+    )
+    return todo[0].extra
+
+
+def _my_share(manifest: Manifest) -> list[str]:
+    """The files this rank hashes: each file is one rank's, and all have about as many bytes to read."""
+    ranks = dist.get_world_size()
+    loads, mine = [0] * ranks, []
+    for name, record in sorted(manifest.files.items(), key=lambda item: -item[1].nbytes):
+        rank = loads.index(min(loads))
+        loads[rank] += record.nbytes
+        if rank == dist.get_rank():
+            mine.append(name)
+    return mine
+
+
+# --------------------------------------------------------------------------------------------------------- looking up
+
+
+def _look_up(
+    manifest: Manifest,
+    files: Files,
+    directory: Path,
+    model: nn.Module,
+    optimizer: ShardedOptimizer,
+    wrapped: Wrapped,
+) -> _Todo:
+    where = str(directory / MANIFEST)
+    holdings = list(held_by(wrapped))
+    buffers = buffers_of(model, wrapped)
+    problems = list(_differences(manifest, wrapped, holdings, buffers))
+    if problems:
+        more = f"\n  and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+        raise CheckpointError(f"{directory} does not fit the model: " + "\n  ".join(problems[:_MOST_NAMED]) + more)
+    if any(chunk.spec.key.trainable for chunk in wrapped.scheduler.chunks):
+        _check_optimizer(manifest, wrapped, optimizer, directory)
+    present = [held for held in holdings if held.span.numel]
+    moves = [_move(held, manifest.parameters[held.name], files, directory, optimizer) for held in present]
+    rank = dist.get_rank()
+    sources = []
+    for name, buffer in buffers.items():
+        saved = manifest.buffers[name]
+        file = saved.file_of_rank[rank if rank < manifest.world else 0]
+        files.check(file, Buffer.key(name), saved.dtype, saved.shape)
+        sources.append((buffer, file, Buffer.key(name)))
+    scale = decode(manifest.loss_scale, f"{where}: loss_scale")
+    return _Todo(
+        moves=moves,
+        buffers=sources,
+        random=read_random_states(manifest.rng[rank], f"{where}: rng {rank}") if rank < manifest.world else None,
+        options=[decode(group["options"], f"{where}: param_groups") for group in manifest.param_groups],
+        loss_scale=_loss_scale(scale, where) if scale is not None else None,
+        extra=decode(manifest.extra, f"{where}: extra"),
+    )
+
+
+def _differences(
+    manifest: Manifest, wrapped: Wrapped, holdings: list[Held], buffers: dict[str, torch.Tensor]
+) -> Iterator[str]:
+    own = {held.name: held for held in holdings}
+    for kind, saved, found in (("parameter", manifest.parameters, own), ("buffer", manifest.buffers, buffers)):
+        yield from (f"{kind} {name!r} of the model is not in the checkpoint" for name in found if name not in saved)
+        yield from (f"{kind} {name!r} of the checkpoint is not in the model" for name in saved if name not in found)
+    for name, held in own.items():
+        entry = manifest.parameters.get(name)
+        if entry is None:
+            continue
+        tied = tuple(wrapped.model.names[held.parameter])
+        if entry.names != tied:
+            yield f"parameter {name!r} has the names {list(entry.names)} in the checkpoint, {list(tied)} in the model"
+        yield from _unlike(f"parameter {name!r}", entry, held.global_shape, held.values.dtype)
+        if entry.shape == held.global_shape and entry.grid != held.grid:
+            yield f"parameter {name!r} is cut as {entry.grid} in the checkpoint, as {held.grid} in the model"
+    for name, buffer in buffers.items():
+        if name in manifest.buffers:
+            yield from _unlike(f"buffer {name!r}", manifest.buffers[name], tuple(buffer.shape), buffer.dtype)
+
+
+def _unlike(what: str, saved: Entry | Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
+    if saved.shape != shape:
+        yield f"{what} is of shape {saved.shape} in the checkpoint, {shape} in the model"
+    before = DTYPES[saved.dtype]
+    if before != dtype and not (before.is_floating_point and dtype.is_floating_point):
+        yield f"{what} is of {before} in the checkpoint, {dtype} in the model"
+
+
+def _check_optimizer(manifest: Manifest, wrapped: Wrapped, optimizer: ShardedOptimizer, directory: Path) -> None:
+    if manifest.optimizer != optimizer.kept.kind:
+        raise CheckpointError(
+            f"{directory} was saved with the optimizer {manifest.optimizer[:200]!r}, this is {optimizer.kept.kind!r}: "
+            f"what one keeps means nothing to the other"
+        )
+    groups = [{wrapped.model.names[p][0] for p in group["params"]} for group in optimizer.param_groups]
+    saved = [set(group["params"]) for group in manifest.param_groups]
+    if len(groups) != len(saved):
+        raise CheckpointError(f"{directory} has {len(saved)} param_groups, the optimizer has {len(groups)}")
+    for index, (ours, theirs) in enumerate(zip(groups, saved, strict=True)):
+        if ours != theirs:
+            raise CheckpointError(
+                f"param_group {index} has other parameters than in {directory}: {sorted(ours ^ theirs)[:_MOST_NAMED]} "
+                f"are in one of the two only; build the optimizer as it was"
+            )
+
+
+def _move(held: Held, entry: Entry, files: Files, directory: Path, optimizer: ShardedOptimizer) -> _Move:
+    parts = [(piece, pairs) for piece in entry.pieces if (pairs := list(meet(held.span, piece.span)))]
+    first = parts[0][0]
+    names: tuple[str, ...] = (WEIGHT,)
+    if held.chunk.spec.key.trainable and entry.trainable:
+        names = tuple(first.state)
+        _check_state(held, [piece for piece, _ in parts], directory, optimizer)
+    for piece, _ in parts:
+        for name in names:
+            files.check(piece.file, piece.key(held.name, name), piece.state[name], (piece.span.numel,))
+    return _Move(held=held, parts=parts, names=names)
+
+
+def _check_state(held: Held, pieces: list[Piece], directory: Path, optimizer: ShardedOptimizer) -> None:
+    """The optimizer has treated all elements alike, so that one state can serve them."""
+    first = pieces[0]
+    for piece in pieces:
+        if piece.state != first.state or piece.scalars != first.scalars:
+            raise CheckpointError(
+                f"{directory}: experts of parameter {held.name!r} have had different numbers of updates "
+                f"({str(dict(first.scalars))[:100]}, {str(dict(piece.scalars))[:100]}): load it with the degree of "
+                f"expert parallelism it was saved with"
+            )
+    kept = {WEIGHT, *optimizer.kept.of(held.parameter)}
+    if type(first.scalars.get(UPDATES)) is not int or (
+        kept != set(first.state) and optimizer.kept.keeps_always_the_same
+    ):
+        raise CheckpointError(
+            f"{directory / MANIFEST}: for parameter {held.name!r} it has {sorted(first.state)} and "
+            f"{sorted(first.scalars)}, expected {sorted(kept)} and {[UPDATES]}"
+        )
+
+
+def _loss_scale(fields: Any, where: str) -> LossScale:
+    wanted = {"scale": float, "growth_interval": int, "clean_steps": int}
+    if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != wanted:
+        raise CheckpointError(f"{where}: {str(fields)[:100]} is no loss scale")
+    return LossScale(**fields)
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+@torch.no_grad()
+def _carry_out(todo: _Todo, files: Files, optimizer: ShardedOptimizer, source: str) -> None:
+    optimizer.zero_grad()
+    with optimizer.kept.rewriting():
+        for move in todo.moves:
+            _fill(move, files, optimizer)
+    for buffer, file, key in todo.buffers:
+        buffer.copy_(files.read(file, key))
+    for group, options in zip(optimizer.param_groups, todo.options, strict=False):
+        group.update(options)
+    if optimizer.loss_scale is not None and todo.loss_scale is not None:
+        optimizer.loss_scale = todo.loss_scale
+    if todo.random is not None:
+        set_random_states(todo.random)
+    else:
+        seed_new_rank(dist.get_rank(), source)
+
+
+def _fill(move: _Move, files: Files, optimizer: ShardedOptimizer) -> None:
+    held, (first, _) = move.held, move.parts[0]
+    kept = {WEIGHT: held.values}
+    if len(move.names) > 1 or (held.chunk.spec.key.trainable and UPDATES in first.scalars):
+        values = {name: decode(value, name) for name, value in first.scalars.items() if name != UPDATES}
+        dtypes = {name: DTYPES[first.state[name]] for name in move.names if name != WEIGHT}
+        kept |= optimizer.kept.replace(held.parameter, dtypes, values)
+        segment = optimizer.kept.segment_of(held.parameter)
+        assert segment is not None
+        segment.steps = first.scalars[UPDATES]
+    shard = held.chunk.shard
+    for name in move.names:
+        place = kept[name].read()
+        for piece, pairs in move.parts:
+            read = files.read(piece.file, piece.key(held.name, name))
+            for here, there in pairs:
+                here.of(place).copy_(there.of(read))
+        kept[name].write(place)
+        if name == WEIGHT and shard.values_shard is not None:
+            shard.values_shard[held.here].copy_(place)

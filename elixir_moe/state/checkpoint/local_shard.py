@@ -1,0 +1,118 @@
+"""What a rank holds of a training, in the words of the logical parameters.
+
+Owns the way from a wrapped model to `Held`: which elements of which parameter lie in which home here. Saving and
+loading are the two directions of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_moe.chunks.packing import Slot
+from elixir_moe.errors import ConfigError
+from elixir_moe.memory.shard_state import Kept
+from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.parallel.rules import UNCUT, pattern_of
+from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.state.checkpoint.shard_ranges import Span
+from elixir_moe.state.full import Wrapped, check_as_wrapped
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """The elements of one parameter in one chunk's home on this rank."""
+
+    name: str
+    chunk: Chunk
+    index: int
+    """Of the parameter in the chunk."""
+    span: Span
+    here: slice
+    """Where they are in the shard."""
+    global_shape: tuple[int, ...]
+    """Shape of the logical parameter."""
+    grid: tuple[int, ...]
+    """The same elements in the shape of which `span` is a part."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter."""
+        return self.chunk.parameters[self.index]
+
+    @property
+    def values(self) -> Kept:
+        """The elements at home: fp32 masters of what is trainable, else in the compute dtype; flat."""
+        return self.chunk.shard.weights()[self.here]
+
+    def cut(self, start: int, stop: int) -> "Held":
+        """Those of them that are elements `start` .. `stop` of the chunk's shard."""
+        low, high = max(self.here.start, start), min(self.here.stop, stop)
+        moved = low - self.here.start
+        span = replace(self.span, start=self.span.start + moved, stop=self.span.start + moved + max(0, high - low))
+        return replace(self, span=span, here=slice(low, max(low, high)))
+
+
+def held_by(wrapped: Wrapped) -> Iterator[Held]:
+    """All that this rank holds, parameters of which it holds nothing included."""
+    for chunk in wrapped.scheduler.chunks:
+        low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
+        for index, (slot, parameter) in enumerate(zip(chunk.spec.slots, chunk.parameters, strict=True)):
+            yield _held(wrapped.model.names[parameter][0], chunk, index, slot, low, high)
+
+
+def _held(name: str, chunk: Chunk, index: int, slot: Slot, low: int, high: int) -> Held:
+    start = min(max(slot.start, low), slot.stop)
+    stop = max(start, min(slot.stop, high))
+    shape, pattern = chunk.locals[index].shape, pattern_of(chunk.parameters[index]) or UNCUT
+    offset, cell = pattern.local_offset(shape), pattern.cell_shape(shape)
+    return Held(
+        name=name,
+        chunk=chunk,
+        index=index,
+        span=Span(offset=offset, shape=cell, start=start - slot.start, stop=stop - slot.start),
+        here=slice(start - low, stop - low),
+        global_shape=pattern.global_shape(shape),
+        grid=pattern.grid_shape(shape),
+    )
+
+
+def share_of(chunk: Chunk) -> tuple[int, int]:
+    """The elements of its shard that this rank writes: all, or an equal part where every rank has the whole chunk."""
+    ranks, numel = chunk.spec.key.ranks, chunk.spec.shard_numel
+    if chunk.spec.shards > 1:
+        return 0, numel
+    index = ranks.index(chunk.communicator.rank)
+    return index * numel // len(ranks), (index + 1) * numel // len(ranks)
+
+
+def wrapped_of(model: nn.Module, optimizer: Any) -> Wrapped:
+    """What `wrap` left on the model.
+
+    Raises:
+        ConfigError: it is not wrapped, with another optimizer, or closed; it has not the parameters it had then.
+    """
+    wrapped: Wrapped | None = getattr(model, "elixir", None)
+    if wrapped is None or not isinstance(optimizer, ShardedOptimizer):
+        raise ConfigError("checkpoints are of a model and an optimizer that went through em.wrap")
+    parameters = {p for group in optimizer.param_groups for p in group["params"]}
+    if not parameters <= {p for chunk in wrapped.scheduler.chunks for p in chunk.parameters}:
+        raise ConfigError("the optimizer is another model's: pass both as em.wrap returned them")
+    wrapped.scheduler.check_open()
+    check_as_wrapped(model, wrapped)
+    return wrapped
+
+
+def loss_scale_of(optimizer: ShardedOptimizer) -> dict[str, Any] | None:
+    """The fields of the loss scale; None without."""
+    scale = optimizer.loss_scale
+    if scale is None:
+        return None
+    return {"scale": scale.scale, "growth_interval": scale.growth_interval, "clean_steps": scale.clean_steps}
+
+
+def buffers_of(model: nn.Module, wrapped: Wrapped) -> dict[str, torch.Tensor]:
+    """The buffers that are in the model's state dict, by name; a shared one under each of its names."""
+    return {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in set(wrapped.model.keys)}

@@ -1,0 +1,61 @@
+"""Random numbers that go on where they were.
+
+Owns the states of the random generators, of which each rank has its own.
+"""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from elixir_moe.errors import CheckpointError
+from elixir_moe.state.checkpoint.hashing import digest_of
+from elixir_moe.state.checkpoint.values import decode, encode
+
+
+def random_states() -> Any:
+    """The states of this rank's random generators (torch on CPU and GPU, Python, numpy), encoded."""
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return encode(states, "the random generators")
+
+
+def read_random_states(encoded: Any, where: str) -> dict[str, Any]:
+    """The inverse of `random_states`, tried on generators of its own: no generator of this process changes.
+
+    Raises:
+        CheckpointError: a state is of another form.
+    """
+    states = decode(encoded, where)
+    try:
+        torch.Generator().set_state(states["torch"])
+        random.Random().setstate(states["python"])
+        np.random.RandomState().set_state(states["numpy"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.Generator("cuda").set_state(states["cuda"])
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{where}: no states of random generators: {error}") from error
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Makes this rank's generators go on from `states`, as `read_random_states` gives them."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def seed_new_rank(rank: int, text: str) -> None:
+    """Seeds the generators of a rank that a checkpoint has no states for, from its number and a text all ranks know."""
+    seed = int(digest_of(f"{text} {rank}".encode())[:15], 16)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -1,0 +1,413 @@
+"""From shards to files: every rank writes the elements it holds, under the names and places of the logical parameters.
+
+Owns what of a training is saved, who writes it, and the order in which a save happens, now or beside the training.
+
+Why not `torch.distributed.checkpoint`. Its planner knows boxes, and a shard of a chunk is a run of elements, so each
+tensor would be cut into several for it; its metadata is a pickle and its files have no hash, so reader, writer and
+metadata would be ours in any case. What would be left of it is the intersection of boxes, which is `boxes`.
+
+Why a thread. A save beside the training is copying, writing and hashing, which Python's lock does not hold up. A
+process of its own would need the shards in shared memory, and could be left over. The thread has a process group of its
+own, so that its agreements stand in no order with those of the training.
+
+What is copied before `save` returns is what user code can change unseen: buffers, and weights used in place. All else
+is changed by an update, by a load, or by what brings home what users have written; each waits until the thread has
+copied it (`ShardState.wait_for_reader`). Updates of the last step may be under way when `save` is called: it is the
+thread that waits for them, a shard at a time (`Kept.read`).
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir_moe.chunks.plan import Tier
+from elixir_moe.distributed.all_ranks import together
+from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.memory.shard_state import InMemory, OnDisk
+from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.parallel.pattern import is_whole
+from elixir_moe.runtime.chunk import ATTACHED
+from elixir_moe.state.checkpoint.hashing import digest_of
+from elixir_moe.state.checkpoint.local_shard import Held, buffers_of, held_by, loss_scale_of, share_of, wrapped_of
+from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Entry, FileRecord, Manifest, Piece, dump, parse
+from elixir_moe.state.checkpoint.rng import random_states
+from elixir_moe.state.checkpoint.storage import MANIFEST, Draft, moment_after_all, partial_of, retain
+from elixir_moe.state.checkpoint.tensors import FileImage, Item
+from elixir_moe.state.checkpoint.values import encode
+from elixir_moe.state.full import Wrapped
+from elixir_moe.state.safetensors_format import name_of
+
+UPDATES = "updates"
+"""Name, among a piece's scalars, of the number of updates it has had."""
+
+
+class Saving:
+    """A save under way. Its methods are collective."""
+
+    def __init__(
+        self,
+        path: Path,
+        optimizer: ShardedOptimizer,
+        future: "Future[None] | None" = None,
+        copied: threading.Event | None = None,
+    ) -> None:
+        self.path = path
+        """The directory."""
+        self._optimizer = optimizer
+        self._future = future
+        self._copied = copied
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's part of it has ended, in whichever way. Not collective."""
+        return self._future is None or self._future.done()
+
+    def join(self) -> None:
+        """Blocks until this rank's part has ended, in whichever way. Not collective."""
+        if self._future is not None:
+            self._future.exception()
+
+    def wait_for_copy(self) -> None:
+        """Blocks until the next update need not wait for this save. Not collective."""
+        if self._copied is not None:
+            self._copied.wait()
+
+    def poll(self) -> bool:
+        """Whether the checkpoint is there, on all ranks alike.
+
+        Raises:
+            CheckpointError: the save failed; once, on all ranks. Training can go on, and so can the next save.
+        """
+        if self._future is None:
+            return True
+        done = together("asked whether a save has ended", lambda: self.done, self._optimizer.kept.groups.control)
+        if not all(done):
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> Path:
+        """Returns the path when the checkpoint is there. Raises CheckpointError as `poll` does."""
+        future, self._future = self._future, None
+        if future is not None:
+            self._optimizer.pending = None
+            together("saved a checkpoint", future.result, self._optimizer.kept.groups.control, error=CheckpointError)
+        return self.path
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ShardedOptimizer,
+    *,
+    extra: Any = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+) -> Saving:
+    """Saves model, optimizer and random generators as the checkpoint `path`, whole or not at all. Collective.
+
+    Call it between `optimizer.step` and the next backward. The directory must be on storage that all ranks share; an
+    existing one is never touched.
+
+    Args:
+        path: the directory to be made.
+        model: a wrapped model.
+        optimizer: what `wrap` returned with it.
+        extra: whatever else `load` is to return, the same on all ranks: None, numbers, texts, bytes, lists, tuples,
+            dicts, small tensors and arrays; of an LR scheduler its ``state_dict()``.
+        keep: afterwards remove all but the `keep` latest checkpoints in the directory around `path`.
+        asynchronous: copy to host memory (as many bytes as this rank's file) and write beside the training, whose next
+            update waits for the copy if it comes before its end. Where the plan has chunks on disk, the copy goes no
+            faster than the writing, so that memory does not have to take them.
+
+    Returns:
+        A `Saving`, which has ended unless `asynchronous`. A save that is still under way ends before the next begins.
+
+    Raises:
+        CheckpointError: on all ranks: the directory exists, the disk is full, ranks disagree on path or `extra`,
+            `extra` holds something else, gradients wait for a step; or an asynchronous save before this one failed and
+            nobody has polled it.
+        ConfigError: model or optimizer are not wrapped, or parameters or buffers have come or gone since.
+    """
+    wrapped = wrapped_of(model, optimizer)
+    if keep is not None and not is_whole(keep, least=1):
+        raise ConfigError(f"keep={keep!r}: expected a whole number of at least 1, or None to keep all")
+    if optimizer.pending is not None:
+        optimizer.pending.wait()
+    target = Path(os.path.abspath(path))
+    control = optimizer.kept.groups.control
+    facts = together(
+        "looked at what to save",
+        lambda: _facts(target, model, optimizer, extra, wrapped),
+        control,
+        error=CheckpointError,
+    )
+    _compare(facts)
+    contents: list[_Contents] = []
+    drafts: list[Draft] = []
+
+    def begin() -> None:
+        if dist.get_rank() == 0:
+            drafts.append(Draft(target))
+        on_disk = any(chunk.shard.tier is Tier.DISK for chunk in wrapped.scheduler.chunks)  # more than memory can take
+        contents.append(_Contents(model, optimizer, wrapped, facts, bounded=on_disk or not asynchronous))
+        if asynchronous:
+            contents[0].take_what_may_change()
+
+    def write(process_group: dist.ProcessGroup, taken: Callable[[], None]) -> None:
+        _write(process_group, target, contents[0], drafts, facts[0].fixed, keep, taken)
+
+    with _abandoning(drafts):
+        together("began a checkpoint", begin, control, error=CheckpointError)
+    if not asynchronous:
+        with _abandoning(drafts):
+            write(control, lambda: None)
+        return Saving(target, optimizer)
+    background, copied, stream = optimizer.kept.groups.background(), threading.Event(), _stream_behind(wrapped)
+
+    def write_beside() -> None:
+        try:
+            with _abandoning(drafts), stream:
+                write(background, copied.set)
+        finally:
+            copied.set()
+
+    for chunk in wrapped.scheduler.chunks:
+        chunk.shard.reader = copied
+    executor = ThreadPoolExecutor(1, thread_name_prefix="elixir-save")
+    optimizer.pending = saving = Saving(target, optimizer, executor.submit(write_beside), copied)
+    executor.shutdown(wait=False)
+    return saving
+
+
+@contextmanager
+def _abandoning(drafts: list[Draft]) -> Iterator[None]:
+    """Removes what was written if the rest of the save fails."""
+    try:
+        yield
+    except BaseException:
+        for draft in drafts:
+            draft.abandon()
+        raise
+
+
+def _stream_behind(wrapped: Wrapped) -> AbstractContextManager[object]:
+    """What a thread enters to copy from a GPU beside its work, behind all that has been issued up to now."""
+    device = next((c.shard.shown.device for c in wrapped.scheduler.chunks if c.shard.shown.is_cuda), None)
+    if device is None:
+        return nullcontext()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return _on(stream)
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """A thread works on `stream`. Its GPU has been the first one so far, which may be another rank's."""
+    torch.cuda.set_device(stream.device)
+    with torch.cuda.stream(stream):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------- what all agree on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Facts:
+    """What one rank tells the others before a save."""
+
+    target: str
+    extra_digest: str
+    buffer_digests: dict[str, str]
+    rng: Any
+    fixed: dict[str, Any]
+    """Fields of the manifest that are the same on all ranks; of rank 0 only."""
+
+
+def _facts(target: Path, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, wrapped: Wrapped) -> _Facts:
+    if optimizer.kept.has_gradients:
+        raise ConfigError("gradients wait for a step: save after optimizer.step(), or call optimizer.zero_grad() first")
+    wrapped.hooks.check_outside("em.save()")
+    if len(wrapped.model.ranks) < dist.get_world_size():
+        raise ConfigError(
+            f"this model is a pipeline stage of ranks {list(wrapped.model.ranks)}, and a checkpoint is of one model of "
+            f"all ranks: save em.full_state_dict(model) of each stage instead"
+        )
+    wrapped.scheduler.flush()
+    wrapped.scheduler.drain()
+    encoded = encode(extra, "extra")
+    fixed = {}
+    if dist.get_rank() == 0:
+        fixed = {
+            "optimizer": optimizer.kept.kind,
+            "param_groups": tuple(
+                {
+                    "params": tuple(wrapped.model.names[p][0] for p in group["params"]),
+                    "options": {k: encode(v, f"param_group[{k!r}]") for k, v in group.items() if k != "params"},
+                }
+                for group in optimizer.param_groups
+            ),
+            "loss_scale": encode(loss_scale_of(optimizer), "the loss scale"),
+            "keys": wrapped.model.keys,
+            "extra": encoded,
+        }
+    return _Facts(
+        target=str(target),
+        extra_digest=digest_of(repr(encoded).encode()),
+        buffer_digests={name: digest_of(_bytes(buffer)) for name, buffer in buffers_of(model, wrapped).items()},
+        rng=random_states(),
+        fixed=fixed,
+    )
+
+
+def _compare(facts: list[_Facts]) -> None:
+    for rank, found in enumerate(facts):
+        if found.target != facts[0].target:
+            raise CheckpointError(
+                f"ranks name different directories: {facts[0].target} (rank 0), {found.target} (rank {rank})"
+            )
+        if found.extra_digest != facts[0].extra_digest:
+            raise CheckpointError(
+                f"extra of rank {rank} is not that of rank 0: what differs between ranks belongs into a list of all "
+                f"(torch.distributed.all_gather_object)"
+            )
+
+
+# ----------------------------------------------------------------------------------------------------- this rank's part
+
+
+class _Contents:
+    """What this rank writes: the tensors, and their places in the logical parameters."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: ShardedOptimizer, wrapped: Wrapped, facts: list[_Facts], *, bounded: bool
+    ) -> None:
+        self.file = f"rank-{dist.get_rank():05d}.safetensors"
+        self._items: list[Item] = []
+        self._may_change: list[str] = []
+        self.entries: dict[str, Entry] = {}
+        self.rng = tuple(found.rng for found in facts)
+        for held in held_by(wrapped):
+            pieces = self._pieces(held, optimizer)
+            self.entries[held.name] = Entry(
+                names=tuple(wrapped.model.names[held.parameter]),
+                shape=held.global_shape,
+                grid=held.grid,
+                dtype=name_of(held.chunk.original_dtypes[held.index], held.name),
+                trainable=held.chunk.spec.key.trainable,
+                pieces=tuple(pieces),
+            )
+        self.buffers: dict[str, Buffer] = {}
+        for name, buffer in buffers_of(model, wrapped).items():
+            self._add_buffer(name, buffer, [found.buffer_digests[name] for found in facts])
+        self.image = FileImage(self._items, bounded=bounded) if self._items else None
+
+    def take_what_may_change(self) -> None:
+        """Copies what user code can change without anybody seeing it."""
+        if self.image is not None:
+            self.image.take(self._may_change)
+
+    def _pieces(self, held: Held, optimizer: ShardedOptimizer) -> Iterator[Piece]:
+        """One, or none if this rank has nothing of it to write."""
+        written = held.cut(*share_of(held.chunk))
+        if not written.span.numel:
+            return
+        kept, scalars = {WEIGHT: written.values}, {}
+        segment = optimizer.kept.segment_of(held.parameter)
+        if segment is not None:
+            scalars[UPDATES] = segment.steps
+            inside = slice(written.here.start - segment.start, written.here.stop - segment.start)
+            for name, value in optimizer.kept.of(held.parameter).items():
+                if isinstance(value, (InMemory, OnDisk)):
+                    kept[name] = value[inside]
+                else:
+                    scalars[name] = encode(value, f"{name!r}, kept by the optimizer for {held.name!r},")
+        dtypes = {name: name_of(elements.dtype, held.name) for name, elements in kept.items()}
+        piece = Piece(file=self.file, span=written.span, state=dtypes, scalars=scalars)
+        for name, elements in kept.items():
+            key = piece.key(held.name, name)
+            self._items.append(Item(key=key, dtype=dtypes[name], shape=(written.span.numel,), tensor=elements.read))
+            if name == WEIGHT and held.chunk.placement is ATTACHED:
+                self._may_change.append(key)
+        yield piece
+
+    def _add_buffer(self, name: str, buffer: torch.Tensor, digests: list[str]) -> None:
+        """The first of the ranks that have the same values writes them."""
+        writers = [digests.index(digest) for digest in digests]
+        dtype, shape = name_of(buffer.dtype, name), tuple(buffer.shape)
+        files = tuple(f"rank-{rank:05d}.safetensors" for rank in writers)
+        self.buffers[name] = Buffer(shape=shape, dtype=dtype, file_of_rank=files)
+        if dist.get_rank() in writers:
+            self._items.append(Item(key=Buffer.key(name), dtype=dtype, shape=shape, tensor=buffer.detach))
+            self._may_change.append(Buffer.key(name))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def _write(
+    process_group: dist.ProcessGroup,
+    target: Path,
+    contents: _Contents,
+    drafts: list[Draft],
+    fixed: Mapping[str, Any],
+    keep: int | None,
+    taken: Callable[[], None],
+) -> None:
+    """Writes this rank's file; rank 0 writes the manifest when all files are there. Collective."""
+
+    def write_file() -> tuple[str, FileRecord] | None:
+        directory = partial_of(target)
+        if not directory.is_dir():
+            raise CheckpointError(
+                f"{directory}, made by rank 0, is not there: a checkpoint must be on storage that all ranks share"
+            )
+        image = contents.image
+        return None if image is None else (contents.file, image.write(directory / contents.file, taken))
+
+    records = together("wrote their files", write_file, process_group, error=CheckpointError)
+    everything: list[Any] | None = [None] * dist.get_world_size(process_group) if drafts else None
+    dist.gather_object((contents.entries, contents.buffers), everything, dst=0, group=process_group)
+
+    def commit() -> None:
+        for draft in drafts:
+            assert everything is not None
+            files = dict(record for record in records if record is not None)
+            manifest = dump(_merge(moment_after_all(target.parent), everything, files, contents.rng, fixed))
+            parse(manifest, str(target / MANIFEST))  # what is written can be read
+            draft.commit(manifest)
+            if keep is not None:
+                retain(target.parent, keep)
+
+    together("committed a checkpoint", commit, process_group, error=CheckpointError)
+
+
+def _merge(
+    saved_ns: int,
+    everything: list[tuple[dict[str, Entry], dict[str, Buffer]]],
+    files: Mapping[str, FileRecord],
+    rng: tuple[Any, ...],
+    fixed: Mapping[str, Any],
+) -> Manifest:
+    first, buffers = everything[0]
+    entries = {}
+    for name, entry in first.items():
+        pieces = [piece for theirs, _ in everything for piece in theirs[name].pieces]
+        pieces.sort(key=lambda piece: (piece.span.offset, piece.span.start))
+        entries[name] = replace(entry, pieces=tuple(pieces))
+    return Manifest(
+        saved_ns=saved_ns, world=len(rng), parameters=entries, buffers=buffers, files=files, rng=rng, **fixed
+    )

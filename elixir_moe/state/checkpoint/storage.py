@@ -1,0 +1,224 @@
+"""How a directory comes to be whole or absent.
+
+Owns all of a checkpoint that a file system sees, but for the inside of its files (`tensors`). It is a directory::
+
+    step-100/   manifest.json            written last
+                rank-00000.safetensors   flat tensors, one for each run of elements that rank held
+                ...
+
+It is written as ``.step-100.partial`` beside its place, every file and directory is synced to the disk, and then one
+rename makes it appear. The manifest is locked (flock) from the first moment of the writing: what is called partial and
+is not locked belongs to nobody alive, and is collected. Removing goes the same way back: one rename makes it partial.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+from elixir_moe.errors import CheckpointError
+from elixir_moe.state.checkpoint.manifest import Manifest, parse
+from elixir_moe.state.checkpoint.tensors import hash_file, open_regular, sync_directory
+
+MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
+"""The folder in a run's directory where its checkpoints lie."""
+_PARTIAL = ".partial"
+_HEAD_BYTES = 512
+"""In so many bytes a manifest says when it was saved."""
+
+
+class Draft:
+    """A checkpoint that is being written, on the one rank that commits it."""
+
+    def __init__(self, target: Path) -> None:
+        """Makes the partial directory, after those of the dead are collected.
+
+        Raises:
+            CheckpointError: the target exists, or another process is writing it.
+            OSError: the directory cannot be made.
+        """
+        self.target, self.path = target, partial_of(target)
+        self.committed = False
+        check_target(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        collect(target.parent)
+        try:
+            self.path.mkdir()
+        except FileExistsError:
+            raise CheckpointError(f"{self.path} exists: another process is saving {target}") from None
+        self._manifest = os.open(self.path / MANIFEST, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+        fcntl.flock(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def commit(self, manifest: bytes) -> None:
+        """Writes the manifest and makes the checkpoint appear. All other files must be there and synced."""
+        while manifest:
+            manifest = manifest[os.write(self._manifest, manifest) :]
+        os.fsync(self._manifest)
+        sync_directory(self.path)
+        if os.path.lexists(self.target):
+            raise CheckpointError(f"{self.target} was created meanwhile: save under another name")
+        os.rename(self.path, self.target)
+        self.committed = True
+        os.close(self._manifest)
+        sync_directory(self.target.parent)
+
+    def abandon(self) -> None:
+        """Removes what was written, unless it was committed."""
+        if not self.committed:
+            _remove(self.path)
+            os.close(self._manifest)
+
+
+def check_target(target: Path) -> None:
+    """Raises CheckpointError if no checkpoint can be saved under that name."""
+    if target.name.endswith(_PARTIAL):
+        raise CheckpointError(f"{target}: what ends in {_PARTIAL} is no whole checkpoint: save under another name")
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists: save under another name, or remove it first")
+
+
+def partial_of(target: Path) -> Path:
+    """Where a checkpoint is while it is not whole."""
+    return target.parent / f".{target.name}{_PARTIAL}"
+
+
+def collect(directory: Path) -> list[Path]:
+    """Removes partial checkpoints that nobody writes any more; returns them."""
+    return [path for path in partials(directory) if _remove_if_dead(path)]
+
+
+def discard(path: Path) -> None:
+    """Removes a checkpoint: whole or absent, wherever this ends."""
+    os.rename(path, partial_of(path))
+    sync_directory(path.parent)
+    _remove_if_dead(partial_of(path))
+
+
+def retain(directory: Path, keep: int) -> list[Path]:
+    """Removes all checkpoints in `directory` but the `keep` latest; returns them. Damaged manifests stay."""
+    whole = [path for path, manifest in checkpoints(directory) if isinstance(manifest, Manifest)]
+    for path in whole[:-keep]:
+        discard(path)
+    return whole[:-keep]
+
+
+def moment_after_all(directory: Path) -> int:
+    """Nanoseconds since 1970, but later than every checkpoint in `directory`, whatever clocks say."""
+    moments = [time.time_ns()]
+    for path in directory.glob(f"[!.]*/{MANIFEST}"):
+        if path.is_symlink():
+            continue
+        with open(open_regular(path), "rb") as file:
+            found = re.search(rb'"saved_ns":(\d{1,19}),', file.read(_HEAD_BYTES))
+        moments += [int(found[1]) + 1] if found else []
+    return max(moments)
+
+
+def latest(directory: str | Path, *, fall_back: bool = False) -> Path | None:
+    """The checkpoint in `directory` that was saved last; None if there is none. Not collective.
+
+    Partial ones, left by a process that was killed while it saved, are ignored, and removed.
+
+    Args:
+        directory: where checkpoints lie side by side.
+        fall_back: hash all files, and pass over damaged checkpoints, each with a warning. By default `em.load` finds
+            damaged files, and a damaged manifest is an error here.
+
+    Raises:
+        CheckpointError: a manifest is damaged, and `fall_back` is off.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        return None
+    collect(directory)
+    found = checkpoints(directory)
+    for _, manifest in found if not fall_back else ():
+        if isinstance(manifest, CheckpointError):
+            raise manifest
+    for path, manifest in reversed(found):
+        try:
+            if isinstance(manifest, CheckpointError):
+                raise manifest
+            if fall_back:
+                verify(path, manifest)
+            return path
+        except CheckpointError as error:
+            warnings.warn(f"{path} is passed over: {error}", stacklevel=2)
+    return None
+
+
+def checkpoints(directory: Path) -> list[tuple[Path, Manifest | CheckpointError]]:
+    """All checkpoints in `directory` with their manifests, the latest last; damaged manifests first, as errors."""
+    found: list[tuple[Path, Manifest | CheckpointError]] = []
+    for path in sorted(path for path in directory.iterdir() if not path.is_symlink() and (path / MANIFEST).exists()):
+        if not path.name.endswith(_PARTIAL):
+            try:
+                found.append((path, read_manifest(path)))
+            except CheckpointError as error:
+                found.append((path, error))
+    return sorted(found, key=lambda item: item[1].saved_ns if isinstance(item[1], Manifest) else -1)
+
+
+def home_of(directory: Path) -> Path:
+    """Where the checkpoints of `directory` lie: in it, or, if it has none and is a run's, in a folder of it."""
+    own = directory / CHECKPOINTS
+    return own if own.is_dir() and not checkpoints(directory) else directory
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path`. Raises CheckpointError if there is none, or it is damaged."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint")
+    with open(open_regular(path / MANIFEST), "rb") as file:
+        return parse(file.read(), str(path / MANIFEST))
+
+
+def verify(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -> None:
+    """Hashes `files` (by default all) of the checkpoint. Raises CheckpointError, naming the first that is damaged."""
+    for name in manifest.files if files is None else files:
+        record, found = manifest.files[name], hash_file(path / name)
+        if found.nbytes != record.nbytes:
+            wrong = f"{found.nbytes} bytes of {record.nbytes}"
+            raise CheckpointError(f"{path / name} is damaged: {wrong}; use another checkpoint")
+        if found.digest != record.digest:
+            raise CheckpointError(f"{path / name} is damaged: its hash is not the manifest's; use another checkpoint")
+
+
+def partials(directory: Path) -> list[Path]:
+    """Checkpoints in `directory` that are not whole: being written, or left by the dead."""
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.name.startswith(".") and path.name.endswith(_PARTIAL) and path.is_dir() and not path.is_symlink()
+    )
+
+
+def _remove_if_dead(partial: Path) -> bool:
+    """Deletes a partial checkpoint unless its writer lives, or another process deletes it at this moment."""
+    try:
+        if not (partial / MANIFEST).exists():
+            # None is there between the first two and the last two system calls of a writer: the directory is empty.
+            return not any(partial.iterdir()) and _remove(partial)
+        with open(partial / MANIFEST, "r+b") as manifest:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(manifest.fileno()), os.stat(partial / MANIFEST))
+            return mine and _remove(partial)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _remove(partial: Path) -> bool:
+    """Deletes a partial checkpoint, its manifest, by which it is known, last."""
+    for path in partial.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MANIFEST:
+            path.unlink()
+    (partial / MANIFEST).unlink(missing_ok=True)
+    partial.rmdir()
+    return True

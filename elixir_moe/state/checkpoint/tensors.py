@@ -1,0 +1,206 @@
+"""Files of tensors: written, hashed and read.
+
+Owns the way of bytes to the disk (safetensors' own writer does not hash): taken from tensors into segments, each hashed
+and written by another thread while the next is taken.
+"""
+
+import errno
+import math
+import os
+import stat
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from elixir_moe.errors import CheckpointError
+from elixir_moe.memory.direct_file import DirectFile, paged_memory, whole_pages
+from elixir_moe.state.checkpoint.hashing import SEGMENT_BYTES, file_digest, segment_digest
+from elixir_moe.state.checkpoint.manifest import FileRecord
+from elixir_moe.state.safetensors_format import DTYPES, head_of
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_WRITERS = 2
+_SEGMENTS_AHEAD = 4
+"""How far taking may run ahead of writing where tensors wait for it: what bounds the memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """A tensor that is to be written."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    tensor: Callable[[], torch.Tensor]
+    """Gives it when its turn has come."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class FileImage:
+    """The bytes of a file of tensors, on their way from tensors to the disk."""
+
+    def __init__(
+        self, items: Iterable[Item], metadata: Mapping[str, str] | None = None, *, bounded: bool = True
+    ) -> None:
+        """Of `items`, with texts for the header. Unless it is `bounded`, taking never waits for writing."""
+        given = {item.key: item for item in items}
+        head = head_of({key: (item.dtype, item.shape) for key, item in given.items()}, metadata)
+        self._places, self._nbytes = head.places, head.nbytes
+        self._left = {key: given[key] for key in head.places}
+        self._missing = [min(SEGMENT_BYTES, self._nbytes - at) for at in range(0, self._nbytes, SEGMENT_BYTES)]
+        self._bounded = bounded
+        self._segments: dict[int, Bytes] = {}
+        self._free: list[Bytes] = []
+        self._whole = list(self._put(0, np.frombuffer(head.data, dtype=np.uint8)))
+
+    def take(self, keys: Iterable[str]) -> None:
+        """Copies these tensors now."""
+        for key in keys:
+            self._whole += self._take(key)
+
+    def write(self, path: Path, taken: Callable[[], None] = lambda: None) -> FileRecord:
+        """Writes the new file and syncs it, calling `taken` when the last tensor has been copied.
+
+        Raises:
+            OSError: the disk is full, the file exists, and the like.
+        """
+        digests: dict[int, Future[bytes]] = {}
+        behind: deque[Future[bytes]] = deque()
+        with open(path, "xb", buffering=0) as raw, ThreadPoolExecutor(_WRITERS) as writers:
+            file = DirectFile(raw)
+            rest = chain.from_iterable(map(self._take, list(self._left)))
+            for index in chain(self._whole, rest):
+                digests[index] = writers.submit(self._bring, file, index, self._segments.pop(index))
+                behind.append(digests[index])
+                if self._bounded and len(behind) > _SEGMENTS_AHEAD:
+                    behind.popleft().result()
+            taken()
+            digest = file_digest(digests[index].result() for index in range(len(self._missing)))
+            file.finish(self._nbytes)
+        sync_directory(path.parent)
+        return FileRecord(nbytes=self._nbytes, digest=digest)
+
+    def _take(self, key: str) -> Iterator[int]:
+        item = self._left.pop(key)
+        data = item.tensor().detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        assert len(data) == item.nbytes, f"{key} has {len(data)} bytes, not {item.nbytes}"
+        return self._put(self._places[key], data)
+
+    def _put(self, at: int, data: Bytes) -> Iterator[int]:
+        """Copies `data` to its place; yields each segment that is whole with it."""
+        while len(data):
+            index, start = divmod(at, SEGMENT_BYTES)
+            if index not in self._segments:
+                self._segments[index] = self._free.pop() if self._free else _segment(self._length(index))
+            part = data[: SEGMENT_BYTES - start]
+            np.copyto(self._segments[index][start : start + len(part)], part)
+            data, at = data[len(part) :], at + len(part)
+            self._missing[index] -= len(part)
+            if not self._missing[index]:
+                yield index
+
+    def _length(self, index: int) -> int:
+        return min(SEGMENT_BYTES, self._nbytes - index * SEGMENT_BYTES)
+
+    def _bring(self, file: DirectFile, index: int, segment: Bytes) -> bytes:
+        """Writes a segment, with what is in its last page; returns its hash."""
+        length, data = self._length(index), memoryview(segment)  # type: ignore[arg-type]
+        file.write(index * SEGMENT_BYTES, data[: whole_pages(length)])
+        digest = segment_digest(data[:length])
+        self._free.append(segment)
+        return digest
+
+
+def _segment(nbytes: int) -> Bytes:
+    """Memory of its own for at least `nbytes`, in whole pages."""
+    return np.frombuffer(paged_memory(nbytes), dtype=np.uint8)
+
+
+def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> FileRecord:
+    """Writes a new safetensors file with these tensors and texts, and syncs it. Raises OSError as `FileImage.write`."""
+    return FileImage(items, metadata).write(path)
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Size and hash of a file as it is. Raises CheckpointError if it is missing, a link or no file."""
+    with open(open_regular(path), "rb") as file, ThreadPoolExecutor(_WRITERS) as readers:
+        nbytes = os.fstat(file.fileno()).st_size
+        starts = range(0, nbytes, SEGMENT_BYTES)
+        digests = readers.map(lambda start: segment_digest(_read(file.fileno(), start)), starts)
+        return FileRecord(nbytes=nbytes, digest=file_digest(digests))
+
+
+def _read(descriptor: int, start: int) -> memoryview:
+    """The segment from `start` on, as far as there is one."""
+    segment = memoryview(paged_memory(SEGMENT_BYTES))
+    filled = 0
+    while count := os.preadv(descriptor, [segment[filled:]], start + filled):
+        filled += count
+    return segment[:filled]
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the entries of a directory last."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Files:
+    """The files of one checkpoint, opened when they are first read, and read only where they are asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open: dict[str, Any] = {}
+
+    def check(self, file: str, key: str, dtype: str, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError unless `file` has such a tensor."""
+        path = self._directory / file
+        try:
+            found = self._handle(file).get_slice(key)
+        except Exception as error:  # the type is safetensors' own, which is not to be imported here
+            raise CheckpointError(f"{path}: tensor {key!r} cannot be read: {error}") from error
+        if (found.get_dtype(), tuple(found.get_shape())) != (dtype, shape):
+            raise CheckpointError(
+                f"{path}: tensor {key!r} is {found.get_dtype()} of shape {tuple(found.get_shape())}, but the manifest "
+                f"says {dtype} of shape {shape}"
+            )
+
+    def read(self, file: str, key: str) -> torch.Tensor:
+        """The tensor, mapped from the file: only what is used of it is read."""
+        tensor: torch.Tensor = self._handle(file).get_tensor(key)
+        return tensor
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            from safetensors import safe_open
+
+            os.close(open_regular(self._directory / file))  # no link
+            self._open[file] = safe_open(self._directory / file, framework="pt")
+        return self._open[file]
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file, for reading. Raises CheckpointError for links and all that is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        reason = "is a link" if error.errno == errno.ELOOP else f"cannot be read: {error.strerror}"
+        raise CheckpointError(f"{path} {reason}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is no regular file")
+    return descriptor

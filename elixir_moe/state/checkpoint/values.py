@@ -1,0 +1,106 @@
+"""Plain values as JSON and back, exactly: what a checkpoint holds besides parameters.
+
+Owns the encoding. Nothing is ever executed: whatever is in the JSON, reading it makes numbers, texts, lists, dicts,
+tensors and arrays.
+
+    as they are    None, bool, int, finite float, str, list, dict with str keys
+    tagged         {"$tuple": [...]}  {"$dict": [[key, value], ...]}  {"$float": "nan"}  {"$bytes": base64}
+                   {"$tensor": [dtype, shape, base64]}  {"$array": [dtype, shape, base64]}
+"""
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from elixir_moe.errors import CheckpointError
+from elixir_moe.state.safetensors_format import DTYPES, NAMES
+
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_ARRAY_KINDS = "biuf"
+
+
+def encode(value: Any, where: str) -> Any:
+    """`value` as JSON can hold it. Raises CheckpointError, naming the place in `value`, for any other type."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": _text(bytes(value))}
+    if isinstance(value, (list, tuple)):
+        items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return {"$tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+        pairs = [[encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        return {"$dict": pairs}
+    if isinstance(value, torch.Tensor) and value.dtype in NAMES and value.layout == torch.strided:
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        return {"$tensor": [NAMES[value.dtype], list(value.shape), _text(flat.view(torch.uint8).numpy().tobytes())]}
+    if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
+        return {"$array": [value.dtype.str, list(value.shape), _text(np.ascontiguousarray(value).tobytes())]}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}: a checkpoint holds None, numbers, texts, bytes, lists, tuples, dicts, "
+        f"tensors and arrays; of an object save its state_dict()"
+    )
+
+
+def decode(value: Any, where: str) -> Any:
+    """The inverse of `encode`. Raises CheckpointError for anything `encode` does not give."""
+    if isinstance(value, list):
+        return [decode(item, where) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if not any(key.startswith("$") for key in value):
+        return {key: decode(item, where) for key, item in value.items()}
+    try:
+        ((tag, content),) = value.items()
+        return _tagged(tag, content, where)
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{where}: {str(value)[:100]} is no value of a checkpoint: {error}") from error
+
+
+def _tagged(tag: str, content: Any, where: str) -> Any:
+    match tag:
+        case "$tuple":
+            return tuple(decode(item, where) for item in content)
+        case "$dict":
+            return {decode(key, where): decode(item, where) for key, item in content}
+        case "$float":
+            return _FLOATS[content]
+        case "$bytes":
+            return _bytes(content)
+        case "$tensor":
+            name, shape, text = content
+            data = (
+                torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)
+                if text
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
+            return data.view(DTYPES[name]).reshape(shape)
+        case "$array":
+            name, shape, text = content
+            dtype = np.dtype(name)
+            if dtype.kind not in _ARRAY_KINDS:
+                raise ValueError(f"arrays of {dtype} are not read")
+            return np.frombuffer(_bytes(text), dtype=dtype).reshape(shape).copy()
+    raise KeyError(tag)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(str(error)) from error

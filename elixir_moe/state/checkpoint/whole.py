@@ -1,0 +1,186 @@
+"""A checkpoint without a model: whole parameters, other files, other formats.
+
+Owns what one process can do with a directory: put each logical parameter together, write all of them as Hugging Face
+or plain torch have them, or write the same checkpoint in another number of files. One tensor is in memory at a time,
+but for the plain torch file.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Entry, Manifest, Piece, dump
+from elixir_moe.state.checkpoint.shard_ranges import Span, meet
+from elixir_moe.state.checkpoint.storage import Draft
+from elixir_moe.state.checkpoint.tensors import Files, Item, write_tensors
+from elixir_moe.state.safetensors_format import DTYPES, INDEX, NAMES, files_of, index_of
+
+
+class Whole:
+    """The tensors of one checkpoint, whole; its files should have been verified."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._files = Files(directory)
+        self._manifest = manifest
+
+    def parameter(self, name: str, kept: str = WEIGHT) -> torch.Tensor:
+        """A whole parameter by its first name, or what the optimizer keeps for its elements, in the dtype saved."""
+        entry = self._manifest.parameters[name]
+        span = Span(offset=(0,) * len(entry.grid), shape=entry.grid, start=0, stop=entry.numel)
+        return self._cell(name, kept, entry.pieces, span).view(entry.shape)
+
+    def buffer(self, name: str, rank: int = 0) -> torch.Tensor:
+        """A buffer, as that rank had it."""
+        buffer = self._manifest.buffers[name]
+        self._files.check(buffer.file_of_rank[rank], Buffer.key(name), buffer.dtype, buffer.shape)
+        return self._files.read(buffer.file_of_rank[rank], Buffer.key(name))
+
+    def state_dict(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Item]]:
+        """(name, tensor to write) of the plain model, in its order; `dtype` replaces those of floating parameters."""
+        first_of = {name: first for first, entry in self._manifest.parameters.items() for name in entry.names}
+        for key in self._manifest.keys:
+            if key in self._manifest.buffers:
+                buffer = self._manifest.buffers[key]
+                yield key, Item(key=key, dtype=buffer.dtype, shape=buffer.shape, tensor=self._later(self.buffer, key))
+            elif key in first_of:
+                entry = self._manifest.parameters[first_of[key]]
+                to = dtype if dtype is not None and DTYPES[entry.dtype].is_floating_point else DTYPES[entry.dtype]
+                give = self._later(lambda name, to=to: self.parameter(name).to(to), first_of[key])
+                yield key, Item(key=key, dtype=NAMES[to], shape=entry.shape, tensor=give)
+
+    def cells(self, name: str) -> Iterator[tuple[Piece, list[Item]]]:
+        """Each slice of a parameter as one piece, with its tensors; the piece's file is for the caller to say."""
+        entry = self._manifest.parameters[name]
+        slices: dict[tuple[int, ...], list[Piece]] = {}
+        for piece in entry.pieces:
+            slices.setdefault(piece.span.offset, []).append(piece)
+        for pieces in slices.values():
+            first = pieces[0]
+            if any((p.state, p.scalars) != (first.state, first.scalars) for p in pieces):
+                raise CheckpointError(f"parameter {name!r}: its pieces do not keep the same: they cannot be joined")
+            joined = replace(first, span=replace(first.span, start=0, stop=sum(p.span.numel for p in pieces)))
+            items = [
+                Item(
+                    key=joined.key(name, kept),
+                    dtype=dtype,
+                    shape=(joined.span.numel,),
+                    tensor=self._later(self._cell, name, kept, tuple(pieces), joined.span),
+                )
+                for kept, dtype in first.state.items()
+            ]
+            yield joined, items
+
+    def _cell(self, name: str, kept: str, pieces: tuple[Piece, ...], span: Span) -> torch.Tensor:
+        """(numel,): the elements of `span`."""
+        dtype = DTYPES[pieces[0].state[kept]] if pieces else DTYPES[self._manifest.parameters[name].dtype]
+        flat = torch.empty(span.numel, dtype=dtype, device="cpu")
+        for piece in pieces:
+            key = piece.key(name, kept)
+            self._files.check(piece.file, key, piece.state[kept], (piece.span.numel,))
+            read = self._files.read(piece.file, key)
+            for here, there in meet(span, piece.span):
+                here.of(flat).copy_(there.of(read))
+        return flat
+
+    @staticmethod
+    def _later(function: Callable[..., torch.Tensor], *arguments: Any) -> Callable[[], torch.Tensor]:
+        return lambda: function(*arguments)
+
+
+def export_huggingface(
+    whole: Whole, out: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = 5 * 10**9
+) -> list[Path]:
+    """Writes a new folder as Hugging Face has weights; returns its files. Tied parameters go under their first name.
+
+    ``model.safetensors``, or several of at most `shard_bytes` with ``model.safetensors.index.json``.
+
+    Raises:
+        CheckpointError: the folder exists.
+    """
+    first_names = set(whole._manifest.parameters) | set(whole._manifest.buffers)
+    items = {name: item for name, item in whole.state_dict(dtype) if name in first_names}
+    sizes = {name: item.nbytes for name, item in items.items()}
+    files = files_of(sizes, shard_bytes)
+    _make(out)
+    for file, names in files.items():
+        write_tensors(out / file, [items[name] for name in names], {"format": "pt"})
+    written = [out / file for file in files]
+    if len(files) > 1:
+        (out / INDEX).write_text(index_of(files, sum(sizes.values())))
+        written.append(out / INDEX)
+    return written
+
+
+def export_torch(whole: Whole, out: Path, *, dtype: torch.dtype | None = None) -> list[Path]:
+    """Writes a new file with the plain model's state dict, which ``torch.load(..., weights_only=True)`` reads."""
+    if os.path.lexists(out):
+        raise CheckpointError(f"{out} exists: name another file")
+    tensors: dict[str, torch.Tensor] = {}
+    first_of = {name: entry.names[0] for entry in whole._manifest.parameters.values() for name in entry.names}
+    for name, item in whole.state_dict(dtype):
+        first = first_of.get(name, name)
+        tensors[name] = tensors[first] if first in tensors else item.tensor()
+    partial = out.with_name(f".{out.name}.partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(tensors, partial)
+    partial.replace(out)
+    return [out]
+
+
+def reshard(whole: Whole, target: Path, files: int) -> Manifest:
+    """Writes the same checkpoint anew in `files` files of about equal size.
+
+    Raises:
+        CheckpointError: the target exists.
+        ConfigError: there are more versions of a buffer than files.
+    """
+    manifest = whole._manifest
+    names = [f"part-{i:05d}.safetensors" for i in range(files)]
+    items: list[list[Item]] = [[] for _ in names]
+    sizes = [0] * files
+
+    def put(new: list[Item], at: int | None = None) -> str:
+        at = sizes.index(min(sizes)) if at is None else at
+        items[at] += new
+        sizes[at] += sum(item.nbytes for item in new)
+        return names[at]
+
+    entries: dict[str, Entry] = {}
+    for name, entry in manifest.parameters.items():
+        pieces = [replace(piece, file=put(tensors)) for piece, tensors in whole.cells(name)]
+        entries[name] = replace(entry, pieces=tuple(pieces))
+    buffers = {}
+    for name, buffer in manifest.buffers.items():
+        versions = list(dict.fromkeys(buffer.file_of_rank))
+        if len(versions) > files:
+            raise ConfigError(f"files={files}: buffer {name!r} has {len(versions)} versions; give at least as many")
+        for at, file in enumerate(versions):
+            rank = buffer.file_of_rank.index(file)
+            give = whole._later(whole.buffer, name, rank)
+            put([Item(key=Buffer.key(name), dtype=buffer.dtype, shape=buffer.shape, tensor=give)], at)
+        moved = {file: names[at] for at, file in enumerate(versions)}
+        buffers[name] = replace(buffer, file_of_rank=tuple(moved[file] for file in buffer.file_of_rank))
+    draft = Draft(target)
+    try:
+        written = zip(names, items, strict=True)
+        records = {name: write_tensors(draft.path / name, tensors) for name, tensors in written if tensors}
+        new = replace(manifest, parameters=entries, buffers=buffers, files=records)
+        draft.commit(dump(new))
+    except BaseException:
+        draft.abandon()
+        raise
+    return new
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise CheckpointError(f"{folder} exists: name another folder") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made: {error.strerror}; name another folder") from error

@@ -1,0 +1,138 @@
+"""The model as one process would have it: full tensors from shards.
+
+Owns `full_state_dict`. Reads homes and gathers over process groups of its own; disturbs neither rCache nor schedule.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir_moe.chunks.packing import ChunkSpec
+from elixir_moe.errors import ConfigError
+from elixir_moe.parallel.dtensor import spec_of, whole_of
+from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.parallel.rules import UNCUT, named_tensors, pattern_of
+from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.model_spec import ModelSpec
+from elixir_moe.runtime.scheduler import Scheduler
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wrapped:
+    """What `wrap` leaves on a model for those who come later."""
+
+    scheduler: Scheduler
+    hooks: Hooks
+    groups: dict[tuple[int, ...], dist.ProcessGroup]
+    """gloo process groups by their ranks: those of every chunk and of every sharded axis."""
+    model: ModelSpec
+    """What it was in `wrap`."""
+
+
+def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[int, ...]]:
+    """The ranks `full_state_dict` gathers over."""
+    patterns = {pattern for p in model.parameters() if (pattern := pattern_of(p)) is not None}
+    return [
+        *(spec.key.ranks for spec in chunks),
+        *(pattern.mesh.ranks_along((axis,)) for pattern in patterns for axis, _ in pattern.shard),
+    ]
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """``{name: full CPU tensor}``: names, shapes and dtypes of the model before `wrap`, experts of all ranks included.
+
+    Trainable parameters come from their fp32 masters. Tied names share one tensor. Collective; every rank gets all of
+    it.
+
+    Raises:
+        ConfigError: the model is not wrapped, or has other parameters or buffers than it had then.
+    """
+    wrapped: Wrapped | None = getattr(model, "elixir", None)
+    if wrapped is None:
+        raise ConfigError("full_state_dict needs a model that went through wrap; use model.state_dict() on a plain one")
+    check_as_wrapped(model, wrapped)
+    full = dict(full_parameters(wrapped))
+    state = {name: full[p] for p, names in wrapped.model.names.items() for name in names}
+    state |= {name: buffer.cpu().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    return {name: state[name] for name in wrapped.model.keys}
+
+
+def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
+    """Raises ConfigError if the model has not the parameters and buffers it had in `wrap`, under the same names.
+
+    A parametrisation may have moved a parameter, or moved it back.
+    """
+    keys = dict.fromkeys(wrapped.model.keys)
+    lasting = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._buffers.keys() - module._non_persistent_buffers_set
+    }
+    new = [name for name, p in model.named_parameters() if p not in wrapped.model.names]
+    new += [name for name, _ in model.named_buffers() if name in lasting and name not in keys]
+    if new:
+        raise ConfigError(f"the model has {new} now and had not in wrap: add and replace modules before wrap")
+    known = {_unparametrized(name) for name, _ in named_tensors(model)}
+    named = dict.fromkeys(name for names in wrapped.model.names.values() for name in names)
+    missing = [name for name in named | keys if _unparametrized(name) not in known]
+    if missing:
+        raise ConfigError(f"the model had {missing} in wrap and has not now: rename and remove parameters before wrap")
+
+
+def _unparametrized(name: str) -> str:
+    """The name of a parameter without the way that `torch.nn.utils.parametrize` puts into it."""
+    return re.sub(r"parametrizations\.([^.]+)\.original$", r"\1", name)
+
+
+@torch.no_grad()
+def full_parameters(wrapped: Wrapped) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """(parameter, full CPU tensor in its dtype before `wrap`), a chunk gathered at a time. Collective."""
+    wrapped.scheduler.check_open()
+    wrapped.hooks.check_outside("em.full_state_dict()")
+    wrapped.scheduler.flush()
+    for chunk in wrapped.scheduler.chunks:
+        source = chunk.shard.weights().read().cpu()
+        whole = torch.cat(_all(source, wrapped.groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
+        owned = zip(chunk.spec.slots, chunk.parameters, chunk.locals, chunk.original_dtypes, strict=True)
+        for slot, parameter, shaped, dtype in owned:
+            local = whole[slot.start : slot.stop].view(shaped.shape).to(dtype, copy=True)
+            spec, pattern = spec_of(parameter), pattern_of(parameter) or UNCUT
+            joined = _join(local, pattern, wrapped.groups) if spec is None else whole_of(local, spec)
+            yield parameter, joined
+
+
+def refuse_plain_state_dicts(model: nn.Module) -> None:
+    """Makes ``model.state_dict()`` and ``load_state_dict()`` say what to use: released parameters hold no weights."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError(
+            "a wrapped model's parameters are sharded: take full weights with em.full_state_dict(model), and load a "
+            "state dict into the model before wrap"
+        )
+
+    model.register_state_dict_pre_hook(refuse)
+    model.register_load_state_dict_pre_hook(refuse)
+
+
+def _join(local: torch.Tensor, pattern: Pattern, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> torch.Tensor:
+    """The logical parameter from the slices of all ranks it is sharded over; the innermost axis is joined first."""
+    shape = pattern.global_shape(local.shape)
+    local = local.view(pattern.cell_shape(local.shape))
+    for axis, dim in reversed(pattern.shard):
+        ranks = pattern.mesh.ranks_along((axis,))
+        if len(ranks) > 1:
+            local = torch.cat(_all(local, groups[ranks]), dim)
+    return local.view(shape)
+
+
+def _all(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """`tensor` of every rank, in rank order; as bytes, which gloo sends whatever the dtype."""
+    flat = tensor.reshape(-1).view(torch.uint8)
+    pieces = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pieces, flat, group=group)
+    return [piece.view(tensor.dtype).view(tensor.shape) for piece in pieces]

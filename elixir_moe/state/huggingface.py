@@ -1,0 +1,385 @@
+"""Folders of safetensors, as Hugging Face keeps models: read straight into shards, written straight from them.
+
+Owns both ways. No rank holds more of the full model at once than a chunk and what one tensor in a file is made of.
+Names and shapes in files are the model's own, or those `transformers` registers for its class: mixtures of experts have
+one tensor an expert in their files and one a layer in memory.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elixir_moe.distributed.all_ranks import Deferred, together
+from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.parallel.rules import UNCUT, logical_shape, named_tensors, names_of, pattern_of
+from elixir_moe.state.full import Wrapped, check_as_wrapped, full_parameters, full_state_dict
+from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What one tensor of the model is made of."""
+
+    keys: list[tuple[str, str]]
+    """(name in the files, pattern of the converter it matches), in the order the converter wants."""
+    converter: Any = None
+    """A `transformers` WeightConverter; None if the tensor is in the files as it is."""
+    first: str = ""
+    """The converter's name for what it makes."""
+
+
+class Pretrained:
+    """The weights a folder has for what a model has on meta.
+
+    Collective: every rank makes one, of the same model; what is wrong on one rank is an error on all.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or lacks a weight, or has it in another shape.
+    """
+
+    def __init__(self, model: nn.Module, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        self._model = model
+        self._files: dict[str, Any] = {}
+        self._sources: dict[str, _Source] = {}
+        self._names = names_of(model)
+        self._reading = Deferred("read their weights", error=CheckpointError)
+        together("opened a folder of weights", self._open, error=CheckpointError)
+
+    def fill(self, place: Tensor, tensor: Tensor) -> None:
+        """Reads this rank's part of a parameter that was on meta into `place`. What fails is told by `settle`."""
+        self._reading.run(lambda: place.copy_(self._read(tensor)))
+
+    def settle(self) -> None:
+        """Raises CheckpointError on all ranks if any could not `fill` something. Collective."""
+        self._reading.settle()
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a parameter or buffer that was on meta."""
+        name = self._found(tensor)
+        assert name is not None, f"{self._names[tensor]} was found when the folder was opened"
+        source, offset = self._sources[name], (pattern_of(tensor) or UNCUT).local_offset(tensor.shape)
+        part = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
+        if source.converter is None:
+            key = source.keys[0][0]
+            value: Tensor = self._files[key].get_slice(key)[part or ...]
+            return value
+        converter = deepcopy(source.converter)
+        for key, matched in source.keys:
+            converter.add_tensor(source.first, key, matched, lambda key=key: self._files[key].get_tensor(key))
+        made = converter.convert(source.first, model=self._model, config=self._model.config)[name]
+        whole: Tensor = made[0] if isinstance(made, list) else made
+        if whole.shape != logical_shape(tensor):
+            raise CheckpointError(_unlike(name, tuple(whole.shape), tensor))
+        return whole[part]
+
+    def fill_buffers(self) -> None:
+        """Takes all buffers off meta: as the folder has them or, if it has not, as the model makes them. Collective."""
+        together("read their buffers", self._fill_buffers, error=CheckpointError)
+
+    def _fill_buffers(self) -> None:
+        made = []
+        filled: dict[Tensor, Tensor] = {}
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer in filled:
+                    module._buffers[name] = filled[buffer]
+                elif buffer is not None and buffer.is_meta:
+                    value = filled[buffer] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                    if self._found(buffer):
+                        value.copy_(self._read(buffer))
+                    else:
+                        made.append(value)
+                    module._buffers[name] = value
+        if made:
+            _make(self._model, made)
+
+    def _open(self) -> None:
+        """Raises CheckpointError for all that can be known to be wrong before a weight is read."""
+        from safetensors import SafetensorError, safe_open
+
+        index = self._folder / INDEX
+        try:
+            files = json.loads(index.read_text())["weight_map"].values() if index.exists() else [SINGLE]
+            for file_name in sorted(set(files)):
+                file = safe_open(str(self._folder / file_name), framework="pt")
+                self._files |= dict.fromkeys(file.keys(), file)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise CheckpointError(f"{self._folder}: no readable {INDEX} or {SINGLE} with its parts: {error}") from error
+        self._sources = _sources(self._model, self._files)
+        problems = []
+        for tensor, names in self._names.items():
+            source = self._source(tensor)
+            made = not isinstance(tensor, nn.Parameter) and _of_transformers(self._model)
+            if tensor.is_meta and is_dtensor(tensor):
+                problems.append(f"{names[0]!r} is a DTensor on meta: read the weights before it is parallelised")
+            elif tensor.is_meta and source is not None and (pattern_of(tensor) or UNCUT).view is not None:
+                problems.append(f"{names[0]!r} has a pattern with a view: read the weights before the model is cut")
+            elif tensor.is_meta and source is None and not made:
+                problems.append(f"{names[0]!r} is on meta and not in the folder: make it on the CPU")
+            elif tensor.is_meta and source is not None and source.converter is None:
+                key = source.keys[0][0]
+                shape = tuple(self._files[key].get_slice(key).get_shape())
+                if shape != logical_shape(tensor):
+                    problems.append(_unlike(names[0], shape, tensor))
+        if problems:
+            raise CheckpointError(f"{self._folder}: " + "\n  ".join(problems))
+
+    def _found(self, tensor: Tensor) -> str | None:
+        """The name under which the folder has `tensor`."""
+        return next((name for name in self._names[tensor] if name in self._sources), None)
+
+    def _source(self, tensor: Tensor) -> _Source | None:
+        name = self._found(tensor)
+        return None if name is None else self._sources[name]
+
+
+def _unlike(name: str, found: tuple[int, ...], tensor: Tensor) -> str:
+    return f"{name!r} is {found} in the folder and {logical_shape(tensor)} in the model"
+
+
+def leave_meta(parameter: nn.Parameter) -> None:
+    """Takes a parameter off meta in place, with one zero for all its elements; its attributes stay."""
+    zero = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
+    other = nn.Parameter(zero, requires_grad=parameter.requires_grad)
+    other.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, other)  # the optimizer and tied modules know this very object
+
+
+def _sources(model: nn.Module, keys: Iterable[str]) -> dict[str, _Source]:
+    """By name in the model, all that the files have."""
+    if not _of_transformers(model):
+        return {key: _Source([(key, "")]) for key in keys}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    transforms: Any = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    names = {name: tensor for name, tensor in named_tensors(model)}
+    sources: dict[str, _Source] = {}
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, str(model.base_model_prefix), names)
+        if name not in names and key in names:
+            name, pattern = key, None  # in the model's own format
+        if pattern is None:
+            sources[name] = _Source([(key, "")])
+            continue
+        converter = by_pattern[pattern]
+        source = sources.setdefault(name, _Source([], converter, name))
+        source.keys.append((key, pattern))
+        sources |= {name.replace(converter.target_patterns[0], t): source for t in converter.target_patterns}
+    model._weight_conversions = [t for t in transforms if t.was_used()]  # type: ignore[assignment]
+    return sources
+
+
+def _make(model: Any, buffers: list[Tensor]) -> None:
+    """Has `transformers` compute `buffers`: it passes over what is marked, and what is on meta it cannot change."""
+    new = {id(buffer) for buffer in buffers}
+    done: list[Any] = [t for _, t in named_tensors(model) if not t.is_meta and id(t) not in new]
+    for tensor in done:
+        tensor._is_hf_initialized = True
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    with torch.random.fork_rng(devices=[]):
+        model.initialize_weights()
+    for tensor in done:
+        tensor.__dict__.pop("_is_hf_initialized", None)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+@torch.no_grad()
+def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_file_bytes: int = 5 * 10**9) -> None:
+    """Writes a wrapped model's full weights, and its config if it has one, as ``from_pretrained`` reads them.
+
+    Of a peft model its adapters, as ``PeftModel.from_pretrained`` reads them; each rank has all weights for a while.
+
+    Collective; rank 0 writes. Trainable weights come from their fp32 masters, in the dtype they had before `wrap`. What
+    was in the folder stays until all is written.
+
+    Args:
+        model: a model that went through `wrap`.
+        folder: where to; made if it is not there.
+        max_file_bytes: how large a file of several tensors may get.
+
+    Raises:
+        ConfigError: the model is not wrapped, or has other parameters or buffers than it had then.
+        CheckpointError: rank 0 cannot write; on every rank.
+    """
+    wrapped: Wrapped | None = getattr(model, "elixir", None)
+    if wrapped is None:
+        raise ConfigError("save_pretrained needs a model that went through wrap; a plain one has its own")
+    if hasattr(model, "peft_config"):
+        state = full_state_dict(model)
+
+        def save() -> None:
+            if dist.get_rank() == 0:
+                model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+
+        together("saved the adapters", save, error=CheckpointError)
+        return
+    check_as_wrapped(model, wrapped)
+    writers: list[_Writer] = []
+
+    def begin() -> None:
+        if dist.get_rank() == 0:
+            writers.append(_Writer(model, wrapped, Path(folder)))
+            writers[0].begin(max_file_bytes)
+
+    writing = Deferred("wrote the model's files", error=CheckpointError)
+    try:
+        together("began the model's files", begin, error=CheckpointError)
+        for name, tensor in _full_tensors(model, wrapped):
+            for writer in writers:
+                writing.run(partial(writer.add, name, tensor))
+        for writer in writers:
+            writing.run(writer.finish)
+        writing.settle()
+    finally:
+        for writer in writers:
+            writer.clean()
+
+
+def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Tensor]]:
+    """(first name, full tensor) of every parameter and kept buffer, a chunk at a time; on every rank."""
+    for parameter, tensor in full_parameters(wrapped):
+        yield wrapped.model.names[parameter][0], tensor
+    for name, buffer in model.named_buffers():
+        if name in wrapped.model.keys:
+            yield name, buffer.cpu()
+
+
+class _Writer:
+    """Files of known size, filled in whatever order tensors come; on one rank."""
+
+    def __init__(self, model: nn.Module, wrapped: Wrapped, folder: Path) -> None:
+        self._model, self._wrapped = model, wrapped
+        self._folder, self._partial = folder, folder / ".partial"
+        self._files: dict[str, Any] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        self._group_of: dict[str, tuple[str, ...]] = {}
+        self._waiting: dict[str, Tensor] = {}
+
+    def begin(self, max_file_bytes: int) -> None:
+        """Makes all files, of their full size and with their headers."""
+        model, wrapped = self._model, self._wrapped
+        kept = {
+            p: (p.shape, d)
+            for c in wrapped.scheduler.chunks
+            for p, d in zip(c.parameters, c.original_dtypes, strict=True)
+        }
+        tensors = {
+            names[0]: torch.empty(logical_shape(p), dtype=kept[p][1], device="meta")
+            for p, names in wrapped.model.names.items()
+        }
+        tensors |= {n: torch.empty_like(b, device="meta") for n, b in model.named_buffers() if n in wrapped.model.keys}
+        self._dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
+        out: dict[str, Tensor] = {}
+        for names in _converted_together(model, tensors):
+            self._group_of |= dict.fromkeys(names, names)
+            out |= _to_files(model, {name: tensors[name] for name in names})
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        sizes = {key: tensor.nbytes for key, tensor in out.items()}
+        files = files_of(sizes, max_file_bytes)
+        if len(files) > 1:
+            (self._partial / INDEX).write_text(index_of(files, sum(sizes.values())))
+        for file_name, keys in files.items():
+            head = head_of({key: (name_of(out[key].dtype, key), out[key].shape) for key in keys}, {"format": "pt"})
+            file = self._files[file_name] = open(self._partial / file_name, "wb")  # noqa: SIM115 (closed by `clean`)
+            file.write(head.data)
+            file.flush()
+            os.posix_fallocate(file.fileno(), 0, head.nbytes)  # a full disk shows now
+            self._places |= {key: (file_name, place) for key, place in head.places.items()}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes the full tensor of the model; writes what can be made of those that have come."""
+        names = self._group_of.get(name)
+        if names is None:
+            return
+        self._waiting[name] = tensor
+        if all(other in self._waiting for other in names):
+            for key, value in _to_files(self._model, {other: self._waiting.pop(other) for other in names}).items():
+                file_name, offset = self._places[key]
+                self._files[file_name].seek(offset)
+                self._files[file_name].write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def finish(self) -> None:
+        """Puts the files in their place."""
+        for file in self._files.values():
+            file.close()
+        self._configure()
+        for old in (*self._folder.glob("model*.safetensors"), *self._folder.glob(INDEX)):
+            old.unlink()
+        for new in sorted(self._partial.iterdir(), key=lambda path: path.name == INDEX):
+            new.replace(self._folder / new.name)
+
+    def clean(self) -> None:
+        """Removes what is not in its place."""
+        for file in self._files.values():
+            with suppress(OSError):  # a full disk, which was told of
+                file.close()
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _configure(self) -> None:
+        config: Any = getattr(self._model, "config", None)
+        generation: Any = getattr(self._model, "generation_config", None)
+        if hasattr(config, "save_pretrained"):
+            config = deepcopy(config)
+            config.architectures = [type(self._model).__name__]
+            config.dtype = str(self._dtype).removeprefix("torch.")
+            config.save_pretrained(self._partial)
+        if hasattr(generation, "save_pretrained"):
+            generation.save_pretrained(self._partial)
+
+
+def _converted_together(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:
+    """The names of the model that must all be there to make what files have of them."""
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    names = [name for name in names if name not in ignored]
+    if not _of_transformers(model):
+        return [(name,) for name in names]
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, apply_converters
+
+    transforms: Any = getattr(model, "_weight_conversions", None)
+    if transforms is None:
+        transforms = get_model_conversion_mapping(model, add_legacy=False)  # type: ignore[arg-type]
+    converters: Any = [t.reverse_transform() for t in transforms[::-1] if isinstance(t, WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(apply_converters(name, converters)[0], []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def _to_files(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What files have of some tensors of the model."""
+    if not _of_transformers(model):
+        return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------------------------- shared
+
+
+def _of_transformers(model: nn.Module) -> bool:
+    return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)
