@@ -14,7 +14,7 @@ from torch import nn
 from elixir_moe.chunks.cache_policy import CacheState
 from elixir_moe.chunks.plan import Plan, footprint
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.distributed.all_ranks import ControlGroups, together
+from elixir_moe.distributed.all_ranks import ControlGroups, raise_on_all_ranks
 from elixir_moe.distributed.collectives import backend_of, build_communicators
 from elixir_moe.distributed.waits import Wait, watch
 from elixir_moe.memory.blocks import Blocks
@@ -109,7 +109,7 @@ def wrap(
         check_disk(plan, optimizer, spill, check_spill)
         watch()
 
-    together("checked what wrap was given", check) if dist.is_initialized() else check()
+    raise_on_all_ranks("checked what wrap was given", check) if dist.is_initialized() else check()
     device = start(device)
     watch()
     check_alike(optimizer, plan=plan, hardware=hardware, spill=spill, weights=weights)
@@ -120,7 +120,7 @@ def wrap(
         megatron.check(model)
         check_data(model, weights, step if isinstance(plan, Plan) else None)
 
-    together("checked the model", check_model)
+    raise_on_all_ranks("checked the model", check_model)
 
     # 2. What the model is, and which plan it gets.
     moments, staged = moments_of(optimizer), backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]

@@ -24,8 +24,8 @@ from elixir_moe.cli.main import main
 from elixir_moe.memory import direct_file
 from elixir_moe.state.checkpoint import storage, tensors
 from elixir_moe.state.checkpoint.hashing import digest_of
-from elixir_moe.state.checkpoint.manifest import Entry, FileRecord, Manifest, Piece, dump, parse
-from elixir_moe.state.checkpoint.shard_ranges import Span, flaw, meet
+from elixir_moe.state.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, Piece, dump, parse
+from elixir_moe.state.checkpoint.shard_ranges import Span, flaw, overlap
 from elixir_moe.state.checkpoint.storage import (
     Draft,
     latest,
@@ -68,7 +68,7 @@ def test_runs_of_any_two_cuts_meet_in_the_right_elements() -> None:
         for target in ours:
             found = torch.full((target.numel,), -1)
             for source in theirs:
-                for here, there in meet(target, source):
+                for here, there in overlap(target, source):
                     here.of(found).copy_(there.of(elements(source)))
             assert torch.equal(found, elements(target))
 
@@ -96,7 +96,7 @@ def test_what_does_not_hold_each_element_once_is_told(spoil: Callable[[list[Span
 def test_scalars_and_empty_parameters_are_runs_too() -> None:
     scalar = Span(offset=(), shape=(), start=0, stop=1)
     assert flaw((), [scalar]) is None and flaw((0, 3), []) is None
-    ((here, there),) = meet(scalar, scalar)
+    ((here, there),) = overlap(scalar, scalar)
     assert torch.equal(here.of(torch.tensor([3.0])), there.of(torch.tensor([3.0])))
 
 
@@ -164,7 +164,7 @@ def test_hostile_values_are_refused(hostile: Any) -> None:
 def write_small(target: Path, saved_ns: int, fill: float = 0.0, keep: int | None = None) -> None:
     """Two parameters, one in two files, without ranks."""
     draft = Draft(target)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ParameterRecord] = {}
     items: dict[str, list[Item]] = {"rank-00000.safetensors": [], "rank-00001.safetensors": []}
     for name, shape, files in (("w", (8, 64), tuple(items)), ("b", (7,), ("rank-00001.safetensors",))):
         numel, pieces = math.prod(shape), []
@@ -175,14 +175,16 @@ def write_small(target: Path, saved_ns: int, fill: float = 0.0, keep: int | None
             values = torch.arange(start, stop, dtype=torch.float32) + fill
             key = pieces[-1].key(name, "weight")
             items[file].append(Item(key=key, dtype="F32", shape=(stop - start,), tensor=lambda values=values: values))
-        entries[name] = Entry(names=(name,), shape=shape, grid=shape, dtype="F32", trainable=True, pieces=tuple(pieces))
+        entries[name] = ParameterRecord(
+            names=(name,), shape=shape, grid=shape, dtype="F32", trainable=True, pieces=tuple(pieces)
+        )
     records = {file: write_tensors(draft.path / file, tensors) for file, tensors in items.items()}
     draft.commit(dump(small_manifest(entries, records, saved_ns)))
     if keep is not None:
         retain(target.parent, keep)
 
 
-def small_manifest(entries: dict[str, Entry], records: dict[str, FileRecord], saved_ns: int) -> Manifest:
+def small_manifest(entries: dict[str, ParameterRecord], records: dict[str, FileRecord], saved_ns: int) -> Manifest:
     return Manifest(
         saved_ns=saved_ns,
         world=2,

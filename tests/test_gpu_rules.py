@@ -19,7 +19,7 @@ import elixir_moe as em
 from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.chunks.param_spec import ChunkGroupKey
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.distributed.collectives import Communicator, Ticket, backend_of, build_communicators, timeout_of
+from elixir_moe.distributed.collectives import Communicator, Work, backend_of, build_communicators, timeout_of
 from elixir_moe.kernels import host_threads
 from elixir_moe.memory.shard_state import build_shards
 from elixir_moe.models.gpt import _joined
@@ -152,10 +152,10 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> Lanes:
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_ticket_is_waited_for_on_its_own_device(index: int, lanes: Lanes) -> None:
     """Whichever device is the current one."""
-    ticket, stream = Ticket(), Lane(torch.device("cuda", index))
+    work, stream = Work(), Lane(torch.device("cuda", index))
     stream.note("reduction")
-    ticket.mark(stream)  # type: ignore[arg-type]
-    ticket.wait()
+    work.mark(stream)  # type: ignore[arg-type]
+    work.wait()
     assert [lane.behind for lane in lanes.compute.values()] == [{"reduction"} if i == index else set() for i in (0, 1)]
 
 
@@ -170,7 +170,7 @@ def test_a_block_is_filled_behind_whoever_has_read_it_late(keeps: bool, lanes: L
     (chunk,), block = scheduler.chunks, scheduler._blocks.shared[0]
     chunk.block = block
     part: torch.Tensor | None = block._memory[:4]
-    block.vacate(streams.marked(Ticket()))
+    block.vacate(streams.marked(Work()))
     lanes.compute[0].note("late read")
     if not keeps:
         del part
@@ -191,11 +191,11 @@ class Untagged:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._communicator, name)
 
-    def all_gather(self, buffer: torch.Tensor, tag: int, **what: Any) -> Ticket:
+    def all_gather(self, buffer: torch.Tensor, tag: int, **what: Any) -> Work:
         self._log.append(("gather", tag, buffer.data_ptr(), self._lanes.current().note(f"gather {tag}")))
         return self._communicator.all_gather(buffer, tag, **what)
 
-    def reduce_scatter(self, buffer: torch.Tensor, *args: Any, tag: int, **what: Any) -> Ticket:
+    def reduce_scatter(self, buffer: torch.Tensor, *args: Any, tag: int, **what: Any) -> Work:
         self._log.append(("reduce", tag, buffer.data_ptr(), self._lanes.current().note(f"reduce {tag}")))
         return self._communicator.reduce_scatter(buffer, *args, tag=tag, **what)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.distributed.collectives import Ticket
-from elixir_moe.runtime.access import Door, Guarded, ParamAccess
+from elixir_moe.distributed.collectives import Work
+from elixir_moe.runtime.access import ParamAccess, ShardedParameter, Switch
 from tests.test_habits import D, Net, adamw, mean_square
 
 wrapping = sys.modules["elixir_moe.wrap"]  # the name in the package is the function
@@ -330,8 +330,8 @@ def test_a_gradient_that_a_hook_has_held_up_is_forgotten(pair: Pair) -> None:
 def test_an_interrupted_entry_leaves_no_parameter_unguarded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = ParamAccess.open
 
-    def interrupted(access: ParamAccess, doors: Iterable[Door]) -> None:
-        opened(access, list(doors)[:1])
+    def interrupted(access: ParamAccess, switches: Iterable[Switch]) -> None:
+        opened(access, list(switches)[:1])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -339,7 +339,7 @@ def test_an_interrupted_entry_leaves_no_parameter_unguarded(pair: Pair, monkeypa
         with pytest.raises(KeyboardInterrupt):
             pair[0](rows())
     pair[1].zero_grad()
-    assert all(isinstance(parameter, Guarded) for parameter in pair[0].parameters())
+    assert all(isinstance(parameter, ShardedParameter) for parameter in pair[0].parameters())
 
 
 def test_an_interrupted_forward_leaves_nothing_on_any_stack(pair: Pair) -> None:
@@ -435,7 +435,7 @@ def test_what_is_unsharded_can_be_written_in_any_way(pair: Pair, grad: bool) -> 
     if not any(chunk.spec.in_place for chunk in pair[0].elixir.scheduler.chunks):  # where there it is at home
         with pytest.raises(em.ConfigError, match=r"last\.bias.*pass write=True"), em.unsharded(bias):
             bias.data.fill_(6.0)
-    assert all(isinstance(parameter, Guarded) for parameter in pair[0].parameters())
+    assert all(isinstance(parameter, ShardedParameter) for parameter in pair[0].parameters())
     backward(pair)
     pair[1].step()
 
@@ -569,4 +569,4 @@ class Broken:
 
 def test_a_collective_that_fails_is_named() -> None:
     with pytest.raises(em.ElixirError, match=r"the gather of chunk 3 failed on rank 0: Timed out.*same order"):
-        Ticket([Broken()], what="the gather of chunk 3").wait()
+        Work([Broken()], what="the gather of chunk 3").wait()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.distributed.collectives import Communicator, Ticket
+from elixir_moe.distributed.collectives import Communicator, Work
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from tests.cases import spill_of
@@ -64,26 +64,26 @@ class Logged:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._communicator, name)
 
-    def all_gather(self, buffer: Tensor, tag: int, **what: Any) -> Ticket:
+    def all_gather(self, buffer: Tensor, tag: int, **what: Any) -> Work:
         self._events.append(f"gather {tag}")
         return self._told(self._communicator.all_gather(buffer, tag, **what), f"gathered {tag}")
 
-    def reduce_scatter(self, *args: Any, tag: int, **what: Any) -> Ticket:
+    def reduce_scatter(self, *args: Any, tag: int, **what: Any) -> Work:
         self._events.append(f"reduce {tag}")
         return self._told(self._communicator.reduce_scatter(*args, tag=tag, **what), f"reduced {tag}")
 
-    def _told(self, ticket: Ticket, end: str) -> Ticket:
+    def _told(self, work: Work, end: str) -> Work:
         events = self._events
 
-        class Told(Ticket):
+        class Told(Work):
             def wait(self) -> None:
-                if ticket.pending:
+                if work.pending:
                     events.append(end)
-                ticket.wait()
+                work.wait()
 
             @property
             def pending(self) -> bool:
-                return ticket.pending
+                return work.pending
 
         return Told()
 

@@ -15,7 +15,7 @@ from torch import nn
 import elixir_moe as em
 from elixir_moe.chunks.packing import Layout, build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
-from elixir_moe.chunks.plan import SPILL_ALIGN_NUMEL, SPILL_LANES, Plan, Tier, footprint, held_rows, size_text
+from elixir_moe.chunks.plan import DISK_THREADS, SPILL_ALIGN_NUMEL, Plan, Tier, footprint, held_rows, size_text
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
@@ -380,7 +380,7 @@ def test_what_is_on_disk_is_not_in_memory(ranks: Ranks) -> None:
         held_as_promised(found)
         size, page = found["footprint"], 4 * SPILL_ALIGN_NUMEL
         assert size.disk_bytes == 3 * 3 * page, "of three chunks three arrays, each filled up to a page"
-        assert size.spill_buffer_bytes == SPILL_LANES * 3 * page
+        assert size.spill_buffer_bytes == DISK_THREADS * 3 * page
         less = other["footprint"].host_bytes - (size.host_bytes - size.spill_buffer_bytes)
         assert less <= 3 * L_OS_F_OS * CHUNK // 2
 

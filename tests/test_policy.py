@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elixir_moe as em
-from elixir_moe.chunks.cache_policy import CacheCounts, CacheState, Entry, Load, Schedule, Verb, gradients_of, simulate
+from elixir_moe.chunks.cache_policy import (
+    CacheCounts,
+    CacheRequest,
+    CacheState,
+    Load,
+    Schedule,
+    Verb,
+    gradients_of,
+    simulate,
+)
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
@@ -24,20 +33,20 @@ Ranks = Callable[[int], RankPool]
 ACQUIRE, RELEASE = Verb
 
 
-def entries(text: str) -> list[Entry]:
+def entries(text: str) -> list[CacheRequest]:
     """``"+01 -01 !0 x0"``: acquire the weights 0 and 1, release them, a block for the gradients of 0, release that."""
     found = []
     for word in text.split():
         chunks = tuple(map(int, word[1:]))
         verb = ACQUIRE if word[0] in "+!" else RELEASE
-        found.append(Entry(verb, tuple(map(gradients_of, chunks)) if word[0] in "!x" else chunks))
+        found.append(CacheRequest(verb, tuple(map(gradients_of, chunks)) if word[0] in "!x" else chunks))
     return found
 
 
 @st.composite
 def schedules(draw: st.DrawFn, chunks: int = 5, longest: int = 22) -> Schedule:
     """Well-formed requests: releases end acquires, gradients come once a chunk, all is let go in the end."""
-    found: list[Entry] = []
+    found: list[CacheRequest] = []
     open_uses: list[tuple[int, ...]] = []
     gradients: list[int] = []
     to_come = set(range(chunks))
@@ -45,17 +54,19 @@ def schedules(draw: st.DrawFn, chunks: int = 5, longest: int = 22) -> Schedule:
         verb = draw(st.sampled_from("++--!x"))
         if verb == "+" and len(open_uses) < 3:
             open_uses.append(tuple(sorted(draw(st.sets(st.integers(0, chunks - 1), min_size=1, max_size=2)))))
-            found.append(Entry(ACQUIRE, open_uses[-1]))
+            found.append(CacheRequest(ACQUIRE, open_uses[-1]))
         elif verb == "-" and open_uses:
-            found.append(Entry(RELEASE, open_uses.pop(draw(st.integers(0, len(open_uses) - 1)))))
+            found.append(CacheRequest(RELEASE, open_uses.pop(draw(st.integers(0, len(open_uses) - 1)))))
         elif verb == "!" and to_come and len(gradients) < 2:
             gradients.append(draw(st.sampled_from(sorted(to_come))))
             to_come.remove(gradients[-1])
-            found.append(Entry(ACQUIRE, (gradients_of(gradients[-1]),)))
+            found.append(CacheRequest(ACQUIRE, (gradients_of(gradients[-1]),)))
         elif verb == "x" and gradients:
-            found.append(Entry(RELEASE, (gradients_of(gradients.pop(draw(st.integers(0, len(gradients) - 1)))),)))
-    found += [Entry(RELEASE, use) for use in open_uses]
-    return Schedule([*found, *(Entry(RELEASE, (gradients_of(chunk),)) for chunk in gradients)])
+            found.append(
+                CacheRequest(RELEASE, (gradients_of(gradients.pop(draw(st.integers(0, len(gradients) - 1)))),))
+            )
+    found += [CacheRequest(RELEASE, use) for use in open_uses]
+    return Schedule([*found, *(CacheRequest(RELEASE, (gradients_of(chunk),)) for chunk in gradients)])
 
 
 def holds_after(schedule: Schedule) -> list[dict[int, int]]:
@@ -152,7 +163,7 @@ def test_decisions_can_be_carried_out(schedule: Schedule, more: int, known: bool
     assert state.counts.off_schedule == 0
 
 
-def request(state: CacheState, entry: Entry, *, tracked: bool = True) -> list[Load]:
+def request(state: CacheState, entry: CacheRequest, *, tracked: bool = True) -> list[Load]:
     """Asks `state` for what `entry` says."""
     ask = state.acquire if entry.verb is ACQUIRE else state.release
     return ask(entry.chunks, tracked=tracked)
@@ -249,9 +260,9 @@ def test_evaluation_in_the_middle_does_not_move_the_schedule(
 
 def test_a_thousand_chunks_and_more_are_simulated() -> None:
     n = 2000
-    forward = [Entry(verb, (chunk,)) for chunk in range(n) for verb in (ACQUIRE, RELEASE)]
+    forward = [CacheRequest(verb, (chunk,)) for chunk in range(n) for verb in (ACQUIRE, RELEASE)]
     backward = [
-        Entry(verb, (item,))
+        CacheRequest(verb, (item,))
         for chunk in reversed(range(n))
         for verb, item in ((ACQUIRE, chunk), (ACQUIRE, ~chunk), (RELEASE, ~chunk), (RELEASE, chunk))
     ]

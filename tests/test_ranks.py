@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from elixir_moe.distributed.all_ranks import Deferred, gathered, together
+from elixir_moe.distributed.all_ranks import Deferred, gathered, raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ElixirError, PlanError
 from tests.ranks import RankPool
 
@@ -21,7 +21,7 @@ def told(raising: dict[int, Exception], error: type[ElixirError] | None) -> tupl
         return dist.get_rank()
 
     with pytest.raises(ElixirError) as caught:
-        together("worked", work, error=error)
+        raise_on_all_ranks("worked", work, error=error)
     return type(caught.value).__name__, str(caught.value), caught.value.__cause__ is raising.get(dist.get_rank())
 
 
@@ -32,7 +32,7 @@ def test_all_get_what_all_have(ranks: Ranks) -> None:
 def everyone() -> tuple[list[int], list[int], list[int]]:
     own = dist.new_group([0])
     alone = gathered(0, own) if dist.get_rank() == 0 else [0]
-    return gathered(dist.get_rank()), together("worked", dist.get_rank), alone
+    return gathered(dist.get_rank()), raise_on_all_ranks("worked", dist.get_rank), alone
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
-from elixir_moe.chunks.cache_policy import Entry, Schedule
+from elixir_moe.chunks.cache_policy import CacheRequest, Schedule
 from elixir_moe.search.repeat import cuts_of
 from elixir_moe.search.trace import trace
 from tests.cases import least_said
@@ -125,7 +125,7 @@ def wrapped(model: nn.Module, blocks: int, numel: int, step: Loss | None) -> Any
     return em.wrap(model, torch.optim.SGD(model.parameters(), lr=0.01), plan=plan, **given)
 
 
-def asked_for(schedule: Schedule) -> set[Entry]:
+def asked_for(schedule: Schedule) -> set[CacheRequest]:
     """What was asked for together; a checkpoint may run its region again before or after backward comes to its end."""
     return set(schedule.entries)
 

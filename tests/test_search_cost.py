@@ -15,7 +15,7 @@ from elixir_moe.chunks.plan import Plan
 from elixir_moe.errors import ConfigError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
-from elixir_moe.search.profile import Exchange, Profile
+from elixir_moe.search.profile import Profile, SentCollective
 from tests.cases import with_further
 
 MACHINE = "a100-80g-pcie-x4"
@@ -27,7 +27,7 @@ def machine_file() -> dict[str, Any]:
     return found
 
 
-def profile(ranks: int = 2, exchanges: tuple[Exchange, ...] = ()) -> Profile:
+def profile(ranks: int = 2, exchanges: tuple[SentCollective, ...] = ()) -> Profile:
     key = ChunkGroupKey(ranks=tuple(range(ranks)), dtype=torch.bfloat16, trainable=True, divisor=ranks)
     return Profile(
         params=tuple(ParamSpec(name=f"p{i}", shape=(1 << 20,), key=key) for i in range(4)),
@@ -78,7 +78,7 @@ def test_a_step_is_the_sum_of_what_is_written_in_the_docs() -> None:
 
 
 def test_a_busier_rank_takes_longer_and_holds_more() -> None:
-    exchange = Exchange(ep=2, nbytes=10**6, times=6, expert_flops=4 * 10**11, row_bytes=10**8)
+    exchange = SentCollective(ep=2, nbytes=10**6, times=6, expert_flops=4 * 10**11, row_bytes=10**8)
     given = profile(exchanges=(exchange,))
     moved = cost.traffic(Plan.zero2(), build_layout(given.params, 1 << 20), [0, 1, 2, 3])
     even, busy = (cost.seconds(given, moved, Hardware.named(MACHINE), 2, imbalance) for imbalance in (1.0, 1.5))

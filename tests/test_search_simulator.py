@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_moe import _native
-from elixir_moe.chunks.cache_policy import Entry, Load, Schedule, Verb, simulate
+from elixir_moe.chunks.cache_policy import CacheRequest, Load, Schedule, Verb, simulate
 from elixir_moe.chunks.packing import build_layout
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
@@ -80,4 +80,4 @@ def test_arrays_that_are_no_schedule_are_refused(
 
 def test_an_empty_step_gathers_nothing() -> None:
     assert Simulator(Schedule([])).loads(0) == []
-    assert Simulator(Schedule([Entry(Verb.RELEASE, (3,))])).loads(1) == []
+    assert Simulator(Schedule([CacheRequest(Verb.RELEASE, (3,))])).loads(1) == []

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import elixir_moe as em
-from elixir_moe.chunks.cache_policy import Entry, Schedule
+from elixir_moe.chunks.cache_policy import CacheRequest, Schedule
 from elixir_moe.chunks.packing import build_layout
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.errors import ConfigError
@@ -209,7 +209,7 @@ def run_recorded(checkpoint: Any, shape: dict[str, Any]) -> dict[str, Any]:
     model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan, sample=sample, step=lm_loss)
     lm_loss(model, sample).backward()
     recorded = model.elixir.scheduler.cache.schedule.entries
-    layout = profile.walk.counted(build_layout(profile.params, 2500))
+    layout = profile.step_order.counted(build_layout(profile.params, 2500))
     found = {
         "layouts": (layout, optimizer.layout),
         "requests": (profile.schedule(layout).entries, recorded),
@@ -233,10 +233,10 @@ def test_the_planner_expects_what_the_runtime_does(checkpoint: Any, shape: dict[
         assert sorted(gradients(planned)) == sorted(gradients(real))
 
 
-def weights(entries: list[Entry]) -> list[Entry]:
+def weights(entries: list[CacheRequest]) -> list[CacheRequest]:
     return [entry for entry in entries if entry.chunks[0] >= 0]
 
 
-def gradients(entries: list[Entry]) -> list[tuple[str, int]]:
+def gradients(entries: list[CacheRequest]) -> list[tuple[str, int]]:
     """Within one unit they come in autograd's order."""
     return [(entry.verb.value, entry.chunks[0]) for entry in entries if entry.chunks[0] < 0]

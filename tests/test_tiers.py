@@ -17,9 +17,9 @@ from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.errors import ElixirError, TierError
 from elixir_moe.memory.blocks import Block, ShardBlock
 from elixir_moe.memory.shard_state import (
+    Contents,
     Fp32Shard,
     FrozenShard,
-    Holds,
     MixedShard,
     PieceShard,
     ShardState,
@@ -84,16 +84,16 @@ def test_what_is_kept_is_had_at_once_and_read_behind_the_update() -> None:
 def test_bf16_sends_its_compute_shard_and_the_gradient_takes_its_place() -> None:
     shard = mixed()
     assert shard.master is not None
-    assert shard.holds is Holds.VALUES
+    assert shard.contents is Contents.VALUES
     assert shard.values() is shard.shown
     assert not shard.has_gradient
     shard.add_gradient(gradient(torch.bfloat16, 1))
-    assert shard.holds is Holds.GRADIENT
+    assert shard.contents is Contents.GRADIENT
     assert shard.has_gradient
     assert shard.gradient().data_ptr() == shard.shown.data_ptr(), "no memory of its own"
     assert torch.equal(shard.gradient(), gradient(torch.bfloat16, 1))
     update(shard)
-    assert shard.holds is Holds.VALUES
+    assert shard.contents is Contents.VALUES
     assert not shard.has_gradient
     assert torch.equal(shard.values(), shard.master.bfloat16())
     assert shard.accumulator is None
@@ -106,7 +106,7 @@ def test_bf16_values_wanted_again_move_the_gradient_to_the_accumulator() -> None
     for grad in grads:
         shard.add_gradient(grad)
         assert torch.equal(shard.values(), shard.master.bfloat16()), "cast anew from the master"
-    assert shard.holds is Holds.VALUES
+    assert shard.contents is Contents.VALUES
     assert shard.accumulator is not None
     assert shard.accumulator.dtype == torch.float32
     assert shard.gradient().data_ptr() == shard.accumulator.data_ptr()
@@ -118,7 +118,7 @@ def test_bf16_gradients_without_a_gather_between_are_summed_in_fp32_too() -> Non
     assert shard.master is not None
     shard.add_gradient(gradient(torch.bfloat16, 1))
     shard.add_gradient(gradient(torch.bfloat16, 2))
-    assert shard.holds is Holds.STALE
+    assert shard.contents is Contents.STALE
     assert torch.equal(shard.gradient(), gradient(torch.bfloat16, 1).float() + gradient(torch.bfloat16, 2))
     assert torch.equal(shard.values(), shard.master.bfloat16())
     assert torch.equal(shard.gradient(), gradient(torch.bfloat16, 1).float() + gradient(torch.bfloat16, 2))

@@ -59,7 +59,7 @@ class Dtypes(Net):
         return x + self.coarse(h.bfloat16()).float()
 
 
-class Kept(torch.autograd.Function):
+class Elements(torch.autograd.Function):
     """A linear layer that saves its weight as torch asks to."""
 
     @staticmethod
@@ -73,7 +73,7 @@ class Kept(torch.autograd.Function):
         return grad @ weight, grad.t() @ x
 
 
-class KeptByName(Kept):
+class KeptByName(Elements):
     """One that keeps it as an attribute."""
 
     @staticmethod
@@ -96,7 +96,7 @@ class KeptAsView(KeptByName):
 
 
 class Custom(Layer):
-    function: type[Kept] = Kept
+    function: type[Elements] = Elements
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.function.apply(self.norm(x), self.up.weight)
@@ -104,13 +104,13 @@ class Custom(Layer):
 
 
 class CustomLinear(nn.Linear):
-    function: type[Kept] = Kept
+    function: type[Elements] = Elements
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function.apply(x, self.weight) + self.bias
 
 
-def custom(function: type[Kept]) -> Callable[[], nn.Module]:
+def custom(function: type[Elements]) -> Callable[[], nn.Module]:
     """Nets whose layers use `function` on weights of their own and on their children's."""
 
     def build() -> nn.Module:
@@ -262,7 +262,7 @@ class Case:
 CASES = {
     "shapes": Case(Shapes),
     "dtypes": Case(Dtypes),
-    "custom-function": Case(custom(Kept)),
+    "custom-function": Case(custom(Elements)),
     "custom-function-by-name": Case(custom(KeptByName)),
     "custom-function-by-view": Case(custom(KeptAsView)),
     "views": Case(Views),

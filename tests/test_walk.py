@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
 from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
 from elixir_moe.chunks.param_spec import ChunkGroupKey
-from elixir_moe.chunks.step_order import Part, Use, Walk, by_first_use, choose_units
+from elixir_moe.chunks.step_order import Part, StepOrder, Use, by_first_use, choose_units
 
 
 def layout_of(where: list[int], frozen: tuple[int, ...] = (), resident: tuple[int, ...] = ()) -> Layout:
@@ -24,7 +24,7 @@ def layout_of(where: list[int], frozen: tuple[int, ...] = (), resident: tuple[in
 
 def lines(parts: list[Part], uses: list[Use], layout: Layout) -> list[str]:
     """The schedule, a word and its chunks a line; a block for gradients is in brackets."""
-    entries = Walk(parts, uses).schedule(layout).entries
+    entries = StepOrder(parts, uses).schedule(layout).entries
     return [f"{e.verb} {' '.join(str(c) if c >= 0 else f'({gradients_of(c)})' for c in e.chunks)}" for e in entries]
 
 
@@ -78,9 +78,9 @@ def test_a_recomputed_region_is_held_until_its_backward_is_done() -> None:
     parts = [part(number) for number in range(3)]
     uses = [Use(entered=2 * i, left=2 * i + 1, part=i, region=0) for i in range(3)]
     layout = layout_of([0, 1, 2])
-    assert Walk(parts, uses).schedule(layout).least_blocks() == 3
+    assert StepOrder(parts, uses).schedule(layout).least_blocks() == 3
     kept = [Use(entered=use.entered, left=use.left, part=use.part) for use in uses]
-    assert Walk(parts, kept).schedule(layout).least_blocks() == 1
+    assert StepOrder(parts, kept).schedule(layout).least_blocks() == 1
 
 
 def test_parameters_come_in_order_of_first_use() -> None:
@@ -124,7 +124,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Part], list[Use], Layout]:
 @given(steps())
 def test_what_forward_used_is_reduced_once_and_nothing_stays_held(step: tuple[list[Part], list[Use], Layout]) -> None:
     parts, uses, layout = step
-    schedule = Walk(parts, uses).schedule(layout)
+    schedule = StepOrder(parts, uses).schedule(layout)
     used = {p for use in uses for p in parts[use.part].params}
     for chunk in layout.chunks:
         weights = [entry.verb for entry in schedule.entries if chunk.index in entry.chunks]
@@ -136,6 +136,6 @@ def test_what_forward_used_is_reduced_once_and_nothing_stays_held(step: tuple[li
             assert weights
             assert gradients == [Verb.ACQUIRE, Verb.RELEASE] * chunk.key.trainable
     simulate(schedule, schedule.least_blocks())
-    counted = Walk(parts, uses).counted(layout)
+    counted = StepOrder(parts, uses).counted(layout)
     if counted.cached:
         simulate(schedule, counted.most_blocks)

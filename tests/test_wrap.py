@@ -13,8 +13,8 @@ from torch import nn
 
 import elixir_moe as em
 from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
-from elixir_moe.chunks.step_order import Walk, choose_units
-from elixir_moe.runtime.access import Guarded
+from elixir_moe.chunks.step_order import StepOrder, choose_units
+from elixir_moe.runtime.access import ShardedParameter
 from elixir_moe.runtime.units import find_parts, registered_uses
 from tests.cases import least_said
 from tests.ranks import RankError, RankPool
@@ -65,7 +65,7 @@ def test_a_checkpointed_region_too_large_names_the_module() -> None:
         mean_square(model, rows()).backward()
     assert torch.equal(model.first.weight.detach(), before["first.weight"])
     optimizer.zero_grad()
-    assert all(isinstance(p, Guarded) for p in model.parameters()), "a failed backward leaves none open"
+    assert all(isinstance(p, ShardedParameter) for p in model.parameters()), "a failed backward leaves none open"
     optimizer.close()
 
 
@@ -240,7 +240,7 @@ def test_what_one_rank_is_given_apart_is_an_error_of_all(what: str, said: str, r
 def test_the_expected_schedule_sends_off_the_gradients_of_every_trainable_chunk() -> None:
     model, optimizer = em.wrap(model := Net(), adamw(model), plan=small_plan(model, None))
     parts = find_parts(model)
-    schedule = Walk(parts.specs, registered_uses(parts)).schedule(optimizer.layout)
+    schedule = StepOrder(parts.specs, registered_uses(parts)).schedule(optimizer.layout)
     sent = [item for entry in schedule.entries if entry.verb is Verb.RELEASE for item in entry.chunks if item < 0]
     assert sorted(sent) == sorted(gradients_of(chunk.index) for chunk in optimizer.layout.cached)
     optimizer.close()

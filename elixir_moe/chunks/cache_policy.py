@@ -47,7 +47,7 @@ def gradients_of(chunk: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheRequest:
     """One request to the cache."""
 
     verb: Verb
@@ -72,7 +72,7 @@ class Load:
 class Schedule:
     """A recorded sequence of entries with the positions at which each chunk is acquired."""
 
-    def __init__(self, entries: Sequence[Entry], *, kept: Collection[int] = ()) -> None:
+    def __init__(self, entries: Sequence[CacheRequest], *, kept: Collection[int] = ()) -> None:
         self.entries = tuple(entries)
         self.kept = frozenset(kept)
         """Chunks no update makes stale (frozen ones): what is gathered at the end of a step serves the next."""

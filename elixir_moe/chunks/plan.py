@@ -28,7 +28,7 @@ class Tier(StrEnum):
     HOST = "host"
     """Host memory, pinned where there is a GPU: updates run on the CPU, each gather first fetches the shard."""
     DISK = "disk"
-    """Master shard and moments in a file (`spill`), compute shard in host memory: gathers are as of `HOST`, updates
+    """Master shard and moments in a file, compute shard in host memory: gathers are as of `HOST`, updates
     read and write the file."""
 
     @property
@@ -53,7 +53,7 @@ _WHOLE_NUMBERS = (
     ("prefetch", 0, False),
 )
 """(field, least value, may be None)."""
-SPILL_LANES = 4
+DISK_THREADS = 4
 """Slices of chunks on disk that are updated at the same time: while one is computed, others are read and written."""
 SPILL_ALIGN_NUMEL = 1024
 """fp32 elements of a page: where arrays on disk begin."""
@@ -309,7 +309,7 @@ def spill_slice_numel(numels: Iterable[int]) -> int:
 
 def spill_buffer_bytes(numels: Sequence[int], arrays: int) -> int:
     """Bytes of the memory through which chunks of `numels` elements on disk are updated."""
-    return 4 * SPILL_LANES * arrays * spill_slice_numel(numels)
+    return 4 * DISK_THREADS * arrays * spill_slice_numel(numels)
 
 
 def landing_bytes(layout: Layout) -> int:

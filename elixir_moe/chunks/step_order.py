@@ -1,8 +1,8 @@
 """Which modules unshard as one, and the order in which a step asks for its chunks, before any step has run.
 
-Owns `Part` and `Use`, what is known of a model and of one forward before it is packed; the choice of units; and `Walk`,
-which turns both into what forward and backward ask of the rCache under any layout. Pure: `wrap` counts with it the
-blocks a step needs, the search plays it, the runtime hooks the units it chooses.
+Owns `Part` and `Use`, what is known of a model and of one forward before it is packed; the choice of units; and
+`StepOrder`, which turns both into what forward and backward ask of the rCache under any layout. Pure: `wrap` counts the
+blocks a step needs with it, the search plays it, and the runtime hooks the units it chooses.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, Entry, Schedule, Verb, gradients_of
+from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, CacheRequest, Schedule, Verb, gradients_of
 from elixir_moe.chunks.packing import Layout
 
 
@@ -144,7 +144,7 @@ class _Run:
         return not self.is_read or self.with_grad or self.region is not None
 
 
-class Walk:
+class StepOrder:
     """What a step asks of the rCache, to be read under many layouts.
 
     Backward visits runs in the reverse of the order forward left them. A unit holds its chunks until everything that
@@ -241,18 +241,18 @@ class _Step:
         self._leaf = {run.entered for run, has_inner in ends if not (has_inner or run.chooses)}
         """Runs, by their entry, in which nothing else asks for anything, and that have their gradients on all ranks."""
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[CacheRequest]:
         """All of them, in order."""
         numbered = [(run.entered, ACQUIRE, run) for run in self._runs] + [(r.left, RELEASE, r) for r in self._runs]
         for _, verb, run in sorted(numbered, key=lambda item: item[0]):
             yield from self._ask(verb, run)
         yield from self._backward()
 
-    def _ask(self, verb: Verb, run: _Run) -> Iterator[Entry]:
+    def _ask(self, verb: Verb, run: _Run) -> Iterator[CacheRequest]:
         if chunks := self._chunks[run.params]:
-            yield Entry(verb, chunks)
+            yield CacheRequest(verb, chunks)
 
-    def _backward(self) -> Iterator[Entry]:
+    def _backward(self) -> Iterator[CacheRequest]:
         regions: dict[int, list[_Run]] = {}
         for run in self._runs:
             if run.region is not None:
@@ -285,33 +285,33 @@ class _Step:
         yield from self._end_rebuild()
         yield from self._let_go(list(held))
 
-    def _hold(self, runs: Iterable[_Run]) -> Iterator[Entry]:
+    def _hold(self, runs: Iterable[_Run]) -> Iterator[CacheRequest]:
         for run in runs:
             yield from self._end_rebuild()
             yield from self._ask(ACQUIRE, run)
             self._held.append(run)
 
-    def _let_go(self, runs: Iterable[_Run]) -> Iterator[Entry]:
+    def _let_go(self, runs: Iterable[_Run]) -> Iterator[CacheRequest]:
         for run in runs:
             self._held.remove(run)
             yield from self._end_rebuild()
             yield from self._ask(RELEASE, run)
 
-    def _rebuild(self, run: _Run) -> Iterator[Entry]:
+    def _rebuild(self, run: _Run) -> Iterator[CacheRequest]:
         """Weights are rebuilt for the operator that has read them, unless they are there."""
         yield from self._end_rebuild()
         there = {chunk for other in self._held for chunk in self._chunks[other.params]}
         for chunk in self._chunks[run.params]:
             if chunk not in there:
                 self._rebuilt.append(chunk)
-                yield Entry(ACQUIRE, (chunk,))
+                yield CacheRequest(ACQUIRE, (chunk,))
 
-    def _end_rebuild(self) -> Iterator[Entry]:
+    def _end_rebuild(self) -> Iterator[CacheRequest]:
         for chunk in self._rebuilt:
-            yield Entry(RELEASE, (chunk,))
+            yield CacheRequest(RELEASE, (chunk,))
         self._rebuilt.clear()
 
-    def _land(self, run: _Run) -> Iterator[Entry]:
+    def _land(self, run: _Run) -> Iterator[CacheRequest]:
         """The gradients of a run come; weights that nobody reads any more leave, and chunks that are complete."""
         landing, self._landing[run.entered] = self._landing[run.entered], []
         if len(landing) > 2:  # that of a bias comes before that of its weight; of others the order is not known
@@ -328,19 +328,19 @@ class _Step:
     def _is_done(self, run: _Run) -> bool:
         return run.params in self._ends_early and not any(self._awaited[p] for p in run.params)
 
-    def _open_for(self, landing: Iterable[int]) -> Iterator[Entry]:
+    def _open_for(self, landing: Iterable[int]) -> Iterator[CacheRequest]:
         """The gradients of these parameters come now, or from now on."""
         for p in landing:
             yield from self._end_rebuild()
             chunk = self._chunk_of.get(p)
             if chunk is not None and chunk not in self._open:
                 self._open.add(chunk)
-                yield Entry(ACQUIRE, (gradients_of(chunk),))
+                yield CacheRequest(ACQUIRE, (gradients_of(chunk),))
 
-    def _send(self) -> Iterator[Entry]:
+    def _send(self) -> Iterator[CacheRequest]:
         """Chunks that await nothing more are sent off in order, the last used first."""
         while self._to_send and not self._params_of[self._to_send[-1]]:
             chunk = self._to_send.pop()
             if chunk in self._open:
                 self._open.remove(chunk)
-                yield Entry(RELEASE, (gradients_of(chunk),))
+                yield CacheRequest(RELEASE, (gradients_of(chunk),))

@@ -22,7 +22,7 @@ def gathered(value: T, process_group: dist.ProcessGroup | None = None) -> list[T
     return _gathered(value, process_group, "an exchange between all ranks")
 
 
-def together(
+def raise_on_all_ranks(
     what: str,
     work: Callable[[], T],
     process_group: dist.ProcessGroup | None = None,
@@ -118,7 +118,7 @@ class Deferred:
     """What a rank does between collectives of all: a failure waits for `settle`, for the others are in the next one."""
 
     def __init__(self, what: str, *, error: type[ElixirError] | None = None) -> None:
-        """`what` and `error` as in `together`."""
+        """`what` and `error` as in `raise_on_all_ranks`."""
         self._what = what
         self._error = error
         self._failure: Exception | None = None
@@ -132,8 +132,8 @@ class Deferred:
                 self._failure = error
 
     def settle(self) -> None:
-        """Raises on all ranks of the world, as `together` does, if work of any has failed. Collective."""
-        together(self._what, self._check, error=self._error)
+        """Raises on all ranks of the world, as `raise_on_all_ranks` does, if work of any has failed. Collective."""
+        raise_on_all_ranks(self._what, self._check, error=self._error)
 
     def _check(self) -> None:
         if self._failure is not None:

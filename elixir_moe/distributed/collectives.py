@@ -20,7 +20,7 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.kernels import add_and_square
 
 
-class Ticket:
+class Work:
     """The end of an operation in flight. `wait` orders the current stream of its device (on CPU, the host) after it."""
 
     def __init__(
@@ -105,28 +105,28 @@ class Communicator:
         backends: list[Any] = [group._get_backend(self._device) for group in self._groups]
         return [backend._get_sequence_number_for_group() for backend in backends]
 
-    def all_gather(self, buffer: torch.Tensor, tag: int, *, of: str = "a chunk") -> Ticket:
+    def all_gather(self, buffer: torch.Tensor, tag: int, *, of: str = "a chunk") -> Work:
         """In place: slice `index` of `buffer`'s `size` equal slices is ours, the others arrive.
 
         `tag` is the same on all ranks for the same content: where messages have tags, none takes another's place. `of`
         is what that is, for messages.
         """
         if self._issued is None:
-            return Ticket()
+            return Work()
         what = self._issued.gather(of)
         slices = buffer.view(self.size, -1)
         if not self.staged:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             own = slices[self.index].view(torch.uint8)  # NCCL does not know all dtypes
             gather(buffer.view(torch.uint8), own, group=self._gather_group)  # in stream order; the host goes on
-            return Ticket()
+            return Work()
         slices = slices.view(torch.uint8)
         works = []
         for step in range(1, self.size):  # every rank starts with another peer
             to, source = (self.index + step) % self.size, (self.index - step) % self.size
             works.append(dist.irecv(slices[source], self.ranks[source], group=self._gather_group, tag=tag))
             works.append(dist.isend(slices[self.index], self.ranks[to], group=self._gather_group, tag=tag))
-        return Ticket(works, what=what, ranks=self.ranks)
+        return Work(works, what=what, ranks=self.ranks)
 
     def reduce_scatter(
         self,
@@ -137,13 +137,13 @@ class Communicator:
         *,
         tag: int = 0,
         of: str = "a chunk",
-    ) -> Ticket:
+    ) -> Work:
         """Sums `buffer` over the ranks and gives `land` this rank's slice when it is complete.
 
         Args:
-            buffer: one gradient of every parameter; must stay as it is until the ticket is waited for.
+            buffer: one gradient of every parameter; must stay as it is until the work is waited for.
             staging: as large as `buffer`, of two ranks as large as a slice; needed where `needs_staging`, and in use
-                until the ticket is waited for.
+                until the work is waited for.
             land: called once, in `wait` on gloo, at once (in stream order) elsewhere; with the sum of squares of what
                 it is given, where that was found on the way.
             place: where the sum may be written, (numel / size,), so that `land` need not copy it; on gloo.
@@ -153,19 +153,19 @@ class Communicator:
         slices = buffer.view(self.size, -1)
         if self._issued is None:
             land(slices[0])
-            return Ticket()
+            return Work()
         what = self._issued.reduction(of)
         if not self.staged:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             scatter(slices[self.index], buffer, group=self._reduce_group)
             land(slices[self.index])
-            return Ticket()
+            return Work()
         leaving = slices.view(torch.uint8)
         if self.size > 2:
             assert staging is not None
             received = staging.view(self.size, -1)
             work = dist.all_to_all_single(received.view(torch.uint8), leaving, group=self._reduce_group, async_op=True)
-            return Ticket([work], lambda: land(torch.sum(received, 0, out=place)), what=what, ranks=self.ranks)
+            return Work([work], lambda: land(torch.sum(received, 0, out=place)), what=what, ranks=self.ranks)
         # Of two ranks each needs one slice of the other, right where the sum is to be; its own is read where it lies.
         if place is None:
             assert staging is not None
@@ -175,24 +175,24 @@ class Communicator:
             dist.irecv(theirs.view(torch.uint8), peer, group=self._reduce_group, tag=tag),
             dist.isend(leaving[1 - self.index], peer, group=self._reduce_group, tag=tag),
         ]
-        return Ticket(works, lambda: land(theirs, add_and_square(theirs, own)), what=what, ranks=self.ranks)
+        return Work(works, lambda: land(theirs, add_and_square(theirs, own)), what=what, ranks=self.ranks)
 
     def needs_staging(self, place: torch.Tensor | None) -> bool:
         """Whether a reduction into `place` takes a staging buffer."""
         return self.staged and (self.size > 2 or place is None)
 
-    def all_reduce(self, buffer: torch.Tensor, land: Land, *, of: str = "a chunk") -> Ticket:
+    def all_reduce(self, buffer: torch.Tensor, land: Land, *, of: str = "a chunk") -> Work:
         """Sums `buffer` over the ranks in place and gives it to `land`; `of` as in `all_gather`."""
         if self._issued is None:
             land(buffer)
-            return Ticket()
+            return Work()
         what = self._issued.reduction(of)
         if not self.staged:
             dist.all_reduce(buffer, group=self._reduce_group)
             land(buffer)
-            return Ticket()
+            return Work()
         work = dist.all_reduce(buffer, group=self._reduce_group, async_op=True)
-        return Ticket([work], lambda: land(buffer), what=what, ranks=self.ranks)
+        return Work([work], lambda: land(buffer), what=what, ranks=self.ranks)
 
     def close(self) -> None:
         """Destroys the process groups."""

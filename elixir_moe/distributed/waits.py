@@ -36,7 +36,7 @@ _ANSWER_SECONDS = 2.0
 _MOST = 64
 """Ranks that are asked, and chunks' ranks that are named."""
 _COLLECTIVES = ("distributed_c10d.py",)
-_AROUND = ("c10d_logger.py", "contextlib.py", os.path.join("elixir_moe", "ranks.py"))
+_AROUND = ("c10d_logger.py", "contextlib.py", os.path.join("distributed", "all_ranks.py"))
 _LIBRARY = os.path.join("elixir_moe", "")
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _RULE = "every rank must call the same modules, and read the same parameters, in the same order"
@@ -90,7 +90,7 @@ class Issued:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Whereabouts:
     """Where a thread is."""
 
     waiting: bool
@@ -99,7 +99,7 @@ class Place:
     """The collective, or the line of code."""
 
 
-def place_of(thread: int | None) -> Place:
+def place_of(thread: int | None) -> Whereabouts:
     """Reads a thread's stack: the collective it waits in, or its innermost line outside of installed packages."""
     line = "no line of Python"
     function = ""
@@ -110,13 +110,13 @@ def place_of(thread: int | None) -> Place:
         if code.co_filename.endswith(_COLLECTIVES):
             function = code.co_name
         elif function and not code.co_filename.endswith(_AROUND):
-            return Place(True, f"{function}, called in {_where(frame)}")
+            return Whereabouts(True, f"{function}, called in {_where(frame)}")
         elif wait is not None and not function:
-            return Place(True, wait.what)
+            return Whereabouts(True, wait.what)
         elif "site-packages" not in code.co_filename and "<" not in code.co_filename:
-            return Place(False, _where(frame))
+            return Whereabouts(False, _where(frame))
         frame = frame.f_back
-    return Place(bool(function), function or line)
+    return Whereabouts(bool(function), function or line)
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from elixir_moe.chunks.packing import ChunkSpec, Layout
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.distributed.collectives import Ticket
+from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.shard_state import MixedShard, ShardState
 
 
@@ -29,14 +29,14 @@ class Block:
         self._memory = memory
         self._wire = _own_storage(memory)
         self._idle_uses = _storage_uses(self._memory)
-        self.busy: Ticket | None = None
+        self.busy: Work | None = None
         """The operation that must end before the block is written again."""
         self._read_later = False
         """Somebody else had a part of it when its chunk left, and may have read it behind `busy`."""
 
-    def vacate(self, ticket: Ticket) -> None:
-        """Its chunk has left; the block may be written when `ticket` has ended and nobody else has a part of it."""
-        self.busy = ticket
+    def vacate(self, work: Work) -> None:
+        """Its chunk has left; the block may be written when `work` has ended and nobody else has a part of it."""
+        self.busy = work
         self._read_later = _storage_uses(self._memory) > self._idle_uses
 
     @property

@@ -1,6 +1,7 @@
 """The disk tier: one file a rank, in which each chunk's master shard and moments have their place.
 
-Owns the file, its layout and its checksums. Knows neither what the floats mean nor when they change (`updates`).
+Owns the file, its layout and its checksums. Knows neither what the floats mean nor when they change; that is
+`optim.shard_update`.
 
 The file has no name: nobody else can open it, two runs can share a folder, and whatever ends the process leaves nothing
 behind. All of it is allocated before training starts, so a full disk shows then. Requests go around the system's cache
@@ -23,7 +24,7 @@ from queue import SimpleQueue
 import torch
 
 from elixir_moe.chunks.plan import (
-    SPILL_LANES,
+    DISK_THREADS,
     size_text,
     spill_buffer_bytes,
     spill_slice_numel,
@@ -75,14 +76,14 @@ class Spill:
                 f"{directory!r}{left}: {error.strerror}; name another folder (spill=), put fewer chunks on disk, or "
                 f"use more ranks"
             ) from error
-        self.lanes = ThreadPoolExecutor(SPILL_LANES, "elixir-disk")
+        self.threads = ThreadPoolExecutor(DISK_THREADS, "elixir-disk")
         """The threads that change slices."""
         self.buffer_bytes = spill_buffer_bytes(numels, arrays)
         """Of the memory through which slices are changed."""
         self._buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
-        memory = paged_memory(SPILL_LANES * arrays * self.slice_numel * _FLOAT_BYTES)
+        memory = paged_memory(DISK_THREADS * arrays * self.slice_numel * _FLOAT_BYTES)
         self._memory = torch.frombuffer(memory, dtype=torch.float32)
-        for record in self._memory.chunk(SPILL_LANES):
+        for record in self._memory.chunk(DISK_THREADS):
             self._buffers.put(record)
 
     def take(self, numel: int, chunk: int) -> "Spilled":
@@ -113,7 +114,7 @@ class Spill:
 
     def close(self) -> None:
         """Gives the disk back when all that was begun has ended."""
-        self.lanes.shutdown()
+        self.threads.shutdown()
         self._nameless.close()
 
 
@@ -143,7 +144,7 @@ class Spilled:
 
         Slices are changed in their order, several at a time, on threads of their own.
         """
-        return [self._spill.lanes.submit(self._change, index, work) for index in self._slices]
+        return [self._spill.threads.submit(self._change, index, work) for index in self._slices]
 
     def _change(self, index: int, work: Callable[[int, list[torch.Tensor]], None]) -> None:
         """Slice `index` of all arrays, read, changed and written back."""

@@ -31,7 +31,7 @@ from elixir_moe.memory.disk import Spill, Spilled
 from elixir_moe.memory.slabs import Slab
 
 
-class Kept(Protocol):
+class Elements(Protocol):
     """Flat elements of a shard at home, wherever that is. Having one waits for no update; `read` and `write` do."""
 
     @property
@@ -47,7 +47,7 @@ class Kept(Protocol):
         """Takes new values; what `read` gave, changed in place, is not copied again in memory."""
         ...
 
-    def __getitem__(self, part: slice) -> "Kept":
+    def __getitem__(self, part: slice) -> "Elements":
         """Some of them."""
         ...
 
@@ -62,16 +62,16 @@ class InMemory:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As `Kept.dtype`."""
+        """As `Elements.dtype`."""
         return self.tensor.dtype
 
     def read(self) -> torch.Tensor:
-        """As `Kept.read`."""
+        """As `Elements.read`."""
         self.wait_for_update()
         return self.tensor
 
     def write(self, values: torch.Tensor) -> None:
-        """As `Kept.write`."""
+        """As `Elements.write`."""
         self.wait_for_update()
         if values is not self.tensor:
             self.tensor.copy_(values)
@@ -93,12 +93,12 @@ class OnDisk:
     dtype = torch.float32
 
     def read(self) -> torch.Tensor:
-        """As `Kept.read`."""
+        """As `Elements.read`."""
         self.wait_for_update()
         return self.spilled.read(self.array, self.start, self.stop)
 
     def write(self, values: torch.Tensor) -> None:
-        """As `Kept.write`."""
+        """As `Elements.write`."""
         self.wait_for_update()
         self.spilled.write(self.array, self.start, values.cpu())
 
@@ -175,7 +175,7 @@ class ShardState:
         self.finish_update()
         return self.shown
 
-    def weights(self) -> Kept:
+    def weights(self) -> Elements:
         """What a checkpoint keeps: fp32 masters, or the values of a frozen chunk."""
         return InMemory(self.shown, self.wait_for_update)
 
@@ -354,7 +354,7 @@ class PieceShard(ShardState):
         return [self.shown, self.shown]  # all gradients together have as many bytes
 
 
-class Holds(Enum):
+class Contents(Enum):
     """What the values' place of a `MixedShard` holds."""
 
     VALUES = "values"
@@ -381,7 +381,7 @@ class MixedShard(ShardState):
         self.values_shard = values
         self.master = master
         self.spilled = spilled
-        self.holds = Holds.VALUES
+        self.contents = Contents.VALUES
         self.accumulator: torch.Tensor | None = None
         """fp32 sums of a step's gradients, from the first step that has several backwards."""
         self._accumulated = False
@@ -395,14 +395,14 @@ class MixedShard(ShardState):
     def values(self) -> torch.Tensor:
         """As `ShardState.values`; cast anew from the master where a gradient has taken their place."""
         self.finish_update()
-        if self.holds is Holds.GRADIENT:
+        if self.contents is Contents.GRADIENT:
             self._sum().add_(self.shown)
-        if self.holds is not Holds.VALUES:
+        if self.contents is not Contents.VALUES:
             self.shown.copy_(self.weights().read())
-            self.holds = Holds.VALUES
+            self.contents = Contents.VALUES
         return self.shown
 
-    def weights(self) -> Kept:
+    def weights(self) -> Elements:
         """As `ShardState.weights`."""
         if self.spilled is not None:
             return OnDisk(self.spilled, 0, 0, self.spec.shard_numel, self.wait_for_update)
@@ -423,7 +423,7 @@ class MixedShard(ShardState):
         master = kept.read()
         master.copy_(torch.where(master.to(written.dtype) == written, master, written.float()))
         kept.write(master)
-        if self.holds is Holds.VALUES:
+        if self.contents is Contents.VALUES:
             self.shown[here].copy_(written)
 
     def move_to(self, memory: torch.Tensor) -> None:
@@ -433,28 +433,28 @@ class MixedShard(ShardState):
     @property
     def has_gradient(self) -> bool:  # type: ignore[override]
         """As `ShardState.has_gradient`."""
-        return self._accumulated or self.holds is Holds.GRADIENT
+        return self._accumulated or self.contents is Contents.GRADIENT
 
     def take_place(self) -> torch.Tensor | None:
         """As `ShardState.take_place`."""
         self.finish_update()
-        if self.accumulator is not None or self.holds is Holds.GRADIENT:
+        if self.accumulator is not None or self.contents is Contents.GRADIENT:
             return None
-        self.holds = Holds.STALE
+        self.contents = Contents.STALE
         return self.shown
 
     def _land(self, reduced: torch.Tensor) -> None:
         if reduced.data_ptr() == self.shown.data_ptr():
-            self.holds = Holds.GRADIENT
-        elif self.holds is Holds.GRADIENT:
+            self.contents = Contents.GRADIENT
+        elif self.contents is Contents.GRADIENT:
             self._sum().add_(self.shown).add_(reduced.to(self.shown.device))
-            self.holds = Holds.STALE
+            self.contents = Contents.STALE
         elif self.accumulator is not None:
             self._sum().add_(reduced.to(self.accumulator.device))
         else:
-            self.holds = Holds.STALE  # whatever interrupts the copy
+            self.contents = Contents.STALE  # whatever interrupts the copy
             self.shown.copy_(reduced, non_blocking=True)
-            self.holds = Holds.GRADIENT
+            self.contents = Contents.GRADIENT
 
     def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """As `ShardState.gradient`: fp32 if they were accumulated, else in the compute dtype."""
@@ -465,13 +465,13 @@ class MixedShard(ShardState):
 
     def clear_gradient(self) -> None:
         """As `ShardState.clear_gradient`."""
-        if self.holds is Holds.GRADIENT:
-            self.holds = Holds.STALE
+        if self.contents is Contents.GRADIENT:
+            self.contents = Contents.STALE
         self._accumulated = False
 
     def updated(self) -> None:
         """As `ShardState.updated`."""
-        self.holds = Holds.VALUES
+        self.contents = Contents.VALUES
         self._accumulated = False
 
     def _sum(self) -> torch.Tensor:
@@ -490,7 +490,7 @@ class MixedShard(ShardState):
 def build_shards(
     chunks: list[tuple[ChunkSpec, Tier]], device: torch.device, spill: Spill | None = None
 ) -> list[ShardState]:
-    """Allocates the state of all chunks: one slab a tier and dtype, and `spill` for what is on disk.
+    """Allocates the state of all chunks: one slab a tier and dtype, and a file for what is on disk.
 
     Beside a GPU there are two in host memory: what is sent there is page-locked, other masters are not.
     """

@@ -1,6 +1,6 @@
 """Memory of the tiers: slabs on the device and in host memory, and how much of it there is.
 
-Owns the allocation of what outlives a step; `spill` does for the disk.
+Owns the slabs of shards; `disk` owns the file.
 """
 
 import contextlib

@@ -25,7 +25,7 @@ EXPERT_MESH_AXES = ("edp", "ep", "tp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class LayerRanks:
     """Where a rank stands in the ranks that share a layer; copies of a layer share it, as they share process groups."""
 
     ep: int = 1
@@ -114,7 +114,7 @@ class MoE(nn.Module):
         super().__init__()
         if capacity_factor is not None and capacity_factor <= 0:
             raise LayoutError(f"capacity_factor={capacity_factor} admits no token: choose one above 0, or None")
-        self.place = Place.on(mesh)
+        self.place = LayerRanks.on(mesh)
         local = _local_experts(num_experts, self.place.ep)
         self.num_experts, self.capacity_factor = num_experts, capacity_factor
         self.aux_coefficient, self.z_coefficient = aux_coefficient, z_coefficient

@@ -4,7 +4,7 @@ Owns the router's weight, the statistics of a batch that is spread over ranks, t
 limited capacity. Moves no token: the one collective here gathers a few numbers.
 Sources: Switch Transformer, eq. 4 (load balance); ST-MoE, eq. 5 (z-loss); GShard, algorithm 1 (capacity).
 
-Shape letters, here and in `dispatch`, `experts` and `moe`: T tokens of this rank, k choices a token, E experts of the
+Shape letters, here and in `dispatch`, `experts` and `layer`: T tokens of this rank, k choices a token, E experts of the
 layer, L of them on this rank, R ranks that share the batch, d width of the model, h of an expert.
 """
 
@@ -76,7 +76,7 @@ class TopKRouter(nn.Module):
         return Routing(experts, weights, probabilities, logits.logsumexp(dim=-1))
 
 
-class Statistics(NamedTuple):
+class RoutingStatistics(NamedTuple):
     """What is known on every rank about the routing of the global batch, after one gather."""
 
     counts: Tensor
@@ -89,7 +89,7 @@ class Statistics(NamedTuple):
     """() fp32: mean square of the log normaliser over the global batch; carries this rank's gradient."""
 
 
-def gather_statistics(routing: Routing, process_group: dist.ProcessGroup | None) -> Statistics:
+def gather_statistics(routing: Routing, process_group: dist.ProcessGroup | None) -> RoutingStatistics:
     """Adds up the routing of all ranks that share the batch: one all-gather of k·E + E + 2 numbers, none in backward.
 
     The gradient. Let s_r be a sum over the tokens of rank r and M = 1/T · sum_r s_r the global mean, with T tokens and
@@ -121,10 +121,10 @@ def gather_statistics(routing: Routing, process_group: dist.ProcessGroup | None)
         counts, tokens, total = gathered.long().view(ranks, k, E), numbers.sum(), others.sum(dim=0)
     local = sums * (ranks / tokens).float()
     mean = (total / tokens).float() + (local - local.detach())  # value of the first, gradient of the second
-    return Statistics(counts, tokens, mean[:E], mean[E])
+    return RoutingStatistics(counts, tokens, mean[:E], mean[E])
 
 
-def load_balance_loss(statistics: Statistics) -> Tensor:
+def load_balance_loss(statistics: RoutingStatistics) -> Tensor:
     """E · sum_e f_e · P_e: f_e is the fraction of all choices that fell on e, P_e its mean probability; () fp32.
 
     1 if routing is uniform, whatever k. Tokens that a capacity drops count: it is the router that should learn.

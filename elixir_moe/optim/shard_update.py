@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from elixir_moe.kernels import adam_step, host_threads
-from elixir_moe.memory.shard_state import InMemory, Kept, OnDisk, PieceShard
+from elixir_moe.memory.shard_state import Elements, InMemory, OnDisk, PieceShard
 from elixir_moe.optim.accepted import check_kept, is_adam, like
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk
@@ -109,7 +109,7 @@ class AdamUpdate:
 
     def replace_state(
         self, chunk: Chunk, segment: Segment, dtypes: dict[str, torch.dtype], values: dict[str, Any]
-    ) -> Mapping[str, Kept]:
+    ) -> Mapping[str, Elements]:
         """Makes room for another state of the same names; returns its flat elements, to be written."""
         state = self.state(chunk, segment)
         assert state.keys() == dtypes.keys() and not values, "a state that another class of update has left"
@@ -225,7 +225,7 @@ class ElementwiseUpdate:
 
     def replace_state(
         self, chunk: Chunk, segment: Segment, dtypes: dict[str, torch.dtype], values: dict[str, Any]
-    ) -> Mapping[str, Kept]:
+    ) -> Mapping[str, Elements]:
         """As `AdamUpdate.replace_state`, of any names."""
         piece = self._pieces[id(segment)]
         tensors = {name: torch.empty_like(piece, dtype=dtype) for name, dtype in dtypes.items()}

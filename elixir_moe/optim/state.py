@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elixir_moe.distributed.all_ranks import ControlGroups
-from elixir_moe.memory.shard_state import Kept
+from elixir_moe.memory.shard_state import Elements
 from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, Segment
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
@@ -51,12 +51,12 @@ class OptimizerState:
         return self._place_of[parameter][1] if parameter in self._place_of else None
 
     def of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What is kept for `segment_of(parameter)`: by name its flat elements (`Kept`), or a value for all of it."""
+        """What is kept for `segment_of(parameter)`: by name its flat `Elements`, or a value for all of it."""
         return self._update.state(*self._place_of[parameter])
 
     def replace(
         self, parameter: nn.Parameter, dtypes: dict[str, torch.dtype], values: dict[str, Any]
-    ) -> Mapping[str, Kept]:
+    ) -> Mapping[str, Elements]:
         """Makes room for another state of an optimizer of the same `kind`; returns its flat elements, to be written."""
         return self._update.replace_state(*self._place_of[parameter], dtypes, values)
 

@@ -1,7 +1,8 @@
 """How parameters are read and written while their modules do not run: every function that meets one is seen.
 
-Owns the two classes of a wrapped parameter: its own while it is gathered for a unit, and `Guarded` otherwise. torch
-hands every function that meets a guarded parameter to `Guarded.__torch_function__`, in any mode and on any thread.
+Owns the two classes of a wrapped parameter: its own while it is gathered for a unit, a read or a block of user code,
+and `ShardedParameter` otherwise. torch hands every function that meets a sharded parameter to the class's
+``__torch_function__``, in any mode and on any thread.
 
     what                                             becomes
     a function that reads (``F.linear(x, p)``)       the parameter is gathered for the call
@@ -77,7 +78,7 @@ _HOW_TO_WRITE = (
 
 
 @dataclass(slots=True, eq=False)
-class Door:
+class Switch:
     """One parameter with its two classes."""
 
     parameter: nn.Parameter
@@ -95,8 +96,8 @@ class ParamAccess:
         self,
         parameters: Iterable[nn.Parameter],
         *,
-        lend: Callable[[list[nn.Parameter]], AbstractContextManager[None]],
-        lend_whole: Callable[[list[nn.Parameter], bool], AbstractContextManager[None]],
+        unshard_for_call: Callable[[list[nn.Parameter]], AbstractContextManager[None]],
+        unshard_for_block: Callable[[list[nn.Parameter], bool], AbstractContextManager[None]],
         has_gradient: Callable[[nn.Parameter], bool],
         name_of: Callable[[nn.Parameter], str],
     ) -> None:
@@ -104,56 +105,56 @@ class ParamAccess:
 
         Args:
             parameters: of a wrapped model.
-            lend: a context in which the given parameters can be read, and written in place.
-            lend_whole: the same, in which they can be written in any way if it is told so.
+            unshard_for_call: a context in which the given parameters can be read, and written in place.
+            unshard_for_block: the same, in which they can be written in any way if it is told so.
             has_gradient: whether a gradient of the parameter is kept, where ``parameter.grad`` does not show it.
             name_of: what messages call it.
         """
-        self.lend = lend
-        self.lend_whole = lend_whole
+        self.unshard_for_call = unshard_for_call
+        self.unshard_for_block = unshard_for_block
         self.has_gradient = has_gradient
         self.name_of = name_of
-        self._doors: dict[nn.Parameter, Door] = {}
+        self._switches: dict[nn.Parameter, Switch] = {}
         kinds: dict[type, type] = {}
         for parameter in parameters:
             kind = type(parameter)
-            kinds.setdefault(kind, type(f"Guarded{kind.__name__}", (Guarded, kind), {}))
-            self._doors[parameter] = Door(parameter, kind, kinds[kind])
+            kinds.setdefault(kind, type(f"ShardedParameter{kind.__name__}", (ShardedParameter, kind), {}))
+            self._switches[parameter] = Switch(parameter, kind, kinds[kind])
             setattr(parameter, _ATTRIBUTE, self)
             parameter.__class__ = kinds[kind]
 
-    def doors(self, parameters: Iterable[nn.Parameter]) -> tuple[Door, ...]:
+    def switches(self, parameters: Iterable[nn.Parameter]) -> tuple[Switch, ...]:
         """What `open` and `close` take for these parameters."""
-        return tuple(self._doors[parameter] for parameter in parameters)
+        return tuple(self._switches[parameter] for parameter in parameters)
 
-    def open(self, doors: Iterable[Door]) -> None:
+    def open(self, switches: Iterable[Switch]) -> None:
         """Until `close`, the parameters are what they were before `wrap`; calls nest."""
-        for door in doors:
-            door.times += 1
-            if door.times == 1:
-                door.parameter.__class__ = door.plain
+        for switch in switches:
+            switch.times += 1
+            if switch.times == 1:
+                switch.parameter.__class__ = switch.plain
 
-    def close(self, doors: Iterable[Door]) -> None:
+    def close(self, switches: Iterable[Switch]) -> None:
         """Undoes one `open`."""
-        for door in doors:
-            door.times = max(door.times - 1, 0)  # `close_all` may have come before
-            if not door.times:
-                door.parameter.__class__ = door.guarded
+        for switch in switches:
+            switch.times = max(switch.times - 1, 0)  # `close_all` may have come before
+            if not switch.times:
+                switch.parameter.__class__ = switch.guarded
 
     def remove(self) -> None:
         """The parameters are what they were, for good."""
-        for door in self._doors.values():
-            door.parameter.__class__ = door.plain
-            delattr(door.parameter, _ATTRIBUTE)
+        for switch in self._switches.values():
+            switch.parameter.__class__ = switch.plain
+            delattr(switch.parameter, _ATTRIBUTE)
 
     def close_all(self) -> None:
         """Undoes every `open`, also one that was interrupted."""
-        for door in self._doors.values():
-            door.times = 0
-            door.parameter.__class__ = door.guarded
+        for switch in self._switches.values():
+            switch.times = 0
+            switch.parameter.__class__ = switch.guarded
 
 
-class Guarded(nn.Parameter):
+class ShardedParameter(nn.Parameter):
     """A parameter that is not gathered for a unit."""
 
     @classmethod
@@ -172,7 +173,7 @@ class Guarded(nn.Parameter):
             refuse_address(name)
         with ExitStack() as stack:
             for access, parameters in _by_access(_guarded((*args, *kwargs.values()))).items():
-                stack.enter_context(access.lend(parameters))
+                stack.enter_context(access.unshard_for_call(parameters))
             if name in _COPYING and len(args) == 1:
                 return read_only(args[0].data)
             return func(*args, **kwargs)
@@ -206,7 +207,7 @@ class ReadOnly(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, Guarded) for kind in types):
+        if any(issubclass(kind, ShardedParameter) for kind in types):
             return NotImplemented  # it is gathered first, and asks again
         kwargs = kwargs or {}
         name, _ = _name(func)
@@ -256,7 +257,7 @@ def unsharded(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, writ
         raise ConfigError("unsharded() of a parameter that no wrapped model has: call em.wrap first")
     with ExitStack() as stack:
         for access, mine in _by_access(parameters).items():
-            stack.enter_context(access.lend_whole(mine, write))
+            stack.enter_context(access.unshard_for_block(mine, write))
         yield
 
 
@@ -333,7 +334,7 @@ def _refuse_if_kept(parameter: nn.Parameter) -> None:
 
 def _guarded(values: Iterable[Any]) -> Iterator[nn.Parameter]:
     for value in values:
-        if isinstance(value, Guarded):
+        if isinstance(value, ShardedParameter):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _guarded(value)

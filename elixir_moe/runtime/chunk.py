@@ -23,7 +23,7 @@ from zlib import crc32
 import torch
 
 from elixir_moe.chunks.packing import ChunkSpec
-from elixir_moe.distributed.collectives import Communicator, Ticket
+from elixir_moe.distributed.collectives import Communicator, Work
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.kernels import host_threads, sum_of_squares
 from elixir_moe.memory.blocks import Block, ShardBlock
@@ -177,9 +177,9 @@ class Chunk:
         """(numel,) in the compute dtype while the weights are in a block."""
         self.block: Block | None = None
         """The block of the weights; chunks that do not share blocks have the same one always."""
-        self.arriving: Ticket | None = None
+        self.arriving: Work | None = None
         """The gather in flight."""
-        self.leaving: Ticket | None = None
+        self.leaving: Work | None = None
         """The last reduction; on a GPU it may still run on its stream."""
         self.gradients: Gradients | None = None
         """While gradients land."""

@@ -43,7 +43,7 @@ from elixir_moe.runtime.saved_tensors import SavedTensors
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.units import Unit
 
-Slot = tuple[int, int]
+ParamId = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class Backward:
     reached: set[tuple[Unit, int]] = field(default_factory=set)
     holds: list[tuple[int, Unit]] = field(default_factory=list)
     """(number of its entry, unit) of what is held until it is passed."""
-    landed: set[Slot] = field(default_factory=set)
+    landed: set[ParamId] = field(default_factory=set)
     """Parameters whose gradients are complete."""
     awaits: dict[Unit, int] = field(default_factory=dict)
     """How many gradients of a unit are not, where some are."""
@@ -114,8 +114,8 @@ class Hooks:
         self._packs = not all(chunk.placement is ATTACHED for chunk in scheduler.chunks)  # else weights stay in place
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
         self._names = {p: name for name, p in model.named_parameters()}
-        self._owners: dict[Slot, list[Unit]] = {slot: [] for slot in self._slot_of.values()}
-        self._borrowers: dict[tuple[Slot, ...], Unit] = {}
+        self._owners: dict[ParamId, list[Unit]] = {slot: [] for slot in self._slot_of.values()}
+        self._borrowers: dict[tuple[ParamId, ...], Unit] = {}
         self._landings: list[tuple[int, dict[int, Any]]] = []
         self._calls: list[Call] = []
         self._thread = 0
@@ -125,12 +125,12 @@ class Hooks:
         self._install(units)
         self._access = ParamAccess(
             self._slot_of,
-            lend=self._lend,
-            lend_whole=self._lend_whole,
+            unshard_for_call=self._unshard_for_call,
+            unshard_for_block=self._unshard_for_block,
             has_gradient=lambda parameter: self._slot_of[parameter] in scheduler.used,
             name_of=self.name_of,
         )
-        self._doors = {unit: self._access.doors(unit.parameters) for unit in units}
+        self._switches = {unit: self._access.switches(unit.parameters) for unit in units}
 
     def _install(self, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -207,10 +207,10 @@ class Hooks:
 
     def _hold(self, unit: Unit, *, tracked: bool) -> None:
         self._scheduler.unshard(unit.chunks, tracked=tracked, who=unit.label)
-        self._access.open(self._doors[unit])
+        self._access.open(self._switches[unit])
 
     def _let_go(self, unit: Unit, *, tracked: bool) -> None:
-        self._access.close(self._doors[unit])
+        self._access.close(self._switches[unit])
         self._scheduler.release(unit.chunks, tracked=tracked)
 
     def _note(self, unit: Unit) -> None:
@@ -264,7 +264,7 @@ class Hooks:
     # --------------------------------------------------------------------------------------------------------- reads
 
     @contextmanager
-    def _lend(self, parameters: list[nn.Parameter], *, recorded: bool = True) -> Iterator[None]:
+    def _unshard_for_call(self, parameters: list[nn.Parameter], *, recorded: bool = True) -> Iterator[None]:
         """Gathers parameters for a function that reads them, or writes them in place, while their units do not run.
 
         `recorded`: the request is one of the step's.
@@ -296,11 +296,11 @@ class Hooks:
                 self._begun = bool(self._calls)  # what an interrupt has ended inside `em.unsharded`
 
     @contextmanager
-    def _lend_whole(self, parameters: list[nn.Parameter], write: bool) -> Iterator[None]:
+    def _unshard_for_block(self, parameters: list[nn.Parameter], write: bool) -> Iterator[None]:
         """Gathers parameters for a block of user code; with `write`, what they are at its end is brought home."""
         slots = [self._slot_of[p] for p in parameters]
         outermost = not self._calls and not in_backward()
-        with self._lend(parameters, recorded=not outermost):
+        with self._unshard_for_call(parameters, recorded=not outermost):
             self._begun = self._begun and not outermost  # reads inside begin and end by themselves
             before = {} if write else {slot: self._scheduler.fingerprint(*slot) for slot in slots}
             if outermost:
@@ -318,7 +318,7 @@ class Hooks:
                 )
             self._refuse_unseen(before)
 
-    def _refuse_unseen(self, before: dict[Slot, tuple[int, int]]) -> None:
+    def _refuse_unseen(self, before: dict[ParamId, tuple[int, int]]) -> None:
         for slot, (version, values) in before.items():
             now = self._scheduler.fingerprint(*slot)
             if now[0] == version and now[1] != values:
@@ -335,13 +335,13 @@ class Hooks:
             names = ", ".join(repr(self._names[p]) for p in self._given[0][:4])
             raise ConfigError(f"{what} inside `with em.unsharded(...)` of {names}: end the block first")
 
-    def _borrower(self, slots: tuple[Slot, ...], parameters: tuple[nn.Parameter, ...]) -> Unit:
+    def _borrower(self, slots: tuple[ParamId, ...], parameters: tuple[nn.Parameter, ...]) -> Unit:
         """Stands for all reads of these parameters outside their units."""
         unit = self._borrowers.get(slots)
         if unit is None:
             names = ", ".join(self._names[p] for p in parameters[:4])
             unit = self._borrowers[slots] = Unit(f"a read of {names}", None, slots, parameters)
-            self._doors[unit] = self._access.doors(parameters)
+            self._switches[unit] = self._access.switches(parameters)
             for slot in slots:
                 self._owners[slot].append(unit)
         return unit
@@ -432,7 +432,7 @@ class Hooks:
         if unit.chooses:
             self._scheduler.reserve_gradients(unit.chunks)
 
-    def landed(self, slot: Slot, parameter: nn.Parameter) -> None:
+    def landed(self, slot: ParamId, parameter: nn.Parameter) -> None:
         """A gradient is complete: autograd has summed it over all uses of the parameter at `slot`."""
         self._begin_backward()
         self._saved.let_go()
@@ -451,7 +451,7 @@ class Hooks:
         if last:
             self._scheduler.expect_no_more(*slot)
 
-    def _let_go_early(self, slot: Slot) -> None:
+    def _let_go_early(self, slot: ParamId) -> None:
         """Ends the holds on units whose gradients are all complete, this one the last: nothing reads their weights."""
         backward = self._backward
         if backward is None or slot in backward.landed:
@@ -556,7 +556,7 @@ class Hooks:
         self._saved.updates += 1
 
 
-def _landed(hooks: weakref.ref[Hooks], slot: Slot, parameter: nn.Parameter) -> None:
+def _landed(hooks: weakref.ref[Hooks], slot: ParamId, parameter: nn.Parameter) -> None:
     alive = hooks()
     if alive is not None:
         alive.landed(slot, parameter)

@@ -14,7 +14,7 @@ from elixir_moe.chunks.cache_policy import advice
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan
-from elixir_moe.chunks.step_order import Use, Walk, by_first_use
+from elixir_moe.chunks.step_order import StepOrder, Use, by_first_use
 from elixir_moe.errors import LayoutError, PlanError
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.pattern import Pattern
@@ -38,7 +38,7 @@ class ModelSpec:
     """Names in the model's state dict, in order; what is no tensor of a module is left out."""
     parts: Parts
     """Its parameters are numbered as in `parameters`."""
-    walk: Walk
+    step_order: StepOrder
     ranks: tuple[int, ...]
     """All that wrap this model; another pipeline stage has others."""
 
@@ -48,10 +48,10 @@ class ModelSpec:
         Raises:
             PlanError: a step holds more weights and gradients at once than there are blocks, or a chunk is too short.
         """
-        layout = self.walk.counted(plan.layout(self.params))
-        schedule, blocks = self.walk.schedule(layout), plan.blocks(layout)
+        layout = self.step_order.counted(plan.layout(self.params))
+        schedule, blocks = self.step_order.schedule(layout), plan.blocks(layout)
         if (least := schedule.least_blocks()) > blocks:
-            part, alone = self.walk.widest(layout)
+            part, alone = self.step_order.widest(layout)
             raise PlanError(
                 f"forward and backward of this model hold {least} blocks at once, module {self.parts.names[part]!r} "
                 f"alone {alone}; the rCache has {blocks} of {layout.chunk_numel} elements: {advice(least)}"
@@ -76,7 +76,7 @@ def describe(model: nn.Module, parts: Parts, uses: Sequence[Use], compute_dtype:
         names={p: names for p, names in names_of(model).items() if isinstance(p, nn.Parameter)},
         keys=tuple(name for name in model.state_dict() if name in named),
         parts=replace(parts, specs=part_specs),
-        walk=Walk(part_specs, uses),
+        step_order=StepOrder(part_specs, uses),
         ranks=ranks_of(model, everywhere),
     )
 

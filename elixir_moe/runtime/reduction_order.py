@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elixir_moe.distributed.collectives import Ticket
+from elixir_moe.distributed.collectives import Work
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import ElixirError, LayoutError
 from elixir_moe.runtime.chunk import Chunk
@@ -69,10 +69,10 @@ class Peers:
         with Wait(_WHAT, self._ranks):
             work = dist.all_gather(list(table), mine, group=self._process_group, async_op=True)
         kept = tuple(gathered)
-        return lambda: self._answer(Ticket([work], what=_WHAT, ranks=self._ranks), table, kept)
+        return lambda: self._answer(Work([work], what=_WHAT, ranks=self._ranks), table, kept)
 
-    def _answer(self, ticket: Ticket, table: torch.Tensor, gathered: Sequence[int]) -> list[int]:
-        ticket.wait()
+    def _answer(self, work: Work, table: torch.Tensor, gathered: Sequence[int]) -> list[int]:
+        work.wait()
         orders = [row[4 : 4 + row[3]] for row in table.tolist()]
         scattered = [{chunk for chunk in order if self._scattered[chunk]} for order in orders]
         found = ""

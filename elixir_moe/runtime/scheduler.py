@@ -19,10 +19,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, CacheState, Entry, Load, Schedule, Verb, gradients_of
+from elixir_moe.chunks.cache_policy import (
+    ACQUIRE,
+    RELEASE,
+    CacheRequest,
+    CacheState,
+    Load,
+    Schedule,
+    Verb,
+    gradients_of,
+)
 from elixir_moe.chunks.plan import REDUCTIONS_IN_FLIGHT, Tier
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.distributed.collectives import Ticket
+from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.runtime.chunk import ATTACHED, CACHED, GATHERED, GATHERING, SHARDED, Chunk, Landings
@@ -72,14 +81,14 @@ class Scheduler:
         self._staging = staging
         self._streams = Streams(device)
         self._cached: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._record: list[Entry] = []
+        self._record: list[CacheRequest] = []
         self._rounds_missed = 0
         self._queue: deque[Chunk] = deque()
         """Gathers that were decided and have not begun: their order is that of the decisions, the same on all ranks."""
         self._gradient_blocks = 0
         """Blocks that gradients have."""
-        self._in_flight: deque[Ticket] = deque()
-        self._behind = Ticket()
+        self._in_flight: deque[Work] = deque()
+        self._behind = Work()
         """The last reduction that only streams wait for."""
         for chunk in chunks:
             chunk.block = blocks.own.get(chunk.spec.index)
@@ -158,7 +167,7 @@ class Scheduler:
                 return
             raise PlanError(f"{who} needs a block for each of {sorted({max(i, ~i) for i in items})}: {error}") from None
         if tracked and len(self._record) < _LONGEST_RECORD:
-            self._record.append(Entry(verb, items))
+            self._record.append(CacheRequest(verb, items))
         try:
             for load in loads:
                 self._carry_out(load)
@@ -227,11 +236,11 @@ class Scheduler:
                 start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
                 chunk.buffer[start:stop].copy_(values, non_blocking=True)
             if chunk.spec.shards == 1:
-                chunk.arriving = self._streams.marked(Ticket())
+                chunk.arriving = self._streams.marked(Work())
                 return
             with self._streams.gathering():
-                ticket = chunk.communicator.all_gather(chunk.block.wire(chunk.spec), chunk.spec.index, of=chunk.label)
-                chunk.arriving = self._streams.marked(ticket)
+                work = chunk.communicator.all_gather(chunk.block.wire(chunk.spec), chunk.spec.index, of=chunk.label)
+                chunk.arriving = self._streams.marked(work)
 
     def _wait_for_unshard(self, chunk: Chunk) -> None:
         if chunk.arriving is None:
@@ -257,7 +266,7 @@ class Scheduler:
         chunk.transition(SHARDED)
         with torch.inference_mode(False), torch.no_grad():
             chunk.detach()
-        chunk.block.vacate(self._streams.marked(Ticket()))
+        chunk.block.vacate(self._streams.marked(Work()))
 
     # --------------------------------------------------------------------------------------------------------- writes
 
@@ -357,13 +366,13 @@ class Scheduler:
         self.statistics.blocks_replaced += 1
         with torch.inference_mode(False), torch.no_grad():
             chunk.gradients.move_out()
-        self._leave_gradient_block(chunk, self._streams.marked(Ticket()))
+        self._leave_gradient_block(chunk, self._streams.marked(Work()))
         return True
 
-    def _leave_gradient_block(self, chunk: Chunk, ticket: Ticket) -> None:
-        """The block may be written again when `ticket` has ended."""
+    def _leave_gradient_block(self, chunk: Chunk, work: Work) -> None:
+        """The block may be written again when `work` has ended."""
         assert chunk.gradient_block is not None
-        chunk.gradient_block.vacate(ticket)
+        chunk.gradient_block.vacate(work)
         chunk.gradient_block = None
         self._gradient_blocks -= 1
         self._ask(RELEASE, (gradients_of(chunk.spec.index),), tracked=True, who="a release")
@@ -396,18 +405,18 @@ class Scheduler:
         with torch.no_grad():
             gradients = chunk.gradients.complete()
         with self._streams.reducing():
-            ticket = self._streams.marked(self._issue_reduction(chunk, gradients))
+            work = self._streams.marked(self._issue_reduction(chunk, gradients))
         if chunk.gradient_block is None:
             self._streams.keep_for_reducing(gradients)
-        chunk.leaving, chunk.gradients = ticket, None
+        chunk.leaving, chunk.gradients = work, None
         self.reductions_issued += 1
-        if ticket.pending:
-            self._in_flight.append(ticket)
+        if work.pending:
+            self._in_flight.append(work)
             self._leave_in_flight(REDUCTIONS_IN_FLIGHT)
         else:
-            self._behind = ticket
+            self._behind = work
         if chunk.gradient_block is not None:
-            self._leave_gradient_block(chunk, ticket)
+            self._leave_gradient_block(chunk, work)
 
     def _leave_in_flight(self, most: int) -> None:
         while len(self._in_flight) > most:
@@ -422,7 +431,7 @@ class Scheduler:
             self.lost_gradients = True
             raise
 
-    def _issue_reduction(self, chunk: Chunk, buffer: torch.Tensor) -> Ticket:
+    def _issue_reduction(self, chunk: Chunk, buffer: torch.Tensor) -> Work:
         def land(reduced: torch.Tensor, squares: float | None = None) -> None:
             with torch.no_grad():
                 chunk.land(reduced, squares)
@@ -446,8 +455,8 @@ class Scheduler:
     def drain(self) -> None:
         """Waits until every gradient is at home; the host too where a home is in host memory."""
         host = any(chunk.shard.tier is not Tier.DEVICE for chunk in self.chunks)
-        for ticket in (*self._in_flight, self._behind):
-            self._finish(ticket.synchronize if host else ticket.wait)
+        for work in (*self._in_flight, self._behind):
+            self._finish(work.synchronize if host else work.wait)
         self._in_flight.clear()
         for chunk in self.chunks:
             chunk.land_waiting()
@@ -510,7 +519,7 @@ class Scheduler:
             self.keep_writes(chunk)
             for block in (chunk.block, chunk.gradient_block):
                 if block is not None:
-                    block.vacate(self._streams.marked(Ticket()))
+                    block.vacate(self._streams.marked(Work()))
             with torch.inference_mode(False), torch.no_grad():
                 chunk.reset()
         self._gradient_blocks = 0

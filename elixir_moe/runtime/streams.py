@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from elixir_moe.distributed.collectives import Ticket
+from elixir_moe.distributed.collectives import Work
 
 _HOST = nullcontext()
 _FIRST = -1
@@ -60,11 +60,11 @@ class Streams:
         if self._reduce is not None:
             memory.record_stream(self._reduce)
 
-    def marked(self, ticket: Ticket) -> Ticket:
-        """`ticket`, to which all belongs that was issued to the current stream so far."""
+    def marked(self, work: Work) -> Work:
+        """`work`, to which all belongs that was issued to the current stream so far."""
         if self._fetch is not None:
-            ticket.mark(torch.cuda.current_stream(self._device))
-        return ticket
+            work.mark(torch.cuda.current_stream(self._device))
+        return work
 
     def fetch_after_compute(self) -> None:
         """Later fetches see what compute has written."""

@@ -189,14 +189,14 @@ def reads_heard(
     parts = list(owned)
 
     @contextmanager
-    def lend(parameters: list[nn.Parameter]) -> Iterator[None]:
+    def unshard_for_call(parameters: list[nn.Parameter]) -> Iterator[None]:
         read(parameters)
-        doors = access.doors(parameters)
-        access.open(doors)
+        switches = access.switches(parameters)
+        access.open(switches)
         try:
             yield
         finally:
-            access.close(doors)
+            access.close(switches)
 
     def name_of(parameter: nn.Parameter) -> str:
         named = ((type(module), name, p) for module, _ in parts for name, p in module.named_parameters())
@@ -204,16 +204,18 @@ def reads_heard(
 
     access = ParamAccess(
         dict.fromkeys(p for _, parameters in parts for p in parameters),
-        lend=lend,
-        lend_whole=lambda parameters, write: lend(parameters),
+        unshard_for_call=unshard_for_call,
+        unshard_for_block=lambda parameters, write: unshard_for_call(parameters),
         has_gradient=lambda _: False,
         name_of=name_of,
     )
     handles = []
     for module, parameters in parts:
-        doors = access.doors(parameters)
-        handles.append(module.register_forward_pre_hook(lambda *_, doors=doors: access.open(doors)))
-        handles.append(module.register_forward_hook(lambda *_, doors=doors: access.close(doors), always_call=True))
+        switches = access.switches(parameters)
+        handles.append(module.register_forward_pre_hook(lambda *_, switches=switches: access.open(switches)))
+        handles.append(
+            module.register_forward_hook(lambda *_, switches=switches: access.close(switches), always_call=True)
+        )
     try:
         with torch.compiler.set_stance("force_eager"):  # a compiled module would be compiled for this run alone
             yield

@@ -15,7 +15,7 @@ from torch import nn
 
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.chunks.step_order import Use
-from elixir_moe.distributed.all_ranks import gathered, together
+from elixir_moe.distributed.all_ranks import gathered, raise_on_all_ranks
 from elixir_moe.errors import ConfigError
 from elixir_moe.memory.slabs import host_bytes_left
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
@@ -102,7 +102,7 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
         hardware = hardware_here(machine, request.device, wanted)
     else:
         name = request.hardware
-        hardware = together("read the figures of a machine", lambda: Hardware.named(name))[dist.get_rank()]
+        hardware = raise_on_all_ranks("read the figures of a machine", lambda: Hardware.named(name))[dist.get_rank()]
     peers = ranks_of(model, everywhere)
     disk_bytes = 0
     if request.spill is not None:
@@ -119,7 +119,7 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
         tasks.append(task if shown is None else replace(task, hardware=replace(hardware, fitted=shown)))
         return forecast_of(tasks[0], solve(tasks[0]))
 
-    found = together("searched for a plan", search)[peers[0]]
+    found = raise_on_all_ranks("searched for a plan", search)[peers[0]]
     assert found is not None, "the first rank of those that hold the model has searched"
     return found, tasks[0] if tasks else None, machine
 
@@ -147,7 +147,7 @@ def uses_of(
         else:
             found.extend(profile.registered_uses)
 
-    together("ran the step that sample and step are", learn)
+    raise_on_all_ranks("ran the step that sample and step are", learn)
     return found
 
 

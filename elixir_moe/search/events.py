@@ -1,6 +1,6 @@
 """The tape of a traced step: memory taken and given back, arithmetic, and who was running.
 
-Owns `Mark`, and `Recorder`, which listens to operators, modules and gradients while a step runs on fake tensors.
+Owns `Event`, and `Recorder`, which listens to operators, modules and gradients while a step runs on fake tensors.
 """
 
 import math
@@ -58,7 +58,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Event:
     """One thing that happened."""
 
     kind: Kind
@@ -73,7 +73,7 @@ class Mark:
     traffic: int = 0
 
 
-def peak_of(tape: Iterable[Mark]) -> int:
+def peak_of(tape: Iterable[Event]) -> int:
     """Most bytes alive at once."""
     return max(accumulate((mark.nbytes for mark in tape if mark.kind is Kind.MEMORY), initial=0))
 
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, parts: Parts, boundaries: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         super().__init__()
-        self.marks: list[Mark] = []
+        self.marks: list[Event] = []
         self.alive = 0
         """Tensors made in it whose memory somebody still holds."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
             self.marks += _sent(func, args, out)
             return out
         if packet in flop_registry or packet in _UNREGISTERED:
-            self.marks.append(Mark(Kind.OPERATOR, flops=_flops(packet, args, kwargs, out)))
+            self.marks.append(Event(Kind.OPERATOR, flops=_flops(packet, args, kwargs, out)))
         elif made or func._schema.is_mutable:
             written = sum(_nbytes(t) for t in tensors_in(out))
             read = (
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
                 else sum(_nbytes(t) for t in tensors_in((args, tuple(kwargs.values()))))
             )
             if "empty" not in packet.__name__:
-                self.marks.append(Mark(Kind.OPERATOR, traffic=read + written))
+                self.marks.append(Event(Kind.OPERATOR, traffic=read + written))
         return out
 
     def _take(self, tensor: Tensor) -> bool:
@@ -153,20 +153,20 @@ class Recorder(TorchDispatchMode):
         self._known.add(storage)
         self.alive += 1
         nbytes = storage.nbytes()
-        self.marks.append(Mark(Kind.MEMORY, nbytes=nbytes))
+        self.marks.append(Event(Kind.MEMORY, nbytes=nbytes))
         weakref.finalize(storage, self._give_back, nbytes).atexit = False
         return True
 
     def _give_back(self, nbytes: int) -> None:
         self.alive -= 1
         if self._listening:
-            self.marks.append(Mark(Kind.MEMORY, nbytes=-nbytes))
+            self.marks.append(Event(Kind.MEMORY, nbytes=-nbytes))
 
     def _listen(self, module: nn.Module, name: str, forward: Kind, backward: Kind) -> None:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
             rows = args[0].numel() // args[0].shape[-1] if forward is Kind.MIX else 0
             kind = backward if in_backward() else forward
-            self.marks.append(Mark(kind, name, with_grad=torch.is_grad_enabled(), nbytes=rows))
+            self.marks.append(Event(kind, name, with_grad=torch.is_grad_enabled(), nbytes=rows))
 
         self._handles.append(module.register_forward_pre_hook(enter))
 
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
         def read(parameters: Sequence[Tensor]) -> None:
             names = tuple(name_of[p] for p in parameters)
             kind = Kind.READ_AGAIN if in_backward() else Kind.READ
-            self.marks.append(Mark(kind, params=names, with_grad=torch.is_grad_enabled()))
+            self.marks.append(Event(kind, params=names, with_grad=torch.is_grad_enabled()))
 
         owned = zip(self._parts.modules, self._parts.parameters, strict=True)
         return reads_heard([(module, [present[p] for p in mine]) for module, mine in owned], read)
@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):
     def _leaves(self, name: str) -> Any:
         def leave(*_: object) -> None:
             if not in_backward():
-                self.marks.append(Mark(Kind.LEAVE, name))
+                self.marks.append(Event(Kind.LEAVE, name))
 
         return leave
 
@@ -196,22 +196,22 @@ class Recorder(TorchDispatchMode):
 
         def enter(*_: object) -> None:
             if not in_backward():
-                self.marks.append(Mark(Kind.BOUNDARY, "forward", nbytes=number))
+                self.marks.append(Event(Kind.BOUNDARY, "forward", nbytes=number))
 
         def leave(_: nn.Module, args: object, output: object) -> None:
             whose = [t for t in tensors_in(output) if t.requires_grad] if not in_backward() else []
             if whose:
-                whose[0].register_hook(lambda _: self.marks.append(Mark(Kind.BOUNDARY, "backward", nbytes=number)))
+                whose[0].register_hook(lambda _: self.marks.append(Event(Kind.BOUNDARY, "backward", nbytes=number)))
 
         self._handles += [first.register_forward_pre_hook(enter), last.register_forward_hook(leave)]
 
     def _landed(self, parameter: Tensor) -> None:
         """The runtime moves a gradient into its block at once."""
         parameter.grad = None
-        self.marks.append(Mark(Kind.GRADIENT))
+        self.marks.append(Event(Kind.GRADIENT))
 
 
-def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Mark]:
+def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Event]:
     """A mark for a collective over several ranks; nothing for others, and for what only waits."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
     if "process_group" in named:
@@ -225,7 +225,7 @@ def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Mark]:
     name = func._overloadpacket.__name__
     twice = 1 + ("reduce" in name and "scatter" not in name)
     largest = max(sum(map(_nbytes, tensors_in(part))) for part in (*args, out))
-    return [Mark(Kind.SENT, " ".join(map(str, dist.get_process_group_ranks(group))), nbytes=twice * largest)]
+    return [Event(Kind.SENT, " ".join(map(str, dist.get_process_group_ranks(group))), nbytes=twice * largest)]
 
 
 def _grouped(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from elixir_moe.chunks.plan import SPILL_LANES
-from elixir_moe.distributed.all_ranks import gathered, together
+from elixir_moe.chunks.plan import DISK_THREADS
+from elixir_moe.distributed.all_ranks import gathered, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator, build_communicators
 from elixir_moe.errors import ConfigError, TierError
 from elixir_moe.kernels import adam_step, cpu_features, host_threads
@@ -236,14 +236,16 @@ def with_disk(hardware: Hardware, directory: str) -> tuple[Hardware, int]:
         except OSError as error:
             raise TierError(f"spill={directory!r} on {host}: {error.strerror}; name another folder") from error
 
-    found = together("looked at the disk", look, error=TierError)
+    found = raise_on_all_ranks("looked at the disk", look, error=TierError)
     places = [place for place, _ in found]
     place, room = found[rank]
 
     def measure() -> tuple[float, float] | None:
         return _disk_rates(directory) if places.index(place) == rank else None
 
-    rates = [theirs for theirs in together("measured the disk", measure, error=TierError) if theirs is not None]
+    rates = [
+        theirs for theirs in raise_on_all_ranks("measured the disk", measure, error=TierError) if theirs is not None
+    ]
     hosts = len({host for host, _ in places})
     read, written = (sum(column) / hosts for column in zip(*rates, strict=True))
     if hardware.disk_read is None or hardware.disk_write is None or hardware.disk_bytes is None:
@@ -355,14 +357,14 @@ def _disk_rates(directory: str) -> tuple[float, float]:
         with spill.buffer() as memory:
             spill.move(offset, memory, write=write)
 
-    for _ in range(SPILL_LANES):
+    for _ in range(DISK_THREADS):
         with spill.buffer() as memory:
             memory.uniform_()
     try:
         seconds = []
         for write in (True, False):
             start = time.perf_counter()
-            list(spill.lanes.map(partial(move, write=write), range(0, _DISK_BYTES, step)))
+            list(spill.threads.map(partial(move, write=write), range(0, _DISK_BYTES, step)))
             seconds.append(time.perf_counter() - start)
     finally:
         spill.close()

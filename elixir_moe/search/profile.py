@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from elixir_moe.chunks.cache_policy import Schedule
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import ParamSpec
-from elixir_moe.chunks.step_order import Part, Use, Walk
+from elixir_moe.chunks.step_order import Part, StepOrder, Use
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
+class SentCollective:
     """All-to-alls of one mixture layer in one step."""
 
     ep: int
@@ -66,7 +66,7 @@ class Profile:
     """Peak of all tensors of a step that are neither parameters nor buffers, a gradient before it lands included."""
     buffer_bytes: int
     """Buffers of the model."""
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[SentCollective, ...] = ()
     sent: tuple[Sent, ...] = ()
 
     @property
@@ -80,10 +80,10 @@ class Profile:
         return tuple(replace(use, params=tuple(self.order[p] for p in use.params)) for use in self.uses)
 
     @property
-    def walk(self) -> Walk:
+    def step_order(self) -> StepOrder:
         """The step, to be read under any layout."""
-        return Walk(self.parts, self.uses)
+        return StepOrder(self.parts, self.uses)
 
     def schedule(self, layout: Layout) -> Schedule:
         """What forward and backward ask of the rCache, as the runtime would record it."""
-        return self.walk.schedule(layout)
+        return self.step_order.schedule(layout)

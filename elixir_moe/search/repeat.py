@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from elixir_moe.parallel.rules import pattern_of
-from elixir_moe.search.events import Kind, Mark
+from elixir_moe.search.events import Event, Kind
 
 _LONGEST_PERIOD = 4
 _FEWEST_PERIODS = 4
@@ -50,7 +50,7 @@ class Cut:
         finally:
             self.layers._modules = everything
 
-    def renamed(self, marks: Sequence[Mark], k: int) -> list[Mark]:
+    def renamed(self, marks: Sequence[Event], k: int) -> list[Event]:
         """The marks of the second period as those of period `k`."""
         names = {
             f"{self.name}.{self.start + self.period + j}": f"{self.name}.{self.start + k * self.period + j}"
@@ -89,9 +89,9 @@ def cuts_of(model: nn.Module) -> list[Cut]:
     return found
 
 
-def made_whole(marks: Sequence[Mark], cuts: Sequence[Cut]) -> list[Mark] | None:
+def made_whole(marks: Sequence[Event], cuts: Sequence[Cut]) -> list[Event] | None:
     """The tape as if every layer had been traced; None if the periods on it do not tell what the others do."""
-    insertions: list[tuple[int, list[Mark]]] = []
+    insertions: list[tuple[int, list[Event]]] = []
     for number, cut in enumerate(cuts):
         where: dict[tuple[str, int], int] = {}
         for position, mark in enumerate(marks):
@@ -113,7 +113,7 @@ def made_whole(marks: Sequence[Mark], cuts: Sequence[Cut]) -> list[Mark] | None:
     return whole
 
 
-def _read_elsewhere(marks: Sequence[Mark], cut: Cut, where: Mapping[tuple[str, int], int]) -> bool:
+def _read_elsewhere(marks: Sequence[Event], cut: Cut, where: Mapping[tuple[str, int], int]) -> bool:
     """Whether parameters of a traced period are read outside of it: then those of other periods may be too."""
     for number, period in enumerate((0, 1, cut.periods - 1)):
         first = cut.start + period * cut.period

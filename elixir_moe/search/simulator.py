@@ -1,7 +1,7 @@
 """A recorded step played on rCaches of many sizes: in C++ where it was built, else by `chunks.cache_policy`.
 
-Owns the schedule as the native code reads it. The decisions are those of `policy.simulate` without prefetching, which
-moves gathers but never adds one; a test compares them load by load. Source: Elixir v2, A.2.
+Owns the schedule as the native code reads it. The decisions are those of `cache_policy.simulate` without prefetching,
+which moves gathers but never adds one; a test compares them load by load. Source: Elixir v2, A.2.
 """
 
 from array import array

@@ -26,7 +26,7 @@ from elixir_moe.chunks.plan import (
     spill_buffer_bytes,
     staging_bytes,
 )
-from elixir_moe.chunks.step_order import Walk
+from elixir_moe.chunks.step_order import StepOrder
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
@@ -100,8 +100,8 @@ def solve(task: Task) -> Choice:
     Raises:
         PlanError: none does; it says by how many bytes, in which tier, and what would help.
     """
-    walk = task.profile.walk
-    searches = [_Length(task, walk, length) for length in chunk_lengths(task.profile.params)]
+    step_order = task.profile.step_order
+    searches = [_Length(task, step_order, length) for length in chunk_lengths(task.profile.params)]
     found = [choice for choice in (search.best() for search in searches) if choice is not None]
     if not found:
         raise PlanError(_why_not(task, [short for search in searches for short in search.shortages()]))
@@ -221,9 +221,9 @@ class _Held:
 class _Length:
     """The search at one chunk length."""
 
-    def __init__(self, task: Task, walk: Walk, chunk_numel: int) -> None:
-        self._task, self._walk = task, walk
-        self._layout = walk.counted(build_layout(task.profile.params, chunk_numel))
+    def __init__(self, task: Task, step_order: StepOrder, chunk_numel: int) -> None:
+        self._task, self._step_order = task, step_order
+        self._layout = step_order.counted(build_layout(task.profile.params, chunk_numel))
         self._numel = chunk_numel
         self._updated = [chunk.shard_numel * chunk.key.trainable for chunk in self._layout.chunks]
         saved, on_disk = [0], [0]
@@ -349,7 +349,7 @@ class _Length:
         cached = self._held[device_chunks].cached
         if cached not in self._steps:
             plan = Plan.offload(rcache_blocks=None, device_chunks=device_chunks)
-            schedule = self._walk.schedule(plan.place(self._layout))
+            schedule = self._step_order.schedule(plan.place(self._layout))
             self._steps[cached] = Simulator(schedule), schedule.least_blocks(), schedule.open_gradients()
         return self._steps[cached]
 

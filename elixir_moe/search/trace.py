@@ -31,8 +31,8 @@ from elixir_moe.parallel.rules import logical_shape
 from elixir_moe.runtime.model_spec import param_specs
 from elixir_moe.runtime.units import Parts, find_parts
 from elixir_moe.search import megatron_dataless
-from elixir_moe.search.events import Kind, Mark, Recorder, peak_of
-from elixir_moe.search.profile import Exchange, Profile, Sent
+from elixir_moe.search.events import Event, Kind, Recorder, peak_of
+from elixir_moe.search.profile import Profile, Sent, SentCollective
 from elixir_moe.search.repeat import Cut, cuts_of, made_whole
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -107,7 +107,7 @@ def _run(
     specs: Mapping[nn.Parameter, ParamSpec],
     parts: Parts,
     cuts: Sequence[Cut],
-) -> list[Mark]:
+) -> list[Event]:
     boundaries = [pair for cut in cuts for pair in cut.boundaries]
     recorder = Recorder(model, parts, boundaries)
     with ExitStack() as stack:
@@ -194,7 +194,7 @@ def _fake(value: Any) -> Any:
     return value
 
 
-def _uses(tape: Sequence[Mark], parts: Mapping[str, int], params: Mapping[str, int]) -> Iterator[Use]:
+def _uses(tape: Sequence[Event], parts: Mapping[str, int], params: Mapping[str, int]) -> Iterator[Use]:
     """The runs of parts and the reads outside of them in forward, with the region each is recomputed in.
 
     Where some of the uses of one name ran without gradients, it is those that reentrant checkpoints run again.
@@ -228,10 +228,10 @@ def _uses(tape: Sequence[Mark], parts: Mapping[str, int], params: Mapping[str, i
             )
 
 
-def _exchanges(model: nn.Module, tape: Sequence[Mark], dtype: torch.dtype | None) -> Iterator[Exchange]:
+def _exchanges(model: nn.Module, tape: Sequence[Event], dtype: torch.dtype | None) -> Iterator[SentCollective]:
     """What the mixture layers send and multiply, if every expert gets its even share of the choices."""
     modules = dict(model.named_modules())
-    calls: dict[str, list[Mark]] = {}
+    calls: dict[str, list[Event]] = {}
     for mark in tape:
         if mark.kind in (Kind.MIX, Kind.MIX_AGAIN):
             calls.setdefault(mark.name, []).append(mark)
@@ -245,7 +245,7 @@ def _exchanges(model: nn.Module, tape: Sequence[Mark], dtype: torch.dtype | None
         itemsize = (dtype or layer.experts.w_in.dtype).itemsize
         again = sum(mark.kind is Kind.MIX_AGAIN for mark in marks)
         forward = len(marks) - again
-        yield Exchange(
+        yield SentCollective(
             ep=layer.place.ep,
             nbytes=rows * width * itemsize,
             times=4 * forward + 2 * again,
@@ -254,13 +254,13 @@ def _exchanges(model: nn.Module, tape: Sequence[Mark], dtype: torch.dtype | None
         )
 
 
-def _megatron_exchange(layer: Any, marks: Sequence[Mark], dtype: torch.dtype | None) -> Exchange:
+def _megatron_exchange(layer: Any, marks: Sequence[Event], dtype: torch.dtype | None) -> SentCollective:
     """What grows with the load of a mixture layer of Megatron-core; what it sends is on the tape itself."""
     config, rows = layer.config, max(mark.nbytes for mark in marks) * layer.config.moe_router_topk
     width, inner = config.hidden_size, config.moe_ffn_hidden_size
     again = sum(mark.kind is Kind.MIX_AGAIN for mark in marks)
     products = 2 + config.gated_linear_unit
-    return Exchange(
+    return SentCollective(
         ep=layer.token_dispatcher.ep_size,
         nbytes=0,
         times=0,
@@ -269,9 +269,9 @@ def _megatron_exchange(layer: Any, marks: Sequence[Mark], dtype: torch.dtype | N
     )
 
 
-def _sent(tape: Sequence[Mark]) -> Iterator[Sent]:
+def _sent(tape: Sequence[Event]) -> Iterator[Sent]:
     """What the model sends by itself, by process group."""
-    found: dict[str, list[Mark]] = {}
+    found: dict[str, list[Event]] = {}
     for mark in tape:
         if mark.kind is Kind.SENT:
             found.setdefault(mark.name, []).append(mark)

@@ -16,7 +16,7 @@ from elixir_moe.errors import ConfigError, LayoutError
 from elixir_moe.optim.accepted import check_optimizer, is_adam
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
-from elixir_moe.runtime.access import Guarded
+from elixir_moe.runtime.access import ShardedParameter
 from elixir_moe.runtime.model_spec import TRAINED_IN
 
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
@@ -39,7 +39,7 @@ def check_arguments(
         raise ConfigError(f"step={step!r}: expected a function of model and batch")
     if compute_dtype not in (None, *TRAINED_IN):
         raise ConfigError(f"compute_dtype={compute_dtype!r}: expected one of {TRAINED_IN}, or None")
-    guarded = any(isinstance(parameter, Guarded) for parameter in model.parameters())
+    guarded = any(isinstance(parameter, ShardedParameter) for parameter in model.parameters())
     if guarded or isinstance(optimizer, ShardedOptimizer) or any(hasattr(m, "elixir") for m in model.modules()):
         raise ConfigError("this model, a part of it or the optimizer is wrapped already: call wrap once, on the whole")
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}

@@ -13,7 +13,7 @@ from torch import nn
 
 from elixir_moe.chunks.packing import ChunkSpec, Layout
 from elixir_moe.chunks.plan import Plan, Tier
-from elixir_moe.distributed.all_ranks import together
+from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.errors import TierError
 from elixir_moe.memory.disk import Spill
@@ -98,7 +98,7 @@ def open_spill(
     assert directory is not None, "checked with the other arguments"
     made: list[Spill] = []
     try:
-        together(
+        raise_on_all_ranks(
             "made the files for chunks on disk",
             lambda: made.append(Spill(os.fspath(directory), numels, arrays, rank=dist.get_rank(), checked=checked)),
             error=TierError,

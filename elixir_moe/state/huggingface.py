@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elixir_moe.distributed.all_ranks import Deferred, together
+from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.rules import UNCUT, logical_shape, named_tensors, names_of, pattern_of
@@ -58,7 +58,7 @@ class Pretrained:
         self._sources: dict[str, _Source] = {}
         self._names = names_of(model)
         self._reading = Deferred("read their weights", error=CheckpointError)
-        together("opened a folder of weights", self._open, error=CheckpointError)
+        raise_on_all_ranks("opened a folder of weights", self._open, error=CheckpointError)
 
     def fill(self, place: Tensor, tensor: Tensor) -> None:
         """Reads this rank's part of a parameter that was on meta into `place`. What fails is told by `settle`."""
@@ -89,7 +89,7 @@ class Pretrained:
 
     def fill_buffers(self) -> None:
         """Takes all buffers off meta: as the folder has them or, if it has not, as the model makes them. Collective."""
-        together("read their buffers", self._fill_buffers, error=CheckpointError)
+        raise_on_all_ranks("read their buffers", self._fill_buffers, error=CheckpointError)
 
     def _fill_buffers(self) -> None:
         made = []
@@ -233,7 +233,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
             if dist.get_rank() == 0:
                 model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
 
-        together("saved the adapters", save, error=CheckpointError)
+        raise_on_all_ranks("saved the adapters", save, error=CheckpointError)
         return
     check_as_wrapped(model, wrapped)
     writers: list[_Writer] = []
@@ -245,7 +245,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
     writing = Deferred("wrote the model's files", error=CheckpointError)
     try:
-        together("began the model's files", begin, error=CheckpointError)
+        raise_on_all_ranks("began the model's files", begin, error=CheckpointError)
         for name, tensor in _full_tensors(model, wrapped):
             for writer in writers:
                 writing.run(partial(writer.add, name, tensor))

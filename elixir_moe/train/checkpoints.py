@@ -20,7 +20,7 @@ from elixir_moe.train.supervisor import Supervisor
 from elixir_moe.train.training import Training
 
 
-class Keeper:
+class CheckpointManager:
     """Keeps the checkpoints of one training.
 
     Args:

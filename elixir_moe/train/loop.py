@@ -28,7 +28,7 @@ from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.state.full import full_state_dict
 from elixir_moe.train import memory, settings
 from elixir_moe.train.bigram import Bigram
-from elixir_moe.train.checkpoints import Keeper
+from elixir_moe.train.checkpoints import CheckpointManager
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.control import REQUEUE, Control, ControlFile, Signals
 from elixir_moe.train.data import ByteText
@@ -189,7 +189,7 @@ class Loop:
         self._signals, self._watchdog = signals, watchdog
         self._control = ControlFile(directory / CONTROL)
         tell = partial(self._status, "running")
-        self.keeper = Keeper(training, self.supervisor, self.config.save, directory, self._event, tell)
+        self.keeper = CheckpointManager(training, self.supervisor, self.config.save, directory, self._event, tell)
         self._last: StepRecord | None = None
         self._seconds = 0.0
         self._first = 0

@@ -20,11 +20,11 @@ from elixir_moe.chunks.plan import Plan
 from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.models.gpt import GPT, Meshes, generate, gpt_patterns, lm_loss
-from elixir_moe.moe.layer import MoE, Place
+from elixir_moe.moe.layer import LayerRanks, MoE
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.rules import annotate, logical_shape
 from elixir_moe.state.checkpoint.load import load
-from elixir_moe.state.checkpoint.local_shard import held_by, share_of, wrapped_of
+from elixir_moe.state.checkpoint.local_shard import local_shards, share_of, wrapped_of
 from elixir_moe.state.checkpoint.rng import random_states, read_random_states, set_random_states
 from elixir_moe.state.checkpoint.save import Saving, save
 from elixir_moe.train.config import OptimizerConfig, PlanConfig, TrainConfig, identity
@@ -172,7 +172,7 @@ class Training:
             if isinstance(module, GPT):
                 module.meshes = Meshes(self.config.model, None)
             if isinstance(module, MoE):
-                module.place = Place()
+                module.place = LayerRanks()
 
     def save(
         self, path: Path, supervisor: dict[str, Any], *, keep: int | None = None, asynchronous: bool = False
@@ -197,8 +197,8 @@ class Training:
     def scales(self) -> dict[str, float]:
         """Root mean square of every trainable parameter, from the masters. Collective."""
         wrapped = wrapped_of(self.model, self.optimizer)
-        rows = {held.name: [0.0, 0.0] for held in held_by(wrapped) if held.chunk.spec.key.trainable}
-        for held in held_by(wrapped):
+        rows = {held.name: [0.0, 0.0] for held in local_shards(wrapped) if held.chunk.spec.key.trainable}
+        for held in local_shards(wrapped):
             if held.name in rows:
                 part = held.cut(*share_of(held.chunk)).values.read()
                 rows[held.name] = [float(sum_of_squares(part)), part.numel()]

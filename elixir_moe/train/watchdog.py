@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from elixir_moe.distributed.waits import Place, place_of
+from elixir_moe.distributed.waits import Whereabouts, place_of
 from elixir_moe.errors import ElixirError
 
 _SAMPLE_SECONDS = 0.05
@@ -174,7 +174,7 @@ class Watchdog:
             if time.monotonic() - self._since > self._timeout + _GRACE_SECONDS:
                 self._late()
 
-    def _place(self) -> Place:
+    def _place(self) -> Whereabouts:
         return place_of(self._main)
 
     def _tell(self) -> None:

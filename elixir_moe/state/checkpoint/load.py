@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.distributed.all_ranks import together
+from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_moe.state.checkpoint.local_shard import Held, buffers_of, held_by, wrapped_of
-from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Entry, Manifest, Piece
+from elixir_moe.state.checkpoint.local_shard import LocalShard, buffers_of, local_shards, wrapped_of
+from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Manifest, ParameterRecord, Piece
 from elixir_moe.state.checkpoint.rng import read_random_states, seed_new_rank, set_random_states
 from elixir_moe.state.checkpoint.save import UPDATES
-from elixir_moe.state.checkpoint.shard_ranges import Part, meet
+from elixir_moe.state.checkpoint.shard_ranges import Part, overlap
 from elixir_moe.state.checkpoint.storage import MANIFEST, read_manifest, verify
 from elixir_moe.state.checkpoint.tensors import Files
 from elixir_moe.state.checkpoint.values import decode
@@ -37,7 +37,7 @@ _MOST_NAMED = 8
 class _Move:
     """The way of one held run of elements."""
 
-    held: Held
+    held: LocalShard
     parts: list[tuple[Piece, list[tuple[Part, Part]]]]
     """Pieces it comes from, with what lies where in it and in them."""
     names: tuple[str, ...]
@@ -86,19 +86,19 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
         verify(directory, manifests[0], _my_share(manifests[0]))
         return f"{directory.name} of {manifests[0].saved_ns}"
 
-    found = together("hashed the files of a checkpoint", hash_files, control, error=CheckpointError)
+    found = raise_on_all_ranks("hashed the files of a checkpoint", hash_files, control, error=CheckpointError)
     for rank, name in enumerate(found):
         if name != found[0]:
             raise CheckpointError(f"ranks load different checkpoints: {found[0]} (rank 0), {name} (rank {rank})")
     todo: list[_Todo] = []
     files = Files(directory)
-    together(
+    raise_on_all_ranks(
         "looked up all parameters in a checkpoint",
         lambda: todo.append(_look_up(manifests[0], files, directory, model, optimizer, wrapped)),
         control,
         error=CheckpointError,
     )
-    together(
+    raise_on_all_ranks(
         "loaded a checkpoint",
         lambda: _carry_out(todo[0], files, optimizer, found[0]),
         control,
@@ -131,7 +131,7 @@ def _look_up(
     wrapped: Wrapped,
 ) -> _Todo:
     where = str(directory / MANIFEST)
-    holdings = list(held_by(wrapped))
+    holdings = list(local_shards(wrapped))
     buffers = buffers_of(model, wrapped)
     problems = list(_differences(manifest, wrapped, holdings, buffers))
     if problems:
@@ -160,7 +160,7 @@ def _look_up(
 
 
 def _differences(
-    manifest: Manifest, wrapped: Wrapped, holdings: list[Held], buffers: dict[str, torch.Tensor]
+    manifest: Manifest, wrapped: Wrapped, holdings: list[LocalShard], buffers: dict[str, torch.Tensor]
 ) -> Iterator[str]:
     own = {held.name: held for held in holdings}
     for kind, saved, found in (("parameter", manifest.parameters, own), ("buffer", manifest.buffers, buffers)):
@@ -181,7 +181,7 @@ def _differences(
             yield from _unlike(f"buffer {name!r}", manifest.buffers[name], tuple(buffer.shape), buffer.dtype)
 
 
-def _unlike(what: str, saved: Entry | Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
+def _unlike(what: str, saved: ParameterRecord | Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
     if saved.shape != shape:
         yield f"{what} is of shape {saved.shape} in the checkpoint, {shape} in the model"
     before = DTYPES[saved.dtype]
@@ -207,8 +207,10 @@ def _check_optimizer(manifest: Manifest, wrapped: Wrapped, optimizer: ShardedOpt
             )
 
 
-def _move(held: Held, entry: Entry, files: Files, directory: Path, optimizer: ShardedOptimizer) -> _Move:
-    parts = [(piece, pairs) for piece in entry.pieces if (pairs := list(meet(held.span, piece.span)))]
+def _move(
+    held: LocalShard, entry: ParameterRecord, files: Files, directory: Path, optimizer: ShardedOptimizer
+) -> _Move:
+    parts = [(piece, pairs) for piece in entry.pieces if (pairs := list(overlap(held.span, piece.span)))]
     first = parts[0][0]
     names: tuple[str, ...] = (WEIGHT,)
     if held.chunk.spec.key.trainable and entry.trainable:
@@ -220,7 +222,7 @@ def _move(held: Held, entry: Entry, files: Files, directory: Path, optimizer: Sh
     return _Move(held=held, parts=parts, names=names)
 
 
-def _check_state(held: Held, pieces: list[Piece], directory: Path, optimizer: ShardedOptimizer) -> None:
+def _check_state(held: LocalShard, pieces: list[Piece], directory: Path, optimizer: ShardedOptimizer) -> None:
     """The optimizer has treated all elements alike, so that one state can serve them."""
     first = pieces[0]
     for piece in pieces:

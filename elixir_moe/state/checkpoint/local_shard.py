@@ -1,6 +1,6 @@
 """What a rank holds of a training, in the words of the logical parameters.
 
-Owns the way from a wrapped model to `Held`: which elements of which parameter lie in which home here. Saving and
+Owns the way from a wrapped model to `LocalShard`: which elements of which parameter lie in which home here. Saving and
 loading are the two directions of it.
 """
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from elixir_moe.chunks.packing import Slot
 from elixir_moe.errors import ConfigError
-from elixir_moe.memory.shard_state import Kept
+from elixir_moe.memory.shard_state import Elements
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.runtime.chunk import Chunk
@@ -22,7 +22,7 @@ from elixir_moe.state.full import Wrapped, check_as_wrapped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class LocalShard:
     """The elements of one parameter in one chunk's home on this rank."""
 
     name: str
@@ -43,11 +43,11 @@ class Held:
         return self.chunk.parameters[self.index]
 
     @property
-    def values(self) -> Kept:
+    def values(self) -> Elements:
         """The elements at home: fp32 masters of what is trainable, else in the compute dtype; flat."""
         return self.chunk.shard.weights()[self.here]
 
-    def cut(self, start: int, stop: int) -> "Held":
+    def cut(self, start: int, stop: int) -> "LocalShard":
         """Those of them that are elements `start` .. `stop` of the chunk's shard."""
         low, high = max(self.here.start, start), min(self.here.stop, stop)
         moved = low - self.here.start
@@ -55,7 +55,7 @@ class Held:
         return replace(self, span=span, here=slice(low, max(low, high)))
 
 
-def held_by(wrapped: Wrapped) -> Iterator[Held]:
+def local_shards(wrapped: Wrapped) -> Iterator[LocalShard]:
     """All that this rank holds, parameters of which it holds nothing included."""
     for chunk in wrapped.scheduler.chunks:
         low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
@@ -63,12 +63,12 @@ def held_by(wrapped: Wrapped) -> Iterator[Held]:
             yield _held(wrapped.model.names[parameter][0], chunk, index, slot, low, high)
 
 
-def _held(name: str, chunk: Chunk, index: int, slot: Slot, low: int, high: int) -> Held:
+def _held(name: str, chunk: Chunk, index: int, slot: Slot, low: int, high: int) -> LocalShard:
     start = min(max(slot.start, low), slot.stop)
     stop = max(start, min(slot.stop, high))
     shape, pattern = chunk.locals[index].shape, pattern_of(chunk.parameters[index]) or UNCUT
     offset, cell = pattern.local_offset(shape), pattern.cell_shape(shape)
-    return Held(
+    return LocalShard(
         name=name,
         chunk=chunk,
         index=index,

@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class ParameterRecord:
     """One logical parameter."""
 
     names: tuple[str, ...]
@@ -105,7 +105,7 @@ class Manifest:
     """Encoded; None unless the gradients of fp16 were scaled."""
     keys: tuple[str, ...]
     """Names in the plain model's state dict, in order."""
-    parameters: Mapping[str, Entry]
+    parameters: Mapping[str, ParameterRecord]
     """By first name."""
     buffers: Mapping[str, Buffer]
     files: Mapping[str, FileRecord]
@@ -265,8 +265,8 @@ def _record(name: str, fields: _Fields) -> FileRecord:
     return record
 
 
-def _entry(name: str, fields: _Fields, files: Mapping[str, FileRecord]) -> Entry:
-    entry = Entry(
+def _entry(name: str, fields: _Fields, files: Mapping[str, FileRecord]) -> ParameterRecord:
+    entry = ParameterRecord(
         names=fields.each("names", str),
         shape=fields.sizes("shape"),
         grid=fields.sizes("grid"),

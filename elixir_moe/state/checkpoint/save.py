@@ -4,7 +4,7 @@ Owns what of a training is saved, who writes it, and the order in which a save h
 
 Why not `torch.distributed.checkpoint`. Its planner knows boxes, and a shard of a chunk is a run of elements, so each
 tensor would be cut into several for it; its metadata is a pickle and its files have no hash, so reader, writer and
-metadata would be ours in any case. What would be left of it is the intersection of boxes, which is `boxes`.
+metadata would be ours in any case. What would be left of it is the intersection of boxes, which is `shard_ranges`.
 
 Why a thread. A save beside the training is copying, writing and hashing, which Python's lock does not hold up. A
 process of its own would need the shards in shared memory, and could be left over. The thread has a process group of its
@@ -13,7 +13,7 @@ own, so that its agreements stand in no order with those of the training.
 What is copied before `save` returns is what user code can change unseen: buffers, and weights used in place. All else
 is changed by an update, by a load, or by what brings home what users have written; each waits until the thread has
 copied it (`ShardState.wait_for_reader`). Updates of the last step may be under way when `save` is called: it is the
-thread that waits for them, a shard at a time (`Kept.read`).
+thread that waits for them, a shard at a time (`Elements.read`).
 """
 
 import os
@@ -30,15 +30,31 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.distributed.all_ranks import together
+from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.memory.shard_state import InMemory, OnDisk
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.runtime.chunk import ATTACHED
 from elixir_moe.state.checkpoint.hashing import digest_of
-from elixir_moe.state.checkpoint.local_shard import Held, buffers_of, held_by, loss_scale_of, share_of, wrapped_of
-from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Entry, FileRecord, Manifest, Piece, dump, parse
+from elixir_moe.state.checkpoint.local_shard import (
+    LocalShard,
+    buffers_of,
+    local_shards,
+    loss_scale_of,
+    share_of,
+    wrapped_of,
+)
+from elixir_moe.state.checkpoint.manifest import (
+    WEIGHT,
+    Buffer,
+    FileRecord,
+    Manifest,
+    ParameterRecord,
+    Piece,
+    dump,
+    parse,
+)
 from elixir_moe.state.checkpoint.rng import random_states
 from elixir_moe.state.checkpoint.storage import MANIFEST, Draft, moment_after_all, partial_of, retain
 from elixir_moe.state.checkpoint.tensors import FileImage, Item
@@ -89,7 +105,9 @@ class Saving:
         """
         if self._future is None:
             return True
-        done = together("asked whether a save has ended", lambda: self.done, self._optimizer.kept.groups.control)
+        done = raise_on_all_ranks(
+            "asked whether a save has ended", lambda: self.done, self._optimizer.kept.groups.control
+        )
         if not all(done):
             return False
         self.wait()
@@ -100,7 +118,9 @@ class Saving:
         future, self._future = self._future, None
         if future is not None:
             self._optimizer.pending = None
-            together("saved a checkpoint", future.result, self._optimizer.kept.groups.control, error=CheckpointError)
+            raise_on_all_ranks(
+                "saved a checkpoint", future.result, self._optimizer.kept.groups.control, error=CheckpointError
+            )
         return self.path
 
 
@@ -145,7 +165,7 @@ def save(
         optimizer.pending.wait()
     target = Path(os.path.abspath(path))
     control = optimizer.kept.groups.control
-    facts = together(
+    facts = raise_on_all_ranks(
         "looked at what to save",
         lambda: _facts(target, model, optimizer, extra, wrapped),
         control,
@@ -167,7 +187,7 @@ def save(
         _write(process_group, target, contents[0], drafts, facts[0].fixed, keep, taken)
 
     with _abandoning(drafts):
-        together("began a checkpoint", begin, control, error=CheckpointError)
+        raise_on_all_ranks("began a checkpoint", begin, control, error=CheckpointError)
     if not asynchronous:
         with _abandoning(drafts):
             write(control, lambda: None)
@@ -294,11 +314,11 @@ class _Contents:
         self.file = f"rank-{dist.get_rank():05d}.safetensors"
         self._items: list[Item] = []
         self._may_change: list[str] = []
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, ParameterRecord] = {}
         self.rng = tuple(found.rng for found in facts)
-        for held in held_by(wrapped):
+        for held in local_shards(wrapped):
             pieces = self._pieces(held, optimizer)
-            self.entries[held.name] = Entry(
+            self.entries[held.name] = ParameterRecord(
                 names=tuple(wrapped.model.names[held.parameter]),
                 shape=held.global_shape,
                 grid=held.grid,
@@ -316,7 +336,7 @@ class _Contents:
         if self.image is not None:
             self.image.take(self._may_change)
 
-    def _pieces(self, held: Held, optimizer: ShardedOptimizer) -> Iterator[Piece]:
+    def _pieces(self, held: LocalShard, optimizer: ShardedOptimizer) -> Iterator[Piece]:
         """One, or none if this rank has nothing of it to write."""
         written = held.cut(*share_of(held.chunk))
         if not written.span.numel:
@@ -378,7 +398,7 @@ def _write(
         image = contents.image
         return None if image is None else (contents.file, image.write(directory / contents.file, taken))
 
-    records = together("wrote their files", write_file, process_group, error=CheckpointError)
+    records = raise_on_all_ranks("wrote their files", write_file, process_group, error=CheckpointError)
     everything: list[Any] | None = [None] * dist.get_world_size(process_group) if drafts else None
     dist.gather_object((contents.entries, contents.buffers), everything, dst=0, group=process_group)
 
@@ -392,12 +412,12 @@ def _write(
             if keep is not None:
                 retain(target.parent, keep)
 
-    together("committed a checkpoint", commit, process_group, error=CheckpointError)
+    raise_on_all_ranks("committed a checkpoint", commit, process_group, error=CheckpointError)
 
 
 def _merge(
     saved_ns: int,
-    everything: list[tuple[dict[str, Entry], dict[str, Buffer]]],
+    everything: list[tuple[dict[str, ParameterRecord], dict[str, Buffer]]],
     files: Mapping[str, FileRecord],
     rng: tuple[Any, ...],
     fixed: Mapping[str, Any],

@@ -58,7 +58,7 @@ class Part:
         return run[self.start : self.stop].view(self.shape)[self.window]
 
 
-def meet(a: Span, b: Span) -> Iterator[tuple[Part, Part]]:
+def overlap(a: Span, b: Span) -> Iterator[tuple[Part, Part]]:
     """The elements that both runs hold, as pairs of equal boxes: where each lies in `a` and in `b`."""
     if (a.offset, a.shape) == (b.offset, b.shape):
         low, high = max(a.start, b.start), min(a.stop, b.stop)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from elixir_moe.errors import CheckpointError, ConfigError
-from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Entry, Manifest, Piece, dump
-from elixir_moe.state.checkpoint.shard_ranges import Span, meet
+from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Manifest, ParameterRecord, Piece, dump
+from elixir_moe.state.checkpoint.shard_ranges import Span, overlap
 from elixir_moe.state.checkpoint.storage import Draft
 from elixir_moe.state.checkpoint.tensors import Files, Item, write_tensors
 from elixir_moe.state.safetensors_format import DTYPES, INDEX, NAMES, files_of, index_of
@@ -83,7 +83,7 @@ class Whole:
             key = piece.key(name, kept)
             self._files.check(piece.file, key, piece.state[kept], (piece.span.numel,))
             read = self._files.read(piece.file, key)
-            for here, there in meet(span, piece.span):
+            for here, there in overlap(span, piece.span):
                 here.of(flat).copy_(there.of(read))
         return flat
 
@@ -150,7 +150,7 @@ def reshard(whole: Whole, target: Path, files: int) -> Manifest:
         sizes[at] += sum(item.nbytes for item in new)
         return names[at]
 
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ParameterRecord] = {}
     for name, entry in manifest.parameters.items():
         pieces = [replace(piece, file=put(tensors)) for piece, tensors in whole.cells(name)]
         entries[name] = replace(entry, pieces=tuple(pieces))
