@@ -203,7 +203,7 @@ def _report(known: argparse.Namespace) -> int:
 
 def _bench(known: argparse.Namespace, rest: Sequence[str]) -> int:
     """Hands over to the benchmarks, which are no part of the package: they need its peers."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     if not (root / "benchmarks/run.py").is_file():
         raise ConfigError("the benchmarks are part of the source tree: use `make bench` or this in a checkout of it")
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.run", *rest, *["--json"] * known.json]

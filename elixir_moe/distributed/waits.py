@@ -38,7 +38,7 @@ _MOST = 64
 _COLLECTIVES = ("distributed_c10d.py",)
 _AROUND = ("c10d_logger.py", "contextlib.py", os.path.join("distributed", "all_ranks.py"))
 _LIBRARY = os.path.join("elixir_moe", "")
-_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _RULE = "every rank must call the same modules, and read the same parameters, in the same order"
 
 
