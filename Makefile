@@ -53,7 +53,7 @@ bench-gpu: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.gpu --trace --out build/bench-gpu.json
 
 chaos: setup
-	$(BIN)/python -m tests.chaos --points 200 $(CHAOS_ARGS)
+	$(BIN)/python -m tests.faults.chaos --points 200 $(CHAOS_ARGS)
 
 paper-table: setup
 	$(BIN)/python -m benchmarks.paper_table

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import elixir_moe as em
 from benchmarks.contenders import LEARNING_RATE, Contender, fused_adamw
 from benchmarks.workload import BUCKET_NUMEL, SEED, Workload
-from tests import megatron_cases
+from tests.support import megatron_cases
 
 
 @dataclass(frozen=True, kw_only=True)

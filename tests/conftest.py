@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 torch.set_num_threads(1)
 

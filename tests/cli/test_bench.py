@@ -1,0 +1,99 @@
+"""The benchmarks run and write what they say; nothing here looks at a time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.run import main as measure
+from tests.support.cases import with_further
+
+BESIDE = "asynchronous save: what it blocks training for"
+ROW = {"name", "peer", "workload", "ranks", "limit", "ratio", "spread", "unit", "ours", "theirs", "note"}
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", "elixir_moe", "bench", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+
+
+def number(value: object) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool)
+
+
+@pytest.mark.parametrize(
+    ("only", "ranks"),
+    with_further([("zero2", {2}), (BESIDE, {2}), (None, {1, 2})], [("zero2", {2})]),
+)
+def test_a_quick_run_measures_every_row(only: str | None, ranks: set[int], tmp_path: Path) -> None:
+    path = tmp_path / "deeper" / "bench.json"
+    as_json = only == "zero2"
+    wanted = [*(["--only", only] if only else []), *["--json"] * as_json]
+    run = bench("--quick", "--rounds", "1", "--out", str(path), *wanted)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(path.read_text())
+    assert set(result) == {"machine", "rounds", "steps", "workloads", "rows"}
+    assert {"cpu", "cores", "torch", "threads_per_rank"} <= set(result["machine"])
+    assert {row["ranks"] for row in result["rows"]} == ranks
+    for row in result["rows"]:
+        assert set(row) == ROW
+        assert row["limit"] is None or number(row["limit"])
+        if row["note"] is not None:
+            assert "deepspeed is not installed" in row["note"] and "DeepSpeed" in row["peer"]
+            assert row["ratio"] is row["spread"] is row["ours"] is row["theirs"] is None
+            continue
+        assert number(row["ours"]) and row["ours"] > 0
+        assert len(row["spread"]) == 2 and all(number(value) for value in row["spread"])
+        has_peer = row["peer"] is not None
+        assert has_peer == (row["ratio"] is not None) == (row["theirs"] is not None)
+    table = path.with_suffix(".md").read_text()
+    assert json.loads(run.stdout) == result if as_json else run.stdout == table
+    assert all(f"| {row['name']} |" in table for row in result["rows"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--rounds", "0"], "expected at least 1, got 0"),
+        (["--steps", "-1"], "expected at least 1, got -1"),
+        (["--out", "/proc/none/bench.json"], "--out /proc/none/bench.json: No such file or directory"),
+        (["--out", "/"], "--out /: it is a directory"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_measured(
+    wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        measure(wrong)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_only_refuses_a_name_that_no_row_has(tmp_path: Path) -> None:
+    run = bench("--quick", "--only", "zero7", "--out", str(tmp_path / "bench.json"))
+    assert run.returncode == 2
+    assert "zero7" in run.stderr and "DDP" in run.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the rows are measured, which takes an hour")
+def test_without_a_gpu_its_rows_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import gpu
+
+    assert gpu.main(["--out", str(tmp_path / "gpu.json")]) == 0
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert {row["contender"] for row in rows} == set(gpu.CONTENDERS)
+    assert all(row["seconds"] is None and "not measured" in row["note"] for row in rows)
+    assert capsys.readouterr().out.count("not measured") == len(rows)
+
+
+def test_contenders_that_do_other_work_are_not_compared() -> None:
+    from benchmarks.measure import DisagreementError, _compare
+
+    _compare("loss", {"ours": 9.0, "theirs": 9.00001}, 1e-5)
+    with pytest.raises(DisagreementError, match="theirs is nan, that of ours 9"):
+        _compare("loss", {"ours": 9.0, "theirs": float("nan")}, 1e-5)

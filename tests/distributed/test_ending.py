@@ -1,0 +1,76 @@
+"""A process that an error ends has its own exit code, whatever torch's threads do while Python finalizes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OWN = 7
+LATE_THREAD = f"""
+import os, sys, threading
+import torch.distributed as dist
+import elixir_moe
+
+store, begun = dist.HashStore(), threading.Event()
+
+def wait(begun=begun, store=store):
+    begun.set()
+    store.get("key")
+
+class Late:
+    "Freed while Python finalizes: wakes the thread, which then asks for Python's lock."
+
+    def __del__(self, store=store, waits=os.sched_yield, write=os.write):
+        store.set("key", "")
+        for _ in range(100_000):
+            waits()
+        write(1, b"freed")
+
+thread = threading.Thread(target=wait, daemon=True)
+thread.start()
+begun.wait()
+sys.late = Late()
+sys.exit({OWN})
+"""
+LATE_WORKER = f"""
+import atexit, sys
+
+def last():
+    "Keeps Python's lock until it finalizes, while gloo's workers want it to free what they have gathered."
+    for _ in range(4):
+        dist.all_gather([torch.empty(1 << 22)], torch.empty(1 << 22), async_op=True)
+    for _ in range(5_000_000):
+        pass
+
+atexit.register(last)
+import torch, torch.distributed as dist
+import elixir_moe
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+sys.setswitchinterval(1000)
+sys.exit({OWN})
+"""
+"""The first to register is called last."""
+
+
+def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_a_thread_that_python_ends_does_not_end_the_process() -> None:
+    found = ended("-c", LATE_THREAD)
+    assert (found.returncode, found.stdout) == (OWN, "freed"), found.stderr
+
+
+def test_a_worker_of_gloo_that_python_ends_neither_aborts_nor_hangs_it() -> None:
+    found = ended("-c", LATE_WORKER)
+    assert found.returncode == OWN, found.stderr
+
+
+def test_errors_of_every_kind_end_with_their_own_exit_codes() -> None:
+    """Some of those that `python -m tests.support.error_exits` counts."""
+    found = ended("-m", "tests.support.error_exits", "--count", "4")
+    assert found.returncode == 0, found.stdout + found.stderr

@@ -1,0 +1,147 @@
+"""Ranks that wait for each other say so: who waits for what. No clock decides anything."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import elixir_moe as em
+from tests.faults.test_elastic import environment
+
+PROGRAM = str(Path(__file__).parents[1] / "support" / "wait_program.py")
+SECONDS = "0.4"
+
+
+class Rank:
+    """A process of `tests.support.wait_program`."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        where = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            [sys.executable, PROGRAM],
+            env=environment(**where, ELIXIR_WAIT_SECONDS=SECONDS),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            bufsize=1,
+        )
+
+    def tell(self, line: str) -> None:
+        """Begins a verb."""
+        assert self.process.stdin is not None
+        print(line, file=self.process.stdin, flush=True)
+
+    def answer(self, verb: str) -> str:
+        """What came of it."""
+        assert self.process.stdout is not None
+        name, _, text = self.process.stdout.readline().strip().partition(" ")
+        assert name == verb, (name, text, self.process.poll() is not None and self.process.communicate()[1])
+        return text
+
+    def warning(self, text: str) -> str:
+        """The next one with `text` in it: on a busy machine the start takes long, too."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            assert "failed on rank" not in line, line
+            if "has waited" in line and text in line:
+                return line
+        raise AssertionError("the process ended without a warning")
+
+
+Pair = tuple[Rank, Rank]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[[], Pair]]:
+    """Two ranks in step, started anew if one has ended."""
+    ranks: list[Rank] = []
+
+    def end() -> None:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.communicate()
+        ranks.clear()
+
+    def get() -> Pair:
+        if not ranks or any(rank.process.poll() is not None for rank in ranks):
+            end()
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                port = free.getsockname()[1]
+            ranks.extend(Rank(rank, port) for rank in range(2))
+            for rank in ranks:
+                rank.answer("ready")
+        return ranks[0], ranks[1]
+
+    yield get
+    end()
+
+
+@pytest.fixture
+def pair(start: Callable[[], Pair]) -> Pair:
+    return start()
+
+
+def both(pair: Pair, *verbs: str) -> list[str]:
+    """What comes of each verb, the same on both."""
+    found = []
+    for verb in verbs:
+        for rank in pair:
+            rank.tell(verb)
+        answers = [rank.answer(verb) for rank in pair]
+        assert answers[0] == answers[1]
+        found.append(answers[0])
+    return found
+
+
+def test_a_rank_that_runs_a_forward_alone_says_so_and_loses_nothing(pair: Pair) -> None:
+    both(pair, "again", "train")
+    pair[0].tell("evaluate")
+    said = pair[0].warning("gather")
+    assert f"rank 0 has waited for {SECONDS} s in gather " in said and "ranks 0, 1, that of chunk 0 (0.weight" in said
+    assert "called in wait_program.py:" in said and "(evaluate)" in said and "Last seen: rank 1 " in said
+    assert "gathers and 3 reductions over ranks 0, 1 issued" in said
+    pair[1].tell("evaluate")
+    late = [rank.answer("evaluate") for rank in pair]
+    found = both(pair, "train", "evaluate")
+    both(pair, "again", "train")
+    assert late == both(pair, "evaluate") * 2
+    assert found == both(pair, "train", "evaluate")
+
+
+def test_a_collective_of_the_users_own_is_seen_too(pair: Pair) -> None:
+    pair[1].tell("barrier")
+    pair[0].tell("until 1 barrier")
+    assert pair[0].answer("until").startswith("in barrier, called in wait_program.py:")
+    pair[0].tell("barrier")
+    assert [rank.answer("barrier") for rank in pair] == ["passed"] * 2
+
+
+def test_ranks_that_wait_for_each_other_say_who_waits_for_what(pair: Pair) -> None:
+    """And so does the error, when the one is gone; the other ends as ever."""
+    both(pair, "again", "train")
+    pair[1].tell("clip")
+    place = "in the all-reduce of the gradient norm over all ranks, called in wait_program.py:"
+    assert pair[1].warning(place).partition("Warning: ")[2].startswith(f"rank 1 has waited for {SECONDS} s {place}")
+    pair[0].tell("evaluate")
+    assert f"Last seen: rank 1 {place}" in pair[0].warning("gather")
+    pair[1].process.kill()
+    error = pair[0].answer("evaluate")
+    assert error.startswith("ElixirError: gather ") and "over ranks 0, 1, that of chunk 0 (0.weight" in error
+    assert "failed on rank 0" in error and f"Last seen: rank 1 {place}" in error
+    _, err = pair[0].process.communicate(timeout=60)
+    assert pair[0].process.returncode == 0, err
+
+
+@pytest.mark.parametrize("seconds", ["soon", "0", "-1", "nan"])
+def test_a_period_that_is_none_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELIXIR_WAIT_SECONDS", seconds)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(em.ConfigError, match=rf"ELIXIR_WAIT_SECONDS='{seconds}'.*inf for never"):
+        em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.ddp())

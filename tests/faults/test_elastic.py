@@ -1,0 +1,183 @@
+"""Ranks that die or stand still: the others say so and end, and torchrun starts all again where they were."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elixir_moe.train import settings
+from elixir_moe.train.config import PlanConfig
+from elixir_moe.train.memory import smaller
+from tests.support.cases import with_further
+from tests.support.checkpoint_cases import assert_same
+from tests.support.ranks import RankPool
+from tests.support.train_cases import last_state, run, settings_of, written
+
+ROOT = Path(__file__).parents[2]
+TEXT = "".join(chr(97 + (i * i) % 23) for i in range(6000))
+
+
+def write_settings(out: Path, **run_settings: object) -> None:
+    (out.parent / "text.txt").write_text(TEXT)
+    config = settings_of(out, data={"paths": [str(out.parent / "text.txt")]}, run=dict(run_settings))
+    Path(f"{out}.yaml").write_text(settings.to_yaml(config))
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+@pytest.mark.fault(1)
+def test_torchrun_starts_a_killed_rank_again_and_the_run_is_the_unbroken_one(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    write_settings(out)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(ROOT / "tests" / "support" / "fault_program.py"), str(out), "1", "6", "kill"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 is stopped or dead; it was last seen in" in done.stderr
+    config = settings_of(tmp_path / "whole", data={"paths": [str(tmp_path / "text.txt")]})
+    whole = ranks(2).run(run, config, None, 0, True)[0]
+    found = written(out)
+    assert [kind for kind, _ in found["events"]] == ["resumed"] and found["metrics"] == whole["metrics"]
+    assert_same(last_state(out), last_state(tmp_path / "whole"), "the last step")
+
+
+@pytest.mark.fault(20, 21)
+def test_a_rank_without_memory_makes_all_redo_the_step_with_less(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """In the forward of step 5, half of which has run: the same samples, and weights to the bit, with a smaller rCache.
+
+    Without clipping: another rCache does not change what is summed.
+    """
+    out = tmp_path / "out"
+    write_settings(out, timeout_seconds=12.0)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [
+        str(ROOT / "tests" / "support" / "fault_program.py"),
+        str(out),
+        "1",
+        "5",
+        "memory",
+        "optimizer.clip_norm=null",
+    ]
+    done = subprocess.run(
+        [sys.executable, *torchrun, *program], capture_output=True, text=True, env=environment(), timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    found = written(out)
+    kind, text = found["events"][0]
+    assert kind == "out of memory" and text.startswith("rank 1 in step 5; it is redone with micro-batches: 1, rCache")
+    data = {"paths": [str(tmp_path / "text.txt")]}
+    config = settings_of(tmp_path / "whole", data=data, optimizer={"clip_norm": None})
+    whole = ranks(2).run(run, config, None, 0, True)[0]
+    assert found["metrics"] == whole["metrics"]
+    assert_same(last_state(out), last_state(tmp_path / "whole"), "the last step")
+
+
+@pytest.mark.fault(20)
+@pytest.mark.parametrize(
+    ("plan", "blocks", "least", "rows", "expected"),
+    [
+        (PlanConfig(kind="zero2"), 9, 2, 4, [("zero3", 4, 1), ("zero3", 2, 1), ("zero3", 2, 2), ("zero3", 2, 4)]),
+        (PlanConfig(kind="offload"), 3, 3, 6, [("offload", None, 2), ("offload", None, 6)]),
+        (PlanConfig(kind="ddp"), 9, 1, 3, [("ddp", None, 3)]),
+        (PlanConfig(kind="ddp"), 9, 1, 1, []),
+    ],
+)
+def test_the_rcache_shrinks_first_and_then_the_micro_batch(
+    plan: PlanConfig, blocks: int, least: int, rows: int, expected: list[tuple[str, int | None, int]]
+) -> None:
+    """Micro-batches that divide the rows of a rank, each time at least twice as many."""
+    found = [(p.kind, p.rcache_blocks, n) for p, n in smaller(plan, blocks, least, rows, 1)]
+    assert found == expected
+
+
+@pytest.mark.fault(36)
+def test_a_signal_to_the_launcher_of_the_short_form_saves_too(tmp_path: Path) -> None:
+    """It comes when a step has been told of; there are more steps than any test can wait for."""
+    out = tmp_path / "out"
+    write_settings(out, steps=10**6)
+    command = [sys.executable, "-m", "elixir_moe", "train", "--nproc", "2", "--config", f"{out}.yaml"]
+    options = environment(PYTHONUNBUFFERED="1")
+    with subprocess.Popen(command, env=options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert any("  loss " in line for line in run.stdout), "a line for a step"
+        run.send_signal(signal.SIGTERM)
+        _, said = run.communicate(timeout=200)
+    status = written(out)["status"]
+    assert run.returncode == 75, said
+    assert f"stopped after step {status['step']} by signal 15" in said and status["state"] == "stopped"
+    assert Path(status["checkpoint"]).name == f"step-{status['step']:08d}" and Path(status["checkpoint"]).is_dir()
+
+
+EARLY = {
+    "a rank that starts": ("RANK", "os.kill(os.getppid(), signal.SIGTERM); signal.pause()"),
+    "the launcher that starts": ("", "import elixir_moe.train.directory as d; d.check_directory = end"),
+    "a rank that takes the directory": ("RANK", "import elixir_moe.train.directory as d; d.claim_directory = end"),
+}
+"""Where the signal comes: (what the environment of that process has, what it runs before all else)."""
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("where", with_further(EARLY, [*EARLY][:1]))
+def test_a_signal_before_there_is_anything_to_save_asks_to_be_started_again(where: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_settings(out)
+    has, code = EARLY[where]
+    end = "def end(*_): os.kill(os.getpid(), signal.SIGTERM); signal.pause()"
+    condition = "os.environ.get('RANK') == '0'" if has else "'train' in sys.orig_argv and 'RANK' not in os.environ"
+    lines = ["import os, signal, sys", end, f"if {condition}:", f"    {code}", ""]
+    (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "elixir_moe", "train", "--nproc", "2", "--config", f"{out}.yaml"]
+    options = environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    done = subprocess.run(command, env=options, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 75, done.stderr
+    assert "ended by signal 15 before the first step; the same command starts it again" in done.stderr
+    assert "Traceback" not in done.stderr and not list(out.glob("checkpoints/*"))
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize(("rank", "fault"), with_further([(1, "stop"), (0, "stop"), (1, "hang")], [(1, "stop")]))
+def test_a_rank_that_stands_still_is_named_by_the_others_which_end(rank: int, fault: str, tmp_path: Path) -> None:
+    """In step 2; the other waits for it as long as it was told to, and not for ever: that of rank 0, in which the store
+    stands still too, as well. A rank that hangs ends itself.
+    """
+    out = tmp_path / "out"
+    write_settings(out, timeout_seconds=12.0)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(ROOT / "tests" / "support" / "fault_program.py"), str(out), str(rank), "2", fault]
+    options = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+    both = [subprocess.Popen(command, env=environment(RANK=str(r), **address), **options) for r in range(2)]  # type: ignore[call-overload]
+    ended = []
+    try:
+        for process in (both[1 - rank], *([both[rank]] if fault == "hang" else [])):
+            _, said = process.communicate(timeout=300)  # a hang, whatever the machine
+            ended.append((process.returncode, said))
+    finally:
+        both[rank].send_signal(signal.SIGKILL)
+        both[rank].communicate()
+    code, said = ended[0]
+    assert code == 1 and "ElixirError: " in said and "Timed out waiting 12000ms" in said, said
+    if fault == "hang":
+        assert "rank 1 lives: step 2, runs fault_program.py" in said, said
+        assert ended[1][0] == 1 and "step 2, in fault_program.py" in ended[1][1], ended[1][1]
+    elif rank:
+        assert "rank 1 is stopped or dead; it was last seen in" in said, said
+    else:
+        assert "the store that brought the ranks together, of rank 0 or of its launcher, does not answer" in said, said

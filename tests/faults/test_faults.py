@@ -1,0 +1,110 @@
+"""The table of faults: each row has a test that bears its number. And the small ones that have no file of their own."""
+
+import ast
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from elixir_moe.cli.main import main
+from elixir_moe.memory import slabs as tiers
+from elixir_moe.train.directory import claim_directory
+from tests.support.ranks import RankPool
+from tests.support.train_cases import run, settings_of, text_of
+from tests.train.test_train import config_of
+
+ROOT = Path(__file__).parents[2]
+ROW = re.compile(r"^\| (\d+) \| (.+?) \| (.+) \|$", re.MULTILINE)
+
+
+def marks() -> Iterator[tuple[int, str]]:
+    """(row, test) of every mark in the tests."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for mark in getattr(node, "decorator_list", []):
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.fault":
+                    yield from ((ast.literal_eval(row), f"{path.name}::{node.name}") for row in mark.args)  # type: ignore[attr-defined]
+
+
+def test_every_row_of_the_table_has_a_test_and_every_test_a_row() -> None:
+    table = (ROOT / "docs" / "faults.md").read_text().partition("| # | fault |")[2]
+    rows = {int(number) for number, *_ in ROW.findall(table)}
+    assert rows == set(range(1, 42))
+    marked = {row for row, _ in marks()}
+    assert rows == marked
+
+
+@pytest.mark.fault(19)
+def test_memory_that_cannot_be_page_locked_is_used_as_it_is_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def cudaHostRegister(self, *_: int) -> int:
+            return 2
+
+    def pending(*_: object, **__: object) -> None:
+        raise RuntimeError("the error of the registration")
+
+    memory = torch.ones(64)
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    monkeypatch.setattr(torch, "zeros", pending)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tiers._page_lock(memory)
+    assert [str(warning.message) for warning in said] == [
+        "host memory of 256 bytes could not be page-locked; transfers will be slower"
+    ]
+    assert memory.sum() == 64
+
+
+@pytest.mark.fault(36, 37)
+def test_a_second_signal_while_the_first_is_answered_changes_nothing(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    config = settings_of(tmp_path / "out")
+    stopped = ranks(2).run(run, config, {3: "SIGTERM twice"}, 1)
+    for found in stopped:
+        assert found["ended"].startswith("75 stopped after step 4") and found["checkpoints"][-1] == "step-00000004"
+    assert ranks(2).run(run, config)[0]["ended"] == ""
+
+
+@pytest.mark.fault(7)
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_a_save_that_fails_is_an_event_or_the_end(
+    policy: str, ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """The directory of checkpoints is a file, for a while."""
+    config = settings_of(tmp_path / "out", save={"every": 2, "on_failure": policy})
+    found = ranks(2).run(run, config, {1: "room taken", 3: "room free"})[0]
+    kinds = [kind for kind, _ in found["events"]]
+    assert kinds == ["save failed"]
+    if policy == "stop":
+        assert found["ended"].startswith("CheckpointError")
+    else:
+        assert found["ended"] == "" and found["checkpoints"] == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.fault(35)
+def test_clean_takes_what_the_dead_have_left_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alive, dead = (tmp_path / name for name in ("alive", "dead"))
+    config = config_of(alive)
+    claim = claim_directory(config, text_of(config))
+    for directory in (alive, dead):
+        directory.mkdir(exist_ok=True)
+        for name in ("config.yaml", "summary.json.part", "notes.part", "metrics.jsonl"):
+            (directory / name).touch()
+    half = dead / "checkpoints" / ".step-7.partial"
+    half.mkdir(parents=True)
+    (half / "manifest.json").touch()
+    (half / "rank-00000.safetensors").touch()
+    assert main(["clean", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert str(half) in said and "dead/summary.json.part" in said and "alive" not in said
+    names: Callable[[Path], list[str]] = lambda path: sorted(entry.name for entry in path.iterdir())  # noqa: E731
+    assert names(alive) == ["config.yaml", "metrics.jsonl", "notes.part", "summary.json.part"]
+    assert names(dead) == ["checkpoints", "config.yaml", "metrics.jsonl", "notes.part"] and not names(half.parent)
+    claim.release()
+    assert main(["clean", str(tmp_path / "nowhere")]) == 2

@@ -1,0 +1,375 @@
+"""Megatron-core models, wrapped, against the same models in one process under plain torch."""
+
+import contextlib
+import io
+import re
+import runpy
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import elixir_moe as em
+from elixir_moe.errors import ConfigError, ElixirError, LayoutError
+from elixir_moe.parallel import megatron
+from tests.support.megatron_cases import (
+    CHUNK,
+    EXPERT_FFN,
+    HIDDEN,
+    VOCAB,
+    Case,
+    build,
+    config_of,
+    load,
+    model_parallel,
+    place,
+    plain,
+    shims,
+    state_of,
+    wrapped,
+)
+from tests.support.parity import compare
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+NO_BIAS: dict[str, Any] = {"experts": 4, "bias": False}
+CASES: dict[int, list[Case]] = {
+    1: [Case(), Case(experts=4, tie=True)],
+    2: [
+        Case(tp=2, tie=True),
+        Case(**SP, qk_layernorm=True),
+        Case(tp=2, recompute=True, qk_layernorm=True),
+        Case(ep=2, experts=4),
+        Case(ep=2, experts=4, dispatcher="alltoall", aux=0.05),
+        Case(ep=2, **NO_BIAS, grouped=True),
+        Case(**SP, ep=2, etp=1, experts=4),
+        Case(**SP, etp=1, **NO_BIAS),
+        Case(**SP, etp=2, **NO_BIAS, gated=True, shared_expert=True),
+    ],
+    4: [
+        Case(**SP, gated=True, tie=True),
+        Case(ep=2, experts=4, dispatcher="alltoall"),
+        Case(**SP, ep=4, etp=1, experts=4, aux=0.05),
+        Case(**SP, ep=2, etp=2, **NO_BIAS, gated=True, grouped=True),
+        Case(ep=2, etp=2, **NO_BIAS),
+    ],
+    8: [
+        Case(**SP, ep=2, etp=2, **NO_BIAS, gated=True),
+        Case(tp=2, tie=True),
+        Case(**SP, ep=4, etp=2, **NO_BIAS),
+        Case(**SP, ep=4, etp=1, experts=4, aux=0.05),
+        Case(**SP, ep=2, etp=1, experts=4),
+    ],
+}
+LOOPS: list[tuple[int, float | None]] = [(1, 0.5), (2, None)]
+"""(accumulation, clipping)."""
+
+
+@pytest.fixture(scope="module")
+def oracle(ranks: Ranks) -> Callable[..., dict[str, Any]]:
+    """``oracle(case, accumulation, clip, parts)``: plain torch in one process, once for each model."""
+    known: dict[Any, dict[str, Any]] = {}
+
+    def get(case: Case, *loop: Any) -> dict[str, Any]:
+        key = (case.one(), *loop)
+        if key not in known:
+            known[key] = ranks(1).run(plain, *key)[0]
+        return known[key]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("world", "case", "index"),
+    [
+        pytest.param(world, case, i, id=f"{world}-{i}", marks=[pytest.mark.slow] if i >= 2 or world == 8 else [])
+        for world, cases in CASES.items()
+        for i, case in enumerate(cases)
+    ],
+)
+def test_every_layout_and_plan(
+    world: int, case: Case, index: int, ranks: Ranks, oracle: Callable[..., dict[str, Any]]
+) -> None:
+    chunk = CHUNK * 2 if case.gated or case.shared_expert or case.grouped else CHUNK
+    loop = LOOPS[index % 2]
+    dp = world // case.tp
+    wanted = oracle(case, *loop, dp if case.aux else 1)  # auxiliary losses are those of each rank's own micro-batch
+
+    def run(name: str, plan: em.Plan) -> None:
+        found = ranks(world).run(wrapped, case, plan, *loop, wanted["start"])
+        for rank, result in enumerate(found):
+            compare(result, wanted, f"world {world} {case} {name} {loop} rank {rank}")
+            assert result["statistics"]["blocks_replaced"] == 0
+            assert result["statistics"]["off_schedule"] == 0
+
+    plenty = em.Plan.zero2(chunk_numel=chunk) if index % 2 else em.Plan.offload(rcache_blocks=None, chunk_numel=chunk)
+    if world < 4:
+        run("a plenty", plenty)
+    if index % 2:
+        run("the least zero3", em.Plan.zero3(rcache_blocks=1, chunk_numel=chunk))
+    else:
+        run("the least offload", em.Plan.offload(rcache_blocks=1, device_chunks=index % 4, chunk_numel=chunk))
+
+
+# -------------------------------------------------------------------------------------------------------------- layers
+
+
+def _gradients(model: nn.Module, backward: Callable[[nn.Module], None]) -> dict[str, Tensor]:
+    """Of every parameter, as one process would see it: what plain gradient descent with a rate of 1 takes away."""
+    megatron.annotate(model)
+    plan = em.Plan.zero3(rcache_blocks=2, chunk_numel=4096)
+    model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0), plan=plan)
+    before = megatron.as_one_process(model, em.full_state_dict(model))
+    backward(model)
+    optimizer.step()
+    after = megatron.as_one_process(model, em.full_state_dict(model))
+    optimizer.close()
+    return {name: before[name] - after[name] for name in before}
+
+
+def parallel_layer(kind: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """{what: (wrapped, dense)} of one tensor-parallel layer, on two ranks; every rank has the whole input."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+    case = Case(tp=2)
+    results = {}
+    with shims(), model_parallel(case):
+        config, rank = config_of(case), place()["tp"][0]
+        torch.manual_seed(3)
+        x, g = torch.randn(5, 3, HIDDEN), torch.randn(5, 3, HIDDEN)
+        ids = torch.randint(VOCAB, (5, 3))
+        options: dict[str, Any] = {"config": config, "init_method": nn.init.normal_, "bias": True}
+        torch.manual_seed(4)  # Megatron draws the whole weight on each rank and cuts it
+        if kind == "column":
+            layer: nn.Module = ColumnParallelLinear(HIDDEN, HIDDEN, gather_output=True, **options)
+        elif kind == "row":
+            layer = RowParallelLinear(HIDDEN, HIDDEN, input_is_parallel=False, skip_bias_add=False, **options)
+        else:
+            layer = VocabParallelEmbedding(VOCAB, HIDDEN, init_method=nn.init.normal_, config=config)
+        torch.manual_seed(4)
+        weight = nn.init.normal_(torch.empty(VOCAB if kind == "vocab" else HIDDEN, HIDDEN)).requires_grad_()
+        bias = torch.zeros(HIDDEN, requires_grad=True)
+        dense_in, wrapped_in = (x.clone().requires_grad_() for _ in range(2))
+        wanted = F.embedding(ids, weight) if kind == "vocab" else F.linear(dense_in, weight, bias)
+        wanted.backward(g)
+
+        def backward(layer: nn.Module) -> None:
+            out = layer(ids) if kind == "vocab" else layer(wrapped_in)[0]
+            out.backward(g)
+            results["forward"] = (out.detach(), wanted.detach())
+
+        gradients = _gradients(layer, backward)
+        assert weight.grad is not None
+        results["weight"] = (gradients["weight"], weight.grad)
+        if kind != "vocab":
+            assert wrapped_in.grad is not None and dense_in.grad is not None and bias.grad is not None
+            results["input"] = (wrapped_in.grad, dense_in.grad)
+            results["bias"] = (gradients["bias"], bias.grad)
+        assert rank == dist.get_rank()
+    return results
+
+
+def moe_layer(dispatcher: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """{what: (wrapped, dense)} of an MoE layer with its experts on two ranks; each rank has tokens of its own."""
+    case = Case(ep=2, **NO_BIAS, dispatcher=dispatcher)
+    results = {}
+    with shims(), model_parallel(case.one()):
+        torch.manual_seed(6)
+        whole = state_of(build(case.one()))
+    at = "decoder.layers.1.mlp."
+    x, g = torch.randn(2, 5, 3, HIDDEN), torch.randn(2, 5, 3, HIDDEN)
+    router = whole[f"{at}router.weight"].clone().requires_grad_()
+    w_in = torch.stack([whole[f"{at}experts.local_experts.{e}.linear_fc1.weight"] for e in range(4)]).requires_grad_()
+    w_out = torch.stack([whole[f"{at}experts.local_experts.{e}.linear_fc2.weight"] for e in range(4)]).requires_grad_()
+    assert w_in.shape == (4, EXPERT_FFN, HIDDEN)
+    dense_in = x.clone().requires_grad_()
+    best, experts = (dense_in @ router.t()).topk(2, dim=-1)
+    weights = torch.zeros(2, 5, 3, 4).scatter(-1, experts, best.softmax(dim=-1))
+    hidden = F.gelu(torch.einsum("rsbh,efh->rsbef", dense_in, w_in))
+    wanted = torch.einsum("rsbef,ehf,rsbe->rsbh", hidden, w_out, weights)
+    (wanted * g / 2).sum().backward()  # the mean over two ranks
+    assert router.grad is not None and w_in.grad is not None and w_out.grad is not None and dense_in.grad is not None
+    with shims(), model_parallel(case):
+        model, rank = build(case), dist.get_rank()
+        load(model, whole, case)
+        layer = model.decoder.layers[1].mlp
+        mine = x[rank].clone().requires_grad_()
+
+        def backward(layer: nn.Module) -> None:
+            out = layer(mine)[0]
+            out.backward(g[rank])
+            results["forward"] = (out.detach(), wanted[rank].detach())
+
+        gradients = _gradients(layer, backward)
+        assert mine.grad is not None
+        results["input"] = (mine.grad / 2, dense_in.grad[rank])
+        results["router"] = (gradients["router.weight"], router.grad)
+        for e in range(4):
+            results[f"in {e}"] = (gradients[f"experts.local_experts.{e}.linear_fc1.weight"], w_in.grad[e])
+            results[f"out {e}"] = (gradients[f"experts.local_experts.{e}.linear_fc2.weight"], w_out.grad[e])
+    return results
+
+
+@pytest.mark.parametrize(
+    ("fn", "argument"),
+    [(parallel_layer, kind) for kind in ("column", "row", "vocab")]
+    + [(moe_layer, dispatcher) for dispatcher in ("allgather", "alltoall")],
+)
+def test_layers_equal_their_dense_equivalents(fn: Callable[[str], Any], argument: str, ranks: Ranks) -> None:
+    """Sums of up to 64 products of order 1, in another order: 64 ulps of 1e-7 and as much for weight minus gradient."""
+    for result in ranks(2).run(fn, argument):
+        assert len(result) >= 2
+        for what, (found, wanted) in result.items():
+            torch.testing.assert_close(
+                found, wanted, rtol=2e-5, atol=2e-5, msg=lambda text, what=what: f"{what}: {text}"
+            )
+
+
+# ----------------------------------------------------------------------------------------------------- refused inputs
+
+
+def _message(kind: type[ElixirError], fn: Callable[..., Any], *args: Any) -> str:
+    with pytest.raises(kind) as caught:
+        fn(*args)
+    return str(caught.value)
+
+
+def _column(case: Case) -> nn.Module:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    return ColumnParallelLinear(HIDDEN, HIDDEN, config=config_of(case), init_method=nn.init.normal_)
+
+
+def bad_inputs() -> dict[str, str]:
+    """{what was done: the message}, on two ranks."""
+    from megatron.core import parallel_state
+
+    case, said = Case(tp=2), {}
+    with shims():
+        said["not initialised"] = _message(ConfigError, megatron.annotate, nn.Linear(2, 2))
+        early = _column(case)
+        with model_parallel(case.one()):
+            stale = _column(case.one())
+        with model_parallel(case):
+            said["built before"] = _message(LayoutError, megatron.annotate, early)
+            said["built on other groups"] = _message(LayoutError, megatron.annotate, stale)
+
+            layer = _column(case)
+            said["no pattern"] = _message(LayoutError, megatron.check, layer)
+            em.annotate(layer, {"*": megatron.Pattern(megatron._grid().dense, replicate=("dp", "tp"))})
+            said["pattern by hand"] = _message(LayoutError, megatron.annotate, layer)
+            assert said["pattern by hand"] == _message(LayoutError, megatron.check, layer)
+            right = megatron.Pattern(megatron._grid().dense, replicate="dp", shard={"tp": 0}, dtype=torch.bfloat16)
+            em.annotate(layer, {"*": right})
+            megatron.annotate(layer)
+            megatron.check(layer)
+            assert layer.weight.elixir_pattern is right
+
+            tied = nn.Module()
+            tied.cut, tied.whole = _column(case), nn.Linear(HIDDEN, HIDDEN)
+            tied.whole.bias = None
+            tied.whole.weight = nn.Parameter(tied.cut.weight.detach().clone())
+            tied.cut.weight = tied.whole.weight  # no attributes: a Linear would hold all of it, a column layer a slice
+            said["tied"] = _message(LayoutError, megatron.annotate, tied)
+
+            layer = _column(case)
+            layer.weight.partition_dim = 1
+            said["attribute"] = _message(LayoutError, megatron.annotate, layer)
+            layer = _column(case)
+            layer.weight.shared_embedding = True
+            said["shared by stages"] = _message(LayoutError, megatron.annotate, layer)
+            layer = _column(case)
+            layer.config.gradient_accumulation_fusion = True
+            said["fusion"] = _message(ConfigError, megatron.annotate, layer)
+            wrapper = nn.Sequential(_column(case))
+            wrapper.ddp_config = SimpleNamespace()
+            said["Megatron's DDP"] = _message(ConfigError, megatron.annotate, wrapper)
+
+            with mock.patch("megatron.core.__version__", "0.99.0"), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                megatron.annotate(build(case))
+            said["version"] = "\n".join(str(w.message) for w in caught if "0.99.0" in str(w.message))
+            megatron.check(nn.Linear(2, 2))  # not Megatron's: none of its business
+        assert not parallel_state.model_parallel_is_initialized()
+        megatron.check(nn.Linear(2, 2))
+    return said
+
+
+def test_what_cannot_be_right_is_refused_by_name(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(bad_inputs)):
+        expected = {
+            "not initialised": "initialize_model_parallel(...) before the model is built",
+            "built before": "was built with tp_group none, Megatron's is [0, 1] now",
+            "built on other groups": "was built with tp_group none, Megatron's is [0, 1] now",
+            "no pattern": "'weight' has the Pattern(mesh(dp=2), replicate=('dp',)), but Megatron built it by",
+            "pattern by hand": "leave it to em.megatron.annotate(model)",
+            "tied": "'whole.weight' is tied to 'cut.weight', which has another pattern",
+            "attribute": "'weight' says partition_dim=1, but ColumnParallelLinear cuts it on dim 0",
+            "shared by stages": "share_embeddings_and_output_weights=False",
+            "fusion": "TransformerConfig.gradient_accumulation_fusion is on",
+            "Megatron's DDP": "em.wrap takes its place",
+            "version": "megatron-core 0.99.0 has not been tried",
+        }
+        assert set(said) == set(expected), rank
+        for what, text in expected.items():
+            assert text in said[what], (rank, what, said[what])
+        assert said["version"].count("\n") == 0, "one warning"
+
+
+# ------------------------------------------------------------------------------------------------------------ examples
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_example(name: str) -> tuple[str, list[str]]:
+    """What it prints on this rank, and warnings, without a shim but its own; Megatron's state is put away behind it."""
+    from megatron.core import parallel_state
+
+    said = io.StringIO()
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        contextlib.redirect_stdout(said),
+        mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
+        mock.patch.object(torch.cuda, "current_device", torch.cuda.current_device),  # put back what the example puts in
+    ):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    parallel_state.destroy_model_parallel()
+    return said.getvalue(), [str(warning.message) for warning in warned]
+
+
+@pytest.mark.parametrize("name", ["megatron_gpt.py", "megatron_moe.py"])
+def test_the_examples_run_and_learn(name: str, ranks: Ranks) -> None:
+    for rank, (text, warned) in enumerate(ranks(2).run(run_example, name)):
+        assert not [text for text in warned if "hold different experts" in text]
+        losses = [float(loss) for loss in re.findall(rf"^rank {rank} step \d+: loss (\d+\.\d+)", text, re.MULTILINE)]
+        assert len(losses) == 10 and losses[-1] < 0.9 * losses[0], text
+
+
+# ------------------------------------------------------------------------------------------------------------ pipeline
+
+
+@pytest.mark.parametrize("blocks", [None, 3])
+def test_pipeline_stages_wrap_each_for_itself(
+    blocks: int | None, ranks: Ranks, oracle: Callable[..., dict[str, Any]]
+) -> None:
+    """Megatron's 1F1B schedule with three micro-batches: a forward runs while another one awaits its backward."""
+    case, loop = Case(pp=2), (3, 0.5)
+    plan = (
+        em.Plan.zero2(chunk_numel=CHUNK) if blocks is None else em.Plan.zero3(rcache_blocks=blocks, chunk_numel=CHUNK)
+    )
+    wanted = oracle(case, *loop, 1)
+    found = ranks(2).run(wrapped, case, plan, *loop, wanted["start"])
+    state = {name: value for result in found for name, value in result["state"].items()}
+    for rank, result in enumerate(found):
+        compare({**result, "state": state}, wanted, f"stage {rank}, {plan}")

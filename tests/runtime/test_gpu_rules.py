@@ -1,0 +1,490 @@
+"""What matters on GPUs alone, shown where there is none, by stand-ins for torch.cuda that note what they are asked."""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import elixir_moe as em
+from elixir_moe.chunks.packing import ChunkSpec
+from elixir_moe.chunks.param_spec import ChunkGroupKey
+from elixir_moe.chunks.plan import Tier
+from elixir_moe.distributed.collectives import Communicator, Work, backend_of, build_communicators, timeout_of
+from elixir_moe.kernels import host_threads
+from elixir_moe.memory.shard_state import build_shards
+from elixir_moe.models.gpt import _joined
+from elixir_moe.parallel import mesh
+from elixir_moe.parallel.mesh import start
+from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.runtime.streams import Streams
+from tests.support.ranks import RankPool
+
+saving = import_module("elixir_moe.state.checkpoint.save")
+Log = list[tuple[str, int, int, frozenset[str]]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """A world of one in this process."""
+    em.init_mesh(device_type="cpu")
+    yield
+    dist.destroy_process_group()
+
+
+class Machine:
+    """The GPUs of a machine, as far as choosing one goes; torch.distributed has not been started."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = 0
+        self.started = False
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "set_device", self.choose)
+        monkeypatch.setattr(dist, "is_initialized", lambda: self.started)
+        monkeypatch.setattr(mesh, "init_mesh", self.start)
+
+    def choose(self, device: torch.device) -> None:
+        self.current = device.index
+
+    def start(self) -> None:
+        self.started, self.current = True, 2  # what LOCAL_RANK says
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "current"),
+    [(None, "cuda:2", 2), ("cuda", "cuda:2", 2), ("cuda:3", "cuda:3", 3), ("cpu", "cpu", 2)],
+)
+def test_each_rank_takes_its_own_gpu_or_the_one_that_is_named(
+    asked: str | None, found: str, current: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
+    assert start(asked) == torch.device(found)
+    assert machine.current == current
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    with pytest.raises(em.ConfigError, match="4 GPUs"):
+        start("cuda:4")
+    assert not machine.started
+
+
+def test_a_process_group_that_serves_no_cpu_tensors() -> None:
+    """What a world started with backend="nccl" is: asked for its timeout, and used with what it does not serve."""
+    group = dist.new_group(backend="cuda:gloo", timeout=timedelta(seconds=77))
+    assert timeout_of(group) == timedelta(seconds=77)
+    assert backend_of(group, torch.device("cuda")) == "gloo"
+    with pytest.raises(em.ConfigError, match=r"device='cpu': .* tensors on \['cuda'\] alone"):
+        backend_of(group, torch.device("cpu"))
+    dist.destroy_process_group(group)
+
+
+class Event(frozenset[str]):
+    """All that is done when it has come."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Lane:
+    """A stream that does nothing, and knows behind what it would do it."""
+
+    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
+        self.device = device
+        self.behind: set[str] = set()
+
+    def note(self, what: str) -> frozenset[str]:
+        """Something is issued; returns what is done before it."""
+        before = frozenset(self.behind)
+        self.behind.add(what)
+        return before
+
+    def wait_stream(self, other: "Lane") -> None:
+        self.behind |= other.behind
+
+    def record_event(self) -> Event:
+        return Event(self.behind)
+
+    def wait_event(self, event: Event) -> None:
+        self.behind |= event
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Lanes:
+    """Streams of two GPUs in the place of torch.cuda's; the current one of each, of which the first is current."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compute = {index: Lane(torch.device("cuda", index)) for index in (0, 1)}
+        self._current = dict(self.compute)
+        monkeypatch.setattr(torch.cuda, "Stream", Lane)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "current_stream", self.current)
+
+    @contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
+        assert lane.device is not None
+        index = lane.device.index
+        before, self._current[index] = self._current[index], lane
+        yield
+        self._current[index] = before
+
+    def current(self, device: torch.device | None = None) -> Lane:
+        return self._current[0 if device is None else device.index]
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> Lanes:
+    return Lanes(monkeypatch)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_ticket_is_waited_for_on_its_own_device(index: int, lanes: Lanes) -> None:
+    """Whichever device is the current one."""
+    work, stream = Work(), Lane(torch.device("cuda", index))
+    stream.note("reduction")
+    work.mark(stream)  # type: ignore[arg-type]
+    work.wait()
+    assert [lane.behind for lane in lanes.compute.values()] == [{"reduction"} if i == index else set() for i in (0, 1)]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_block_is_filled_behind_whoever_has_read_it_late(keeps: bool, lanes: Lanes) -> None:
+    """Also where the reader keeps it: compute may have read the memory that takes its place, too."""
+    model = nn.Linear(4, 4)
+    plan = em.Plan.offload(rcache_blocks=2, chunk_numel=64)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
+    scheduler = optimizer._scheduler
+    streams = scheduler._streams = Streams(torch.device("cuda", 0))
+    (chunk,), block = scheduler.chunks, scheduler._blocks.shared[0]
+    chunk.block = block
+    part: torch.Tensor | None = block._memory[:4]
+    block.vacate(streams.marked(Work()))
+    lanes.compute[0].note("late read")
+    if not keeps:
+        del part
+    scheduler._begin_gather(chunk)
+    assert streams._fetch is not None
+    assert "late read" in streams._fetch.behind  # type: ignore[attr-defined]
+    assert optimizer.statistics().blocks_replaced == keeps
+    optimizer.close()
+
+
+class Untagged:
+    """A communicator as on NCCL, which issues to the current stream; notes what it issues there."""
+
+    def __init__(self, communicator: Communicator, lanes: Lanes, log: Log) -> None:
+        self._communicator, self._lanes, self._log = communicator, lanes, log
+        communicator.staged = communicator.tagged = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._communicator, name)
+
+    def all_gather(self, buffer: torch.Tensor, tag: int, **what: Any) -> Work:
+        self._log.append(("gather", tag, buffer.data_ptr(), self._lanes.current().note(f"gather {tag}")))
+        return self._communicator.all_gather(buffer, tag, **what)
+
+    def reduce_scatter(self, buffer: torch.Tensor, *args: Any, tag: int, **what: Any) -> Work:
+        self._log.append(("reduce", tag, buffer.data_ptr(), self._lanes.current().note(f"reduce {tag}")))
+        return self._communicator.reduce_scatter(buffer, *args, tag=tag, **what)
+
+
+def told(output: torch.Tensor, used: Callable[..., None]) -> None:
+    """Has `used` called when backward comes to this output, behind those who asked before."""
+    output.register_hook(lambda gradient: used())
+
+
+def order_of_a_step(layers: int, blocks: int) -> Log:
+    """What a step issues: kind, chunk, which is a layer, memory, and all that is done before it."""
+    log: Log = []
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+    plan = em.Plan.zero3(rcache_blocks=blocks, chunk_numel=72)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan)
+    model(torch.ones(2, 8)).square().mean().backward()  # which records the schedule
+    optimizer.step()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        lanes = Lanes(monkeypatch)
+        optimizer._scheduler._streams = Streams(torch.device("cuda", 0))
+        for index, chunk in enumerate(optimizer._scheduler.chunks):
+            chunk.communicator = Untagged(chunk.communicator, lanes, log)  # type: ignore[assignment]
+
+            def values(index: int = index, of: Callable[[], torch.Tensor] = chunk.shard.values) -> torch.Tensor:
+                log.append(("fetch", index, 0, lanes.current().note(f"fetch {index}")))
+                return of()
+
+            def used(*_: Any, index: int = index, chunk: Chunk = chunk) -> None:
+                assert chunk.buffer is not None
+                log.append(("use", index, chunk.buffer.data_ptr(), lanes.compute[0].note(f"use {index}")))
+
+            def land(index: int = index, chunk: Chunk = chunk, run: Callable[[], None] = chunk.open_gradients) -> None:
+                run()
+                assert chunk.gradient_block is not None
+                memory = chunk.gradient_block.wire(chunk.spec).data_ptr()
+                log.append(("land", index, memory, lanes.compute[0].note(f"land {index}")))
+
+            chunk.shard.values = values  # type: ignore[method-assign]
+            chunk.open_gradients = land  # type: ignore[method-assign]
+            model[index].register_forward_pre_hook(used)
+            model[index].register_forward_hook(lambda module, args, output, used=used: told(output, used))
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.close()
+    return log
+
+
+@pytest.mark.parametrize("blocks", [3, 4])
+def test_the_order_among_streams(blocks: int, ranks: Callable[[int], RankPool]) -> None:
+    """Compute waits for gathers, blocks for compute and reductions; no fetch for a gather that nobody has used."""
+    for log in ranks(2).run(order_of_a_step, 6, blocks):
+        assert [kind for kind, *_ in log].count("gather") > 6, "a step that gathers nothing again shows nothing"
+        used: set[str] = set()
+        users: dict[int, set[str]] = {}
+        for kind, index, memory, before in log:
+            if kind == "use":
+                assert f"gather {index}" in before
+                used.add(f"gather {index}")
+                users.setdefault(memory, set()).add(f"use {index}")
+            elif kind == "gather":
+                assert before >= {f"fetch {index}"} | users.get(memory, set())
+            elif kind == "land":
+                assert before >= users.get(memory, set())
+            elif kind == "reduce":
+                assert before >= {f"use {index}", f"land {index}"}
+                users.setdefault(memory, set()).add(f"reduce {index}")
+            else:
+                assert {one for one in before if one.startswith("gather")} <= used
+
+
+def test_no_copy_from_a_shard_is_under_way_when_the_host_updates_it(lanes: Lanes) -> None:
+    """A forward between clipping and step fetches shards that are page-locked, and returns before the copy does."""
+    model = nn.Linear(4, 4)
+    plan = em.Plan.offload(rcache_blocks=2, chunk_numel=64)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
+    streams = optimizer._scheduler._streams = Streams(torch.device("cuda", 0))
+    events: list[str] = []
+
+    def told(what: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (events.append(what), run(*args))[1]
+
+    (chunk,) = optimizer._scheduler.chunks
+    chunk.shard.values = told("fetch", chunk.shard.values)  # type: ignore[method-assign]
+    streams._fetch.synchronize = told("fetched", streams._fetch.synchronize)  # type: ignore[union-attr, method-assign]
+    optimizer._update.prepare = told("update", optimizer._update.prepare)  # type: ignore[method-assign]
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.clip_grad_norm_(1.0)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    optimizer.step()
+    last = len(events) - 1 - events[::-1].index("fetch")
+    assert "fetched" in events[last : events.index("update")]
+    optimizer.close()
+
+
+def test_a_gradient_that_lands_from_a_gpu_brings_its_squares() -> None:
+    """A scalar there, for which nobody waits; of the sum of two nobody knows them."""
+    key = ChunkGroupKey(ranks=(0,), dtype=torch.bfloat16, trainable=True, divisor=1)
+    spec = ChunkSpec(index=0, key=key, slots=(), numel=64, shards=1, resident=False)
+    (shard,) = build_shards([(spec, Tier.DEVICE)], torch.device("meta"))
+    shard.add_gradient(torch.ones(64, dtype=torch.bfloat16, device="meta"))
+    assert isinstance(shard.squares, torch.Tensor)
+    assert (shard.squares.device.type, shard.squares.dtype, shard.squares.dim()) == ("meta", torch.float64, 0)
+    shard.add_gradient(torch.ones(64, dtype=torch.bfloat16, device="meta"))
+    assert shard.squares is None
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_squares_that_are_tensors_make_the_norm(backwards: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    plan = em.Plan.offload(rcache_blocks=2, chunk_numel=32)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
+    shards = [chunk.shard for chunk in optimizer._scheduler.chunks]
+    for shard in shards:
+
+        def add(reduced: torch.Tensor, _: Any = None, of: Callable[..., None] = shard.add_gradient) -> None:
+            of(reduced, reduced.double().square().sum())
+
+        shard.add_gradient = add  # type: ignore[method-assign]
+    for _ in range(backwards):
+        for one in (model, plain):
+            one(torch.ones(2, 4)).square().mean().backward()
+    assert all(isinstance(shard.squares, torch.Tensor) == (backwards == 1) for shard in shards)
+    norm = optimizer.clip_grad_norm_(1.0)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0), rtol=1e-6, atol=0)
+    optimizer.close()
+
+
+def test_host_updates_beside_a_gpu_take_the_cores_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun sets one thread a rank; on CPUs that is what the rank has."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert (host_threads(torch.device("cpu")), host_threads(torch.device("cuda"))) == (1, 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert (host_threads(torch.device("cpu")), host_threads(torch.device("cuda"))) == (8, 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert host_threads(torch.device("cuda")) == 8
+
+
+def test_both_passes_over_a_host_shard_run_on_the_threads_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 4)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload(rcache_blocks=2))
+    (chunk,) = optimizer._scheduler.chunks
+    asked: list[torch.device] = []
+
+    def threads(device: torch.device) -> int:
+        asked.append(device)
+        return 3
+
+    monkeypatch.setattr("elixir_moe.runtime.chunk.host_threads", threads)
+    monkeypatch.setattr("elixir_moe.optim.shard_update.host_threads", threads)
+    model(torch.ones(2, 4)).square().mean().backward()
+    chunk.device = torch.device("cuda", 1)
+    optimizer.step()
+    assert asked == [torch.device("cuda", 1)] * 2
+    optimizer.close()
+
+
+def train_where_tensors_are_made_elsewhere(folder: str) -> list[torch.Tensor]:
+    """Norms and weights of a training under another default device, saved and loaded, as `train_as_ever` has them."""
+    torch.set_default_device("meta")
+    try:
+        return train_as_ever(folder)
+    finally:
+        torch.set_default_device(None)
+
+
+def train_as_ever(folder: str) -> list[torch.Tensor]:
+    seen: list[torch.Tensor] = []
+    generator = torch.Generator().manual_seed(0)
+    for plan in (
+        em.Plan.zero3(rcache_blocks=2, chunk_numel=72),
+        em.Plan.offload(rcache_blocks=2, chunk_numel=72, disk_chunks=1),
+    ):
+        model = nn.Sequential(*(nn.Linear(8, 8, device="cpu") for _ in range(3)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu"))
+        spill = folder if plan.disk_chunks else None
+        model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan, spill=spill)
+        path = os.path.join(folder, str(plan.disk_chunks))
+        for step in range(3):
+            model(torch.ones(2, 8, device="cpu")).square().mean().backward()
+            seen.append(optimizer.clip_grad_norm_(1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                em.save(path, model, optimizer)
+        em.load(path, model, optimizer)
+        seen += em.full_state_dict(model).values()
+        optimizer.close()
+    return seen
+
+
+def test_a_default_device_of_the_user_changes_nothing(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """Numbers for gloo are made on the CPU whatever torch.set_default_device says."""
+    for name in ("ever", "elsewhere"):
+        (tmp_path / name).mkdir()
+    wanted = ranks(2).run(train_as_ever, str(tmp_path / "ever"))
+    found = ranks(2).run(train_where_tensors_are_made_elsewhere, str(tmp_path / "elsewhere"))
+    for one, other in zip(wanted, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_what_never_leaves_the_host_is_not_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute shards travel, and the masters of fp32 chunks; those of 16-bit chunks are the host's own."""
+    locked: list[int] = []
+    monkeypatch.setattr("elixir_moe.memory.slabs._page_lock", lambda memory: locked.append(memory.nbytes))
+    keys = [ChunkGroupKey(ranks=(0,), dtype=d, trainable=True, divisor=1) for d in (torch.bfloat16, torch.float32)]
+    specs = [ChunkSpec(index=i, key=key, slots=(), numel=64, shards=1, resident=False) for i, key in enumerate(keys)]
+    shards = build_shards([(spec, Tier.HOST) for spec in specs], torch.device("cuda"))
+    assert sorted(locked) == [64 * 2, 64 * 4 + 64 * 4]
+    assert all(shard.master is not None for shard in shards)
+
+
+def test_a_thread_that_saves_works_on_the_gpu_of_its_rank(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's GPU is the first one, where a context of its own would take memory from another rank."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    device = torch.device("cuda", 1)
+    with saving._on(Lane(device)):  # type: ignore[arg-type]
+        assert chosen == [device]
+        assert lanes.current(device) is not lanes.compute[1]
+
+
+def gathered_bytes() -> bool:
+    """Gathers what no backend knows the dtype of, as on NCCL."""
+    communicator = build_communicators([(0, 1)], torch.device("cpu"))[0, 1]
+    communicator.staged = False
+    buffer = torch.tensor([1, 2, 3, 4], dtype=torch.int16)
+    buffer[2 * (1 - communicator.index) :][:2] = 0
+    communicator.all_gather(buffer, 0).wait()
+    communicator.close()
+    return buffer.tolist() == [1, 2, 3, 4]
+
+
+def test_a_gather_moves_bytes_of_any_dtype(ranks: Callable[[int], RankPool]) -> None:
+    assert all(ranks(2).run(gathered_bytes))
+
+
+def test_counts_of_a_layer_that_has_not_run_join_those_on_a_gpu() -> None:
+    counts = [torch.zeros(4, dtype=torch.int64), torch.ones(2, dtype=torch.int64, device="meta")]
+    joined = _joined(counts)
+    assert (joined.device.type, joined.shape) == ("meta", (6,))
+    assert _joined(counts[:1]).tolist() == [0] * 4
+
+
+class Ahead(Communicator):
+    """As if rank 1 had issued one collective more than rank 0, which an interrupt has kept from it."""
+
+    @property
+    def issued(self) -> list[int]:
+        return [number + self.rank for number in super().issued]
+
+
+def out_of_step() -> list[str]:
+    """What a step in step has issued; then what backward, another forward and a step out of step say."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plan = em.Plan.zero2(chunk_numel=72)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
+    communicator = optimizer._scheduler.chunks[0].communicator
+    said = [str(communicator.issued)]  # where messages have tags nobody need count
+    communicator.staged = communicator.tagged = False
+    before = communicator.issued
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    said.append(str([now - then for now, then in zip(communicator.issued, before, strict=True)]))
+    communicator.__class__ = Ahead
+    loss = model(torch.ones(2, 8)).square().mean()
+    for run in (loss.backward, partial(model, torch.ones(2, 8)), optimizer.step):
+        with pytest.raises(em.ElixirError) as raised:
+            run()
+        said.append(str(raised.value))
+        optimizer.zero_grad()
+    communicator.staged = communicator.tagged = True
+    optimizer.close()
+    return said
+
+
+def test_ranks_that_are_out_of_step_stop(ranks: Callable[[int], RankPool]) -> None:
+    """On NCCL nothing but their order tells which collectives belong together; on gloo their tags do."""
+    for tagged, in_step, *said in ranks(2).run(out_of_step):
+        assert (tagged, in_step) == ("[]", "[2, 2]")
+        assert len(said) == 3
+        assert all("more gathers or reductions than others" in text for text in said)
+        assert all(text.endswith("start all ranks again, from the latest checkpoint") for text in said)

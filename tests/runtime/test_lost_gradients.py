@@ -1,0 +1,146 @@
+"""Gradients torn on their way home: by an interrupt, a running update, the end of the process groups."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import elixir_moe as em
+from elixir_moe.distributed import collectives
+from elixir_moe.memory.shard_state import Fp32Shard, MixedShard
+from tests.runtime.test_habits import D, Net, adamw, mean_square
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+PLANS = {
+    "zero3": em.Plan.zero3(rcache_blocks=6, chunk_numel=600),
+    "offload": em.Plan.offload(rcache_blocks=6, device_chunks=1, chunk_numel=600),
+}
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, D, generator=torch.Generator().manual_seed(step))
+
+
+def wrapped(plan: em.Plan, dtype: torch.dtype) -> tuple[Any, em.ShardedOptimizer]:
+    torch.manual_seed(0)
+    model: Any = Net()
+    return em.wrap(model, adamw(model), plan=plan, compute_dtype=dtype)
+
+
+def torn(plan: str, dtype: torch.dtype, at: int | None) -> dict[str, Tensor]:
+    """(rank) The weights after three steps, in the second of which sum number `at` is torn after a half of it."""
+    model, optimizer = wrapped(PLANS[plan], dtype)
+    whole, sums = collectives.add_and_square, 0
+
+    def half(total: Tensor, term: Tensor) -> float | None:
+        nonlocal sums
+        sums += 1
+        if sums != at:
+            return whole(total, term)
+        total[: total.numel() // 2].add_(term[: total.numel() // 2])
+        raise KeyboardInterrupt
+
+    for step in range(3):
+        if step == 1 and at is not None:
+            with mock.patch.object(collectives, "add_and_square", half), pytest.raises(KeyboardInterrupt):
+                mean_square(model, batch(step).to(dtype)).backward()
+                optimizer.clip_grad_norm_(1.0)
+            with pytest.raises(em.ConfigError, match=r"a part of its gradients is gone: call zero_grad"):
+                optimizer.step()
+            optimizer.zero_grad()
+        mean_square(model, batch(step).to(dtype)).backward()
+        optimizer.step()
+    state = em.full_state_dict(model)
+    optimizer.close()
+    return state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_sum_that_is_interrupted_is_never_taken_for_weights_or_for_a_gradient(
+    plan: str, dtype: torch.dtype, ranks: Ranks
+) -> None:
+    wanted = ranks(2).run(torn, plan, dtype, None)
+    for at in (1, 2, 5):
+        for found, there in zip(ranks(2).run(torn, plan, dtype, at), wanted, strict=True):
+            assert all(torch.equal(found[key], there[key]) for key in there), f"torn in sum {at}"
+
+
+def run_without_groups() -> None:
+    """(rank) Out of memory in the second backward of a step: what is at home can be saved."""
+    model, optimizer = wrapped(PLANS["zero3"], torch.float32)
+    for _ in range(2):
+        mean_square(model, batch(0)).backward()
+    assert optimizer.kept.has_gradients
+    control = optimizer.kept.groups.control
+    optimizer.outlive(lambda: control)
+    assert not optimizer.kept.has_gradients
+
+
+def test_no_gradient_outlives_the_process_groups(ranks: Ranks) -> None:
+    ranks(2).run(run_without_groups)
+
+
+@pytest.mark.parametrize("kind", [Fp32Shard, MixedShard])
+def test_no_gradient_lands_beside_a_running_update(kind: type) -> None:
+    """The update reads the gradient before it; a head that this rank has left out has nobody who has waited."""
+    spec: Any = mock.Mock(index=0)
+    shard = kind(spec, em.Tier.HOST, torch.zeros(4), torch.zeros(4))
+    update: Future[Any] = Future()
+    update.set_exception(em.TierError("the update was waited for"))
+    shard.update_beside(update)
+    for land in (shard.take_place, lambda: shard.add_gradient(torch.ones(4))):
+        with pytest.raises(em.TierError, match="was waited for"):
+            land()
+
+
+class Frozen(nn.Module):
+    """A weight that is not a number, and one that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.full((4,), float("nan")), requires_grad=False)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.table.isnan()
+
+
+def test_a_weight_that_is_no_number_is_not_taken_for_a_write() -> None:
+    model = Frozen()
+    model, optimizer = em.wrap(model, adamw(model), plan=em.Plan.offload(rcache_blocks=6, chunk_numel=32))
+    mean_square(model, torch.ones(2, 4)).backward()
+    optimizer.step()
+    optimizer.close()
+
+
+def test_a_detached_copy_may_ask_for_gradients() -> None:
+    model, optimizer = wrapped(PLANS["zero3"], torch.float32)
+    leaf = next(model.parameters()).detach().requires_grad_()
+    leaf.square().sum().backward()
+    assert torch.equal(leaf.grad, 2 * leaf.detach())
+    optimizer.close()
+
+
+def save_a_stage(directory: str) -> None:
+    """(rank) Each rank has a pipeline stage of its own."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    stage = nn.Linear(4, 4)
+    em.annotate(stage, {"*": em.Pattern(mesh, replicate=("dp",))})
+    stage, optimizer = em.wrap(stage, adamw(stage), plan=em.Plan.ddp())
+    with pytest.raises(em.CheckpointError, match=r"a pipeline stage of ranks .*full_state_dict"):
+        em.save(directory, stage, optimizer)
+    assert em.full_state_dict(stage).keys() == {"weight", "bias"}
+    optimizer.close()
+
+
+def test_a_pipeline_stage_is_no_whole_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(save_a_stage, str(tmp_path / "stage"))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,125 @@
+"""The planner's arithmetic: bytes, seconds, hardware files, and the measured table of the paper."""
+
+import csv
+import json
+from importlib import resources
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.paper_table import TABLE, planned, predicted
+from elixir_moe.chunks.packing import build_layout
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.plan import Plan
+from elixir_moe.errors import ConfigError
+from elixir_moe.search import cost
+from elixir_moe.search.hardware import Hardware
+from elixir_moe.search.profile import Profile, SentCollective
+from tests.support.cases import with_further
+
+MACHINE = "a100-80g-pcie-x4"
+
+
+def machine_file() -> dict[str, Any]:
+    text = resources.files("elixir_moe.search").joinpath("machines", f"{MACHINE}.json").read_text()
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def profile(ranks: int = 2, exchanges: tuple[SentCollective, ...] = ()) -> Profile:
+    key = ChunkGroupKey(ranks=tuple(range(ranks)), dtype=torch.bfloat16, trainable=True, divisor=ranks)
+    return Profile(
+        params=tuple(ParamSpec(name=f"p{i}", shape=(1 << 20,), key=key) for i in range(4)),
+        order=(0, 1, 2, 3),
+        parts=(),
+        uses=(),
+        parameters=4 << 20,
+        tokens=1000,
+        flops=10**12,
+        traffic_bytes=10**9,
+        activation_bytes=10**9,
+        buffer_bytes=10**6,
+        exchanges=exchanges,
+    )
+
+
+def test_six_bytes_a_parameter() -> None:
+    """2 up in forward, 2 up in backward unless it was still in a block, 2 down; nothing for a chunk on the device."""
+    layout = build_layout(profile().params, 1 << 20)
+    shard = (1 << 20) // 2
+    host = cost.traffic(Plan.offload(rcache_blocks=1, device_chunks=1), layout, [0, 1, 2, 3, 3, 2, 1, 0])
+    assert host.fetched_bytes == 3 * 2 * 2 * shard
+    assert host.offloaded_bytes == 3 * 2 * shard
+    assert (host.host_numel, host.device_numel) == (3 * shard, shard)
+    cached = cost.traffic(Plan.offload(rcache_blocks=None, device_chunks=1), layout, [0, 1, 2, 3])
+    assert cached.fetched_bytes == 3 * 2 * shard
+
+
+def test_a_step_is_the_sum_of_what_is_written_in_the_docs() -> None:
+    hardware = Hardware.named(MACHINE)
+    links, fitted = hardware.links(2), hardware.fitted
+    layout = build_layout(profile().params, 1 << 20)
+    moved = cost.traffic(Plan.offload(rcache_blocks=1, device_chunks=1), layout, [0, 1, 2, 3, 3, 2, 1, 0])
+    seconds = cost.seconds(profile(), moved, hardware, 2)
+    compute = (10**12 / 312e12 + 10**9 / 1935e9) / fitted.device_efficiency
+    assert seconds.compute == pytest.approx(compute + (4 << 20) * fitted.overhead_ns_per_parameter / 1e9)
+    assert seconds.fetch == pytest.approx(moved.fetched_bytes * 2 / (links.b_c2g * 1e9))
+    collective = (
+        (8 + 4) * (2 << 20) / (201 * 1e9)
+    )  # eight gathers and four reductions of 2 MiB, half of it sent by each
+    assert seconds.collectives == pytest.approx(collective)
+    assert seconds.step == pytest.approx(
+        max(seconds.compute, seconds.fetch, seconds.offload)
+        + fitted.exposed_collectives * collective
+        + seconds.device_update
+        + seconds.host_update
+    )
+
+
+def test_a_busier_rank_takes_longer_and_holds_more() -> None:
+    exchange = SentCollective(ep=2, nbytes=10**6, times=6, expert_flops=4 * 10**11, row_bytes=10**8)
+    given = profile(exchanges=(exchange,))
+    moved = cost.traffic(Plan.zero2(), build_layout(given.params, 1 << 20), [0, 1, 2, 3])
+    even, busy = (cost.seconds(given, moved, Hardware.named(MACHINE), 2, imbalance) for imbalance in (1.0, 1.5))
+    fitted = Hardware.named(MACHINE).fitted
+    more = 0.5 * 4e11 / (fitted.device_efficiency * 312e12) + 0.5 * 6 * 1e6 / 201e9
+    assert busy.compute - even.compute == pytest.approx(more)
+    assert cost.activations(given, 1.5) - cost.activations(given, 1.0) == 5 * 10**7
+
+
+def test_what_is_wrong_with_a_hardware_file_is_named() -> None:
+    data = machine_file()
+    del data["by_gpus"]["2"]["v_c"], data["fitted"]["device_efficiency"], data["cpu_bytes"]
+    data |= {"gpu_bytes": "much", "gpus_per_node": -1, "node_bandwith": 3, "xyzzy": 3}
+    with pytest.raises(ConfigError) as error:
+        Hardware.parse(json.dumps(data), "mine")
+    assert str(error.value) == (
+        "hardware 'mine': missing: cpu_bytes, fitted.device_efficiency, by_gpus.2.v_c; "
+        "unknown: node_bandwith (did you mean 'node_bandwidth'?), xyzzy; "
+        "out of range: gpu_bytes (found 'much', expected a number above 0), "
+        "gpus_per_node (found -1, expected a number above 0)"
+    )
+    with pytest.raises(ConfigError, match=r"hardware 'mine' is a list: expected a JSON object of figures"):
+        Hardware.parse("[]", "mine")
+    with pytest.raises(ConfigError, match=r"no hardware or file is called 'a100-80g-pcie'; did you mean '\S+-x4'\?"):
+        Hardware.named("a100-80g-pcie")
+    with pytest.raises(ConfigError, match=r"no hardware or file is called 'xyzzy'\. There are: "):
+        Hardware.named("xyzzy")
+    with pytest.raises(ConfigError, match=r"lacks by_gpus\.8: it has figures for 1, 2, 4 GPUs"):
+        Hardware.named(MACHINE).links(8)
+
+
+def test_between_two_figures_of_a_file_lies_the_line() -> None:
+    assert Hardware.named(MACHINE).links(3).b_c2g == 60
+    assert Hardware.named(MACHINE).host_bytes_per_rank(4) == 429496729600 // 4
+
+
+@pytest.mark.parametrize("row", with_further([0, 16, 20, 31, 35, 43], [0, 31]))
+def test_rows_of_the_measured_table_are_predicted(row: int) -> None:
+    """The whole table is `make paper-table`; these rows are of each model, number of GPUs and kind of plan."""
+    with TABLE.open() as file:
+        wanted = list(csv.DictReader(file))[row]
+    hardware = Hardware.named(MACHINE)
+    task, choice = planned(wanted["model"], int(wanted["gpus"]), int(wanted["batch_per_gpu"]), hardware)
+    assert predicted(task, choice, hardware.fitted) == pytest.approx(float(wanted["elixir_tflops_per_gpu"]), rel=0.2)

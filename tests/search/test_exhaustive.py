@@ -1,0 +1,147 @@
+"""The search against trying everything, on steps drawn at random: mixtures, one rank, checkpoints, tight budgets."""
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.plan import Plan
+from elixir_moe.chunks.step_order import Part, Use
+from elixir_moe.errors import PlanError
+from elixir_moe.search.hardware import Hardware
+from elixir_moe.search.profile import Profile
+from elixir_moe.search.solve import Choice, Task, chunk_lengths, price, shortage, solve
+from tests.support.cases import with_further
+
+PLENTY = 1 << 40
+
+
+def drawn(rng: random.Random) -> Task:
+    """A step of a few units on 1, 2 or 4 ranks, with memory for a part of what it would like to hold."""
+    world = rng.choice([1, 2, 4])
+    dtype = rng.choice([torch.bfloat16, torch.float32])
+    everyone = ChunkGroupKey(ranks=tuple(range(world)), dtype=dtype, trainable=True, divisor=world)
+    keys = [
+        everyone,
+        everyone,
+        replace(everyone, ranks=(0,)),  # experts that one rank owns
+        replace(everyone, ranks=tuple(range(0, world, 2))),
+        replace(everyone, trainable=False),
+    ]
+    params, parts, uses, clock, region = [], list[Part](), list[Use](), 0, None
+    for unit in range(rng.randint(2, 6)):
+        mine = [
+            ParamSpec(name=f"{unit}.{i}", shape=(rng.choice([32, 64, 96, 200, 320]),), key=rng.choice(keys))
+            for i in range(rng.randint(1, 2))
+        ]
+        params += [replace(p, resident=rng.random() < 0.1) for p in mine]
+        indices = tuple(range(len(params) - len(mine), len(params)))
+        region = rng.choice([None, region, unit])
+        parts.append(Part(params=indices, parent=None))
+        uses.append(Use(entered=clock, left=clock + 1, part=unit, region=region))
+        clock += 2
+    if rng.random() < 0.5:  # a unit that contains all others, as a model with parameters of its own does
+        params.append(ParamSpec(name="outer", shape=(64,), key=everyone))
+        parts = [Part(params=(len(params) - 1,), parent=None), *(replace(part, parent=0) for part in parts)]
+        uses = [replace(use, entered=use.entered + 1, left=use.left + 1, part=use.part + 1) for use in uses]
+        uses.append(Use(entered=0, left=clock + 1, part=0))
+    profile = Profile(
+        params=tuple(params),
+        order=tuple(range(len(params))),
+        parts=tuple(parts),
+        uses=tuple(uses),
+        parameters=sum(p.numel for p in params),
+        tokens=1,
+        flops=rng.choice([0, 10**7]),
+        traffic_bytes=0,
+        activation_bytes=rng.choice([0, 2000]),
+        buffer_bytes=0,
+    )
+    plenty = Task(
+        profile=profile,
+        hardware=replace(Hardware.named("a100-80g-pcie-x4"), disk_read=2.0, disk_write=1.0),
+        gpus=world,
+        capacity_bytes=PLENTY,
+        host_bytes=PLENTY,
+        staged=rng.random() < 0.5,
+        accumulation=rng.choice([1, 1, 2]),
+    )
+    most, _ = plenty.held_bytes(price(plenty, Plan.zero2()).size)
+    return replace(
+        plenty,
+        capacity_bytes=int(rng.uniform(0.1, 1.1) * most / 0.95 + 1.25 * profile.activation_bytes),
+        host_bytes=(host := rng.choice([PLENTY, PLENTY, most, most // 2, most // 4])),
+        disk_bytes=None if host is PLENTY else rng.choice([None, 0, most // 2, PLENTY]),
+    )
+
+
+def every_plan(task: Task, rng: random.Random) -> Iterator[Choice]:
+    """All blocks and tiers that can be carried out and fit, on lengths worth trying and on some others."""
+    lengths = chunk_lengths(task.profile.params)
+    others = [rng.randint(lengths[0], 4 * lengths[0]) for _ in range(3)]
+    for length in {*rng.sample(lengths, min(len(lengths), 12)), *others}:
+        layout = price(task, Plan.offload(rcache_blocks=None, chunk_numel=length)).layout
+        chunks = len(layout.chunks)
+        for device_chunks, blocks in product(range(chunks + 1), range(1, layout.most_blocks + 1)):
+            for disk_chunks in range(chunks - device_chunks + 1 if task.disk_bytes else 1):
+                plan = Plan.offload(
+                    rcache_blocks=blocks, device_chunks=device_chunks, disk_chunks=disk_chunks, chunk_numel=length
+                )
+                try:
+                    found = price(task, plan)
+                except PlanError:
+                    continue
+                if not shortage(task, found.size):
+                    yield found
+
+
+def what_would_help(task: Task, message: str) -> Iterator[Task]:
+    """The task with each of the changes that a refusal names."""
+    changes = message.partition("; ")[2]
+    both = re.search(r"give the device (\d+) bytes more and each rank (\d+) more", changes)
+    if both:
+        device, host = map(int, both.groups())
+        yield replace(task, capacity_bytes=task.capacity_bytes + device, host_bytes=task.host_bytes + host)
+        return
+    for more in re.findall(r"give the device (\d+) bytes more", changes):
+        yield replace(task, capacity_bytes=task.capacity_bytes + int(more))
+    for more in re.findall(r"give each rank (\d+) bytes more host memory", changes):
+        yield replace(task, host_bytes=task.host_bytes + int(more))
+    for more in re.findall(r"(\d+) more on a disk", changes):
+        yield replace(task, disk_bytes=(task.disk_bytes or 0) + int(more))
+    for less in re.findall(r"free (\d+) of the", changes):
+        freed = task.profile.activation_bytes - int(less)
+        yield replace(task, profile=replace(task.profile, activation_bytes=freed))
+
+
+@pytest.fixture(autouse=True)
+def short_pages() -> Iterator[None]:
+    """As short beside the chunks here as they are beside those of a model."""
+    with (
+        mock.patch("elixir_moe.chunks.plan.SPILL_ALIGN_NUMEL", 4),
+        mock.patch("elixir_moe.chunks.plan._SPILL_SLICE_NUMEL", 8),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("seed", with_further(range(400), range(30)))
+def test_nothing_beats_the_plan_found(seed: int) -> None:
+    rng = random.Random(seed)
+    task = drawn(rng)
+    best = min((choice.seconds.step for choice in every_plan(task, rng)), default=None)
+    if best is None:
+        with pytest.raises(PlanError, match="bytes too few in") as error:
+            solve(task)
+        for enough in what_would_help(task, str(error.value)):
+            assert not shortage(enough, solve(enough).size)
+        return
+    found = solve(task)
+    assert not shortage(task, found.size)
+    assert found.seconds.step <= best * (1 + 1e-12)
+    assert price(task, found.plan) == found, "what was found is what the plan says"

@@ -1,0 +1,333 @@
+"""Folders of safetensors: full weights written from shards, and read into the shards of a model made on meta.
+
+Reading and writing change no bit, so everything but training is compared bitwise; training is compared as in
+`tests.support.parity`.
+"""
+
+import gc
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import elixir_moe as em
+from elixir_moe.errors import CheckpointError
+from elixir_moe.models.config import GPTConfig
+from elixir_moe.models.gpt import GPT, gpt_patterns
+from elixir_moe.state.huggingface import save_pretrained
+from elixir_moe.state.safetensors_format import INDEX
+from tests.support.cases import with_further
+from tests.support.hf_cases import FAMILIES
+from tests.support.parity import TOLERANCE, make_optimizer, mesh_of_world
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+FILE_BYTES = 60_000
+EXPERTS = GPTConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=2, seq_len=16, experts=(0, 4), ep=(1, 2))
+
+
+def in_folder(folder: Path) -> dict[str, Tensor]:
+    """All tensors of all files."""
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def wrap(model: nn.Module, **options: Any) -> tuple[nn.Module, em.ShardedOptimizer]:
+    return em.wrap(model, make_optimizer(model), plan=em.Plan.zero3(rcache_blocks=12), **options)
+
+
+def train(name: str, model: nn.Module, optimizer: Any, rank: int, world: int) -> None:
+    """One step, so that nothing is as it was made."""
+    rows = {key: value.chunk(world)[rank] for key, value in FAMILIES[name].batch(0).items()}
+    FAMILIES[name].loss(model, rows).backward()
+    optimizer.step()
+
+
+def trained_and_saved(name: str, folder: Path) -> dict[str, Tensor]:
+    model, optimizer = wrap(FAMILIES[name].build())
+    train(name, model, optimizer, dist.get_rank(), dist.get_world_size())
+    save_pretrained(model, folder, max_file_bytes=FILE_BYTES)
+    state = em.full_state_dict(model)
+    optimizer.close()
+    gc.collect()
+    return state
+
+
+@pytest.mark.parametrize("name", with_further(FAMILIES, ("gpt2", "mixtral")))
+def test_from_pretrained_reads_what_was_saved(name: str, tmp_path: Path, ranks: Ranks) -> None:
+    """In the format `transformers` itself writes, over files that were there before."""
+    model: Any = FAMILIES[name].build()
+    model.save_pretrained(tmp_path, max_shard_size=FILE_BYTES // 4)
+    before = in_folder(tmp_path)
+    wanted = ranks(2).run(trained_and_saved, name, tmp_path)[0]
+    after = in_folder(tmp_path)
+    assert {n: (t.shape, t.dtype) for n, t in after.items()} == {n: (t.shape, t.dtype) for n, t in before.items()}
+    index = tmp_path / INDEX
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == files
+    assert all((tmp_path / file).stat().st_size < FILE_BYTES + 20_000 for file in files)
+    read = getattr(hf, FAMILIES[name].model).from_pretrained(tmp_path).state_dict()
+    assert set(read) == set(wanted)
+    assert [n for n in wanted if not torch.equal(read[n], wanted[n])] == []
+
+
+def experts_saved(folder: Path) -> dict[str, Tensor]:
+    """Experts of two ranks, each with its own two."""
+    torch.manual_seed(3)
+    model = GPT(EXPERTS, mesh_of_world())
+    em.annotate(model, gpt_patterns(model))
+    model, optimizer = wrap(model, compute_dtype=torch.bfloat16)
+    save_pretrained(model, folder)
+    state = em.full_state_dict(model)
+    optimizer.close()
+    return state
+
+
+def test_slices_of_all_ranks_are_joined(tmp_path: Path, ranks: Ranks) -> None:
+    wanted = ranks(2).run(experts_saved, tmp_path)[0]
+    found = in_folder(tmp_path)
+    assert found.keys() <= wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    assert set(wanted) - set(found) <= {"head.weight"}, "only tied names are left out"
+
+
+def dtensors_saved(folder: Path) -> dict[str, Tensor]:
+    """A linear layer cut over two ranks."""
+    torch.manual_seed(3)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = parallelize_module(nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6)), mesh, {"0": ColwiseParallel()})
+    model, optimizer = wrap(model)
+    save_pretrained(model, folder)
+    state = em.full_state_dict(model)
+    optimizer.close()
+    return state
+
+
+def test_dtensors_are_written_whole(tmp_path: Path, ranks: Ranks) -> None:
+    wanted = ranks(2).run(dtensors_saved, tmp_path)[0]
+    found = in_folder(tmp_path)
+    assert found["0.weight"].shape == (6, 8)
+    assert set(found) == set(wanted) and all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def buffer_saved(dtype: torch.dtype, folder: Path) -> str:
+    """The error, or nothing."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.arange(6).to(dtype))
+    model, optimizer = wrap(model)
+    try:
+        save_pretrained(model, folder)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        optimizer.close()
+    return ""
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.complex64])
+def test_a_buffer_of_any_dtype_that_files_hold(dtype: torch.dtype, tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(2).run(buffer_saved, dtype, tmp_path) == ["", ""]
+    assert torch.equal(in_folder(tmp_path)["table"], torch.arange(6).to(dtype))
+
+
+def twice_named() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.arange(6))
+    model.register_buffer("same", model.table)
+    return model
+
+
+def test_a_buffer_of_two_names_stays_one(tmp_path: Path) -> None:
+    model, optimizer = wrap(twice_named())
+    save_pretrained(model, tmp_path)
+    optimizer.close()
+    with torch.device("meta"):
+        empty = twice_named()
+    model, optimizer = em.wrap(empty, torch.optim.AdamW(empty.parameters()), plan=em.Plan.zero2(), weights=tmp_path)
+    optimizer.close()
+    assert model.same is model.table and model.table.tolist() == list(range(6))
+
+
+def test_a_buffer_that_no_file_holds_is_named(tmp_path: Path, ranks: Ranks) -> None:
+    for message in ranks(2).run(buffer_saved, torch.complex128, tmp_path):
+        assert message == "[rank 0] 'table' is of torch.complex128, which files of safetensors do not hold"
+    assert not list(tmp_path.iterdir())
+
+
+def save_to(folder: Path) -> str:
+    model, optimizer = wrap(nn.Linear(4, 4))
+    with pytest.raises(CheckpointError) as error:
+        save_pretrained(model, folder)
+    optimizer.close()
+    return str(error.value)
+
+
+def test_all_ranks_learn_that_one_cannot_write(tmp_path: Path, ranks: Ranks) -> None:
+    (tmp_path / "file").touch()
+    assert all("rank 0" in message for message in ranks(2).run(save_to, tmp_path / "file"))
+
+
+class Unwritable:
+    """A config that its own checks refuse, as those of `transformers` do."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        raise ValueError("temperature is set and do_sample is not")
+
+
+def saved_with(config: Any, folder: Path) -> str:
+    model, optimizer = wrap(nn.Linear(4, 4))
+    model.config = config
+    with pytest.raises(CheckpointError) as error:
+        save_pretrained(model, folder)
+    optimizer.close()
+    return str(error.value)
+
+
+def test_whatever_goes_wrong_in_writing_is_learnt_by_all_and_leaves_what_was_there(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    (tmp_path / "model.safetensors").write_text("before")
+    for message in ranks(2).run(saved_with, Unwritable(), tmp_path):
+        assert message == "[rank 0] ValueError: temperature is set and do_sample is not"
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
+
+
+def read_into_meta(name: str, folder: Path) -> dict[str, Any]:
+    with torch.device("meta"):
+        model = FAMILIES[name].build()
+    model, optimizer = wrap(model, weights=folder)
+    state = em.full_state_dict(model)
+    train(name, model, optimizer, dist.get_rank(), dist.get_world_size())
+    result = {"read": state, "trained": em.full_state_dict(model)}
+    optimizer.close()
+    gc.collect()
+    return result
+
+
+@pytest.mark.parametrize("name", with_further(FAMILIES, ("gpt2", "mixtral")))
+def test_a_model_on_meta_takes_its_weights_from_a_folder(name: str, tmp_path: Path, ranks: Ranks) -> None:
+    """Buffers that no folder has (positions, rotary frequencies) are what they would have been: training agrees."""
+    plain: Any = FAMILIES[name].build()
+    plain.save_pretrained(tmp_path, max_shard_size=FILE_BYTES)
+    wanted = {key: value.clone() for key, value in plain.state_dict().items()}
+    optimizer = make_optimizer(plain)
+    train(name, plain, optimizer, 0, 1)
+    for found in ranks(2).run(read_into_meta, name, tmp_path):
+        assert set(found["read"]) == set(wanted)
+        assert [key for key in wanted if not torch.equal(found["read"][key], wanted[key])] == []
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(found["trained"][key], value, rtol=0, atol=TOLERANCE, msg=f"{name} {key}")
+
+
+def experts_read(folder: Path, ep: int) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = GPT(replace(EXPERTS, ep=(1, ep)), mesh_of_world())
+    em.annotate(model, gpt_patterns(model))
+    model, optimizer = wrap(model, weights=folder)
+    state = em.full_state_dict(model)
+    optimizer.close()
+    return state
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_every_rank_reads_its_own_slices(ep: int, tmp_path: Path, ranks: Ranks) -> None:
+    wanted = ranks(2).run(experts_saved, tmp_path)[0]
+    for found in ranks(2).run(experts_read, tmp_path, ep):
+        assert set(found) == set(wanted)
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def base_read(folder: Path) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = FAMILIES["gpt2"].build()
+    model, optimizer = wrap(model, weights=folder)
+    state = em.full_state_dict(model)
+    optimizer.close()
+    return state
+
+
+def test_names_of_a_base_model_are_understood(tmp_path: Path, ranks: Ranks) -> None:
+    """As on the hub, where GPT-2 is without the head that is tied to its embedding."""
+    model: Any = FAMILIES["gpt2"].build()
+    model.transformer.save_pretrained(tmp_path)
+    for found in ranks(2).run(base_read, tmp_path):
+        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
+def refused(folder: Path | None, change: Callable[[nn.Module], None], family: str = "llama") -> tuple[str, str]:
+    with torch.device("meta"):
+        model = FAMILIES[family].build()
+        change(model)
+    with pytest.raises(em.ElixirError) as error:
+        wrap(model, weights=folder)
+    return type(error.value).__name__, str(error.value)
+
+
+def unchanged(model: Any) -> None:
+    pass
+
+
+def wider(model: Any) -> None:
+    model.lm_head = nn.Linear(32, 100, bias=False)
+
+
+def deeper(model: Any) -> None:
+    model.extra = nn.Linear(3, 3)
+    model.register_buffer("kept", torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"), [(wider, "lm_head.weight.*96, 32.*100, 32"), (deeper, "extra.weight.*not in the folder")]
+)
+def test_what_the_folder_has_not_is_named(change: Any, says: str, tmp_path: Path, ranks: Ranks) -> None:
+    model: Any = FAMILIES["llama"].build()
+    model.save_pretrained(tmp_path)
+    for kind, text in ranks(2).run(refused, tmp_path, change):
+        assert kind == "CheckpointError"
+        assert re.search(says, text), text
+
+
+def test_what_is_only_found_when_a_weight_is_made_fails_all_ranks(tmp_path: Path, ranks: Ranks) -> None:
+    """Experts of a layer are joined while the first rank of a chunk reads them; the others wait for the chunk."""
+    model: Any = FAMILIES["mixtral"].build()
+    model.save_pretrained(tmp_path)
+    tensors = in_folder(tmp_path)
+    changed = {name: value[:, 1:].contiguous() if ".w2." in name else value for name, value in tensors.items()}
+    assert any(changed[name] is not value for name, value in tensors.items())
+    save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+    for kind, text in ranks(2).run(refused, tmp_path, unchanged, "mixtral"):
+        assert kind == "CheckpointError"
+        assert re.search(r"\[rank 0\] .*down_proj' is \(4, 32, 63\) in the folder and \(4, 32, 64\)", text), text
+
+
+def gate_and_up_read(folder: Path) -> str:
+    """A weight that is cut as two halves, which no folder can be read into."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 6, bias=False)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    em.annotate(model, {"*": em.Pattern(mesh, replicate=("dp",), shard={"tp": 1}, view=(2, 3, 4))})
+    with pytest.raises(CheckpointError) as error:
+        wrap(model, weights=folder)
+    return str(error.value)
+
+
+def test_a_pattern_with_a_view_is_told_before_anything_is_read(tmp_path: Path, ranks: Ranks) -> None:
+    save_file({"weight": torch.zeros(12, 4)}, tmp_path / "model.safetensors")
+    for text in ranks(2).run(gate_and_up_read, tmp_path):
+        assert "'weight' has a pattern with a view" in text
+
+
+def test_no_folder_and_no_weights_are_said(tmp_path: Path, ranks: Ranks) -> None:
+    for kind, text in ranks(2).run(refused, tmp_path / "nowhere", unchanged):
+        assert (kind, "no readable" in text) == ("CheckpointError", True)
+    for kind, text in ranks(2).run(refused, None, unchanged):
+        assert (kind, "pass weights=" in text) == ("LayoutError", True)

@@ -1,0 +1,52 @@
+"""A training whose rank meets a fault of the system: what torchrun starts in the tests of faults.
+
+    torchrun ... tests/support/fault_program.py OUT RANK STEP FAULT [section.key=value ...]
+
+Rank RANK meets FAULT in STEP, once in the life of the run: a file beside OUT remembers it.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from elixir_moe.cli import main as cli
+from elixir_moe.train.training import Training
+
+
+def main() -> int:
+    out, rank, step, fault, *options = sys.argv[1:]
+    mark = Path(f"{out}.met")
+    forward_backward = Training.forward_backward
+
+    def meeting(training: Training) -> float:
+        if training.rank == int(rank) and training.progress.step + 1 == int(step) and not mark.exists():
+            mark.touch()
+            handle = training.model.blocks[1].register_forward_hook(lambda *_: meet(fault))
+            try:
+                return forward_backward(training)
+            finally:
+                handle.remove()
+        return forward_backward(training)
+
+    Training.forward_backward = meeting  # type: ignore[method-assign]
+    arguments = ["train", "--config", f"{out}.yaml", "--run.out", out]
+    for option in options:
+        key, _, value = option.partition("=")
+        arguments += [f"--{key}", value]
+    return cli.main(arguments)
+
+
+def meet(fault: str) -> None:
+    if fault == "memory":
+        raise torch.OutOfMemoryError("out of memory, so the test says")
+    if fault == "hang":
+        time.sleep(3600)  # never over: the test waits for the others' errors
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,420 @@
+"""Megatron-core models on CPU ranks: how they are built, trained plain in one process, and trained wrapped on several.
+
+Owns the shims without which megatron-core 0.16.1 does not run on a CPU, the cases, and the cut of a one-process model
+into what each rank holds, written down by hand from Megatron's documentation of its layers and not with the code under
+test. The oracle is the same Megatron model in one process under plain torch; the tolerance is `tests.support.parity`'s.
+"""
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import elixir_moe as em
+from elixir_moe.parallel import megatron
+from tests.support.cases import least_said
+from tests.support.parity import ROWS, STEPS, make_optimizer, tokens
+
+VOCAB, SEQ, HIDDEN, HEADS, FFN, EXPERT_FFN = 32, 8, 16, 4, 32, 24
+CHUNK = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and how it is spread over ranks; the data-parallel degree follows from the world."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    sequence_parallel: bool = False
+    experts: int | None = None
+    """Experts of the second layer; the first is always dense."""
+    grouped: bool = False
+    dispatcher: str = "allgather"
+    gated: bool = False
+    bias: bool = True
+    qk_layernorm: bool = False
+    tie: bool = False
+    shared_expert: bool = False
+    layers: int = 2
+    aux: float = 0.0
+    recompute: bool = False
+    rope: bool = False
+
+    def one(self) -> "Case":
+        """The same model in one process."""
+        return replace(self, tp=1, pp=1, ep=1, etp=None, sequence_parallel=False)
+
+
+class _Stream:
+    """What the all-to-all dispatcher asks of a CUDA stream."""
+
+    def wait_stream(self, _other: Any) -> None: ...
+    def record_event(self) -> Any:
+        return SimpleNamespace(synchronize=lambda: None)
+
+
+def _grouped_product(rows: Tensor, weights: Tensor, counts: Tensor, trans_b: bool) -> Tensor:
+    """What the grouped_gemm package does on a GPU."""
+    parts = rows.split(counts.tolist())
+    return torch.cat([part @ (w.t() if trans_b else w) for part, w in zip(parts, weights, strict=True)])
+
+
+class _TorchWithoutCuda:
+    """The torch that Megatron's schedules see: they make one tensor on a literal "cuda"."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *sizes: Any, device: str, **options: Any) -> Tensor:
+        assert device == "cuda"
+        return torch.zeros(*sizes, **options)
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """On a CPU too, splits must become numbers."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+@contextmanager
+def shims() -> Iterator[None]:
+    """Megatron-core 0.16.1 on a CPU without TransformerEngine, Apex and grouped_gemm."""
+    with ExitStack() as stack:
+        # Importing Megatron compiles functions nobody calls here, which takes longer than the tests.
+        stack.enter_context(mock.patch.object(torch, "compile", lambda fn=None, **_: fn if fn else lambda f: f))
+        import megatron.core.tensor_parallel.random as random
+        import megatron.core.transformer.moe.moe_utils as moe_utils
+        from megatron.core.pipeline_parallel import schedules
+        from megatron.core.transformer.moe import grouped_gemm_util, token_dispatcher
+
+        random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # CUDA's generators are not there
+        stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", lambda **_: None))
+        stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None))
+        gemm = SimpleNamespace(ops=SimpleNamespace(gmm=_grouped_product))
+        stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")))
+        stack.enter_context(mock.patch.object(torch.cuda, "current_stream", _Stream))
+        stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()))
+        stack.enter_context(mock.patch.object(schedules, "torch", _TorchWithoutCuda()))
+        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host))
+        dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+        stack.enter_context(mock.patch.object(dispatcher, "cuda_dtoh_stream", _Stream()))
+        stack.enter_context(mock.patch.object(grouped_gemm_util, "grouped_gemm", gemm))
+        stack.enter_context(mock.patch.object(grouped_gemm_util, "ops", gemm.ops))
+        yield
+
+
+@contextmanager
+def model_parallel(case: Case) -> Iterator[None]:
+    """Megatron's process groups for one case; destroyed behind it, since each costs threads."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+        create_gloo_process_groups=False,
+    )
+    yield
+    groups = [g for g in parallel_state._global_process_group_list or [] if g is not None]
+    parallel_state.destroy_model_parallel()
+    gc.collect()  # hooks and model point at each other, and a process group costs threads until it is freed
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+class Norm(nn.LayerNorm):
+    """Apex's layer norm as Megatron uses it, marks for sequence parallelism included."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+
+class Attention(nn.Module):
+    """Causal attention of (s, b, heads, d) tensors; no parameters."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def config_of(case: Case) -> Any:
+    """Megatron's configuration of a case."""
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_query_groups=2,
+        ffn_hidden_size=FFN,
+        moe_ffn_hidden_size=EXPERT_FFN if case.experts else None,
+        num_moe_experts=case.experts,
+        moe_router_topk=2,
+        moe_router_load_balancing_type="aux_loss" if case.aux else "none",
+        moe_aux_loss_coeff=case.aux,
+        moe_token_dispatcher_type=case.dispatcher,
+        moe_grouped_gemm=case.grouped,
+        moe_use_legacy_grouped_gemm=case.grouped,
+        moe_shared_expert_intermediate_size=FFN if case.shared_expert else None,
+        bf16=case.grouped,  # GroupedMLP asks for the flag; the weights stay fp32
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+        sequence_parallel=case.sequence_parallel,
+        gated_linear_unit=case.gated,
+        activation_func=F.silu if case.gated else F.gelu,
+        add_bias_linear=case.bias,
+        qk_layernorm=case.qk_layernorm,
+        recompute_granularity="full" if case.recompute else None,
+        recompute_method="uniform" if case.recompute else None,
+        recompute_num_layers=1 if case.recompute else None,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        batch_p2p_sync=False,
+        init_method=lambda w: nn.init.normal_(w, std=0.2),
+        output_layer_init_method=lambda w: nn.init.normal_(w, std=0.2),
+    )
+
+
+def build(case: Case, config: Any = None) -> nn.Module:
+    """This rank's GPTModel, or its pipeline stage of it."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    config = config or config_of(case)
+    specs = []
+    for layer in range(case.layers):
+        experts = case.experts if layer == 1 else None
+        spec = get_gpt_layer_local_spec(experts, case.grouped, case.qk_layernorm)
+        parts, attention = spec.submodules, spec.submodules.self_attention.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+        attention.core_attention = Attention
+        if case.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = Norm
+        specs.append(spec)
+    first = get_transformer_layer_offset(config, pp_rank=parallel_state.get_pipeline_model_parallel_rank())
+    model = GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=specs[first:][: case.layers // case.pp], layer_norm=Norm),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQ,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=case.tie,
+        position_embedding_type="rope" if case.rope else "learned_absolute",
+    )
+    for module in model.modules():
+        if getattr(
+            module, "is_expert", False
+        ):  # else an expert's bias is added in place to a view, which torch refuses
+            module.explicit_expert_comm = True
+    return model
+
+
+# ------------------------------------------------------------------------------------------ from one process to a rank
+
+Sizes = dict[str, tuple[int, int]]
+"""(rank, degree) by kind of parallelism."""
+
+
+def place() -> Sizes:
+    """Where this rank stands."""
+    from megatron.core import parallel_state as ps
+
+    return {
+        "tp": (ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()),
+        "pp": (ps.get_pipeline_model_parallel_rank(), ps.get_pipeline_model_parallel_world_size()),
+        "dp": (ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()),
+        "ep": (ps.get_expert_model_parallel_rank(), ps.get_expert_model_parallel_world_size()),
+        "etp": (ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()),
+    }
+
+
+def slice_of(name: str, whole: dict[str, Tensor], case: Case, at: Sizes) -> Tensor:
+    """What a rank holds under `name`, from the state of the one-process model."""
+
+    def layer(match: re.Match[str]) -> str:
+        return f"decoder.layers.{int(match[1]) + at['pp'][0] * case.layers // at['pp'][1]}."
+
+    def expert(match: re.Match[str]) -> str:
+        assert case.experts is not None
+        return f"local_experts.{int(match[1]) + at['ep'][0] * case.experts // at['ep'][1]}."
+
+    name = re.sub(r"decoder\.layers\.(\d+)\.", layer, name)
+    value = whole[re.sub(r"local_experts\.(\d+)\.", expert, name)]
+    rank, degree = at["etp" if ".experts." in name else "tp"]
+    if name.endswith("experts.weight1"):  # (hidden, experts * ffn), with memory by expert
+        mine = value.view(case.experts, HIDDEN, -1).chunk(at["ep"][1])[at["ep"][0]]
+        return torch.cat([half.chunk(degree, 2)[rank] for half in mine.chunk(1 + case.gated, 2)], 2).reshape(HIDDEN, -1)
+    if name.endswith("experts.weight2"):
+        mine = value.view(case.experts, -1, HIDDEN).chunk(at["ep"][1])[at["ep"][0]]
+        return mine.chunk(degree, 1)[rank].reshape(-1, HIDDEN)
+    if "linear_fc1." in name and case.gated:
+        return torch.cat([half.chunk(degree)[rank] for half in value.chunk(2)])
+    if re.search(r"(linear_qkv|linear_fc1)\.(weight|bias)|word_embeddings\.weight|output_layer\.weight", name):
+        return value.chunk(degree)[rank]
+    if re.search(r"(linear_proj|linear_fc2)\.weight", name):
+        return value.chunk(degree, 1)[rank]
+    return value
+
+
+@torch.no_grad()
+def load(model: nn.Module, whole: dict[str, Tensor], case: Case) -> None:
+    """Gives this rank's model its slices."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(slice_of(name, whole, case, place()))
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """A plain model's state, without Megatron's empty extra states."""
+    return {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+def lm_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """(rows, SEQ + 1) tokens -> mean cross-entropy."""
+    positions = torch.arange(SEQ).expand(len(batch), SEQ)
+    loss: Tensor = model(batch[:, :-1], positions, None, labels=batch[:, 1:]).mean()
+    return loss
+
+
+@contextmanager
+def aux_scale(scale: float) -> Iterator[None]:
+    """The weight of auxiliary losses in backward, which Megatron keeps in a class."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]))
+    yield
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([1.0]))
+
+
+def _accumulate(model: nn.Module, batches: list[Tensor], parts: int) -> float:
+    scale = 1 / len(batches) / parts
+    total = 0.0
+    for part in [part for batch in batches for part in batch.chunk(parts)]:
+        with aux_scale(scale):
+            loss = lm_loss(model, part) * scale
+            loss.backward()
+        total += loss.item()
+    return total
+
+
+def _pipeline(model: nn.Module, batches: list[Tensor]) -> float:
+    """Megatron's 1F1B schedule; the loss is known to the last stage only."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def step(source: Iterator[Tensor], model: nn.Module) -> Any:
+        batch = next(source)
+        positions = torch.arange(SEQ).expand(len(batch), SEQ)
+        out = model(batch[:, :-1], positions, None, labels=batch[:, 1:])
+        return out, lambda loss: (loss.mean(), {"loss": loss.mean().item()})
+
+    losses = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=SEQ,
+        micro_batch_size=len(batches[0]),
+    )
+    return sum(item["loss"] for item in losses) / len(batches)
+
+
+def train(
+    model: nn.Module, optimizer: Any, accumulation: int, clip: float | None, rank: int, world: int, parts: int = 1
+) -> dict[str, Any]:
+    """The same loop for the plain and the wrapped model; `parts` cuts each micro-batch, as data parallelism would."""
+    whole = model.pre_process and model.post_process
+    rows = ROWS // world
+    losses, norms = [], []
+    for step in range(STEPS):
+        batches = [tokens(step, micro, SEQ, VOCAB)[rank * rows : (rank + 1) * rows] for micro in range(accumulation)]
+        total = _accumulate(model, batches, parts) if whole else _pipeline(model, batches)
+        if clip is not None:
+            plain = not isinstance(optimizer, em.ShardedOptimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip) if plain else optimizer.clip_grad_norm_(clip)
+            norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return {"loss": losses, "norm": norms}
+
+
+def plain(case: Case, accumulation: int, clip: float | None, parts: int = 1) -> dict[str, Any]:
+    """The oracle, in one process; a rank of a larger world computes it alone."""
+    case = case.one()
+    with shims(), model_parallel(case):
+        torch.manual_seed(5)
+        model = build(case)
+        start = state_of(model)
+        result = train(model, make_optimizer(model), accumulation, clip, 0, 1, parts)
+        return {**result, "start": start, "state": state_of(model)}
+
+
+def wrapped(case: Case, plan: Any, accumulation: int, clip: float | None, start: dict[str, Tensor]) -> dict[str, Any]:
+    """The same run on this rank under `plan`, which "auto" finds for a machine of four GPUs."""
+    with shims(), model_parallel(case):
+        model = build(case)
+        load(model, start, case)
+        megatron.annotate(model)
+        rank, world = place()["dp"]
+        options: dict[str, Any] = {}
+        if plan == "auto":
+            options["hardware"] = "a100-80g-pcie-x4"
+        if plan == "auto" or (plan.rcache_blocks is not None and case.pp == 1):
+            options |= {"sample": tokens(0, 0, SEQ, VOCAB)[: ROWS // world], "step": lm_loss}
+        model, optimizer = wrap_with_least(model, plan, options)
+        result = train(model, optimizer, accumulation, clip, rank, world)
+        losses = torch.tensor(result["loss"], dtype=torch.float64)
+        dist.all_reduce(losses)
+        result["loss"] = (losses * case.pp / dist.get_world_size()).tolist()
+        result["state"] = megatron.as_one_process(model, em.full_state_dict(model))
+        first = place()["pp"][0] * case.layers // case.pp
+        result["state"] = {
+            re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + first}", name): value
+            for name, value in result["state"].items()
+        }
+        result["statistics"] = optimizer.statistics().as_dict()
+        optimizer.close()
+        return result
+
+
+def wrap_with_least(model: nn.Module, plan: Any, options: dict[str, Any]) -> tuple[nn.Module, em.ShardedOptimizer]:
+    """Under `plan`, with as many blocks as it takes."""
+    try:
+        return em.wrap(model, make_optimizer(model), plan=plan, **options)
+    except em.PlanError as error:
+        return em.wrap(model, make_optimizer(model), plan=replace(plan, rcache_blocks=least_said(error)), **options)
+
+
+def everything(work: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    """Several runs in one message."""
+    return [fn(*args) for fn, args in work]
