@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.optim.accepted import is_adam
+from tests.support.cases import WORLDS
 from tests.support.parity import assert_alike, trained
 from tests.support.ranks import RankPool
 
@@ -570,13 +571,14 @@ def train_all(names: list[str], plans: dict[str, em.Plan]) -> dict[tuple[str, st
     return results
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "every"), WORLDS)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_scenario(name: str, world: int, ranks: Ranks) -> None:
+def test_scenario(name: str, world: int, every: bool, ranks: Ranks) -> None:
     """On one rank the plans differ in blocks and tiers alone: the one with the most of both is enough."""
     wanted = train(SCENARIOS[name], None)
     on_disk = {"disk"} if is_adam(SCENARIOS[name].optimizer(SCENARIOS[name].model())) else set()
-    chosen = {*PLANS} - {"disk"} if world > 1 else {"offload"} | on_disk
+    several = {*PLANS} - {"disk"} if every else {"zero2", "small"}
+    chosen = several if world > 1 else {"offload"} | on_disk
     plans = {plan: PLANS[plan] for plan in sorted(chosen)}
     for found in ranks(world).run(train_all, [name], plans):
         for case, result in found.items():

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.errors import ConfigError, ElixirError
-from tests.support.cases import spill_of, with_further
+from tests.support.cases import WORLDS, spill_of, with_further
 from tests.support.parity import assert_alike, trained
 from tests.support.ranks import RankPool
 
@@ -325,12 +325,13 @@ def train_all(name: str, plans: list[str], **options: Any) -> dict[str, dict[str
     return {plan: train(name, PLANS[plan], **options) for plan in plans}
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "every"), WORLDS)
 @pytest.mark.parametrize("name", with_further(CASES, QUICK))
-def test_case(name: str, world: int, ranks: Ranks) -> None:
+def test_case(name: str, world: int, every: bool, ranks: Ranks) -> None:
     """On one rank the plans differ in blocks and tiers alone."""
     wanted = train(name, None)
-    for found in ranks(world).run(train_all, name, [*PLANS] if world > 1 else ["offload", "disk"]):
+    several = [*PLANS] if every else ["zero3", "layers"]
+    for found in ranks(world).run(train_all, name, several if world > 1 else ["offload", "disk"]):
         for plan, result in found.items():
             assert_alike(result, wanted, plan, 2e-5, rel=1e-5, abs=1e-5)
 

@@ -21,6 +21,10 @@ def with_further(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     return [one(case) for case in cases]
 
 
+WORLDS = [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.slow)]
+"""(ranks, under every plan): two ranks under all plans are further cases of two ranks under a few."""
+
+
 def spill_of(plan: em.Plan) -> dict[str, Any]:
     """A folder for a plan with chunks on disk; nothing for others."""
     return {"spill": tempfile.gettempdir()} if plan.disk_chunks else {}
