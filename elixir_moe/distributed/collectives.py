@@ -1,6 +1,6 @@
 """Collectives on chunks: how a gathered chunk comes together and a gradient comes apart.
 
-Owns the process groups of the library and what suits each backend. Decides nothing: `scheduler` says what and when.
+Owns the process groups of chunks and what suits each backend. Decides nothing: `scheduler` says what and when.
 
 Gathers and reductions have process groups of their own, so that a gather never waits behind a reduction on the wire.
 On NCCL both run in place in the block. gloo is slow where it is naive: there a gather is one message to and from every

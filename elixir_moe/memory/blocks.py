@@ -1,6 +1,6 @@
 """The memory of the rCache: blocks, and the proof that nobody still reads one that is to be written.
 
-Owns the blocks, and the memory of chunks that do not share them. `chunks.cache_policy` decides which chunk goes where.
+Owns the blocks, and a buffer for each resident chunk. `chunks.cache_policy` decides which chunk goes where.
 
 A block may be written when the operation that last used it has ended and no tensor shares its storage. The policy only
 gives away what nothing holds, so the second is true already, but for a reader nobody could foresee: a view of a weight

@@ -1,7 +1,7 @@
 """What a chunk is between two uses: the long-lived state of one rank's shard of it.
 
 Owns one class for each kind of shard. They differ in what a gather sends, where a gradient lands and what an update
-writes. Nothing here moves bytes between ranks, and no property blocks: `wait_for_update` is what waits.
+writes. Nothing here moves bytes between ranks. No property blocks; methods say so where they wait.
 
     class        a gather sends    a reduced gradient takes              the master lies
     FrozenShard  the values        -                                     -
@@ -9,7 +9,7 @@ writes. Nothing here moves bytes between ranks, and no property blocks: `wait_fo
     PieceShard   the master        nothing: autograd's own tensors stay  in memory
     MixedShard   the values        the values' place (v2, 4.1)           in memory or on disk
 
-`MixedShard` sums a step's second gradient in fp32, in an accumulator that exists from then on, and casts the values
+From the first step with two backwards on, `MixedShard` sums all gradients in an fp32 accumulator. It casts the values
 anew from the master when they are wanted before the update. Source: "master copy of each scattered shard", Elixir v1,
 VII; memory of a chunk, v2, 4.1.
 """

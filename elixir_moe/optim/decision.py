@@ -1,6 +1,7 @@
 """What all ranks decide before an update: the gradient norm, whether it is finite, and who has a gradient.
 
-Owns the one small all-reduce of a step, the clipping and the loss scale. Changes no weight.
+Owns the one small all-reduce of a step (and one more between pipeline stages), the clipping and the loss scale. Changes
+no weight.
 """
 
 import math

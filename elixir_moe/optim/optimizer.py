@@ -1,7 +1,7 @@
 """The sharded optimizer: the user's optimizer on the master shards.
 
 Owns what a user calls, and the order of a step: decide (`decision`), drop what becomes stale, update shard by shard
-(`shard_update`). What it keeps is read and replaced through `state`. Never gathers a chunk.
+(`shard_update`). What it keeps is read and replaced through `state`. Asks for no gather.
 
 A parameter that got no gradient on any rank is left alone, as torch does where ``grad is None``; one that got a
 gradient somewhere counts as zero elsewhere. `step` uses the gradients up: they do not pile up if `zero_grad` is

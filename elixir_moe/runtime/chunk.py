@@ -1,16 +1,16 @@
 """One chunk at run time: where its weights are gathered, what its parameters show, where its gradients land.
 
-Owns the state of the weights, the views that parameters have of them, and `Gradients`. Issues no transfer and no
-collective: `scheduler` does.
+Owns the state of the weights, the views that parameters have of them, and `Gradients`. Issues no collective:
+`scheduler` does.
 
-    state      memory beside the shard                    may become
-    SHARDED    none                                       GATHERING
-    GATHERING  a block, being filled                      GATHERED
-    GATHERED   a block, parameters are views of it        SHARDED
+    state      weights are in                             may become
+    SHARDED    the shards alone                           GATHERING
+    GATHERING  a block or the shard, being filled         GATHERED
+    GATHERED   a block or the shard, parameters view it   SHARDED
 
-Gradients have memory of their own, so weights in a block are only read. A chunk that is `ATTACHED` is gathered once and
-stays so. A released parameter is one NaN expanded to its shape: shape, dtype and device stay true, no memory is held,
-and a read that should not have happened shows.
+No gradient is written into a block of weights. A chunk that is `ATTACHED` is gathered once and stays so. A released
+parameter is one NaN (0 for integers) expanded to its shape: shape, dtype and device stay true, no memory is held, and a
+read that should not have happened shows.
 """
 
 from collections.abc import Sequence

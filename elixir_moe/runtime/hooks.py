@@ -4,20 +4,21 @@ Owns the hooks on units and parameters, the stack of units that run, and the not
 tensors are `saved_tensors`' matter. Moves nothing: it tells `Scheduler` what is needed and what is ready.
 
 Forward.   A unit's pre-forward hook unshards its chunks, its post-forward hook releases them. While they are held the
-           unit's parameters are what they were before `wrap`. Weights that autograd saves are packed.
+           unit's parameters are what they were before `wrap`. Weights that autograd saves are packed, unless all
+           chunks are attached.
 Backward.  A hook on a unit's outputs fires right before the unit's backward: its chunks are held again until all its
            gradients have come, or everything that forward entered after it is done. Gradients go from
            `parameter.grad` into memory of their own.
 Passing.   Every entry into and exit from a unit in forward gets the next number. Autograd runs nodes in the reverse of
            their creation, so when backward reaches a unit that was left at number e, everything entered after e is
            done: gradients that have not come by then will not come, and count as zero.
-Recompute. A forward inside backward (activation checkpointing) holds its chunks in the same way, since the
-           checkpoint's own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest region).
+Recompute. A forward inside backward (activation checkpointing) holds its chunks until backward has passed it, since
+           the checkpoint's own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest region).
            Where a region begins to run again, all that forward entered later is let go.
 Elsewhere. A function that reads a parameter of no running unit borrows it: its chunk is gathered for the call. Such a
            read has a position like a unit's, so that its gradient is waited for.
-Reset.     What begins leaves a mark until it has ended as it should. Where the mark is found, by the next root forward
-           or `zero_grad`, everything is given up that was begun.
+Reset.     What begins leaves a mark until it has ended as it should. Where the mark is found, by the next
+           outermost call or read, `zero_grad` or `step`, everything is given up that was begun.
 """
 
 import sys

@@ -2,7 +2,8 @@
 
 Owns the pair of saved-tensor hooks. A tensor that views gathered weights is packed as (chunk, size, stride, offset) and
 rebuilt from wherever the chunk is when it is unpacked, so that its block can be reused meanwhile. All others are kept
-as torch keeps them, versions checked; hooks that somebody else has set around the model get them.
+as torch keeps them, versions checked. If user code has set hooks around the model, these get every saved tensor,
+weights included.
 """
 
 from bisect import bisect_right

@@ -1,4 +1,4 @@
-"""The only place that moves bytes: gathers, reductions, and the order they are issued in.
+"""The only place that issues a step's gathers and reductions, and their order.
 
 Owns what the cache was asked and has decided, the queue of gathers that have not begun, and the reductions in flight.
 Knows nothing of modules or autograd (`hooks`) nor of updates (`optim`).
@@ -6,11 +6,12 @@ Knows nothing of modules or autograd (`hooks`) nor of updates (`optim`).
     unshard   ->  cache.acquire  ->  queue  ->  begin (fetch, gather)  ->  wait, parameters attached
     gradient  ->  cache.acquire  ->  lands in a block  ->  reduce  ->  cache.release  ->  home
 
-No deadlock by construction. Gathers follow requests, which come from modules every rank runs; what is evicted for them
-is decided by `chunks.cache_policy` from the requests alone. Reductions are issued in the order of `reduction_order`.
+No deadlock where every rank runs the same scattered modules. Gathers follow requests, which come from modules.
+`chunks.cache_policy` decides evictions from the requests alone. `reduction_order` gives the order of reductions.
 
 Overlap. Compute waits for a gather where it needs it, the update for reductions, a refill for the last use of its
-block; a gather that was decided ahead of time begins when its home's update has ended, and holds up nothing else.
+block. A gather that was decided ahead of time begins when its home's update has ended; it holds up only gathers that
+were decided ahead of time after it.
 Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the calling order).
 """
 

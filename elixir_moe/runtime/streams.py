@@ -1,9 +1,9 @@
-"""The lanes of one device, and who waits for whom.
+"""The streams of one device, and who waits for whom.
 
 Owns the streams and their order; moves nothing. Where there is a GPU, compute is whatever stream is current; the others
-come before it where the device has to choose. On the CPU the host is the only lane, and nothing here does anything.
+come before it where the device has to choose. On the CPU nothing here does anything.
 
-    lane      carries                                begins behind                      is waited for by
+    stream    carries                                begins behind                      is waited for by
     fetch     home-to-block copies                   the block's last use (`Block`),    gather; compute; whoever writes
                                                      the home's last reduction          the home
     gather    all-gathers, in the block              all fetches so far                 compute
@@ -88,4 +88,4 @@ class Streams:
 
 
 def _nothing() -> None:
-    """The host is the only lane."""
+    """There are no streams."""

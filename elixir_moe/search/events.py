@@ -1,4 +1,4 @@
-"""The tape of a traced step: memory taken and given back, arithmetic, and who was running.
+"""The events of a traced step: memory taken and given back, arithmetic, and who was running.
 
 Owns `Event`, and `Recorder`, which listens to operators, modules and gradients while a step runs on fake tensors.
 """

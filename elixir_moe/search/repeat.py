@@ -1,4 +1,4 @@
-"""Layers that are alike: which of them a trace may leave out, and how its tape is made whole again.
+"""Layers that are alike: which of them a trace may leave out, and how its events are made whole again.
 
 Owns the comparison of layers, the shortened lists of layers, and the repetition of a period of the tape.
 """

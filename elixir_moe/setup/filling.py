@@ -1,4 +1,4 @@
-"""From a model's weights to its shards: each chunk is filled, scattered, and only then made into a `Chunk`.
+"""From a model's weights to its shards: each chunk is filled, broadcast and cut, and only then made into a `Chunk`.
 
 Owns the way of the values, and the file of those on disk. No rank holds more than one chunk of full weights beside what
 the model came with.

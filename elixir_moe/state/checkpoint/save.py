@@ -10,10 +10,10 @@ Why a thread. A save beside the training is copying, writing and hashing, which 
 process of its own would need the shards in shared memory, and could be left over. The thread has a process group of its
 own, so that its agreements stand in no order with those of the training.
 
-What is copied before `save` returns is what user code can change unseen: buffers, and weights used in place. All else
-is changed by an update, by a load, or by what brings home what users have written; each waits until the thread has
-copied it (`ShardState.wait_for_reader`). Updates of the last step may be under way when `save` is called: it is the
-thread that waits for them, a shard at a time (`Elements.read`).
+Before `save` returns it copies what user code can change unseen: buffers, and weights that stay attached. All else is
+changed by an update, by a load, or by a write of user code that is brought home; each waits until the thread has copied
+everything (`ShardState.wait_for_reader`). Updates of the last step may be under way when `save` is called: the thread
+waits for them, a shard at a time (`Elements.read`).
 """
 
 import os
