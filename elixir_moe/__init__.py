@@ -3,11 +3,15 @@
 The public names; everything else is internal and may move.
 """
 
+from importlib.metadata import version
+
 from elixir_moe.chunks.plan import Footprint, Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.ending import keep_exit_codes
 from elixir_moe.errors import CheckpointError, ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError
+from elixir_moe.inspect import Inspection, inspect
 from elixir_moe.kernels import spare_tiles
+from elixir_moe.moe.layer import MoE
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
@@ -21,6 +25,8 @@ from elixir_moe.state.full import full_state_dict
 from elixir_moe.state.huggingface import save_pretrained
 from elixir_moe.wrap import wrap
 
+__version__ = version("elixir-moe")
+
 spare_tiles()
 keep_exit_codes()
 
@@ -30,7 +36,9 @@ __all__ = [
     "DiskError",
     "ElixirError",
     "Footprint",
+    "Inspection",
     "LayoutError",
+    "MoE",
     "Pattern",
     "Plan",
     "PlanError",
@@ -43,6 +51,7 @@ __all__ = [
     "expert_mesh",
     "full_state_dict",
     "init_mesh",
+    "inspect",
     "latest",
     "load",
     "megatron",

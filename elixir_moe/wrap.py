@@ -66,8 +66,8 @@ def wrap(
         model: any module, on any device; what is on "meta" comes from `weights`.
         optimizer: an elementwise `torch.optim` optimizer on its parameters, not yet stepped.
         plan: where chunks are at home and how many are gathered at once; "auto" traces one step and finds the fastest
-            that fits (docs/planning.md). `optimizer.plan` is what was found, ``optimizer.plan.explain()`` says why, and
-            `optimizer.prediction` what a step takes.
+            that fits (docs/planning.md). `em.inspect(model)` has the plan that was found, why,
+            and what a step is expected to take.
         sample: with `step`, a batch: ``step(model, sample)`` and its backward run once on tensors without data, to
             learn the order in which parameters are first used, which is the order they are packed in, and how many
             blocks of the rCache a step needs. A step that cannot run without data runs once on the model instead,
@@ -167,11 +167,12 @@ def wrap(
     agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone
     scheduler = Scheduler(chunks, cache, blocks, staging, device, statistics, agreement)
     hooks = Hooks(model, build_units(described.parts, described.parameters, layout), scheduler, placeholder)
-    model.elixir = Wrapped(scheduler=scheduler, hooks=hooks, groups=groups.by_ranks, model=described)  # type: ignore[assignment]
-    refuse_plain_state_dicts(model)
     sharded = ShardedOptimizer(
         optimizer, scheduler, hooks, groups, plan=plan, layout=layout, footprint=size, spill=file
     )
+    wrapped = Wrapped(scheduler=scheduler, hooks=hooks, groups=groups.by_ranks, model=described, optimizer=sharded)
+    model._elixir = wrapped  # type: ignore[assignment]
+    refuse_plain_state_dicts(model)
     if prediction is not None:
         sharded.prediction = prediction
         sharded.register_step_post_hook(prediction)

@@ -30,7 +30,7 @@ STOREYS: list[set[str]] = [
     {"state"},
     {"search"},
     {"setup"},
-    {"wrap"},
+    {"wrap", "inspect"},
     {"__init__"},
     {"train"},
     {"cli"},

@@ -103,6 +103,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _parser(settings_help: str | None) -> _Parser:
     parser = _Parser(prog="elixir-moe", description=_ABOUT, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"elixir-moe {_version('elixir-moe')}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     train_parser = verbs.add_parser(
         "train",

@@ -40,7 +40,7 @@ def check_arguments(
     if compute_dtype not in (None, *TRAINED_IN):
         raise ConfigError(f"compute_dtype={compute_dtype!r}: expected one of {TRAINED_IN}, or None")
     guarded = any(isinstance(parameter, ShardedParameter) for parameter in model.parameters())
-    if guarded or isinstance(optimizer, ShardedOptimizer) or any(hasattr(m, "elixir") for m in model.modules()):
+    if guarded or isinstance(optimizer, ShardedOptimizer) or any(hasattr(m, "_elixir") for m in model.modules()):
         raise ConfigError("this model, a part of it or the optimizer is wrapped already: call wrap once, on the whole")
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if others := sorted(kinds & _OTHER_WRAPPERS):

@@ -13,6 +13,7 @@ from torch import nn
 
 from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.errors import ConfigError
+from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.dtensor import spec_of, whole_of
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.parallel.rules import UNCUT, named_tensors, pattern_of
@@ -31,6 +32,7 @@ class Wrapped:
     """gloo process groups by their ranks: those of every chunk and of every sharded axis."""
     model: ModelSpec
     """What it was in `wrap`."""
+    optimizer: ShardedOptimizer
 
 
 def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[int, ...]]:
@@ -52,7 +54,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: the model is not wrapped, or has other parameters or buffers than it had then.
     """
-    wrapped: Wrapped | None = getattr(model, "elixir", None)
+    wrapped: Wrapped | None = getattr(model, "_elixir", None)
     if wrapped is None:
         raise ConfigError("full_state_dict needs a model that went through wrap; use model.state_dict() on a plain one")
     check_as_wrapped(model, wrapped)

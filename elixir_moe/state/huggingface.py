@@ -223,7 +223,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         ConfigError: the model is not wrapped, or has other parameters or buffers than it had then.
         CheckpointError: rank 0 cannot write; on every rank.
     """
-    wrapped: Wrapped | None = getattr(model, "elixir", None)
+    wrapped: Wrapped | None = getattr(model, "_elixir", None)
     if wrapped is None:
         raise ConfigError("save_pretrained needs a model that went through wrap; a plain one has its own")
     if hasattr(model, "peft_config"):

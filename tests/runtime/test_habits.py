@@ -426,7 +426,7 @@ def look(model: nn.Module) -> float:
 def write(model: nn.Module) -> float:
     """What constraints on weights do between steps."""
     scale = model.log_scale
-    with em.unsharded(scale, write=True) if hasattr(model, "elixir") else contextlib.nullcontext():
+    with em.unsharded(scale, write=True) if hasattr(model, "_elixir") else contextlib.nullcontext():
         scale.data.clamp_(max=0.29)
     with torch.no_grad():
         model.projection.mul_(0.9)

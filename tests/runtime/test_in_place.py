@@ -87,7 +87,7 @@ def test_nothing_is_copied_in_one_process(pair: Any) -> None:
     model, optimizer, *_ = pair
     size = optimizer.footprint
     assert size.rcache_bytes == size.resident_bytes == 0
-    (chunk,) = model.elixir.scheduler.chunks
+    (chunk,) = model._elixir.scheduler.chunks
     assert size.gradient_bytes == chunk.spec.nbytes
     assert size.shard_bytes["device"] == 3 * chunk.spec.nbytes, "weights and moments"
     assert optimizer.held_bytes() == {"device": size.device_bytes, "host": 0, "disk": 0}

@@ -432,7 +432,7 @@ def test_what_is_unsharded_can_be_written_in_any_way(pair: Pair, grad: bool) -> 
     assert em.full_state_dict(pair[0])["last.bias"].tolist() == [5.0] * D, "an operator on the parameter itself"
     with pytest.raises(em.ConfigError, match="no wrapped model"), em.unsharded(nn.Linear(2, 2)):
         pass
-    if not any(chunk.spec.in_place for chunk in pair[0].elixir.scheduler.chunks):  # where there it is at home
+    if not any(chunk.spec.in_place for chunk in pair[0]._elixir.scheduler.chunks):  # where there it is at home
         with pytest.raises(em.ConfigError, match=r"last\.bias.*pass write=True"), em.unsharded(bias):
             bias.data.fill_(6.0)
     assert all(isinstance(parameter, ShardedParameter) for parameter in pair[0].parameters())
@@ -494,7 +494,7 @@ def test_a_view_kept_from_where_it_was_unsharded(pair: Pair) -> None:
     pair[1].step()
     wanted = em.full_state_dict(pair[0])["last.bias"] * 2
     view.mul_(2)
-    if any(chunk.spec.in_place for chunk in pair[0].elixir.scheduler.chunks):
+    if any(chunk.spec.in_place for chunk in pair[0]._elixir.scheduler.chunks):
         assert torch.equal(em.full_state_dict(pair[0])["last.bias"], wanted)
         return
     with pytest.raises(em.ElixirError, match=r"last\.bias.*em\.unsharded\(parameter, write=True\)"):

@@ -334,7 +334,7 @@ def test_a_sample_gives_the_order_of_first_use() -> None:
     model, optimizer = em.wrap(model, adamw(model), plan=small_plan(model, 3), sample=rows(), step=mean_square)
     assert torch.equal(state, torch.get_rng_state()) and model.calls == 0
     names = {p: name for name, p in model.named_parameters()}
-    packed = [names[p] for chunk in model.elixir.scheduler.chunks for p in chunk.parameters]
+    packed = [names[p] for chunk in model._elixir.scheduler.chunks for p in chunk.parameters]
     firsts = [packed.index(f"layers.{i}.up.weight") for i in (3, 2, 1, 0)]
     assert firsts == sorted(firsts) and packed[0] == "first.weight" and packed[-1] == "last.bias"
     mean_square(model, rows()).backward()

@@ -208,7 +208,7 @@ def run_recorded(checkpoint: Any, shape: dict[str, Any]) -> dict[str, Any]:
     plan = Plan.zero3(rcache_blocks=64, chunk_numel=2500)
     model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan, sample=sample, step=lm_loss)
     lm_loss(model, sample).backward()
-    recorded = model.elixir.scheduler.cache.schedule.entries
+    recorded = model._elixir.scheduler.cache.schedule.entries
     layout = profile.step_order.counted(build_layout(profile.params, 2500))
     found = {
         "layouts": (layout, optimizer.layout),

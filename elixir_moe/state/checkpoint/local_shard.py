@@ -94,7 +94,7 @@ def wrapped_of(model: nn.Module, optimizer: Any) -> Wrapped:
     Raises:
         ConfigError: it is not wrapped, with another optimizer, or closed; it has not the parameters it had then.
     """
-    wrapped: Wrapped | None = getattr(model, "elixir", None)
+    wrapped: Wrapped | None = getattr(model, "_elixir", None)
     if wrapped is None or not isinstance(optimizer, ShardedOptimizer):
         raise ConfigError("checkpoints are of a model and an optimizer that went through em.wrap")
     parameters = {p for group in optimizer.param_groups for p in group["params"]}
