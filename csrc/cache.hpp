@@ -1,7 +1,8 @@
 // The rCache without its memory: which chunk leaves when another must enter, played over a recorded step.
 //
-// The same decisions as `CacheState` in chunks/cache_policy.py with a schedule and without prefetching, which is what the
-// runtime takes; a test compares the two load by load. The search plays hundreds of steps, the runtime one at a time.
+// The same decisions as `CacheState` in chunks/cache_policy.py with a schedule and without prefetching, which is what
+// the runtime takes; a test compares the two load by load. The search plays hundreds of steps, the runtime one at a
+// time.
 
 #pragma once
 
