@@ -34,7 +34,7 @@ from tests.support.train_cases import last_state, settings_of, written
 RANKS = 2
 SAVING = "elixir-save"
 _TIMEOUT_SECONDS = 180
-_LIBRARY = str(Path(cli.__file__).parent)
+_LIBRARY = str(Path(cli.__file__).parents[1])
 
 
 @dataclass(frozen=True, slots=True)
