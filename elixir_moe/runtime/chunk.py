@@ -131,6 +131,8 @@ class Pieces:
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """As `Gradients.add`."""
+        if not gradient.numel():
+            return  # it begins where the next parameter does
         own = gradient.detach().clone() if gradient.requires_grad else gradient  # its own graph wants it as it is
         self._shard.take_piece(self._chunk.spec.slots[index].start, own)
 

@@ -45,6 +45,7 @@ from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.units import Unit
 
 ParamId = tuple[int, int]
+_DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
 @dataclass(slots=True)
@@ -201,6 +202,12 @@ class Hooks:
 
     def _begin(self) -> None:
         """Something begins that is not inside anything else."""
+        transform = torch._C._functorch.peek_interpreter_stack()
+        if transform is not None and transform.key() in _DIFFERENTIATING:
+            raise ConfigError(
+                "torch.func.grad, jvp and their like cannot go through a wrapped model, whose weights come and go: use "
+                "backward() or torch.autograd.grad"
+            )
         if self._begun or self._scheduler.failed or self._backward is not None:
             self.reset()
         self._thread = threading.get_ident()

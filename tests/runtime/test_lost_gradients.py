@@ -144,3 +144,49 @@ def save_a_stage(directory: str) -> None:
 def test_a_pipeline_stage_is_no_whole_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
     ranks(2).run(save_a_stage, str(tmp_path / "stage"))
     assert not list(tmp_path.iterdir())
+
+
+class Empty(nn.Module):
+    """Parameters without elements, each right before one that has some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, 4))
+        self.one = nn.Parameter(torch.ones(1))
+        self.narrow, self.wide = nn.Linear(4, 0), nn.Linear(0, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.narrow(x)) + torch.cat([x, self.none]) * self.one
+
+
+@pytest.mark.parametrize("plan", [em.Plan.ddp(), em.Plan.offload(rcache_blocks=4, chunk_numel=32)], ids=["ddp", "host"])
+def test_a_parameter_without_elements_takes_no_gradient_from_its_neighbour(plan: em.Plan) -> None:
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(3):
+            mean_square(model, torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    plain, model = Empty(), Empty()
+    model.load_state_dict(plain.state_dict())
+    trained(plain, adamw(plain))
+    model, optimizer = em.wrap(model, adamw(model), plan=plan)
+    trained(model, optimizer)
+    for name, found in em.full_state_dict(model).items():
+        torch.testing.assert_close(found, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+    optimizer.close()
+
+
+def test_transforms_that_differentiate_are_refused_and_leave_the_model_as_it_was() -> None:
+    model, optimizer = wrapped(PLANS["zero3"], torch.float32)
+    x = batch(0)
+    for transform in (
+        lambda: torch.func.jvp(model, (x,), (x,)),
+        lambda: torch.func.grad(lambda rows: mean_square(model, rows))(x),
+    ):
+        with pytest.raises(em.ConfigError, match=r"torch\.func\.grad, jvp .*use backward"):
+            transform()
+    mean_square(model, x).backward()
+    optimizer.step()
+    optimizer.close()
