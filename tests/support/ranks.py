@@ -54,9 +54,11 @@ def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
 def _let_go_of_groups() -> None:
     """Destroys what the function before this one has left; all ranks are done with it.
 
-    The threads of a gloo process group wake up a hundred times a second.
+    The threads of a gloo process group wake up a hundred times a second. Groups of a mesh stay: DTensor remembers their
+    names for all meshes that are alike.
     """
-    left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    mine = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    left = [group for group in mine if not group.group_desc.startswith("mesh_")]
     for group in left:
         dist.destroy_process_group(group)
     if left:
