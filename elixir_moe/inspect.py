@@ -12,8 +12,7 @@ from elixir_moe.chunks.cache_policy import Schedule
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import Footprint, Plan
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.errors import ConfigError
-from elixir_moe.state.full import Wrapped
+from elixir_moe.state.full import require_wrapped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +46,7 @@ def inspect(model: nn.Module) -> Inspection:
     Raises:
         ConfigError: the model is not wrapped.
     """
-    wrapped: Wrapped | None = getattr(model, "_elixir", None)
-    if wrapped is None:
-        raise ConfigError("inspect needs a model that went through wrap")
-    optimizer = wrapped.optimizer
+    optimizer = require_wrapped(model, "inspect").optimizer
     return Inspection(
         plan=optimizer.plan,
         layout=optimizer.layout,

@@ -55,7 +55,9 @@ _WHOLE_NUMBERS = (
 """(field, least value, may be None)."""
 DISK_THREADS = 4
 """Slices of chunks on disk that are updated at the same time: while one is computed, others are read and written."""
-SPILL_ALIGN_NUMEL = 1024
+PAGE_BYTES = 4096
+"""What the disk is read and written in."""
+SPILL_ALIGN_NUMEL = PAGE_BYTES // 4
 """fp32 elements of a page: where arrays on disk begin."""
 REDUCTIONS_IN_FLIGHT = 3
 """How many the host leaves under way: none waits for a rank that is a little late, and few wait to be summed."""
@@ -294,17 +296,17 @@ def accumulator_bytes(chunk: ChunkSpec, tier: Tier) -> int:
 
 def spilled_bytes(numel: int, arrays: int) -> int:
     """Bytes on disk of `arrays` of fp32, each filled up to whole pages."""
-    return 4 * arrays * whole_pages(numel)
+    return 4 * arrays * paged_numel(numel)
 
 
-def whole_pages(numel: int) -> int:
+def paged_numel(numel: int) -> int:
     """So many elements of fp32, or as many more as fill a page of the disk."""
     return -(-numel // SPILL_ALIGN_NUMEL) * SPILL_ALIGN_NUMEL
 
 
 def spill_slice_numel(numels: Iterable[int]) -> int:
     """Elements of an array that are moved between disk and memory at once, for chunks of `numels` elements."""
-    return min(_SPILL_SLICE_NUMEL, whole_pages(max(numels, default=0)))
+    return min(_SPILL_SLICE_NUMEL, paged_numel(max(numels, default=0)))
 
 
 def spill_buffer_bytes(numels: Sequence[int], arrays: int) -> int:

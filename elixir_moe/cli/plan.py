@@ -99,10 +99,14 @@ def _import_compiler() -> None:
     Python's collector passes over what there is then for good: its last rounds, at the interpreter's end, would take as
     long as the search.
     """
+    collects = gc.isenabled()
     gc.disable()
-    import_module("torch._dynamo")
+    try:
+        import_module("torch._dynamo")
+    finally:
+        if collects:
+            gc.enable()
     gc.freeze()
-    gc.enable()
 
 
 def _task(known: argparse.Namespace, hardware: Hardware) -> tuple[Task, str]:

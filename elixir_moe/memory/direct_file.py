@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from io import FileIO
 
-PAGE_BYTES = 4096
+from elixir_moe.chunks.plan import PAGE_BYTES
 
 
 class DirectFile:

@@ -25,11 +25,11 @@ import torch
 
 from elixir_moe.chunks.plan import (
     DISK_THREADS,
+    paged_numel,
     size_text,
     spill_buffer_bytes,
     spill_slice_numel,
     spilled_bytes,
-    whole_pages,
 )
 from elixir_moe.errors import DiskError, TierError
 from elixir_moe.memory.direct_file import DirectFile, paged_memory
@@ -195,7 +195,7 @@ class Spilled:
 
     def _padded(self, index: int) -> int:
         start, stop = self._bounds(index)
-        return whole_pages(stop - start)
+        return paged_numel(stop - start)
 
     def _place(self, index: int, array: int) -> int:
         before = index * self._spill.slice_numel * self._spill.arrays + array * self._padded(index)

@@ -35,6 +35,14 @@ class Wrapped:
     optimizer: ShardedOptimizer
 
 
+def require_wrapped(model: nn.Module, what: str, otherwise: str = "") -> Wrapped:
+    """What `wrap` left on the model. Raises ConfigError, naming who needs it and what to do otherwise."""
+    wrapped: Wrapped | None = getattr(model, "_elixir", None)
+    if wrapped is None:
+        raise ConfigError(f"{what} needs a model that went through wrap{otherwise}")
+    return wrapped
+
+
 def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[int, ...]]:
     """The ranks `full_state_dict` gathers over."""
     patterns = {pattern for p in model.parameters() if (pattern := pattern_of(p)) is not None}
@@ -54,9 +62,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: the model is not wrapped, or has other parameters or buffers than it had then.
     """
-    wrapped: Wrapped | None = getattr(model, "_elixir", None)
-    if wrapped is None:
-        raise ConfigError("full_state_dict needs a model that went through wrap; use model.state_dict() on a plain one")
+    wrapped = require_wrapped(model, "full_state_dict", "; use model.state_dict() on a plain one")
     check_as_wrapped(model, wrapped)
     full = dict(full_parameters(wrapped))
     state = {name: full[p] for p, names in wrapped.model.names.items() for name in names}

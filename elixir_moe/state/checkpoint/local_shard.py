@@ -97,8 +97,7 @@ def wrapped_of(model: nn.Module, optimizer: Any) -> Wrapped:
     wrapped: Wrapped | None = getattr(model, "_elixir", None)
     if wrapped is None or not isinstance(optimizer, ShardedOptimizer):
         raise ConfigError("checkpoints are of a model and an optimizer that went through em.wrap")
-    parameters = {p for group in optimizer.param_groups for p in group["params"]}
-    if not parameters <= {p for chunk in wrapped.scheduler.chunks for p in chunk.parameters}:
+    if optimizer is not wrapped.optimizer:
         raise ConfigError("the optimizer is another model's: pass both as em.wrap returned them")
     wrapped.scheduler.check_open()
     check_as_wrapped(model, wrapped)
