@@ -15,11 +15,11 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[dev]'
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[train,dev]'
 	touch $@
 
 $(BENCH_STAMP): $(STAMP)
-	DS_BUILD_OPS=0 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[dev,bench]'
+	DS_BUILD_OPS=0 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[train,dev,bench]'
 	touch $@
 
 # Two files at a time, in their order: while ranks of one wait for each other, the other computes.

@@ -247,13 +247,11 @@ def _ours(config: GPTConfig, case: Case) -> tuple[Step, float | None]:
     model, optimizer = em.wrap(
         model,
         torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
-        plan="auto",
-        sample=sample,
-        step=lm_loss,
-        budget_bytes=int(0.92 * case.limit_gib * GIB),  # the allocator keeps a part in holes
+        plan=em.Plan.auto(lm_loss, sample, budget=int(0.92 * case.limit_gib * GIB)),  # holes of the allocator
     )
-    assert optimizer.prediction is not None
-    return _plain_step(model, optimizer), optimizer.prediction.step_seconds
+    expected = em.inspect(model).prediction
+    assert expected is not None
+    return _plain_step(model, optimizer), expected.step_seconds
 
 
 def _fsdp2(config: GPTConfig, case: Case) -> tuple[Step, float | None]:

@@ -117,7 +117,7 @@ def host_microseconds(workload: Workload, *, rounds: int) -> list[float]:
     A forward gathers everything and is left without a backward; then the requests of its modules are made again, by the
     recorded schedule.
     """
-    contender = ours(workload, em.Plan.offload(rcache_blocks=None))  # in one process all else is used in place
+    contender = ours(workload, em.Plan.offload(rcache_blocks="all"))  # in one process all else is used in place
     optimizer, data = contender.optimizer, batches(workload, stream=0)
     assert isinstance(optimizer, ShardedOptimizer)
     for _ in range(2):
@@ -129,8 +129,9 @@ def host_microseconds(workload: Workload, *, rounds: int) -> list[float]:
 
 
 def _replay_forward(optimizer: ShardedOptimizer) -> float:
-    assert optimizer.schedule is not None
-    scheduler, entries = optimizer._scheduler, optimizer.schedule.entries
+    scheduler = optimizer._scheduler
+    assert scheduler.cache.schedule is not None
+    entries = scheduler.cache.schedule.entries
     forward = entries[: next(i for i, entry in enumerate(entries) if entry.chunks[0] < 0)]  # the first gradient's
     requests = sum(entry.verb is Verb.ACQUIRE for entry in forward)
     scheduler.rewind()

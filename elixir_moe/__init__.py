@@ -5,10 +5,21 @@ The public names; everything else is internal and may move.
 
 from importlib.metadata import version
 
-from elixir_moe.chunks.plan import Footprint, Plan, Tier
+from elixir_moe import models
+from elixir_moe.chunks.plan import AutoPlan, Footprint, Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.ending import keep_exit_codes
-from elixir_moe.errors import CheckpointError, ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError
+from elixir_moe.errors import (
+    CheckpointError,
+    ConfigError,
+    DiskError,
+    ElixirError,
+    LayoutError,
+    OutOfStepError,
+    PlanError,
+    TierError,
+    UsageError,
+)
 from elixir_moe.inspect import Inspection, inspect
 from elixir_moe.kernels import spare_tiles
 from elixir_moe.moe.layer import MoE
@@ -31,6 +42,7 @@ spare_tiles()
 keep_exit_codes()
 
 __all__ = [
+    "AutoPlan",
     "CheckpointError",
     "ConfigError",
     "DiskError",
@@ -39,6 +51,7 @@ __all__ = [
     "Inspection",
     "LayoutError",
     "MoE",
+    "OutOfStepError",
     "Pattern",
     "Plan",
     "PlanError",
@@ -47,6 +60,7 @@ __all__ = [
     "Statistics",
     "Tier",
     "TierError",
+    "UsageError",
     "annotate",
     "expert_mesh",
     "full_state_dict",
@@ -55,6 +69,7 @@ __all__ = [
     "latest",
     "load",
     "megatron",
+    "models",
     "save",
     "save_pretrained",
     "unsharded",

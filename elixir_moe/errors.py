@@ -1,8 +1,8 @@
 """The errors a user can meet.
 
-Owns the exception types, and how the nearest right name is suggested. Every message names the parameter, chunk or rank,
-what was expected, what was found and what to change. An `assert` elsewhere in the package means a bug of ours, never a
-user's mistake.
+Owns the exception types, how the nearest right name is suggested, and where names of former versions have gone. Every
+message names the parameter, chunk or rank, what was expected, what was found and what to change. An `assert` elsewhere
+in the package means a bug of ours, never a user's mistake.
 """
 
 from collections.abc import Iterable
@@ -15,6 +15,10 @@ class ElixirError(Exception):
 
 class ConfigError(ElixirError):
     """A setting, file or command-line value is wrong."""
+
+
+class UsageError(ElixirError):
+    """A wrapped model or its optimizer was used in a way that cannot work."""
 
 
 class LayoutError(ElixirError):
@@ -35,6 +39,42 @@ class DiskError(TierError):
 
 class CheckpointError(ElixirError):
     """A checkpoint is missing, damaged, hostile or does not fit the model."""
+
+
+class OutOfStepError(ElixirError):
+    """Collectives of this rank no longer meet those of others that they belong to."""
+
+
+_FORMER = {
+    "em.wrap(": {
+        "hardware": "em.Plan.auto(step, sample, hardware=...)",
+        "budget_bytes": "em.Plan.auto(step, sample, budget=...)",
+        "accumulation": "em.Plan.auto(step, sample, accumulation=...)",
+        "spill": "disk= of em.Plan.offload and em.Plan.auto",
+        "check_spill": "verify= of em.Plan.offload and em.Plan.auto",
+    },
+    "optimizer.": {
+        "plan_table": "em.inspect(model).rows",
+        **{
+            name: f"em.inspect(model).{name}"
+            for name in ("plan", "layout", "footprint", "held_bytes", "schedule", "statistics", "prediction")
+        },
+    },
+    "saving.": {"wait": "saving.result()"},
+    "elixir-moe plan ": {"--budget-gib": "--budget, as in --budget=40GiB"},
+    "plan.": {
+        "spill": "plan.disk",
+        "check_spill": "plan.verify",
+        "budget_gib": "plan.budget, as in budget: 40 GiB",
+    },
+}
+"""By what stood before them: names of former versions, and what each is now."""
+
+
+def former(owner: str, name: str) -> str | None:
+    """Where a name of former versions has gone; None if there never was one."""
+    now = _FORMER.get(owner, {}).get(name)
+    return None if now is None else f"{owner}{name} is now {now}"
 
 
 def nothing_called(what: str, name: str, known: Iterable[str]) -> ConfigError:

@@ -5,14 +5,15 @@ Owns the order of construction; each step is another file's work.
 
 import os
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.cache_policy import CacheState
-from elixir_moe.chunks.plan import Plan, footprint
+from elixir_moe.chunks.plan import AutoPlan, Plan, footprint
+from elixir_moe.chunks.settle import settled
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.all_ranks import ControlGroups, raise_on_all_ranks
 from elixir_moe.distributed.collectives import backend_of, build_communicators
@@ -32,11 +33,12 @@ from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.units import build_units, find_parts, registered_uses
 from elixir_moe.search.auto import Request, forecast, uses_of
 from elixir_moe.search.prediction import Prediction
-from elixir_moe.setup.agreement import agree_on, check_alike, check_host_memory
-from elixir_moe.setup.checks import check_arguments, check_data, check_disk, check_modules, check_search
+from elixir_moe.setup.agreement import agree_on, check_alike, check_host_memory, host_bytes_of_a_rank
+from elixir_moe.setup.checks import check_arguments, check_data, check_disk, check_modules, check_names
 from elixir_moe.setup.filling import build_chunks, move_buffers, open_spill
-from elixir_moe.state.full import Wrapped, groups_needed, refuse_plain_state_dicts
+from elixir_moe.state.full import groups_needed, refuse_plain_state_dicts
 from elixir_moe.state.huggingface import Pretrained
+from elixir_moe.state.wrapped import Wrapped
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -45,17 +47,13 @@ def wrap(
     model: M,
     optimizer: torch.optim.Optimizer,
     *,
-    plan: Plan | Literal["auto"],
+    plan: Plan | AutoPlan,
     sample: Any = None,
     step: Callable[[nn.Module, Any], Any] | None = None,
     compute_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     weights: str | os.PathLike[str] | None = None,
-    hardware: str | os.PathLike[str] | None = None,
-    budget_bytes: int | None = None,
-    accumulation: int = 1,
-    spill: str | os.PathLike[str] | None = None,
-    check_spill: bool = False,
+    **former: Any,
 ) -> tuple[M, ShardedOptimizer]:
     """Shards `model` and `optimizer` by `plan`, in place: the model keeps its class and its training loop.
 
@@ -65,14 +63,13 @@ def wrap(
     Args:
         model: any module, on any device; what is on "meta" comes from `weights`.
         optimizer: an elementwise `torch.optim` optimizer on its parameters, not yet stepped.
-        plan: where chunks are at home and how many are gathered at once; "auto" traces one step and finds the fastest
-            that fits (docs/planning.md). `em.inspect(model)` has the plan that was found, why,
-            and what a step is expected to take.
+        plan: where chunks are at home and how many are gathered at once. `Plan.auto` traces one step and finds the
+            fastest plan that fits; `em.inspect(model)` has what was found, why, and what a step is expected to take.
         sample: with `step`, a batch: ``step(model, sample)`` and its backward run once on tensors without data, to
             learn the order in which parameters are first used, which is the order they are packed in, and how many
             blocks of the rCache a step needs. A step that cannot run without data runs once on the model instead,
-            without gradients. By default the order is that of registration. ``plan="auto"`` needs both, and a step that
-            runs without data.
+            without gradients. By default the order is that of registration. `Plan.auto` has a sample and a step of its
+            own.
         step: the forward of a training step, as in ``step(model, batch).backward()``.
         compute_dtype: what forward and backward run in; fp32 masters keep the weights as they are now. By default each
             parameter's own dtype. `Pattern.dtype` overrides it.
@@ -80,21 +77,14 @@ def wrap(
         weights: a folder of safetensors, as `save_pretrained` and Hugging Face write them, that every rank can read.
             Parameters and buffers of a model made under ``torch.device("meta")`` are read from it straight into their
             shards; no rank ever holds more than a chunk of full weights.
-        hardware: for "auto", what to plan for: a machine that ships with the package, or a file; None measures this one
-            and remembers it.
-        budget_bytes: for "auto", device memory of each rank for the library, activations and buffers; None takes what
-            is free. On CPUs the rest of the ranks' equal parts of memory is the host tier.
-        accumulation: for "auto", backwards in a step; more than one need fp32 sums of narrower gradients.
-        spill: the folder in which each rank makes the file for its chunks on disk, if the plan has any; "auto" puts
-            chunks there if host memory is too small. A fast disk of each host's own is best. Nothing is left in it.
-        check_spill: keep checksums of what is written there, and compare them when it is read.
+        former: names that arguments had before; each is refused, saying where it has gone.
 
     Returns:
         The model and a `ShardedOptimizer` with the same `param_groups`.
 
     Raises:
-        PlanError: the plan does not fit the model (a chunk too short, an rCache too small), or "auto" finds none that
-            fits: by how many bytes, in which tier, and what would help.
+        PlanError: the plan does not fit the model (a chunk too short, an rCache too small), or `Plan.auto` finds none
+            that fits: by how many bytes, in which tier, and what would help.
         LayoutError: patterns do not fit the ranks, or ranks disagree.
         ConfigError: the optimizer is not elementwise, keeps what cannot be cut (8-bit moments in blocks), has been
             stepped, or does not belong to the model.
@@ -104,21 +94,21 @@ def wrap(
 
     # 1. What was given: by itself, then among ranks, then the model.
     def check() -> None:
+        check_names(former)
         check_arguments(model, optimizer, plan, sample, step, compute_dtype)
-        check_search(plan, step, hardware, budget_bytes, accumulation)
-        check_disk(plan, optimizer, spill, check_spill)
+        check_disk(plan, optimizer)
         watch()
 
     raise_on_all_ranks("checked what wrap was given", check) if dist.is_initialized() else check()
     device = start(device)
     watch()
-    check_alike(optimizer, plan=plan, hardware=hardware, spill=spill, weights=weights)
+    check_alike(optimizer, plan, weights)
 
     def check_model() -> None:
         check_modules(model)
         annotate_dtensors(model)
         megatron.check(model)
-        check_data(model, weights, step if isinstance(plan, Plan) else None)
+        check_data(model, weights, step)
 
     raise_on_all_ranks("checked the model", check_model)
 
@@ -129,29 +119,31 @@ def wrap(
         uses = registered_uses(parts) if step is None else uses_of(model, parts, step, sample, compute_dtype)
     else:
         request = Request(
-            step=step,  # type: ignore[arg-type]  # it was checked
-            sample=sample,
+            wanted=plan,
             device=device,
             compute_dtype=compute_dtype,
             adam=is_adam(optimizer),
             moments=moments,
             staged=staged,
-            hardware=None if hardware is None else os.fspath(hardware),
-            budget_bytes=budget_bytes,
-            accumulation=accumulation,
-            spill=None if spill is None else os.fspath(spill),
         )
         prediction = Prediction(*forecast(model, request))
         plan, uses = prediction.forecast.plan, prediction.forecast.uses
     described = describe(model, parts, uses, compute_dtype)
     agree_on(plan, described)
+    plan = settled(
+        plan,
+        described.params,
+        described.step_order,
+        moments=moments,
+        free_host_bytes=host_bytes_of_a_rank(described.ranks),
+    )
     layout, for_gradients = described.layout(plan)
 
     # 3. Where bytes live: shards at home, filled one chunk after another, and the rCache.
     pretrained = None if weights is None else Pretrained(model, weights)
     size = footprint(plan, layout, moments=moments, staged=staged)
     check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
-    file = open_spill(plan, layout, 1 + moments, spill, check_spill)
+    file = open_spill(plan, layout, 1 + moments)
     communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
     shards = build_shards([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device, file)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
@@ -167,14 +159,23 @@ def wrap(
     agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone
     scheduler = Scheduler(chunks, cache, blocks, staging, device, statistics, agreement)
     hooks = Hooks(model, build_units(described.parts, described.parameters, layout), scheduler, placeholder)
-    sharded = ShardedOptimizer(
-        optimizer, scheduler, hooks, groups, plan=plan, layout=layout, footprint=size, spill=file
+    sharded = ShardedOptimizer(optimizer, scheduler, hooks, groups, file)
+    wrapped = Wrapped(
+        plan=plan,
+        layout=layout,
+        footprint=size,
+        moments=moments,
+        model=described,
+        groups=groups.by_ranks,
+        scheduler=scheduler,
+        hooks=hooks,
+        optimizer=sharded,
+        spill=file,
+        prediction=prediction,
     )
-    wrapped = Wrapped(scheduler=scheduler, hooks=hooks, groups=groups.by_ranks, model=described, optimizer=sharded)
     model._elixir = wrapped  # type: ignore[assignment]
     refuse_plain_state_dicts(model)
     if prediction is not None:
-        sharded.prediction = prediction
-        sharded.register_step_post_hook(prediction)
+        sharded.register_step_post_hook(lambda *_: prediction.observe(wrapped))
     model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
     return model, sharded

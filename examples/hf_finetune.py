@@ -6,7 +6,6 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import elixir_moe as em
-from elixir_moe.state.huggingface import save_pretrained
 from elixir_moe.train.data import batch_at, python_help_text, rows_of
 
 mesh = em.init_mesh()
@@ -19,7 +18,7 @@ config = Qwen3MoeConfig(  # one token a byte
 model = AutoModelForCausalLM.from_config(config)  # with weights: AutoModelForCausalLM.from_pretrained(folder)
 model.gradient_checkpointing_enable()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-model, optimizer = em.wrap(model, optimizer, plan=em.Plan.zero3(rcache_blocks=4))
+model, optimizer = em.wrap(model, optimizer, plan=em.Plan.zero3())
 
 text = torch.tensor(list(python_help_text()))
 for step in range(10):
@@ -35,7 +34,7 @@ prompt = torch.tensor([list(b"class ")], device=device)
 tokens = model.eval().generate(prompt, max_new_tokens=20, pad_token_id=0)
 print(f"rank {rank}: {bytes(tokens[0].tolist())!r}")
 with tempfile.TemporaryDirectory() as folder:
-    save_pretrained(model, folder)  # full weights, a chunk at a time
+    em.save_pretrained(model, folder)  # full weights, a chunk at a time
     if rank == 0:
         again = AutoModelForCausalLM.from_pretrained(folder)
         print(f"saved and read again: {sum(p.numel() for p in again.parameters())} parameters")

@@ -1,10 +1,11 @@
 """Ten steps of a mixture of experts: `python examples/quickstart.py`, or through torchrun on any number of ranks."""
 
+from pydoc_data.topics import topics  # Python's own help, as a text to learn
+
 import torch
 
 import elixir_moe as em
-from elixir_moe.models.gpt import GPT, GPTConfig, lm_loss
-from elixir_moe.train.data import batch_at, python_help_text, rows_of
+from elixir_moe.models import GPT, GPTConfig, lm_loss
 
 mesh = em.init_mesh()  # the ranks torchrun started, or this process alone
 rank, ranks, device = mesh.get_local_rank("dp"), mesh.size(0), mesh.device_type
@@ -17,12 +18,13 @@ rules = {
 }
 em.annotate(model, rules)  # the first rule that matches a parameter says what it is
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-model, optimizer = em.wrap(model, optimizer, plan=em.Plan.offload(rcache_blocks=4))
+model, optimizer = em.wrap(model, optimizer, plan=em.Plan.offload())
 
-text = torch.tensor(list(python_help_text()))
+text = torch.tensor(list("".join(topics.values()).encode()))
 for step in range(10):
-    batch = batch_at(text, seed=0, step=step, rows=8, seq_len=128)
-    loss = lm_loss(model, rows_of(batch, rank, ranks).to(device))
+    starts = torch.randint(len(text) - 128, (8,), generator=torch.Generator().manual_seed(step))
+    batch = torch.stack([text[start : start + 129] for start in starts])  # the same on all ranks
+    loss = lm_loss(model, batch.chunk(ranks)[rank].to(device))
     loss.backward()
     norm = optimizer.clip_grad_norm_(1.0)  # the exact norm over all ranks
     optimizer.step()

@@ -80,7 +80,7 @@ def imports_of(path: Path) -> Iterator[str]:
 def test_imports_run_downward(path: Path) -> None:
     module = name_of(path)
     storey = storey_of(module)
-    if path.name == "__init__.py" and module != "__init__":
+    if path.name == "__init__.py" and module not in ("__init__", "models"):
         assert not list(imports_of(path)), "a room's door holds nothing"
         return
     assert storey is not None, f"{module} is on no storey: give it a place in STOREYS"

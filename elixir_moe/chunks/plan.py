@@ -6,12 +6,16 @@ L_os * F_os those of master and moments.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Self
+from types import NoneType
+from typing import Any, Literal, Self
 
 import torch
+from torch import nn
 
 from elixir_moe.chunks.cache_policy import LOOKAHEAD
 from elixir_moe.chunks.packing import ChunkSpec, Layout, best_chunk_numel, build_layout
@@ -45,14 +49,28 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-_WHOLE_NUMBERS = (
-    ("rcache_blocks", 1, True),
-    ("device_chunks", 0, False),
-    ("disk_chunks", 0, False),
-    ("chunk_numel", 1, True),
-    ("prefetch", 0, False),
-)
-"""(field, least value, may be None)."""
+_UNITS = {
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
+}
+
+
+def size_bytes(name: str, size: int | str | None) -> int | None:
+    """The bytes that a number, or a text such as ``20 GiB`` or ``1.5 GB``, says. Raises PlanError, which has `name`."""
+    if size is None or is_whole(size, least=0):
+        return size  # type: ignore[return-value]
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", size, re.ASCII | re.I) if isinstance(size, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise PlanError(f"{name}={size!r}: expected bytes, or a text such as '20 GiB' or '512 MiB'")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _folder(path: str | os.PathLike[str] | None) -> str | None:
+    """The path as a text; what is none is left to the plan, which refuses it."""
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
 DISK_THREADS = 4
 """Slices of chunks on disk that are updated at the same time: while one is computed, others are read and written."""
 PAGE_BYTES = 4096
@@ -67,21 +85,50 @@ _SPILL_SLICE_NUMEL = 1 << 20
 """Elements of an array on disk that are moved at once."""
 
 
+_WHOLE_NUMBERS: tuple[tuple[str, int, tuple[object, ...]], ...] = (
+    ("rcache_blocks", 1, ("all", None)),
+    ("rcache_bytes", 0, (None,)),
+    ("device_chunks", 0, ()),
+    ("device_bytes", 0, (None,)),
+    ("disk_chunks", 0, (None,)),
+    ("host_bytes", 0, (None,)),
+    ("chunk_numel", 1, (None,)),
+    ("prefetch", 0, ()),
+)
+"""(field, least number, what else it may be)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What `wrap` does with a model. Make one with a preset, or field by field."""
+    """What `wrap` does with a model. Make one with a preset, or field by field.
+
+    A plan says how many chunks lie where. One that says bytes, or leaves a number open, is `settled` by `wrap`, which
+    knows the model; `em.inspect(model).plan` has the numbers.
+    """
 
     scatter: bool
     """S_FLAG: scatter every chunk over its process group; False keeps it whole on every rank."""
     offloaded: bool
     """O_FLAG: chunks are at home in host memory."""
-    rcache_blocks: int | None
-    """C_SIZE: blocks of the rCache, for weights and gradients; None is enough for all weights to stay gathered."""
+    rcache_blocks: int | Literal["all"] | None = None
+    """C_SIZE: blocks of the rCache, for weights and gradients; "all" lets all weights stay gathered. None takes what
+    fits in `rcache_bytes`, or without them the fewest a step works with and `prefetch` more."""
+    rcache_bytes: int | None = None
+    """In the place of `rcache_blocks`: device memory for blocks."""
     device_chunks: int = 0
     """With `offloaded`: this many chunks, the last in order of first use, are at home on the device all the same."""
-    disk_chunks: int = 0
-    """With `offloaded`: of this many chunks, the last before those on the device, master shard and moments are on disk.
-    The later a chunk is used, the longer its update can take unseen."""
+    device_bytes: int | None = None
+    """In the place of `device_chunks`: device memory for the state of such chunks; as many are there as fit."""
+    disk_chunks: int | None = 0
+    """With `offloaded`: the master shards and moments of this many chunks, the last before those on the device, are on
+    disk. The later a chunk is used, the longer its update can take unseen. None puts there what does not fit in
+    `host_bytes`, or without them in free host memory."""
+    host_bytes: int | None = None
+    """In the place of `disk_chunks`: host memory for state."""
+    disk: str | None = None
+    """The folder in which each rank makes the file for its chunks on disk; nothing is left in it."""
+    verify: bool = False
+    """Checksums of what is written there are kept, and compared when it is read."""
     chunk_numel: int | None = None
     """Chunk length C in elements; None takes the length that wastes least."""
     prefetch: int = LOOKAHEAD
@@ -90,63 +137,155 @@ class Plan:
     """Why a search chose this plan; no part of what the plan is, and not in its JSON."""
 
     def __post_init__(self) -> None:
-        for name in ("scatter", "offloaded"):
+        for name in ("scatter", "offloaded", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected True or False")
-        for name, least, optional in _WHOLE_NUMBERS:
+        for name, least, others in _WHOLE_NUMBERS:
             value = getattr(self, name)
-            if not is_whole(value, least=least) and not (optional and value is None):
-                raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{' or None' * optional}")
-        for name in ("device_chunks", "disk_chunks"):
-            if getattr(self, name) and not self.offloaded:
+            if not is_whole(value, least=least) and value not in others:
+                also = "".join(f" or {other}" for other in others)
+                raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{also}")
+        if self.disk is not None and (not isinstance(self.disk, str) or not self.disk or "\0" in self.disk):
+            raise PlanError(f"disk={self.disk!r}: expected a folder, or None")
+        for name in ("device_chunks", "device_bytes", "disk_chunks", "host_bytes", "disk"):
+            if getattr(self, name) not in (0, None) and not self.offloaded:
                 raise PlanError(
                     f"{name}={getattr(self, name)} needs offloaded=True: all chunks are on the device as it is"
                 )
+        counts = {"rcache_bytes": "rcache_blocks", "device_bytes": "device_chunks", "host_bytes": "disk_chunks"}
+        for nbytes, count in counts.items():
+            if getattr(self, nbytes) is not None and getattr(self, count) not in (0, None):
+                raise PlanError(
+                    f"{nbytes}={getattr(self, nbytes)} and {count}={getattr(self, count)}: give one of them"
+                )
+        if self.disk is None and (self.host_bytes is not None or self.disk_chunks is None):
+            raise PlanError("what does not fit in host memory goes to disk: say with disk= in which folder")
+        if self.disk is None and self.verify:
+            raise PlanError("verify=True means nothing without disk=, the folder of what is on disk")
+        if self.disk is not None and self.disk_chunks == 0 and self.host_bytes is None:
+            raise PlanError(f"disk={self.disk!r} means nothing with disk_chunks=0: leave one of them out")
 
     @classmethod
     def ddp(cls) -> Self:
         """Replicated parameters and optimizer state, gradients all-reduced: [False, False, inf]."""
-        return cls(scatter=False, offloaded=False, rcache_blocks=None)
+        return cls(scatter=False, offloaded=False, rcache_blocks="all")
 
     @classmethod
     def zero2(cls, *, chunk_numel: int | None = None) -> Self:
         """Every chunk gathered once a step and kept until the update: [True, False, inf]."""
-        return cls(scatter=True, offloaded=False, rcache_blocks=None, chunk_numel=chunk_numel)
+        return cls(scatter=True, offloaded=False, rcache_blocks="all", chunk_numel=chunk_numel)
 
     @classmethod
-    def zero3(cls, *, rcache_blocks: int, chunk_numel: int | None = None) -> Self:
-        """Chunks come and go through `rcache_blocks` blocks: [True, False, C]."""
-        return cls(scatter=True, offloaded=False, rcache_blocks=rcache_blocks, chunk_numel=chunk_numel)
+    def zero3(
+        cls,
+        *,
+        rcache: int | str | None = None,
+        rcache_blocks: int | Literal["all"] | None = None,
+        chunk_numel: int | None = None,
+    ) -> Self:
+        """Chunks come and go through the rCache: [True, False, C].
+
+        Args:
+            rcache: device memory for gathered chunks, in bytes or as a text such as ``"4 GiB"``. Left out, it is the
+                least that a step works with, and room to gather ahead.
+            rcache_blocks: the same as a number of chunks.
+            chunk_numel: chunk length C in elements; by default the length that wastes least.
+        """
+        return cls(
+            scatter=True,
+            offloaded=False,
+            rcache_blocks=rcache_blocks,
+            rcache_bytes=size_bytes("rcache", rcache),
+            chunk_numel=chunk_numel,
+        )
 
     @classmethod
     def offload(
         cls,
         *,
-        rcache_blocks: int | None,
+        device: int | str | None = None,
+        host: int | str | None = None,
+        disk: str | os.PathLike[str] | None = None,
+        verify: bool = False,
+        rcache: int | str | None = None,
+        rcache_blocks: int | Literal["all"] | None = None,
         device_chunks: int = 0,
-        disk_chunks: int = 0,
+        disk_chunks: int | None = None,
         chunk_numel: int | None = None,
     ) -> Self:
-        """As `zero3`, with all chunks but `device_chunks` at home in host memory: [True, True, C].
+        """As `zero3`, with the state of chunks at home in host memory: [True, True, C].
 
-        Of `disk_chunks` of them master shards and moments are on disk; `wrap` is told where (`spill`).
+        Sizes are of one rank, in bytes or as texts such as ``"20 GiB"``.
+
+        Args:
+            device: device memory for state that stays on the device all the same. Left out, none does.
+            host: host memory for state; what does not fit in it is on `disk`. Left out, all of it is in host memory,
+                or with a `disk` as much as fits in what is free.
+            disk: the folder in which each rank makes the file for its chunks on disk. A fast disk of each host's own
+                is best. Nothing is left in it.
+            verify: keep checksums of what is written there, and compare them when it is read.
+            rcache: device memory for gathered chunks, as in `zero3`.
+            rcache_blocks, device_chunks, disk_chunks: the same as numbers of chunks, in the place of sizes.
+            chunk_numel: as in `zero3`.
         """
+        if disk_chunks is None and disk is None:
+            disk_chunks = 0
         return cls(
             scatter=True,
             offloaded=True,
             rcache_blocks=rcache_blocks,
+            rcache_bytes=size_bytes("rcache", rcache),
             device_chunks=device_chunks,
+            device_bytes=size_bytes("device", device),
             disk_chunks=disk_chunks,
+            host_bytes=size_bytes("host", host),
+            disk=_folder(disk),
+            verify=verify,
             chunk_numel=chunk_numel,
+        )
+
+    @staticmethod
+    def auto(
+        step: Callable[[nn.Module, Any], Any],
+        sample: Any,
+        *,
+        hardware: str | os.PathLike[str] | None = None,
+        budget: int | str | None = None,
+        accumulation: int = 1,
+        disk: str | os.PathLike[str] | None = None,
+        verify: bool = False,
+    ) -> "AutoPlan":
+        """The fastest plan that fits, which `wrap` searches for: it traces one step without data (docs/planning.md).
+
+        Args:
+            step: the forward of a training step, as in ``step(model, sample).backward()``.
+            sample: a batch of this rank.
+            hardware: what to plan for: a machine that ships with the package, or a file; None measures this one and
+                remembers it.
+            budget: device memory of each rank for the library, activations and buffers, in bytes or as a text such as
+                ``"40 GiB"``; None takes what is free. On CPUs the rest of the ranks' equal parts of memory is the host
+                tier.
+            accumulation: backwards in a step; more than one need fp32 sums of narrower gradients.
+            disk: the folder for chunks on disk, which the plan has if host memory is too small; None for none.
+            verify: as in `offload`.
+        """
+        return AutoPlan(
+            step=step,
+            sample=sample,
+            hardware=hardware if isinstance(hardware, (str, NoneType)) else os.fspath(hardware),
+            budget_bytes=size_bytes("budget", budget),
+            accumulation=accumulation,
+            disk=_folder(disk),
+            verify=verify,
         )
 
     def to_json(self) -> str:
         """The plan as one JSON object, without its explanation."""
         return json.dumps({name: value for name, value in asdict(self).items() if name != "explanation"})
 
-    def explain(self) -> None:
-        """Prints what each choice of the search saves; of a plan nobody searched for, what it is."""
-        print(self.explanation or f"given, not searched for: {self}")
+    def explain(self) -> str:
+        """What each choice of the search saves; for a plan nobody searched for, what it is."""
+        return self.explanation or f"given, not searched for: {self}"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -179,15 +318,51 @@ class Plan:
 
     def blocks(self, layout: Layout) -> int:
         """Blocks of the rCache for this layout; never more than a step can fill."""
-        return layout.most_blocks if self.rcache_blocks is None else min(self.rcache_blocks, layout.most_blocks)
+        if self.rcache_blocks == "all":
+            return layout.most_blocks
+        assert self.rcache_blocks is not None, "the plan is settled"
+        return min(self.rcache_blocks, layout.most_blocks)
 
     def home(self, layout: Layout, chunk: ChunkSpec) -> Tier:
         """The tier of a chunk's long-lived state; a frozen chunk has none that could be on disk."""
         first_on_device = len(layout.chunks) - self.device_chunks
         if not self.offloaded or chunk.index >= first_on_device:
             return Tier.DEVICE
-        on_disk = chunk.key.trainable and chunk.index >= first_on_device - self.disk_chunks
+        on_disk = chunk.key.trainable and chunk.index >= first_on_device - (self.disk_chunks or 0)
         return Tier.DISK if on_disk else Tier.HOST
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AutoPlan:
+    """A plan that is yet to be found; made by `Plan.auto`, which says what each field means."""
+
+    step: Callable[[nn.Module, Any], Any]
+    sample: Any
+    hardware: str | None
+    budget_bytes: int | None
+    accumulation: int
+    disk: str | None
+    verify: bool
+
+    def __post_init__(self) -> None:
+        if not callable(self.step):
+            raise PlanError(f"step={self.step!r}: expected a function of model and batch")
+        if self.sample is None:
+            raise PlanError("Plan.auto needs a sample: a batch for step(model, sample)")
+        if self.hardware is not None and not isinstance(self.hardware, str):
+            raise PlanError(
+                f"hardware={self.hardware!r}: expected a machine's name, a file, or None to measure this one"
+            )
+        if self.budget_bytes == 0:
+            raise PlanError("budget=0: expected at least 1 byte, or None for what is free")
+        if not is_whole(self.accumulation, least=1):
+            raise PlanError(
+                f"accumulation={self.accumulation!r}: expected the number of backwards in a step, at least 1"
+            )
+        if not isinstance(self.verify, bool):
+            raise PlanError(f"verify={self.verify!r}: expected True or False")
+        if self.verify and self.disk is None:
+            raise PlanError("verify=True means nothing without disk=, the folder of what is on disk")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,6 +442,18 @@ def home_bytes(chunk: ChunkSpec, tier: Tier, moments: int) -> dict[Tier, int]:
     if tier is Tier.DISK:
         return {Tier.HOST: compute, Tier.DISK: spilled_bytes(chunk.shard_numel, arrays)}
     return {tier: compute + 4 * arrays * chunk.shard_numel}
+
+
+HELD_HEAD = f"{'on one rank':44} {'tier':>6} {'chunks':>6} {'elements':>16} {'bytes':>11}"
+"""What stands above `held_line`."""
+
+
+def held_line(row: dict[str, Any]) -> str:
+    """A row of `held_rows` for a reader."""
+    return (
+        f"{row['chunk_group']:44} {row['tier']:>6} {row['chunks']:6} {row['numel']:16,} "
+        f"{size_text(row['shard_bytes']):>11}{'  resident' * row['resident']}"
+    )
 
 
 def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:

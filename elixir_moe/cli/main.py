@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from elixir_moe.cli import ckpt
 from elixir_moe.cli.plan import add_estimate, add_plan, run_estimate, run_plan
-from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError
+from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError, former
 from elixir_moe.kernels import cpu_features
 from elixir_moe.train import launch
 
@@ -33,6 +33,8 @@ _ABOUT = "Trains mixture-of-experts models, and dense ones, that do not fit the 
 _SECONDS_FOR_RANK_0 = 10.0
 _OF_SETTINGS = (ConfigError, LayoutError, PlanError, TierError)
 """Errors that the same command meets again until something is changed."""
+_TRAIN_EXTRA = {"jsonargparse", "matplotlib", "rich", "yaml"}
+"""What only the extra `train` installs."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,6 +76,11 @@ def _main(arguments: Sequence[str] | None) -> int:
         if not launch.has_launcher():
             print("elixir-moe: interrupted", file=sys.stderr)
         return 130
+    except ModuleNotFoundError as error:
+        if error.name not in _TRAIN_EXTRA:
+            raise
+        _tell(ConfigError(f"{error.name} is missing, which training needs: pip install 'elixir-moe[train]'"), 2, traced)
+        return 2
     except Exception as error:
         code = 2 if isinstance(error, _OF_SETTINGS) and not isinstance(error, DiskError) else 1
         _tell(error, code, traced or not isinstance(error, ElixirError))
@@ -88,6 +95,9 @@ def _run(arguments: Sequence[str]) -> int:
         return _train(known, _overrides(rest), arguments)
     if known.verb == "bench":
         return _bench(known, rest)
+    for argument in rest:
+        if (now := former(f"elixir-moe {known.verb} ", argument.partition("=")[0])) is not None:
+            raise ConfigError(now)
     if rest:
         parser.error(f"unknown arguments {' '.join(rest)}")
     verbs = {

@@ -6,7 +6,6 @@ Owns their arguments and what they print. Decides nothing: `search` finds the pl
 import argparse
 import gc
 import json
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elixir_moe.chunks.plan import Plan, Tier, held_rows, size_text
+from elixir_moe.chunks.plan import HELD_HEAD, Plan, Tier, held_line, held_rows, size_bytes, size_text
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.models import presets
 from elixir_moe.parallel.mesh import init_mesh
@@ -46,7 +45,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--gpus", type=int, metavar="N", required=True)
     verb.add_argument("--batch", type=int, metavar="B", required=True, help="sequences of one GPU")
     verb.add_argument("--seq", type=int, metavar="S", required=True, help="tokens of a sequence")
-    verb.add_argument("--budget-gib", type=float, metavar="X", help="memory of a GPU to plan for; by default all of it")
+    verb.add_argument("--budget", metavar="SIZE", help="memory of a GPU to plan for: 40GiB; by default all of it")
     verb.add_argument("--imbalance", type=float, default=1.0, help="routed rows of the busiest rank, in even shares")
     verb.add_argument("--compare", action="store_true", help="price DDP and ZeRO-1/2/3 beside the plan")
 
@@ -72,8 +71,8 @@ def run_plan(known: argparse.Namespace) -> int:
         raise ConfigError(
             f"--imbalance: expected a finite number of at least 1, at most {_MOST_IMBALANCE}, got {known.imbalance}"
         )
-    if known.budget_gib is not None and not 0 < known.budget_gib * 2**30 < math.inf:
-        raise ConfigError(f"--budget-gib: expected a finite number above 0, got {known.budget_gib}")
+    if size_bytes("--budget", known.budget) == 0:
+        raise ConfigError("--budget=0: expected at least 1 byte")
     hardware = measured_here(known.gpus) if known.hardware == "here" else Hardware.named(known.hardware)
     hardware.links(known.gpus)
     _import_compiler()
@@ -125,7 +124,7 @@ def _task(known: argparse.Namespace, hardware: Hardware) -> tuple[Task, str]:
             compute_dtype=torch.bfloat16,
             tokens=known.batch * known.seq,
         )
-    capacity = hardware.gpu_bytes if known.budget_gib is None else int(known.budget_gib * 2**30)
+    capacity = size_bytes("--budget", known.budget) or hardware.gpu_bytes
     task = Task(
         profile=profile,
         hardware=hardware,
@@ -201,10 +200,10 @@ def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
     def least(plan: Plan) -> int:
         return max(1, task.profile.schedule(price(task, plan, loads=()).layout).least_blocks())
 
-    on_device, in_memory = Plan.zero2(chunk_numel=numel), Plan.offload(rcache_blocks=None, chunk_numel=numel)
+    on_device, in_memory = Plan.zero2(chunk_numel=numel), Plan.offload(rcache_blocks="all", chunk_numel=numel)
     gradients = sum(p.numel * p.key.dtype.itemsize for p in task.profile.params)
     plans = {
-        "ddp": (Plan(scatter=False, offloaded=False, rcache_blocks=None, chunk_numel=numel), 0),
+        "ddp": (Plan(scatter=False, offloaded=False, rcache_blocks="all", chunk_numel=numel), 0),
         "zero-1": (on_device, gradients),
         "zero-1-offload": (in_memory, gradients),
         "zero-2": (on_device, 0),
@@ -227,12 +226,7 @@ def _as_text(report: dict[str, Any], task: Task, choice: Choice | None) -> str:
     lines = [f"{report['model']}: {report['parameters']:,} parameters on {task.gpus} x {task.hardware.name}"]
     lines += [report["reason"]] if choice is None else [explain(task, choice)]
     if choice is not None:
-        lines.append(f"{'on one rank':44} {'tier':>6} {'chunks':>6} {'elements':>16} {'bytes':>11}")
-    for row in report["groups"] or ():
-        lines.append(
-            f"{row['chunk_group']:44} {row['tier']:>6} {row['chunks']:6} {row['numel']:16,} "
-            f"{size_text(row['shard_bytes']):>11}{'  resident' * row['resident']}"
-        )
+        lines += [HELD_HEAD, *map(held_line, report["groups"])]
     for row in report.get("compare", ()):
         fits = "fits" if row["feasible"] else f"short of {_short(row['short_bytes'])}"
         lines.append(f"{row['strategy']:15} {row['step_seconds']:9.3f} s {row['tflops_per_gpu']:7.1f} TFLOPS  {fits}")

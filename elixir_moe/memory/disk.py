@@ -73,7 +73,7 @@ class Spill:
             left = f", {size_text(disk_bytes_left(directory))} are left" if os.path.isdir(directory) else ""
             raise TierError(
                 f"{self.where}: {size_text(self.nbytes)} for shards cannot be had in "
-                f"{directory!r}{left}: {error.strerror}; name another folder (spill=), put fewer chunks on disk, or "
+                f"{directory!r}{left}: {error.strerror}; name another folder (disk=), put fewer chunks on disk, or "
                 f"use more ranks"
             ) from error
         self.threads = ThreadPoolExecutor(DISK_THREADS, "elixir-disk")

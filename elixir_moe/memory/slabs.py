@@ -21,8 +21,8 @@ _CGROUPS = (
 """Of both versions: (folder, limit, usage, droppable part of it)."""
 
 _RELIEF = {
-    Tier.DEVICE: "keep fewer chunks on the device (em.Plan.offload, device_chunks)",
-    Tier.HOST: "put more chunks on the device (device_chunks) or on disk (disk_chunks, and spill= in wrap)",
+    Tier.DEVICE: "keep less on the device (em.Plan.offload(device=...))",
+    Tier.HOST: "put more on the device or on disk (em.Plan.offload(device=..., disk=...))",
 }
 """What helps where a tier is too small; the disk says so itself."""
 
@@ -75,8 +75,8 @@ def check_fits(nbytes: int, left: int, where: str) -> None:
     if nbytes > left:
         raise TierError(
             f"host memory: the plan needs {size_text(nbytes)} for {where}, {size_text(left)} are left "
-            f"({size_text(nbytes - left)} short): put more chunks on the device or on disk (disk_chunks, and "
-            f"spill= in wrap), use more ranks or hosts"
+            f"({size_text(nbytes - left)} short): put more on the device or on disk "
+            f"(em.Plan.offload(device=..., disk=...)), use more ranks or hosts"
         )
 
 

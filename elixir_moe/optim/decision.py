@@ -13,7 +13,7 @@ from torch import nn
 
 from elixir_moe.distributed.all_ranks import ControlGroups, gathered
 from elixir_moe.distributed.waits import Wait
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import UsageError
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
@@ -73,6 +73,41 @@ class StepDecision:
         self._clipped |= limit < math.inf
         return norm
 
+    def clip_values(self, limit: float) -> None:
+        """Has the next update see no element of a gradient beyond `limit`; what overflowed stays so. Collective."""
+        self._hooks.check_outside("optimizer.clip_grad_value_()")
+        if not math.isfinite(self.facts().norm):
+            return
+        for chunk in self._chunks:
+            if chunk.shard.has_gradient:
+                here = limit / self.gradient_scale(chunk)
+                for part in chunk.shard.gradients():
+                    part.clamp_(-here, here)
+                chunk.shard.squares = None
+        self._facts = None  # the norm is another
+        self._clipped = False
+        self.facts()
+        self._clipped = True
+
+    def norms(self) -> dict[str, float]:
+        """The norm of each parameter's gradient, by name, as the next update sees it. Collective."""
+        self._hooks.check_outside("optimizer.grad_norms()")
+        used = self.facts().used
+        squares = torch.zeros(len(self._parameters), dtype=torch.float64, device="cpu")
+        index = -1
+        for chunk in self._chunks:
+            low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
+            scale = self.gradient_scale(chunk) ** 2 * chunk.spec.shards / len(chunk.spec.key.ranks)
+            for slot in chunk.spec.slots:
+                index += 1
+                start, stop = max(slot.start, low) - low, min(slot.stop, high) - low
+                if chunk.shard.has_gradient and start < stop:
+                    squares[index] = scale * chunk.shard.gradient(start, stop).double().square().sum()
+        with Wait("the all-reduce of gradient norms over all ranks"):
+            self._groups.sum_over_peers(squares)
+        found = zip(self._parameters, squares.sqrt().tolist(), strict=True)
+        return {self._hooks.name_of(p): norm for p, norm in found if p in used}
+
     def gradient_scale(self, chunk: Chunk) -> float:
         """What a summed gradient is multiplied with in the update."""
         return self._unscale(chunk) * self._clip
@@ -127,25 +162,25 @@ class StepDecision:
         return 1.0 / chunk.spec.key.divisor / (self.loss_scale.scale if self.loss_scale else 1.0)
 
     def _check_backwards(self) -> None:
-        """Raises ConfigError if gradients are not what `step` would take them for."""
+        """Raises UsageError if gradients are not what `step` would take them for."""
         self._hooks.notice_failure()
         if self._scheduler.lost_gradients:
-            raise ConfigError(
+            raise UsageError(
                 "a backward failed, and a part of its gradients is gone: call zero_grad() and run it again"
             )
         if self._clipped:
-            raise ConfigError(
+            raise UsageError(
                 "backward ran after clip_grad_norm_: clip when all gradients of the step have come, or call "
                 "zero_grad() and begin the step anew"
             )
         if self.loss_scale is not None and self._scheduler.used and not self._scaled:
-            raise ConfigError("fp16 gradients need a scaled loss: call optimizer.scale(loss).backward()")
+            raise UsageError("fp16 gradients need a scaled loss: call optimizer.scale(loss).backward()")
 
     def _refuse_unseen_writes(self) -> None:
-        """Raises ConfigError on all ranks: a module has written where nobody sees it. Collective."""
+        """Raises UsageError on all ranks: a module has written where nobody sees it. Collective."""
         names = gathered(self._scheduler.written_unseen, self._groups.peers_group)
         name = next(name for name in names if name is not None)
-        raise ConfigError(
+        raise UsageError(
             f"a forward has written parameter {name!r} through .data, and the write is lost: write to the parameter "
             f"itself under torch.no_grad(), as in self.weight.copy_(values)"
         )

@@ -16,14 +16,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from elixir_moe.chunks.cache_policy import Schedule
-from elixir_moe.chunks.packing import Layout
-from elixir_moe.chunks.plan import Footprint, Plan, Tier, held_rows
-from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import ControlGroups
-from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.errors import ConfigError, ElixirError, UsageError, former
 from elixir_moe.memory.disk import Spill
-from elixir_moe.optim.accepted import moments_of
 from elixir_moe.optim.decision import Facts, StepDecision
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.shard_update import AdamUpdate, cut, update_for
@@ -36,7 +32,7 @@ from elixir_moe.runtime.scheduler import Scheduler
 class Pending(Protocol):
     """Work that goes on beside training, such as an asynchronous save."""
 
-    def wait(self) -> Any:
+    def result(self) -> Any:
         """Returns when it is done; raises what it failed of. Collective."""
 
 
@@ -49,18 +45,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scheduler: Scheduler,
         hooks: Hooks,
         groups: ControlGroups,
-        *,
-        plan: Plan,
-        layout: Layout,
-        footprint: Footprint,
-        spill: Spill | None = None,
+        spill: Spill | None,
     ) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self._inner = inner
-        self.plan = plan
-        self.layout = layout
-        self.footprint = footprint
         self._scheduler = scheduler
         self._hooks = hooks
         self._spill = spill
@@ -80,8 +69,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._grouping = [[id(p) for p in group["params"]] for group in self.param_groups]
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
-        self.prediction: Any = None
-        """What a step was expected to take (`search.prediction.Prediction`), with ``plan="auto"``."""
         self.pending: Pending | None = None
         """What `close` waits for."""
 
@@ -108,13 +95,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         happens in `step`, and a backward in between is an error, whether the limit was reached or not. A limit of
         infinity clips nothing: it asks for the norm, at any time. Collective.
         """
-        try:
-            limit = float(max_norm)
-        except (TypeError, ValueError):
-            limit = math.nan
-        if not limit >= 0:
-            raise ConfigError(f"clip_grad_norm_(max_norm={max_norm!r}): expected a number of at least 0")
+        limit = _limit("clip_grad_norm_(max_norm", max_norm)
         return torch.tensor(self._decision.clip(limit), device="cpu")
+
+    @torch.no_grad()
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamps every element of the gradients to at most `clip_value` away from 0, in the gradients' dtype.
+
+        A backward afterwards is an error, as after `clip_grad_norm_`. Collective.
+        """
+        self._decision.clip_values(_limit("clip_grad_value_(clip_value", clip_value))
+
+    @torch.no_grad()
+    def grad_norms(self) -> dict[str, float]:
+        """The norm of each parameter's gradient by name: of the logical parameter, over all ranks.
+
+        Parameters without a gradient are left out. Call it where `step` could be called; what was clipped counts as
+        clipped. Collective.
+        """
+        return self._decision.norms()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -127,7 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         With fp16 parameters the update is skipped on all ranks if any gradient overflowed.
 
         Raises:
-            ConfigError: a parameter frozen in `wrap` is trainable now, or a trainable one has come since; gradients lie
+            UsageError: a parameter frozen in `wrap` is trainable now, or a trainable one has come since; gradients lie
                 where only a plain optimizer would look for them, or came after they were clipped.
             ElixirError: a gradient is not finite; on all ranks alike, naming the parameters. No weight has changed.
         """
@@ -163,36 +162,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in self._parameters:
                 parameter.grad = None  # what came in a backward that failed, and was not taken away
 
-    def statistics(self) -> Statistics:
-        """A snapshot of what has been moved so far on this rank; subtract two of them."""
-        return self._scheduler.statistics.copy()
-
-    def plan_table(self) -> list[dict[str, Any]]:
-        """What this rank holds: a row for each chunk group and tier, resident chunks apart.
-
-        `numel` are the elements of their parameters when gathered, `shard_bytes` what this rank has of their state.
-        """
-        return held_rows(self.plan, self.layout, moments_of(self._inner))
-
-    def held_bytes(self) -> dict[str, int]:
-        """By tier: bytes the library holds on this rank in a backward, gradients counted as if all were there."""
-        held = {tier.value: 0 for tier in Tier}
-        held[Tier.DEVICE] = self._scheduler.buffer_bytes + self.footprint.landing_bytes
-        held[Tier.HOST] = 0 if self._spill is None else self._spill.buffer_bytes
-        for chunk in self._scheduler.chunks:
-            for tier, nbytes in chunk.shard.held_bytes().items():
-                held[tier] += nbytes
-            held[chunk.shard.tier.of_compute] += self._update.state_bytes(chunk)
-        return held
-
     def not_finite(self) -> list[str]:
         """Names of the parameters whose gradients are not finite in this rank's shards, in packing order."""
         return self._decision.not_finite()
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The recorded order of chunk uses in a step; None before the first."""
-        return self._scheduler.cache.schedule
 
     def close(self) -> None:
         """Destroys the process groups `wrap` made; model and optimizer are of no use afterwards. Collective.
@@ -202,7 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._scheduler.closed:
             return
         if self.pending is not None:
-            self.pending.wait()
+            self.pending.result()
         self._scheduler.drain()
         self._scheduler.closed = True
         if self._update_thread is not None:
@@ -224,22 +196,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: a rank holds only its shards, and their cut is the plan's."""
-        raise ConfigError("a sharded optimizer's state is no plain dict: save model and optimizer with em.save")
+        raise UsageError("a sharded optimizer's state is no plain dict: save model and optimizer with em.save")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused, as `state_dict` is; `wrap` refuses an optimizer that has loaded one."""
-        raise ConfigError("no state dict can be loaded, before wrap or after: em.load a checkpoint of em.save")
+        raise UsageError("no state dict can be loaded, before wrap or after: em.load a checkpoint of em.save")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is built: chunks are packed in `wrap`."""
         if hasattr(self, "_scheduler"):
-            raise ConfigError("add_param_group after wrap: add the group to the optimizer before wrapping it")
+            raise UsageError("add_param_group after wrap: add the group to the optimizer before wrapping it")
         super().add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        """Says where an attribute of former versions has gone; any other is missing as always."""
+        raise AttributeError(former("optimizer.", name) or f"{type(self).__name__!r} has no {name!r}")
 
     # ------------------------------------------------------------------------------------------------------- helpers
 
     def _check_parameters(self) -> None:
-        """Raises ConfigError for parameters that are not as `wrap` found them, or have gradients of their own."""
+        """Raises UsageError for parameters that are not as `wrap` found them, or have gradients of their own."""
         self._hooks.check_outside("optimizer.step()")
         self._scheduler.flush()
         with torch._C.DisableTorchFunctionSubclass():
@@ -247,25 +223,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own = [self._hooks.name_of(p) for p in self._parameters if p.grad is not None]
         for chunk in self._scheduler.chunks:
             if (name := chunk.moved()) is not None:
-                raise ConfigError(
+                raise UsageError(
                     f"a forward has given parameter {name!r} other memory (parameter.data = …): copy the values into "
                     f"the parameter itself under torch.no_grad(), as in self.weight.copy_(values)"
                 )
         if new := self._hooks.new_parameters():
-            raise ConfigError(
+            raise UsageError(
                 f"the model has trainable parameters that it had not in wrap: {new}; add and replace modules before "
                 f"wrap, and register there what makes parameters of its own"
             )
         if thawed:
-            raise ConfigError(
+            raise UsageError(
                 f"parameters were frozen when wrapped and are trainable now: {thawed}; unfreeze before wrap"
             )
         if [[id(p) for p in group["params"]] for group in self.param_groups] != self._grouping:
-            raise ConfigError("the parameters of param_groups were changed: fix them before wrap; options may change")
+            raise UsageError("the parameters of param_groups were changed: fix them before wrap; options may change")
         if isinstance(self._update, AdamUpdate) and any(group.get("amsgrad") for group in self.param_groups):
-            raise ConfigError("amsgrad was turned on after wrap, which has made no room for it: turn it on before")
+            raise UsageError("amsgrad was turned on after wrap, which has made no room for it: turn it on before")
         if own:
-            raise ConfigError(
+            raise UsageError(
                 f"parameter.grad was set by hand: {own[:8]}; only what backward brings is used: call zero_grad(), and "
                 f"add the term to the loss"
             )
@@ -288,8 +264,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _in_order_of_use(self) -> list[Chunk]:
         """Chunks as the next forward will ask for them; those that nobody has to ask for come first."""
         first: dict[int, int] = {}
-        if self.schedule is not None:
-            for entry in self.schedule.entries:
+        if (schedule := self._scheduler.cache.schedule) is not None:
+            for entry in schedule.entries:
                 for index in entry.chunks:
                     first.setdefault(index, len(first))
         return sorted(self._chunks, key=lambda chunk: (first.get(chunk.spec.index, -1), chunk.spec.index))
+
+
+def _limit(argument: str, given: Any) -> float:
+    """The number that a clipping was given."""
+    try:
+        limit = float(given)
+    except (TypeError, ValueError):
+        limit = math.nan
+    if not limit >= 0:
+        raise ConfigError(f"{argument}={given!r}): expected a number of at least 0")
+    return limit

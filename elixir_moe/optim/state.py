@@ -46,6 +46,10 @@ class OptimizerState:
         """Whether gradients wait for `step`, on this rank."""
         return self._scheduler.has_gradients
 
+    def bytes_of(self, chunk: Chunk) -> int:
+        """Bytes of what is kept for a chunk, beside its shard."""
+        return self._update.state_bytes(chunk)
+
     def segment_of(self, parameter: nn.Parameter) -> Segment | None:
         """The part of a trainable parameter that lies in this rank's shards; None if none does."""
         return self._place_of[parameter][1] if parameter in self._place_of else None

@@ -14,6 +14,7 @@ and `ShardedParameter` otherwise. torch hands every function that meets a sharde
 No operator is patched and no mode is set. How a parameter is gathered is the lender's matter (`hooks`).
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import UsageError
 
 _ATTRIBUTE = "elixir_access"
 _READING_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -120,7 +121,7 @@ class ParamAccess:
             kind = type(parameter)
             kinds.setdefault(kind, type(f"ShardedParameter{kind.__name__}", (ShardedParameter, kind), {}))
             self._switches[parameter] = Switch(parameter, kind, kinds[kind])
-            setattr(parameter, _ATTRIBUTE, self)
+            setattr(parameter, _ATTRIBUTE, weakref.ref(self))  # a graph that holds a parameter must not hold the model
             parameter.__class__ = kinds[kind]
 
     def switches(self, parameters: Iterable[nn.Parameter]) -> tuple[Switch, ...]:
@@ -184,7 +185,7 @@ class ShardedParameter(nn.Parameter):
         torch hands this one function to no subclass.
         """
         if named or len(source) != 1 or not isinstance(source[0], torch.Tensor):
-            raise ConfigError(
+            raise UsageError(
                 "set_() on a wrapped parameter takes a tensor alone: copy_() new values into it under torch.no_grad()"
             )
         _assign(self, source[0])
@@ -215,7 +216,7 @@ class ReadOnly(torch.Tensor):
         if any(
             isinstance(tensor, ReadOnly) for tensor in (written if isinstance(written, (list, tuple)) else [written])
         ):
-            raise ConfigError(f"{name} on a copy of a wrapped parameter would be lost: {_HOW_TO_WRITE}")
+            raise UsageError(f"{name} on a copy of a wrapped parameter would be lost: {_HOW_TO_WRITE}")
         if name in _ADDRESSING - {"numpy", "__array__"}:
             refuse_address(name)
         with torch._C.DisableTorchFunctionSubclass():
@@ -246,7 +247,7 @@ def unsharded(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, writ
         write: keep what is written in whatever way, on all ranks alike.
 
     Raises:
-        ConfigError: a parameter is of no wrapped model, or was written without `write`.
+        UsageError: a parameter is of no wrapped model, or was written without `write`.
         PlanError: the parameters need more blocks than the rCache has.
     """
     if isinstance(target, nn.Module):
@@ -254,7 +255,7 @@ def unsharded(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, writ
     else:
         parameters = [target] if isinstance(target, nn.Parameter) else list(target)
     if any(not hasattr(parameter, _ATTRIBUTE) for parameter in parameters):
-        raise ConfigError("unsharded() of a parameter that no wrapped model has: call em.wrap first")
+        raise UsageError("unsharded() of a parameter that no wrapped model has: call em.wrap first")
     with ExitStack() as stack:
         for access, mine in _by_access(parameters).items():
             stack.enter_context(access.unshard_for_block(mine, write))
@@ -265,8 +266,15 @@ def _by_access(parameters: Iterable[nn.Parameter]) -> dict[ParamAccess, list[nn.
     """The parameters of each wrapped model, each once."""
     found: dict[ParamAccess, list[nn.Parameter]] = {}
     for parameter in dict.fromkeys(parameters):
-        found.setdefault(getattr(parameter, _ATTRIBUTE), []).append(parameter)
+        found.setdefault(_access_of(parameter), []).append(parameter)
     return found
+
+
+def _access_of(parameter: nn.Parameter) -> ParamAccess:
+    access: ParamAccess | None = getattr(parameter, _ATTRIBUTE)()
+    if access is None:
+        raise UsageError("a parameter of a wrapped model that is gone: keep the model as long as its parameters")
+    return access
 
 
 def read_only(tensor: torch.Tensor) -> torch.Tensor:
@@ -277,7 +285,7 @@ def read_only(tensor: torch.Tensor) -> torch.Tensor:
 
 def refuse_address(name: str) -> NoReturn:
     """What a parameter says to who asks for its address."""
-    raise ConfigError(
+    raise UsageError(
         f"{name} of a wrapped parameter: its memory is another chunk's as soon as it is not in use. Read a clone() of "
         f"it; inside `with em.unsharded(parameter, write=True)` it has an address, and keeps what is written there"
     )
@@ -285,7 +293,7 @@ def refuse_address(name: str) -> NoReturn:
 
 def refuse_copy() -> NoReturn:
     """What a wrapped model says to `copy` and `pickle`."""
-    raise ConfigError(
+    raise UsageError(
         "a wrapped model can neither be copied nor pickled: copy it before wrap, save em.full_state_dict(model)"
     )
 
@@ -294,8 +302,8 @@ def _assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """``parameter.data = value``: the parameter takes the values."""
     wanted, found = ((tuple(t.shape), t.dtype, t.device) for t in (parameter, value))
     if found != wanted:
-        name = getattr(parameter, _ATTRIBUTE).name_of(parameter)
-        raise ConfigError(
+        name = _access_of(parameter).name_of(parameter)
+        raise UsageError(
             f"parameter {name!r} of {wanted} cannot become {found}: shape, dtype and device are fixed in wrap, by its "
             f"compute_dtype and device"
         )
@@ -325,8 +333,8 @@ def _still_read_only(result: Any, addresses: set[int]) -> Any:
 
 
 def _refuse_if_kept(parameter: nn.Parameter) -> None:
-    if getattr(parameter, _ATTRIBUTE).has_gradient(parameter):
-        raise ConfigError(
+    if _access_of(parameter).has_gradient(parameter):
+        raise UsageError(
             "gradients of a wrapped model are sharded, parameter.grad does not have them: use "
             "optimizer.clip_grad_norm_ (not torch.nn.utils'), optimizer.scale (not GradScaler) and optimizer.zero_grad"
         )

@@ -24,7 +24,7 @@ import torch
 
 from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.distributed.collectives import Communicator, Work
-from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.errors import UsageError
 from elixir_moe.kernels import host_threads, sum_of_squares
 from elixir_moe.memory.blocks import Block, ShardBlock
 from elixir_moe.memory.shard_state import Fp32Shard, MixedShard, PieceShard, ShardState
@@ -251,7 +251,7 @@ class Chunk:
         with torch._C.DisableTorchFunctionSubclass():
             if local.data_ptr() != place.data_ptr():  # it was given other memory: ``parameter.data = …``
                 if local.shape != place.shape:
-                    raise ConfigError(
+                    raise UsageError(
                         f"parameter {self.names[index]!r} of shape {tuple(place.shape)} was given data of shape "
                         f"{tuple(local.shape)}: its shape is fixed in wrap"
                     )
@@ -310,10 +310,10 @@ class Chunk:
         return None
 
     def _refuse_old_views(self) -> None:
-        """Raises ElixirError if a parameter was written while it was not gathered."""
+        """Raises UsageError if a parameter was written while it was not gathered."""
         for name, then, now in zip(self.names, self._versions, self._present_versions(), strict=True):
             if then != now:
-                raise ElixirError(
+                raise UsageError(
                     f"parameter {name!r} was written through a view that was taken before its weights moved: write to "
                     f"the parameter itself under torch.no_grad(), or inside `with em.unsharded(parameter, write=True)`"
                 )

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import placed_like
 from elixir_moe.runtime.access import ParamAccess
 from elixir_moe.runtime.autograd import Hook, hook_outputs, in_backward
@@ -142,7 +142,6 @@ class Hooks:
             self._hook(unit.module, unit)
         if all(unit.module is not self._root for unit in units):
             self._hook(self._root, None)
-        # Python cannot see through what autograd keeps: with a strong reference in it, model and homes would never go.
         hooks = weakref.ref(self)
         for parameter, slot in self._slot_of.items():
             if parameter.requires_grad:
@@ -173,7 +172,7 @@ class Hooks:
             self.check_outside("a forward of the model")
             self._begin()
         elif self._thread != threading.get_ident():
-            raise ConfigError("two threads run a wrapped model at once: let one wait for the other")
+            raise UsageError("two threads run a wrapped model at once: let one wait for the other")
         training = torch.is_grad_enabled() or any(call.training for call in self._calls[-1:])
         outermost = not self._calls and not recomputes
         call = Call(module, unit, training, recomputes, self._clock, outermost)
@@ -204,7 +203,7 @@ class Hooks:
         """Something begins that is not inside anything else."""
         transform = torch._C._functorch.peek_interpreter_stack()
         if transform is not None and transform.key() in _DIFFERENTIATING:
-            raise ConfigError(
+            raise UsageError(
                 "torch.func.grad, jvp and their like cannot go through a wrapped model, whose weights come and go: use "
                 "backward() or torch.autograd.grad"
             )
@@ -245,13 +244,13 @@ class Hooks:
             else:
                 entered, left = call.entered, self._number_exit(unit) if call.training else 0
             if call.training or call.recomputes:
-                hook_outputs(output, partial(self._reach, unit, entered, left))
+                hook_outputs(output, partial(_reach, weakref.ref(self), weakref.ref(unit), entered, left))
         self._end(call)
         if call.outermost:
             if output is None and sys.exc_info()[0] is not None:  # it has failed, and gets no backward
                 self._forwards = [forward for forward in self._forwards if forward is not self._current]
             if call.training:
-                hook_outputs(output, partial(self._reach_end, self._clock, self._saved.updates))
+                hook_outputs(output, partial(_reach_end, weakref.ref(self), self._clock, self._saved.updates))
             self._begun = False
 
     def _number_exit(self, unit: Unit) -> int:
@@ -321,7 +320,7 @@ class Hooks:
                 if write and not lost:
                     self._scheduler.store(slots)
             if lost:
-                raise ConfigError(
+                raise UsageError(
                     "what ran inside em.unsharded(...) has failed, and the block with it: what was written is lost"
                 )
             self._refuse_unseen(before)
@@ -332,16 +331,16 @@ class Hooks:
             if now[0] == version and now[1] != values:
                 self._scheduler.undo_unseen(slot[0])
                 name = self._scheduler.chunks[slot[0]].names[slot[1]]
-                raise ConfigError(
+                raise UsageError(
                     f"parameter {name!r} was written through .data or its address inside em.unsharded(...): pass "
                     f"write=True"
                 )
 
     def check_outside(self, what: str) -> None:
-        """Raises ConfigError inside ``with em.unsharded(...)``, where weights are read and written and nothing runs."""
+        """Raises UsageError inside ``with em.unsharded(...)``, where weights are read and written and nothing runs."""
         if self._given:
             names = ", ".join(repr(self._names[p]) for p in self._given[0][:4])
-            raise ConfigError(f"{what} inside `with em.unsharded(...)` of {names}: end the block first")
+            raise UsageError(f"{what} inside `with em.unsharded(...)` of {names}: end the block first")
 
     def _borrower(self, slots: tuple[ParamId, ...], parameters: tuple[nn.Parameter, ...]) -> Unit:
         """Stands for all reads of these parameters outside their units."""
@@ -356,7 +355,7 @@ class Hooks:
 
     # ------------------------------------------------------------------------------------------------------ backward
 
-    def _reach_end(self, left: int, updates: int, gradient: torch.Tensor) -> None:
+    def reach_end(self, left: int, updates: int) -> None:
         """Backward has come to the end of an outermost call, left at this number, after so many updates."""
         self._saved.check_current(updates)
         self._begin_backward(left)
@@ -426,7 +425,7 @@ class Hooks:
                         return False
         return False
 
-    def _reach(self, unit: Unit, entered: int, left: int, gradient: torch.Tensor) -> None:
+    def reach(self, unit: Unit, entered: int, left: int) -> None:
         """Backward has come to a run of `unit` that forward entered and left at these numbers."""
         self._begin_backward(left)
         assert self._backward is not None
@@ -564,7 +563,21 @@ class Hooks:
         self._saved.updates += 1
 
 
+# Python cannot see through what autograd keeps: with a strong reference in it, model and shards would never go.
+
+
 def _landed(hooks: weakref.ref[Hooks], slot: ParamId, parameter: nn.Parameter) -> None:
-    alive = hooks()
-    if alive is not None:
+    if (alive := hooks()) is not None:
         alive.landed(slot, parameter)
+
+
+def _reach(hooks: weakref.ref[Hooks], unit: weakref.ref[Unit], entered: int, left: int, _: torch.Tensor) -> None:
+    if (alive := hooks()) is not None:
+        found = unit()
+        assert found is not None, "hooks keep their units"
+        alive.reach(found, entered, left)
+
+
+def _reach_end(hooks: weakref.ref[Hooks], left: int, updates: int, _: torch.Tensor) -> None:
+    if (alive := hooks()) is not None:
+        alive.reach_end(left, updates)

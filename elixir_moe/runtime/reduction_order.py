@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.distributed.waits import Wait
-from elixir_moe.errors import ElixirError, LayoutError
+from elixir_moe.errors import LayoutError, OutOfStepError
 from elixir_moe.runtime.chunk import Chunk
 
 Agreement = Callable[[Sequence[int], Sequence[int]], Callable[[], list[int]]]
@@ -33,10 +33,6 @@ def alone(used: Sequence[int], gathered: Sequence[int]) -> Callable[[], list[int
 
 
 _WHAT = "the agreement on a backward"
-
-
-class OutOfStepError(ElixirError):
-    """Collectives of this rank no longer meet those of others that they belong to."""
 
 
 class Peers:

@@ -33,10 +33,10 @@ from elixir_moe.chunks.cache_policy import (
 from elixir_moe.chunks.plan import REDUCTIONS_IN_FLIGHT, Tier
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.collectives import Work
-from elixir_moe.errors import ConfigError, PlanError
+from elixir_moe.errors import OutOfStepError, PlanError, UsageError
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.runtime.chunk import ATTACHED, CACHED, GATHERED, GATHERING, SHARDED, Chunk, Landings
-from elixir_moe.runtime.reduction_order import Agreement, OutOfStepError, Reductions, alone
+from elixir_moe.runtime.reduction_order import Agreement, Reductions, alone
 from elixir_moe.runtime.streams import Streams
 
 _MISSES_BEFORE_NEW_SCHEDULE = 3
@@ -106,7 +106,7 @@ class Scheduler:
 
         Raises:
             PlanError: the rCache is too small for them.
-            ConfigError: `optimizer.close` was called.
+            UsageError: `optimizer.close` was called.
         """
         self.check_open()
         cached = self._cached_of(chunks)
@@ -186,11 +186,11 @@ class Scheduler:
             self._queue_gather(self.chunks[load.chunk])
 
     def check_open(self) -> None:
-        """Raises ConfigError after ``optimizer.close()``, OutOfStepError where collectives of the ranks do not meet."""
+        """Raises UsageError after ``optimizer.close()``, OutOfStepError where collectives of the ranks do not meet."""
         if self.reductions.out_of_step:
             raise OutOfStepError(self.reductions.out_of_step)
         if self.closed:
-            raise ConfigError("optimizer.close() was called: the model cannot run any more; wrap a new one")
+            raise UsageError("optimizer.close() was called: the model cannot run any more; wrap a new one")
 
     # -------------------------------------------------------------------------------------------------------- gather
 

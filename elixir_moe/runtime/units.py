@@ -20,7 +20,7 @@ from elixir_moe.parallel.rules import pattern_of
 from elixir_moe.runtime.access import ParamAccess
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Unit:
     """A module that unshards as one: every rank enters it, so every rank takes part in its gathers."""
 

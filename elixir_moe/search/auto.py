@@ -1,4 +1,4 @@
-"""``plan="auto"``: the best plan for the model as it is, on the ranks that are here.
+"""`Plan.auto`: the best plan for the model as it is, on the ranks that are here.
 
 Owns what `wrap` asks for: how much memory there is, one rank's search for all ranks that hold the model, and the same
 `Forecast` on each of them. One rank traces and searches, so that all take the same plan whatever their rounding.
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.chunks.plan import Plan
+from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.chunks.step_order import Use
 from elixir_moe.distributed.all_ranks import gathered, raise_on_all_ranks
 from elixir_moe.errors import ConfigError
@@ -31,12 +31,9 @@ from elixir_moe.search.trace import trace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What the user wants planned."""
+    """What is to be planned: what the user asked for, and what `wrap` knows beside it."""
 
-    step: Callable[[nn.Module, Any], Any]
-    """The forward of a training step; returns the loss."""
-    sample: Any
-    """A batch of this rank."""
+    wanted: AutoPlan
     device: torch.device
     compute_dtype: torch.dtype | None
     adam: bool
@@ -45,14 +42,6 @@ class Request:
     """fp32 values the optimizer keeps for each element."""
     staged: bool
     """Reductions go through a staging buffer (gloo)."""
-    hardware: str | None
-    """A machine's name or file; None is the one we are on, measured."""
-    budget_bytes: int | None
-    """Device memory to plan for; None is what is free."""
-    accumulation: int
-    """Backwards in a step."""
-    spill: str | None = None
-    """The folder for chunks on disk; None if there are to be none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,19 +83,20 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
             whatever else goes wrong, on all ranks: a pipeline stage that fails fails all.
     """
     everywhere = replicated_everywhere()
-    wanted = {(pattern_of(p) or everywhere).replicate_ranks for p in model.parameters()}
+    groups = {(pattern_of(p) or everywhere).replicate_ranks for p in model.parameters()}
     machine = None
-    if request.hardware is None:
+    wanted = request.wanted
+    if wanted.hardware is None:
         dtype = request.compute_dtype or next((p.dtype for p in model.parameters()), torch.float32)
         machine = describe(request.device, dtype)
-        hardware = hardware_here(machine, request.device, wanted)
+        hardware = hardware_here(machine, request.device, groups)
     else:
-        name = request.hardware
+        name = wanted.hardware
         hardware = raise_on_all_ranks("read the figures of a machine", lambda: Hardware.named(name))[dist.get_rank()]
     peers = ranks_of(model, everywhere)
     disk_bytes = 0
-    if request.spill is not None:
-        hardware, disk_bytes = with_disk(hardware, request.spill)
+    if wanted.disk is not None:
+        hardware, disk_bytes = with_disk(hardware, wanted.disk)
     left = gathered(_left(request, disk_bytes))
     tasks: list[Task] = []
 
@@ -121,6 +111,8 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
 
     found = raise_on_all_ranks("searched for a plan", search)[peers[0]]
     assert found is not None, "the first rank of those that hold the model has searched"
+    if found.plan.disk_chunks:
+        found = replace(found, plan=replace(found.plan, disk=wanted.disk, verify=wanted.verify))
     return found, tasks[0] if tasks else None, machine
 
 
@@ -155,7 +147,12 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
     world = dist.get_world_size()
     hardware.links(world)
     profile = trace(
-        model, request.step, request.sample, world=world, rank=dist.get_rank(), compute_dtype=request.compute_dtype
+        model,
+        request.wanted.step,
+        request.wanted.sample,
+        world=world,
+        rank=dist.get_rank(),
+        compute_dtype=request.compute_dtype,
     )
     return Task(
         profile=profile,
@@ -166,7 +163,7 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
         disk_bytes=room.disk_bytes if request.adam else None,
         moments=request.moments,
         staged=request.staged,
-        accumulation=request.accumulation,
+        accumulation=request.wanted.accumulation,
     )
 
 
@@ -205,7 +202,7 @@ def _left(request: Request, disk_bytes: int) -> _Left:
         device_bytes=free,
         host_bytes=host_bytes_left(),
         disk_bytes=disk_bytes,
-        budget_bytes=request.budget_bytes,
+        budget_bytes=request.wanted.budget_bytes,
     )
 
 
@@ -214,13 +211,13 @@ def _room(peers: tuple[int, ...], request: Request, everyone: list[_Left]) -> Ro
     cuda = request.device.type == "cuda"
     budgets = [theirs.budget_bytes for theirs in everyone]
     if len(set(budgets)) > 1:
-        raise ConfigError(f"budget_bytes differs between ranks: {budgets}")
+        raise ConfigError(f"Plan.auto's budget differs between ranks: {budgets} bytes")
     hosts = [theirs.host for theirs in everyone]
     left = min(everyone[rank].host_bytes // hosts.count(hosts[rank]) for rank in peers)
     most = min(everyone[rank].device_bytes for rank in peers) if cuda else left
-    budget = most if request.budget_bytes is None else request.budget_bytes
+    budget = most if request.wanted.budget_bytes is None else request.wanted.budget_bytes
     if budget > most:
         where = f"{request.device.type} memory for each of its ranks"
-        raise ConfigError(f"budget_bytes={budget}: there are {most} bytes of {where}; choose at most that, or None")
+        raise ConfigError(f"budget: {budget} bytes, and there are {most} of {where}; choose at most that, or None")
     disk = min(everyone[rank].disk_bytes for rank in peers)
     return Room(device_bytes=budget, host_bytes=left if cuda else left - budget, disk_bytes=disk)

@@ -234,7 +234,7 @@ def with_disk(hardware: Hardware, directory: str) -> tuple[Hardware, int]:
         try:
             return (host, os.stat(directory).st_dev), disk_bytes_left(directory)
         except OSError as error:
-            raise TierError(f"spill={directory!r} on {host}: {error.strerror}; name another folder") from error
+            raise TierError(f"disk={directory!r} on {host}: {error.strerror}; name another folder") from error
 
     found = raise_on_all_ranks("looked at the disk", look, error=TierError)
     places = [place for place, _ in found]

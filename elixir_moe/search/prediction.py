@@ -19,6 +19,7 @@ from elixir_moe.search.cost import Seconds
 from elixir_moe.search.hardware import Fitted
 from elixir_moe.search.measure import remember_fit
 from elixir_moe.search.solve import Task
+from elixir_moe.state.wrapped import Wrapped
 
 WARM_UP = 2
 """Steps that are not measured: the first records its schedule and allocates, the second is the first to follow it."""
@@ -29,7 +30,7 @@ TOLERANCE = 0.2
 
 
 class Prediction:
-    """Hangs on `optimizer.prediction` after ``wrap(plan="auto")``."""
+    """What `em.inspect(model).prediction` is for a plan that was searched for."""
 
     def __init__(self, forecast: Forecast, task: Task | None, machine: dict[str, Any] | None) -> None:
         self.forecast = forecast
@@ -46,12 +47,12 @@ class Prediction:
         self._task, self._machine = task, machine
         self._ends: list[float] = []
 
-    def __call__(self, optimizer: Any, *_: Any) -> None:
-        """At the end of each step of `optimizer`. Collective when enough were measured."""
+    def observe(self, wrapped: Wrapped) -> None:
+        """At the end of each step. Collective when enough were measured."""
         if self.measured_seconds is not None:
             return
-        self.held_bytes = optimizer.held_bytes()
-        device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        self.held_bytes = wrapped.held_bytes()
+        device = wrapped.model.parameters[0].device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._ends.append(time.perf_counter())
@@ -59,7 +60,7 @@ class Prediction:
             return
         ends = self._ends[WARM_UP - 1 :]  # a step takes from the end of the one before to its own
         mine = torch.tensor(statistics.median(b - a for a, b in pairwise(ends)), device="cpu")
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=optimizer.kept.groups.control)
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=wrapped.optimizer.kept.groups.control)
         self.measured_seconds = mine.item()
         if abs(self.measured_seconds / self.step_seconds - 1) > TOLERANCE:
             self._learn(self.measured_seconds)

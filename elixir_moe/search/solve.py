@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import pairwise
+from typing import Literal
 
 from elixir_moe.chunks.packing import ALIGN_BYTES, FUSE_BELOW, ChunkSpec, Layout, best_chunk_numel, build_layout
 from elixir_moe.chunks.param_spec import ParamSpec, group_parameters
@@ -334,7 +335,7 @@ class _Length:
         simulator, least, gradients = self._step(count)
         if blocks < least:
             return
-        cached = None if blocks >= self._held[count].cached else blocks
+        cached: int | Literal["all"] = "all" if blocks >= self._held[count].cached else blocks
         if count == len(self._layout.chunks):
             plan = Plan(scatter=True, offloaded=False, rcache_blocks=cached, chunk_numel=self._numel)
         else:
@@ -348,7 +349,7 @@ class _Length:
         """The step with so many chunks on the device, the fewest blocks for it, and its most open gradients."""
         cached = self._held[device_chunks].cached
         if cached not in self._steps:
-            plan = Plan.offload(rcache_blocks=None, device_chunks=device_chunks)
+            plan = Plan.offload(rcache_blocks="all", device_chunks=device_chunks)
             schedule = self._step_order.schedule(plan.place(self._layout))
             self._steps[cached] = Simulator(schedule), schedule.least_blocks(), schedule.open_gradients()
         return self._steps[cached]

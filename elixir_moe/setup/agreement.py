@@ -5,11 +5,12 @@ Owns the comparisons and their messages. Collective throughout; what one rank ca
 
 import hashlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from elixir_moe.chunks.plan import Plan
+from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.errors import ConfigError, LayoutError
 from elixir_moe.memory.slabs import check_fits, host_bytes_left
@@ -17,18 +18,27 @@ from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
 from elixir_moe.parallel.twins import marks_of, warn_of_twins
 from elixir_moe.runtime.model_spec import ModelSpec
 
+_FOR_STATE = 0.8
+"""Of free host memory, the part that chunks may take where nobody said how much: data loaders and saves need some."""
 
-def check_alike(optimizer: torch.optim.Optimizer, **given: object) -> None:
+
+def check_alike(optimizer: torch.optim.Optimizer, plan: Plan | AutoPlan, weights: object) -> None:
     """Raises ConfigError on all ranks if some were given what makes them take another way through `wrap`."""
-    kinds = {name: value if value in (None, "auto") else type(value).__name__ for name, value in given.items()}
-    everyone = gathered({"optimizer": type(optimizer).__name__, **kinds})
+    kinds = {"optimizer": type(optimizer).__name__, "plan": type(plan).__name__, "weights": _kind(weights)}
+    if isinstance(plan, AutoPlan):
+        kinds |= {"hardware": _kind(plan.hardware), "disk": _kind(plan.disk)}
+    everyone = gathered(kinds)
     for rank, theirs in enumerate(everyone):
         for name, kind in theirs.items():
-            if kind != everyone[0][name]:
+            if kind != everyone[0].get(name, kind):
                 raise ConfigError(
                     f"wrap was given {name}={everyone[0][name]} on rank 0 and {name}={kind} on rank {rank}: give all "
                     f"ranks the same"
                 )
+
+
+def _kind(value: object) -> str | None:
+    return None if value is None else type(value).__name__
 
 
 def agree_on(plan: Plan, model: ModelSpec) -> None:
@@ -36,7 +46,7 @@ def agree_on(plan: Plan, model: ModelSpec) -> None:
 
     These are all ranks in the meshes of its patterns. Another pipeline stage has ranks and a model of its own.
     """
-    lines = [f"plan {plan.to_json()}"]
+    lines = [f"plan {replace(plan, disk=plan.disk and 'a folder').to_json()}"]  # each host may have another
     for parameter, spec in zip(model.parameters, model.params, strict=True):
         pattern = pattern_of(parameter) or replicated_everywhere()
         lines.append(
@@ -64,6 +74,13 @@ def _differences(a: list[str], b: list[str]) -> Iterator[tuple[str, str]]:
         mine, other = a[i] if i < len(a) else "nothing", b[i] if i < len(b) else "nothing"
         if mine != other:
             yield mine, other
+
+
+def host_bytes_of_a_rank(ranks: Sequence[int]) -> int:
+    """Host memory for the state of each of `ranks`, where the plan leaves it open: the least of any. Collective."""
+    everyone = gathered((socket.gethostname(), host_bytes_left()))
+    hosts = [host for host, _ in everyone]
+    return min(int(_FOR_STATE * everyone[rank][1]) // hosts.count(hosts[rank]) for rank in ranks)
 
 
 def check_host_memory(nbytes: int) -> None:

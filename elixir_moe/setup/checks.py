@@ -4,23 +4,30 @@ Owns the messages. Looks at this rank alone: what ranks have to agree on, and wh
 asks.
 """
 
-import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.chunks.plan import Plan
-from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.errors import ConfigError, LayoutError, former
 from elixir_moe.optim.accepted import check_optimizer, is_adam
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.runtime.access import ShardedParameter
 from elixir_moe.runtime.model_spec import TRAINED_IN
 
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 """Classes of torch that reduce or shard what they wrap."""
+
+
+def check_names(given: Mapping[str, object]) -> None:
+    """Arguments that `wrap` does not have: one it had is a ConfigError, any other a TypeError, as everywhere."""
+    for name in given:
+        if (now := former("em.wrap(", name)) is not None:
+            raise ConfigError(now)
+        raise TypeError(f"wrap() got an unexpected keyword argument {name!r}")
 
 
 def check_arguments(
@@ -31,8 +38,10 @@ def check_arguments(
         raise ConfigError(f"wrap needs a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"wrap needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if not isinstance(plan, Plan) and plan != "auto":
-        raise ConfigError(f"plan={plan!r}: expected an em.Plan, such as em.Plan.zero2(), or 'auto'")
+    if not isinstance(plan, (Plan, AutoPlan)):
+        raise ConfigError(f"plan={plan!r}: expected an em.Plan, such as em.Plan.zero2(), or em.Plan.auto(step, sample)")
+    if isinstance(plan, AutoPlan) and step is not None:
+        raise ConfigError("step and sample were given to em.Plan.auto: leave them out of em.wrap")
     if (step is None) != (sample is None):
         raise ConfigError("sample and step go together: step(model, sample) is run to learn the order of first use")
     if step is not None and not callable(step):
@@ -57,48 +66,17 @@ def check_arguments(
         raise ConfigError(f"trainable parameters are in no param_group of the optimizer: {missing}; add or freeze them")
 
 
-def check_search(plan: Any, step: Any, hardware: Any, budget_bytes: Any, accumulation: Any) -> None:
-    """What ``plan="auto"`` needs, and no other plan may have."""
-    if plan != "auto":
-        given = {"hardware": hardware, "budget_bytes": budget_bytes, "accumulation": accumulation}
-        for name, default in (("hardware", None), ("budget_bytes", None), ("accumulation", 1)):
-            if given[name] != default:
-                raise ConfigError(
-                    f"{name}={given[name]!r} means nothing for a given plan: leave it out, or plan='auto'"
-                )
-        return
-    if step is None:
-        raise ConfigError(
-            "plan='auto' needs sample and step: a batch, and the forward of a training step, as in "
-            "em.wrap(model, optimizer, plan='auto', sample=batch, step=lambda model, batch: loss)"
-        )
-    if hardware is not None and not isinstance(hardware, (str, os.PathLike)):
-        raise ConfigError(f"hardware={hardware!r}: expected a machine's name, a file, or None to measure this one")
-    if budget_bytes is not None and not is_whole(budget_bytes, least=1):
-        raise ConfigError(f"budget_bytes={budget_bytes!r}: expected a whole number of bytes, at least 1, or None")
-    if not is_whole(accumulation, least=1):
-        raise ConfigError(f"accumulation={accumulation!r}: expected the number of backwards in a step, at least 1")
-
-
-def check_disk(plan: Any, optimizer: torch.optim.Optimizer, spill: Any, check_spill: Any) -> None:
+def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
     """What goes with chunks on disk."""
-    on_disk = plan.disk_chunks if isinstance(plan, Plan) else None
-    if not isinstance(check_spill, bool):
-        raise ConfigError(f"check_spill={check_spill!r}: expected True or False")
-    if spill is None:
-        if on_disk:
-            raise ConfigError(f"the plan has disk_chunks={on_disk}: say with spill= in which folder their file goes")
-        if check_spill:
-            raise ConfigError("check_spill=True means nothing without spill=, the folder of what is on disk")
-        return
-    if not isinstance(spill, (str, os.PathLike)) or not str(spill) or "\0" in str(spill):
-        raise ConfigError(f"spill={spill!r}: expected a folder, or None")
-    if on_disk == 0:
-        raise ConfigError(f"spill={os.fspath(spill)!r} means nothing for a plan without disk_chunks: leave it out")
-    if not is_adam(optimizer):
+    if isinstance(plan, Plan) and plan.disk_chunks and plan.disk is None:
+        raise ConfigError(
+            f"the plan has disk_chunks={plan.disk_chunks}: say in which folder their file goes, with "
+            f"em.Plan.offload(disk=...) or dataclasses.replace(plan, disk=...)"
+        )
+    if plan.disk is not None and not is_adam(optimizer):
         raise ConfigError(
             f"chunks on disk are updated by Adam and AdamW of torch, without amsgrad; this is "
-            f"{type(optimizer).__name__}: use one of them, or leave spill and disk_chunks out"
+            f"{type(optimizer).__name__}: use one of them, or leave disk out"
         )
 
 

@@ -4,7 +4,6 @@ Owns the way of the values, and the file of those on disk. No rank holds more th
 the model came with.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -88,19 +87,18 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
 
 
-def open_spill(
-    plan: Plan, layout: Layout, arrays: int, directory: str | os.PathLike[str] | None, checked: bool
-) -> Spill | None:
+def open_spill(plan: Plan, layout: Layout, arrays: int) -> Spill | None:
     """The file for chunks on disk; None without such. Raises TierError on all ranks if one of them cannot have it."""
     numels = [chunk.shard_numel for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
     if not numels:
         return None
-    assert directory is not None, "checked with the other arguments"
+    assert plan.disk is not None, "checked with the other arguments"
+    directory, checked = plan.disk, plan.verify
     made: list[Spill] = []
     try:
         raise_on_all_ranks(
             "made the files for chunks on disk",
-            lambda: made.append(Spill(os.fspath(directory), numels, arrays, rank=dist.get_rank(), checked=checked)),
+            lambda: made.append(Spill(directory, numels, arrays, rank=dist.get_rank(), checked=checked)),
             error=TierError,
         )
     except BaseException:

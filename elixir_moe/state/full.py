@@ -3,44 +3,18 @@
 Owns `full_state_dict`. Reads homes and gathers over process groups of its own; disturbs neither rCache nor schedule.
 """
 
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.packing import ChunkSpec
-from elixir_moe.errors import ConfigError
-from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import spec_of, whole_of
 from elixir_moe.parallel.pattern import Pattern
-from elixir_moe.parallel.rules import UNCUT, named_tensors, pattern_of
-from elixir_moe.runtime.hooks import Hooks
-from elixir_moe.runtime.model_spec import ModelSpec
-from elixir_moe.runtime.scheduler import Scheduler
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wrapped:
-    """What `wrap` leaves on a model for those who come later."""
-
-    scheduler: Scheduler
-    hooks: Hooks
-    groups: dict[tuple[int, ...], dist.ProcessGroup]
-    """gloo process groups by their ranks: those of every chunk and of every sharded axis."""
-    model: ModelSpec
-    """What it was in `wrap`."""
-    optimizer: ShardedOptimizer
-
-
-def require_wrapped(model: nn.Module, what: str, otherwise: str = "") -> Wrapped:
-    """What `wrap` left on the model. Raises ConfigError, naming who needs it and what to do otherwise."""
-    wrapped: Wrapped | None = getattr(model, "_elixir", None)
-    if wrapped is None:
-        raise ConfigError(f"{what} needs a model that went through wrap{otherwise}")
-    return wrapped
+from elixir_moe.parallel.rules import UNCUT, pattern_of
+from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 
 
 def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[int, ...]]:
@@ -53,48 +27,28 @@ def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[i
 
 
 @torch.no_grad()
-def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
     """``{name: full CPU tensor}``: names, shapes and dtypes of the model before `wrap`, experts of all ranks included.
 
-    Trainable parameters come from their fp32 masters. Tied names share one tensor. Collective; every rank gets all of
-    it.
+    Trainable parameters come from their fp32 masters. Tied names share one tensor. Collective.
+
+    Args:
+        model: a wrapped model.
+        all_ranks: whether all ranks get it; otherwise rank 0 does, for a pipeline stage the first of its ranks, and
+            the others, which hold no more than a chunk of it at once, get an empty dict.
 
     Raises:
-        ConfigError: the model is not wrapped, or has other parameters or buffers than it had then.
+        UsageError: the model is not wrapped, or has other parameters or buffers than it had then.
     """
     wrapped = require_wrapped(model, "full_state_dict", "; use model.state_dict() on a plain one")
     check_as_wrapped(model, wrapped)
-    full = dict(full_parameters(wrapped))
+    gets = all_ranks or dist.get_rank() == wrapped.model.ranks[0]
+    full = {parameter: value for parameter, value in full_parameters(wrapped) if gets}
+    if not gets:
+        return {}
     state = {name: full[p] for p, names in wrapped.model.names.items() for name in names}
     state |= {name: buffer.cpu().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
     return {name: state[name] for name in wrapped.model.keys}
-
-
-def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
-    """Raises ConfigError if the model has not the parameters and buffers it had in `wrap`, under the same names.
-
-    A parametrisation may have moved a parameter, or moved it back.
-    """
-    keys = dict.fromkeys(wrapped.model.keys)
-    lasting = {
-        f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._buffers.keys() - module._non_persistent_buffers_set
-    }
-    new = [name for name, p in model.named_parameters() if p not in wrapped.model.names]
-    new += [name for name, _ in model.named_buffers() if name in lasting and name not in keys]
-    if new:
-        raise ConfigError(f"the model has {new} now and had not in wrap: add and replace modules before wrap")
-    known = {_unparametrized(name) for name, _ in named_tensors(model)}
-    named = dict.fromkeys(name for names in wrapped.model.names.values() for name in names)
-    missing = [name for name in named | keys if _unparametrized(name) not in known]
-    if missing:
-        raise ConfigError(f"the model had {missing} in wrap and has not now: rename and remove parameters before wrap")
-
-
-def _unparametrized(name: str) -> str:
-    """The name of a parameter without the way that `torch.nn.utils.parametrize` puts into it."""
-    return re.sub(r"parametrizations\.([^.]+)\.original$", r"\1", name)
 
 
 @torch.no_grad()
@@ -118,7 +72,7 @@ def refuse_plain_state_dicts(model: nn.Module) -> None:
     """Makes ``model.state_dict()`` and ``load_state_dict()`` say what to use: released parameters hold no weights."""
 
     def refuse(*_: object, **__: object) -> None:
-        raise ConfigError(
+        raise UsageError(
             "a wrapped model's parameters are sharded: take full weights with em.full_state_dict(model), and load a "
             "state dict into the model before wrap"
         )

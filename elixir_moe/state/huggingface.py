@@ -24,8 +24,9 @@ from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.errors import CheckpointError
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.rules import UNCUT, logical_shape, named_tensors, names_of, pattern_of
-from elixir_moe.state.full import Wrapped, check_as_wrapped, full_parameters, full_state_dict, require_wrapped
+from elixir_moe.state.full import full_parameters, full_state_dict
 from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
+from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
@@ -220,7 +221,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         max_file_bytes: how large a file of several tensors may get.
 
     Raises:
-        ConfigError: the model is not wrapped, or has other parameters or buffers than it had then.
+        UsageError: the model is not wrapped, or has other parameters or buffers than it had then.
         CheckpointError: rank 0 cannot write; on every rank.
     """
     wrapped = require_wrapped(model, "save_pretrained", "; a plain one has its own")

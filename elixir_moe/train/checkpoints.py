@@ -52,7 +52,7 @@ class CheckpointManager:
     @property
     def done(self) -> bool:
         """Whether this rank's part of a save under way has ended. Not collective."""
-        return self._saving is None or self._saving.done
+        return self._saving is None or self._saving.done()
 
     @property
     def under_way(self) -> bool:
@@ -106,7 +106,7 @@ class CheckpointManager:
         saving, self._saving = self._saving, None
         if saving is not None:
             try:
-                self.latest = saving.wait()
+                self.latest = saving.result()
                 self._tell()
             except CheckpointError as error:
                 self._failed(error, must)

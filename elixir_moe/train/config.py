@@ -6,26 +6,31 @@ and starts nothing: every mistake found here is found before there is a process 
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
+from torch import nn
 
-from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.train import settings
 from elixir_moe.train.data import VOCABULARY, ByteText
 
-_WITH_DISK_CHUNKS = "a folder if, and only if, plan.disk_chunks is above 0"
 _MEANINGFUL: dict[str, tuple[str, ...]] = {
     "ddp": (),
     "zero2": ("chunk_numel",),
-    "zero3": ("rcache_blocks", "chunk_numel"),
-    "offload": ("rcache_blocks", "chunk_numel", "device_chunks", "disk_chunks", "spill", "check_spill"),
-    "auto": ("hardware", "budget_gib", "spill", "check_spill"),
+    "zero3": ("rcache", "rcache_blocks", "chunk_numel"),
+    "offload": (
+        *("device", "host", "disk", "verify", "rcache"),
+        *("rcache_blocks", "device_chunks", "disk_chunks", "chunk_numel"),
+    ),
+    "auto": ("hardware", "budget", "disk", "verify"),
 }
+"""By kind of plan: the settings that go with it, which are arguments of the preset of that name in `Plan`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,26 +48,36 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """Where weights and optimizer state live, and how many gathered weights are kept."""
+    """Where weights and optimizer state live, and how many gathered weights are kept.
+
+    Sizes are of one rank, in bytes or as texts such as "20 GiB".
+    """
 
     kind: Literal["ddp", "zero2", "zero3", "offload", "auto"] = "zero2"
     """ddp: all on each device; zero2: optimizer sharded; zero3: weights too; offload: both at home in host memory;
     auto: the fastest of these that fits."""
+    rcache: int | str | None = None
+    """Device memory for gathered chunks, for zero3 and offload; null takes the least that works, and a little more to
+    gather ahead."""
     rcache_blocks: int | None = None
-    """Blocks of the rCache, each of one chunk, for zero3 and offload; null (offload only) means one for each chunk."""
-    chunk_numel: int | None = None
-    """Elements of a chunk, for all but ddp; null takes the length that wastes least."""
+    """The same as a number of chunks."""
+    device: int | str | None = None
+    """Device memory for state that stays there all the same, for offload; null means none."""
     device_chunks: int | None = None
-    """Chunks at home on the device all the same, for offload; null means none."""
+    """The same as a number of chunks."""
+    host: int | str | None = None
+    """Host memory for state, for offload; what does not fit goes to disk. Null takes what is free."""
+    disk: str | None = None
+    """The folder for what is on disk, for offload and auto; null uses no disk."""
     disk_chunks: int | None = None
-    """Chunks whose master weights and moments are on disk, for offload; null means none."""
-    spill: str | None = None
-    """The folder for what is on disk: for offload with disk_chunks, and for auto, which otherwise uses no disk."""
-    check_spill: bool | None = None
-    """Compare checksums of what is read from there; null means no."""
+    """Chunks whose master weights and moments are on disk, in the place of host."""
+    verify: bool | None = None
+    """Compare checksums of what is read from disk; null means no."""
+    chunk_numel: int | None = None
+    """Elements of a chunk, for all but ddp and auto; null takes the length that wastes least."""
     hardware: str | None = None
     """What auto plans for: a machine that ships with the package, or a file; null measures this one."""
-    budget_gib: float | None = None
+    budget: int | str | None = None
     """Device memory of a rank auto plans for, activations included; null takes what is free."""
 
     def __post_init__(self) -> None:
@@ -70,18 +85,22 @@ class PlanConfig:
             if getattr(self, name) is not None and name not in _MEANINGFUL[self.kind]:
                 meant = f"plan.{name} means nothing for plan.kind={self.kind}"
                 raise ConfigError(f"{meant}: remove it, or choose another kind")
-        blocks = self.rcache_blocks
-        _check(self.kind != "zero3" or blocks is not None, "plan.rcache_blocks", blocks, "a number of blocks for zero3")
-        _check(blocks is None or blocks >= 1, "plan.rcache_blocks", blocks, "at least 1 block")
-        numel = self.chunk_numel
-        _check(numel is None or numel >= 1, "plan.chunk_numel", numel, "at least 1 element")
-        _check((self.device_chunks or 0) >= 0, "plan.device_chunks", self.device_chunks, "0 or more chunks")
-        _check((self.disk_chunks or 0) >= 0, "plan.disk_chunks", self.disk_chunks, "0 or more chunks")
-        placed = self.kind == "auto" or bool(self.disk_chunks) == (self.spill is not None)
-        _check(placed, "plan.spill", self.spill, _WITH_DISK_CHUNKS)
-        _check(self.spill is not None or not self.check_spill, "plan.check_spill", self.check_spill, "plan.spill too")
-        budget = self.budget_gib
-        _check(budget is None or 0 < budget < math.inf, "plan.budget_gib", budget, "a finite number above 0, or null")
+        try:
+            self.plan(_no_step, (), 1)
+        except PlanError as error:
+            raise ConfigError(f"plan: {error}") from None
+
+    def plan(self, step: Callable[[nn.Module, Any], Any], sample: Any, accumulation: int) -> Plan | AutoPlan:
+        """The plan, or how it is to be found: then for `accumulation` runs of ``step(model, sample)``."""
+        given = {name: value for name in _MEANINGFUL[self.kind] if (value := getattr(self, name)) is not None}
+        if self.kind == "auto":
+            return Plan.auto(step, sample, accumulation=accumulation, **given)
+        preset: Callable[..., Plan] = getattr(Plan, self.kind)
+        return preset(**given)
+
+
+def _no_step(model: nn.Module, sample: Any) -> None:
+    raise AssertionError("a step that is never run")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

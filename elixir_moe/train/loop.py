@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.inspect import inspect
 from elixir_moe.models.gpt import tokens_per_expert
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.state.full import full_state_dict
@@ -216,12 +217,12 @@ class Loop:
         if self.report is not None:
             for line in self.training.description():
                 self.report.say(line)
-            optimizer = self.training.optimizer
-            before = self.report.plan(optimizer.plan_table(), optimizer.plan.to_json())
-            if optimizer.plan.explanation:
-                self.report.say(optimizer.plan.explanation)
+            found = inspect(self.training.model)
+            before = self.report.plan(found.rows, found.plan.to_json())
+            if found.plan.explanation:
+                self.report.say(found.plan.explanation)
             if source is not None:
-                other = "" if before is None else f", under another plan than {before}: {optimizer.plan.to_json()}"
+                other = "" if before is None else f", under another plan than {before}: {found.plan.to_json()}"
                 self.report.event(self._first, "resumed", f"from {source}, step {self._first}{other}")
         agreed = self._agree(0.0, 0.0)
         self._apply(agreed.control, first=True)
@@ -250,7 +251,7 @@ class Loop:
             train_seconds=self._seconds,
             tokens_per_second=(steps - self._first) * self.config.tokens_per_step / max(self._seconds, 1e-9),
             out=self.config.run.out,
-            prediction=None if (expected := training.optimizer.prediction) is None else expected.as_dict(),
+            prediction=None if (expected := inspect(training.model).prediction) is None else expected.as_dict(),
         )
         self.report.finish(summary, sample, weights)
         self._status("done")
@@ -282,7 +283,7 @@ class Loop:
     def step(self) -> None:
         """One step, and what is due after it."""
         training, run = self.training, self.config.run
-        before, start = training.optimizer.statistics(), time.perf_counter()
+        before, start = inspect(training.model).statistics, time.perf_counter()
         self._watchdog.at(f"step {training.progress.step + 1}")
         self._watchdog.waited()
         loss = training.forward_backward()
@@ -307,7 +308,7 @@ class Loop:
             lr=lr,
             step_seconds=seconds,
             tokens_per_second=self.config.tokens_per_step / seconds,
-            statistics=(training.optimizer.statistics() - before).as_dict(),
+            statistics=(inspect(training.model).statistics - before).as_dict(),
             tokens_per_expert=experts,
             val_loss=training.evaluate() if due else None,
         )

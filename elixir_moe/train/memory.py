@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from elixir_moe.distributed.collectives import world_timeout
 from elixir_moe.errors import TierError
+from elixir_moe.inspect import inspect
 from elixir_moe.train.config import PlanConfig, TrainConfig
 from elixir_moe.train.training import Training
 
@@ -45,7 +46,8 @@ def smaller(
     """
     while plan.kind not in ("ddp", "auto") and blocks > least:
         blocks = max(least, blocks // 2)
-        plan = replace(plan, kind="zero3" if plan.kind == "zero2" else plan.kind, rcache_blocks=blocks)
+        kind = "zero3" if plan.kind == "zero2" else plan.kind
+        plan = replace(plan, kind=kind, rcache=None, rcache_blocks=blocks)
         yield plan, accumulation
     for more in itertools.count(accumulation + 1):
         if more > rows:
@@ -65,20 +67,20 @@ class Scarcity:
 
     def next(self, training: Training) -> TrainConfig:
         """Settings for the next try. Raises TierError when there is none left."""
-        config, plan = self._config, training.optimizer.plan
-        rows, blocks = config.run.global_batch // training.ranks, plan.blocks(training.optimizer.layout)
+        config, found = self._config, inspect(training.model)
+        rows, blocks = config.run.global_batch // training.ranks, found.plan.blocks(found.layout)
         if self._steps is None:
-            schedule = training.optimizer.schedule
-            least = 1 if schedule is None else schedule.least_blocks()
+            least = 1 if found.schedule is None else found.schedule.least_blocks()
             self._steps = smaller(config.plan, blocks, least, rows, training.progress.accumulation)
         self.tries += 1
-        found = next(self._steps, None) if self.tries <= config.watch.memory_tries else None
-        if found is None:
+        smaller_one = next(self._steps, None) if self.tries <= config.watch.memory_tries else None
+        if smaller_one is None:
             raise TierError(
                 f"memory is too short, also with {training.progress.accumulation} micro-batches a rank and an rCache "
                 f"of {blocks} blocks: use more ranks, a smaller model, or plan.kind=offload"
             )
-        return replace(config, plan=found[0], run=replace(config.run, accumulation=found[1]))
+        plan, accumulation = smaller_one
+        return replace(config, plan=plan, run=replace(config.run, accumulation=accumulation))
 
 
 def say_so(store: Any, rank: int, *, redoable: bool) -> None:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.chunks.plan import Plan
 from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.models.gpt import GPT, Meshes, generate, gpt_patterns, lm_loss
@@ -27,7 +26,7 @@ from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.local_shard import local_shards, share_of, wrapped_of
 from elixir_moe.state.checkpoint.rng import random_states, read_random_states, set_random_states
 from elixir_moe.state.checkpoint.save import Saving, save
-from elixir_moe.train.config import OptimizerConfig, PlanConfig, TrainConfig, identity
+from elixir_moe.train.config import OptimizerConfig, TrainConfig, identity
 from elixir_moe.train.data import ByteText, batch_at, rows_of, validation_batches
 from elixir_moe.wrap import wrap
 
@@ -87,23 +86,13 @@ class Training:
         )
 
     def _wrap(self, model: GPT) -> tuple[GPT, ShardedOptimizer]:
-        plan, dtype = self.config.plan, _DTYPES[self.config.run.dtype]
-        optimizer = _adamw(model, self.config.optimizer)
-        disk: dict[str, Any] = {"spill": plan.spill, "check_spill": bool(plan.check_spill)}
-        if plan.kind != "auto":
-            return wrap(model, optimizer, plan=_plan(plan), compute_dtype=dtype, **disk)
         rows = self.config.micro_batch // self.ranks
+        sample = torch.zeros(rows, self.config.model.seq_len + 1, dtype=torch.int64)
         return wrap(
             model,
-            optimizer,
-            plan="auto",
-            sample=torch.zeros(rows, self.config.model.seq_len + 1, dtype=torch.int64),
-            step=lm_loss,
-            compute_dtype=dtype,
-            hardware=plan.hardware,
-            budget_bytes=None if plan.budget_gib is None else int(plan.budget_gib * 2**30),
-            accumulation=self.config.run.accumulation,
-            **disk,
+            _adamw(model, self.config.optimizer),
+            plan=self.config.plan.plan(lm_loss, sample, self.config.run.accumulation),
+            compute_dtype=_DTYPES[self.config.run.dtype],
         )
 
     # ---------------------------------------------------------------------------------------------------------- a step
@@ -317,22 +306,6 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
         {"params": others, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(param_groups, lr=config.lr, betas=config.betas, eps=config.eps)
-
-
-def _plan(config: PlanConfig) -> Plan:
-    if config.kind == "ddp":
-        return Plan.ddp()
-    if config.kind == "zero2":
-        return Plan.zero2(chunk_numel=config.chunk_numel)
-    if config.kind == "zero3":
-        assert config.rcache_blocks is not None, "the settings were checked before"
-        return Plan.zero3(rcache_blocks=config.rcache_blocks, chunk_numel=config.chunk_numel)
-    return Plan.offload(
-        rcache_blocks=config.rcache_blocks,
-        device_chunks=config.device_chunks or 0,
-        disk_chunks=config.disk_chunks or 0,
-        chunk_numel=config.chunk_numel,
-    )
 
 
 def _count_parameters(model: nn.Module) -> int:

@@ -302,13 +302,13 @@ class Recorder:
     def step(self, between: Callable[[], Any] = lambda: None) -> dict[str, Any]:
         """One training step; returns what was counted and decided in it."""
         self.loads.clear()
-        before = self.optimizer.statistics()
+        before = em.inspect(self.model).statistics
         loss = lm_loss(self.model, self.batch)
         between()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        found = (self.optimizer.statistics() - before).as_dict()
+        found = (em.inspect(self.model).statistics - before).as_dict()
         return found | {"loads": [(load.chunk, load.evicted, load.ahead) for load in self.loads], "loss": loss.item()}
 
     def evaluate(self) -> float:
@@ -318,7 +318,11 @@ class Recorder:
 
     def promise(self) -> dict[str, Any]:
         """What the simulator says of a step that starts from an empty cache."""
-        plan, layout, schedule = self.optimizer.plan, self.optimizer.layout, self.optimizer.schedule
+        plan, layout, schedule = (
+            em.inspect(self.model).plan,
+            em.inspect(self.model).layout,
+            em.inspect(self.model).schedule,
+        )
         assert schedule is not None
         counts, loads = simulate(schedule, plan.blocks(layout), prefetch=plan.prefetch)
         gathered = [layout.chunks[load.chunk] for load in loads if load.chunk >= 0]
@@ -340,7 +344,7 @@ def follow(plan: em.Plan, steps: int) -> dict[str, Any]:
     """(rank) A few steps and what was promised of them."""
     recorder = Recorder(plan)
     found = [recorder.step() for _ in range(steps)]
-    result = {"found": found, "promise": recorder.promise(), "blocks": plan.blocks(recorder.optimizer.layout)}
+    result = {"found": found, "promise": recorder.promise(), "blocks": plan.blocks(em.inspect(recorder.model).layout)}
     recorder.close()
     return result
 
@@ -356,7 +360,7 @@ def assert_as_promised(found: dict[str, Any], promise: dict[str, Any]) -> None:
 def test_the_runtime_decides_as_the_simulator(ranks: Ranks) -> None:
     sizes = {}
     for offloaded in (False, True):  # on the device, experts of which a rank has all copies are used in place
-        plan = em.Plan(scatter=True, offloaded=offloaded, rcache_blocks=None, chunk_numel=CHUNK)
+        plan = em.Plan(scatter=True, offloaded=offloaded, rcache_blocks="all", chunk_numel=CHUNK)
         everything = ranks(2).run(follow, plan, 2)[0]
         sizes[offloaded] = everything["promise"]["least"], everything["blocks"]
         assert sizes[offloaded][0] < sizes[offloaded][1] - 2
@@ -418,7 +422,7 @@ def tied_traffic() -> list[dict[str, int]]:
     recorder = Recorder(em.Plan.zero2(), GPTConfig(vocab_size=512, seq_len=9, n_layers=1, d_model=8, n_heads=1))
     recorder.step()
     counted = recorder.step()["collective_bytes"]
-    sizes = [chunk.nbytes for chunk in recorder.optimizer.layout.chunks]
+    sizes = [chunk.nbytes for chunk in em.inspect(recorder.model).layout.chunks]
     recorder.close()
     return [dict(*counted.values()), {"all_gather": sum(sizes), "reduce_scatter": sum(sizes)}]
 

@@ -19,7 +19,7 @@ from elixir_moe.chunks.plan import DISK_THREADS, SPILL_ALIGN_NUMEL, Plan, Tier, 
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
-from tests.support.cases import spill_of, with_further
+from tests.support.cases import placed, with_further
 from tests.support.parity import mesh_of_world
 from tests.support.ranks import RankPool
 
@@ -53,7 +53,7 @@ PRESETS = [
     Plan.zero3(rcache_blocks=3),
     Plan.offload(rcache_blocks=3, device_chunks=2, chunk_numel=64),
     Plan.offload(rcache_blocks=3, device_chunks=2, disk_chunks=4, chunk_numel=64),
-    Plan.offload(rcache_blocks=None),
+    Plan.offload(rcache_blocks="all"),
 ]
 
 
@@ -183,20 +183,20 @@ class Run:
         self.model = GPT(config, mesh_of_world())
         em.annotate(self.model, gpt_patterns(self.model))
         inner = make(self.model.parameters(), lr=1e-3)
-        options: dict[str, Any] = {"plan": plan, "compute_dtype": torch.bfloat16, "device": "cpu"}
-        self.model, self.optimizer = em.wrap(self.model, inner, **options, **spill_of(plan))
+        plan = placed(plan)
+        self.model, self.optimizer = em.wrap(self.model, inner, plan=plan, compute_dtype=torch.bfloat16, device="cpu")
         self.batch = torch.arange(18).view(2, 9) % 32
 
     def step(self, backwards: int = 1) -> dict[str, Any]:
         """One step; what it moved."""
-        before = self.optimizer.statistics()
+        before = em.inspect(self.model).statistics
         for _ in range(backwards):
             lm_loss(self.model, self.batch).backward()
         held = sum(self.storages().values())
         self.optimizer.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return (self.optimizer.statistics() - before).as_dict() | {"held": held}
+        return (em.inspect(self.model).statistics - before).as_dict() | {"held": held}
 
     def storages(self) -> dict[int, int]:
         """Bytes of every storage the wrapped optimizer can reach, by address; parameters themselves are the model's."""
@@ -248,14 +248,14 @@ def measure(
     for n in backwards:
         steps.append(run.step(n))
         addresses.append(run.storages())
-    optimizer = run.optimizer
-    assert optimizer.schedule is not None
-    layout = optimizer.layout
+    found = em.inspect(run.model)
+    schedule, layout = found.schedule, found.layout
+    assert schedule is not None
     result = {
         "steps": steps,
         "addresses": addresses,
-        "footprint": optimizer.footprint,
-        "least": optimizer.schedule.least_blocks(),
+        "footprint": found.footprint,
+        "least": schedule.least_blocks(),
         "chunks": len(layout.cached),
         "most": layout.most_blocks,
         "sum_numel": sum(chunk.numel for chunk in layout.chunks),
@@ -263,8 +263,8 @@ def measure(
         "largest_bytes": max(chunk.nbytes for chunk in layout.chunks),
         "block_numel": layout.chunk_numel,
     }
-    optimizer.close()
-    del run, optimizer
+    run.optimizer.close()
+    del run, found
     gc.collect()
     return result
 
@@ -311,7 +311,7 @@ def test_traffic_and_memory_of_the_papers_table(world: int, ranks: Ranks) -> Non
         for plan in (
             Plan.zero3(rcache_blocks=least, chunk_numel=CHUNK),
             Plan.offload(rcache_blocks=least, chunk_numel=CHUNK),
-            Plan.offload(rcache_blocks=None, chunk_numel=CHUNK),
+            Plan.offload(rcache_blocks="all", chunk_numel=CHUNK),
         )
     )
     for found in (ddp, zero2, zero3, offload, offload_all):
@@ -360,7 +360,7 @@ def test_recomputation_is_not_another_gather(kind: Any, ranks: Ranks) -> None:
 
 
 def test_accumulators_appear_with_a_second_backward(ranks: Ranks) -> None:
-    plan = Plan.offload(rcache_blocks=None, device_chunks=2, chunk_numel=CHUNK)
+    plan = Plan.offload(rcache_blocks="all", device_chunks=2, chunk_numel=CHUNK)
     for found in ranks(2).run(measure, plan, CONFIG, (1, 2, 1, 3)):
         size = found["footprint"]
         more = sum(size.accumulator_bytes.values())
@@ -375,7 +375,7 @@ def test_accumulators_appear_with_a_second_backward(ranks: Ranks) -> None:
 
 def test_what_is_on_disk_is_not_in_memory(ranks: Ranks) -> None:
     """Of its chunks only values or gradients are, and what their updates go through."""
-    in_memory, on_disk = (Plan.offload(rcache_blocks=None, disk_chunks=n, chunk_numel=CHUNK) for n in (0, 3))
+    in_memory, on_disk = (Plan.offload(rcache_blocks="all", disk_chunks=n, chunk_numel=CHUNK) for n in (0, 3))
     for found, other in zip(*(ranks(2).run(measure, plan) for plan in (on_disk, in_memory)), strict=True):
         held_as_promised(found)
         size, page = found["footprint"], 4 * SPILL_ALIGN_NUMEL

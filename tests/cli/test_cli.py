@@ -191,10 +191,10 @@ def test_the_exit_code_says_whether_the_same_command_can_do_better(
     ("arguments", "said"),
     [
         (
-            "--plan.kind=auto --plan.rcache_blocks=null --plan.hardware=a100-80g-pcie-x4 --plan.budget_gib=1e-6",
+            "--plan.kind=auto --plan.rcache_blocks=null --plan.hardware=a100-80g-pcie-x4 --plan.budget=1kB",
             "PlanError: no plan fits",
         ),
-        ("--plan.disk_chunks=1 --plan.spill=/no/such", "TierError: .*'/no/such': No such file or directory"),
+        ("--plan.disk_chunks=1 --plan.disk=/no/such", "TierError: .*'/no/such': No such file or directory"),
     ],
 )
 @pytest.mark.fault(18)

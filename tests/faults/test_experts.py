@@ -64,8 +64,8 @@ def trained(case: str) -> dict[str, Any]:
     em.annotate(layer, {**rules, "*": em.Pattern(mesh, replicate=("dp", "tp"))})
     layer, optimizer = em.wrap(layer, adamw(layer), plan=em.Plan.zero3(rcache_blocks=2))
     counts = list(steps(layer, optimizer, case, dist.get_rank(), 2))
-    moved = optimizer.statistics().as_dict()
-    found = {"weights": em.full_state_dict(layer), "counts": counts, "moved": moved}
+    moved = em.inspect(layer).statistics.as_dict()
+    found = {"weights": em.full_state_dict(layer, all_ranks=True), "counts": counts, "moved": moved}
     optimizer.close()
     return found
 

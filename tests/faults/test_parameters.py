@@ -45,14 +45,14 @@ def trained(model: nn.Module, uses: list[dict[str, bool]]) -> tuple[dict[str, Te
     """
     plain = deepcopy(model)
     mine, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5) for m in (model, plain))
-    model, ours = em.wrap(model, mine, plan=em.Plan.zero3(rcache_blocks=None))
+    model, ours = em.wrap(model, mine, plan=em.Plan.zero3(rcache_blocks="all"))
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     for use in uses:
         for module, optimizer in ((model, ours), (plain, theirs)):
             module(x, **use).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    found = em.full_state_dict(model)
+    found = em.full_state_dict(model, all_ranks=True)
     ours.close()
     return found, dict(plain.state_dict())
 

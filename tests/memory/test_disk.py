@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -170,12 +171,12 @@ class Net(nn.Module):
         return self.frozen(self.sometimes(x) if self.used else x)
 
 
-def train(plan: em.Plan, folder: str | None, dtype: torch.dtype, accumulation: int, **options: Any) -> dict[str, Any]:
+def train(plan: em.Plan, dtype: torch.dtype, accumulation: int, **options: Any) -> dict[str, Any]:
     """Five steps, with a read of all weights, a write to one, and a backward that is thrown away."""
     model = Net()
     groups = [{"params": list(model.layers.parameters())}, {"params": model.sometimes.parameters(), "lr": 3e-3}]
     inner = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
-    model, optimizer = em.wrap(model, inner, plan=plan, spill=folder, compute_dtype=dtype, **options)
+    model, optimizer = em.wrap(model, inner, plan=plan, compute_dtype=dtype, **options)
     norms = []
     for step in range(5):
         model.used = step % 2 == 0
@@ -193,8 +194,8 @@ def train(plan: em.Plan, folder: str | None, dtype: torch.dtype, accumulation: i
                 model.layers[2][1].weight.mul_(0.5)
                 with torch.no_grad():
                     model.layers[0][1].weight[3] = 1.0
-    result = {"norms": norms, "state": em.full_state_dict(model), "held": optimizer.held_bytes()}
-    result |= {"tiers": sorted(row["tier"] for row in optimizer.plan_table()), "size": optimizer.footprint}
+    result = {"norms": norms, "state": em.full_state_dict(model, all_ranks=True), "held": em.inspect(model).held_bytes}
+    result |= {"tiers": sorted(row["tier"] for row in em.inspect(model).rows), "size": em.inspect(model).footprint}
     optimizer.close()
     return result
 
@@ -211,9 +212,9 @@ def test_not_a_bit_differs_from_host_memory(
 ) -> None:
     length = 2 * D * D
     in_memory = em.Plan.offload(rcache_blocks=3, device_chunks=1, chunk_numel=length)
-    on_disk = em.Plan.offload(rcache_blocks=3, device_chunks=1, disk_chunks=2, chunk_numel=length)
-    wanted = ranks(world).run(train, in_memory, None, dtype, accumulation)
-    found = ranks(world).run(train, on_disk, str(tmp_path), dtype, accumulation, check_spill=accumulation == 2)
+    on_disk = replace(in_memory, disk_chunks=2, disk=str(tmp_path), verify=accumulation == 2)
+    wanted = ranks(world).run(train, in_memory, dtype, accumulation)
+    found = ranks(world).run(train, on_disk, dtype, accumulation)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours["norms"] == theirs["norms"]
         assert all(torch.equal(ours["state"][name], value) for name, value in theirs["state"].items())
@@ -229,7 +230,7 @@ def refused(folder: str) -> str:
     """The disk of the last rank is full."""
     import torch.distributed as dist
 
-    plan = em.Plan.offload(rcache_blocks=3, disk_chunks=2, chunk_numel=2 * D * D)
+    plan = em.Plan.offload(rcache_blocks=3, disk_chunks=2, chunk_numel=2 * D * D, disk=folder)
     fallocate = os.posix_fallocate
 
     def full(*args: Any) -> None:
@@ -240,7 +241,7 @@ def refused(folder: str) -> str:
     model = Net()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     with mock.patch.object(os, "posix_fallocate", full), pytest.raises(em.TierError) as told:
-        em.wrap(model, optimizer, plan=plan, spill=folder)
+        em.wrap(model, optimizer, plan=plan)
     return str(told.value)
 
 
@@ -257,20 +258,26 @@ PLAN = em.Plan.offload(rcache_blocks=3, disk_chunks=2, chunk_numel=2 * D * D)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan": PLAN}, r"disk_chunks=2: say with spill="),
-        ({"plan": PLAN, "spill": 3}, r"spill=3: expected a folder"),
-        ({"plan": PLAN, "spill": ""}, r"spill='': expected a folder"),
-        ({"plan": PLAN, "spill": "a\0b"}, r"expected a folder"),
-        ({"plan": em.Plan.zero2(), "spill": "/tmp"}, r"means nothing for a plan without disk_chunks"),
-        ({"plan": PLAN, "spill": "/tmp", "check_spill": 1}, r"check_spill=1: expected True or False"),
-        ({"plan": em.Plan.zero2(), "check_spill": True}, r"means nothing without spill="),
+        ({"disk": 3}, r"disk=3: expected a folder"),
+        ({"disk": ""}, r"disk='': expected a folder"),
+        ({"disk": "a\0b"}, r"expected a folder"),
+        ({"disk": "/tmp", "disk_chunks": 0}, r"means nothing with disk_chunks=0"),
+        ({"disk": "/tmp", "verify": 1}, r"verify=1: expected True or False"),
+        ({"verify": True}, r"means nothing without disk="),
+        ({"host": "1 GiB"}, r"say with disk= in which folder"),
+        ({"disk": "/tmp", "host": "1 GiB", "disk_chunks": 2}, r"host_bytes=1073741824 and disk_chunks=2: give one"),
     ],
 )
 def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(em.PlanError, match=message):
+        em.Plan.offload(**options)
+
+
+def test_a_plan_with_chunks_on_disk_and_no_folder_is_refused() -> None:
     model = Net()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-    with pytest.raises(em.ConfigError, match=message):
-        em.wrap(model, optimizer, **options)
+    with pytest.raises(em.ConfigError, match=r"disk_chunks=2: say in which folder"):
+        em.wrap(model, optimizer, plan=PLAN)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +287,7 @@ def test_other_optimizers_are_refused(make: Any) -> None:
     model = Net()
     optimizer = make((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     with pytest.raises(em.ConfigError, match=f"chunks on disk are updated by Adam.*{type(optimizer).__name__}"):
-        em.wrap(model, optimizer, plan=PLAN, spill="/tmp")
+        em.wrap(model, optimizer, plan=replace(PLAN, disk="/tmp"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -289,10 +296,10 @@ def test_the_default_dtype_is_nothing_to_masters_on_disk(dtype: torch.dtype, tmp
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-    model, optimizer = em.wrap(model, optimizer, plan=PLAN, spill=tmp_path)
+    model, optimizer = em.wrap(model, optimizer, plan=replace(PLAN, disk=str(tmp_path)))
     torch.set_default_dtype(dtype)
     try:
-        found = em.full_state_dict(model)
+        found = em.full_state_dict(model, all_ranks=True)
         em.save(tmp_path / "saved", model, optimizer)
     finally:
         torch.set_default_dtype(torch.float32)

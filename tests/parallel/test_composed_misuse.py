@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import ConfigError, UsageError
 from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -186,7 +186,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = N
             scheduler.step()
     if not isinstance(optimizer, em.ShardedOptimizer):
         return model.state_dict()
-    state = em.full_state_dict(model)
+    state = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
     gc.collect()
     return state
@@ -228,7 +228,7 @@ def test_optimizers_whose_state_can_be_cut_go_on_from_a_checkpoint(tmp_path: Pat
     def step(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         model(torch.ones(2, 64)).square().mean().backward()
         optimizer.step()
-        return em.full_state_dict(model)
+        return em.full_state_dict(model, all_ranks=True)
 
     one, other = wrapped(0), wrapped(1)
     step(*one)
@@ -285,8 +285,8 @@ def test_a_scheduler_may_be_built_before_wrap(kind: Any, recwarn: pytest.Warning
 def test_modules_that_came_after_wrap_are_named() -> None:
     model, optimizer = em.wrap(model := model_of(), torch.optim.SGD(model.parameters(), lr=0.1), plan=PLAN)
     model.append(nn.Linear(8, 2))
-    with pytest.raises(ConfigError, match=r"the model has \['3.weight', '3.bias'\] now"):
-        em.full_state_dict(model)
+    with pytest.raises(UsageError, match=r"the model has \['3.weight', '3.bias'\] now"):
+        em.full_state_dict(model, all_ranks=True)
     optimizer.close()
 
 

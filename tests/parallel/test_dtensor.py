@@ -116,7 +116,7 @@ def wrapped(tp: int, sequence_parallel: bool, plans: dict[str, em.Plan]) -> dict
             norms.append(optimizer.clip_grad_norm_(0.5).item())
             optimizer.step()
             optimizer.zero_grad()
-        results[name] = {"norms": norms, "state": em.full_state_dict(model)}
+        results[name] = {"norms": norms, "state": em.full_state_dict(model, all_ranks=True)}
         optimizer.close()
         del model, optimizer
     gc.collect()
@@ -167,7 +167,7 @@ def half_precision() -> None:
     parallelise(model, mesh["tp"], False)
     before = {name: p.full_tensor().detach().clone() for name, p in model.blocks.named_parameters() if "up" in name}
     model, optimizer = em.wrap(model, adamw(model), plan=em.Plan.zero2(), compute_dtype=torch.bfloat16)
-    after = em.full_state_dict(model)
+    after = em.full_state_dict(model, all_ranks=True)
     for name, value in before.items():
         assert torch.equal(after[f"blocks.{name}"], value), "masters are as fine as the weights were"
     loss = loss_of(model, batch(0))

@@ -60,7 +60,7 @@ def parallel(folder: Path, ep: int) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
         model, optimizer = em.wrap(model, adamw(model), plan=plan)
         norms = train(model, optimizer, lambda optimizer=optimizer: optimizer.clip_grad_norm_(0.5))
-        results[name] = {"norms": norms, "state": em.full_state_dict(model)}
+        results[name] = {"norms": norms, "state": em.full_state_dict(model, all_ranks=True)}
         optimizer.close()
         del model, optimizer
     gc.collect()

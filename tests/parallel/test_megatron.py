@@ -113,7 +113,7 @@ def test_every_layout_and_plan(
             assert result["statistics"]["blocks_replaced"] == 0
             assert result["statistics"]["off_schedule"] == 0
 
-    plenty = em.Plan.zero2(chunk_numel=chunk) if index % 2 else em.Plan.offload(rcache_blocks=None, chunk_numel=chunk)
+    plenty = em.Plan.zero2(chunk_numel=chunk) if index % 2 else em.Plan.offload(rcache_blocks="all", chunk_numel=chunk)
     if world < 4:
         run("a plenty", plenty)
     if index % 2:
@@ -130,10 +130,10 @@ def _gradients(model: nn.Module, backward: Callable[[nn.Module], None]) -> dict[
     megatron.annotate(model)
     plan = em.Plan.zero3(rcache_blocks=2, chunk_numel=4096)
     model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0), plan=plan)
-    before = megatron.as_one_process(model, em.full_state_dict(model))
+    before = megatron.as_one_process(model, em.full_state_dict(model, all_ranks=True))
     backward(model)
     optimizer.step()
-    after = megatron.as_one_process(model, em.full_state_dict(model))
+    after = megatron.as_one_process(model, em.full_state_dict(model, all_ranks=True))
     optimizer.close()
     return {name: before[name] - after[name] for name in before}
 

@@ -78,9 +78,9 @@ def trained(offload: bool) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     found = {
-        "state": em.full_state_dict(model),
-        "requests": optimizer.schedule.entries,
-        "statistics": optimizer.statistics().as_dict(),
+        "state": em.full_state_dict(model, all_ranks=True),
+        "requests": em.inspect(model).schedule.entries,
+        "statistics": em.inspect(model).statistics.as_dict(),
     }
     optimizer.close()
     return found

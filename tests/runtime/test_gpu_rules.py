@@ -177,7 +177,7 @@ def test_a_block_is_filled_behind_whoever_has_read_it_late(keeps: bool, lanes: L
     scheduler._begin_gather(chunk)
     assert streams._fetch is not None
     assert "late read" in streams._fetch.behind  # type: ignore[attr-defined]
-    assert optimizer.statistics().blocks_replaced == keeps
+    assert em.inspect(model).statistics.blocks_replaced == keeps
     optimizer.close()
 
 
@@ -373,14 +373,13 @@ def train_as_ever(folder: str) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     for plan in (
         em.Plan.zero3(rcache_blocks=2, chunk_numel=72),
-        em.Plan.offload(rcache_blocks=2, chunk_numel=72, disk_chunks=1),
+        em.Plan.offload(rcache_blocks=2, chunk_numel=72, disk_chunks=1, disk=folder),
     ):
         model = nn.Sequential(*(nn.Linear(8, 8, device="cpu") for _ in range(3)))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu"))
-        spill = folder if plan.disk_chunks else None
-        model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan, spill=spill)
+        model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan)
         path = os.path.join(folder, str(plan.disk_chunks))
         for step in range(3):
             model(torch.ones(2, 8, device="cpu")).square().mean().backward()
@@ -390,7 +389,7 @@ def train_as_ever(folder: str) -> list[torch.Tensor]:
             if step == 1:
                 em.save(path, model, optimizer)
         em.load(path, model, optimizer)
-        seen += em.full_state_dict(model).values()
+        seen += em.full_state_dict(model, all_ranks=True).values()
         optimizer.close()
     return seen
 

@@ -549,7 +549,7 @@ def rows_of(step: int, plan: em.Plan | None) -> Tensor:
 
 
 def train(scenario: Scenario, plan: em.Plan | None) -> dict[str, Any]:
-    if plan is not None and plan.rcache_blocks is not None:
+    if plan is not None and plan.rcache_blocks != "all":
         plan = replace(plan, rcache_blocks=plan.rcache_blocks + scenario.more_blocks)
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -80,17 +80,17 @@ def both(pair: Any, act: Callable[[nn.Module, Any], Any]) -> tuple[Any, Any]:
 def assert_equal(pair: Any) -> None:
     for name, value in pair[2].state_dict().items():
         # torch's fused kernel may be an ulp off in its square root
-        torch.testing.assert_close(em.full_state_dict(pair[0])[name], value, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(em.full_state_dict(pair[0], all_ranks=True)[name], value, rtol=1e-6, atol=1e-7)
 
 
 def test_nothing_is_copied_in_one_process(pair: Any) -> None:
-    model, optimizer, *_ = pair
-    size = optimizer.footprint
+    model, *_ = pair
+    size = em.inspect(model).footprint
     assert size.rcache_bytes == size.resident_bytes == 0
     (chunk,) = model._elixir.scheduler.chunks
     assert size.gradient_bytes == chunk.spec.nbytes
     assert size.shard_bytes["device"] == 3 * chunk.spec.nbytes, "weights and moments"
-    assert optimizer.held_bytes() == {"device": size.device_bytes, "host": 0, "disk": 0}
+    assert em.inspect(model).held_bytes == {"device": size.device_bytes, "host": 0, "disk": 0}
     given: list[int] = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: given.append(p.grad.data_ptr()))
@@ -101,7 +101,7 @@ def test_nothing_is_copied_in_one_process(pair: Any) -> None:
         given.clear()
         both(pair, lambda _, o: (o.step(), o.zero_grad()))
         assert_equal(pair)
-    assert optimizer.statistics().bytes_fetched == {}
+    assert em.inspect(model).statistics.bytes_fetched == {}
     with em.unsharded(model):
         base = chunk.shard.master.data_ptr()
         places = [p.data_ptr() - base for p in chunk.parameters]
@@ -170,19 +170,19 @@ def test_bf16_readers_and_writers_in_place() -> None:
     em.init_mesh(device_type="cpu")
     model = Net()
     model, optimizer = em.wrap(model, adamw(model), plan=Plan.zero2(), compute_dtype=torch.bfloat16)
-    before = em.full_state_dict(model)
+    before = em.full_state_dict(model, all_ranks=True)
     kept = model.two.weight.detach()
     values = kept.clone()
     with torch.no_grad():
         model.one.bias[3] = 5.0
-    after = em.full_state_dict(model)
+    after = em.full_state_dict(model, all_ranks=True)
     assert after["one.bias"][3] == 5.0
     before["one.bias"][3] = 5.0
     assert all(torch.equal(before[name], value) for name, value in after.items()), "masters as fine as before"
     model(rows(1).bfloat16()).float().square().mean().backward()
     assert torch.equal(kept, values), "not the gradient"
     optimizer.zero_grad()
-    assert all(torch.equal(before[name], value) for name, value in em.full_state_dict(model).items())
+    assert all(torch.equal(before[name], value) for name, value in em.full_state_dict(model, all_ranks=True).items())
     assert torch.equal(model.two.weight.detach(), values), "cast anew from the master"
     optimizer.close()
 
@@ -201,7 +201,7 @@ def replicated(accumulation: int) -> dict[str, torch.Tensor]:
             out.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    result = em.full_state_dict(model)
+    result = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
     return result
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from tests.support.cases import spill_of
+from tests.support.cases import placed
 
 D = 16
 PLANS = {
@@ -77,7 +77,11 @@ def gradients(model: nn.Module, optimizer: ShardedOptimizer, seed: int) -> None:
 def train(plan: em.Plan, at: int | None) -> tuple[dict[str, Tensor], int]:
     """The weights after three steps, the second of which is interrupted; and the lines it has run."""
     model = Tied()
-    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan, **spill_of(plan))
+    model, optimizer = em.wrap(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        plan=placed(plan),
+    )
     lines = 0
     enabled = torch._C.DisableTorchFunctionSubclass()
     with enabled:
@@ -94,7 +98,7 @@ def train(plan: em.Plan, at: int | None) -> tuple[dict[str, Tensor], int]:
         lines = interrupt.lines if step == 1 else lines
         optimizer.step()
         optimizer.zero_grad()
-    weights = em.full_state_dict(model)
+    weights = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
     return weights, lines
 

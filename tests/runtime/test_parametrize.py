@@ -22,8 +22,8 @@ from torch.nn.utils.parametrize import cached, register_parametrization, remove_
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
-from elixir_moe.errors import ConfigError, ElixirError
-from tests.support.cases import WORLDS, spill_of, with_further
+from elixir_moe.errors import ElixirError, UsageError
+from tests.support.cases import WORLDS, placed, with_further
 from tests.support.parity import assert_alike, trained
 from tests.support.ranks import RankPool
 
@@ -295,7 +295,7 @@ PLANS = {
 def train(name: str, plan: em.Plan | None, **options: Any) -> dict[str, Any]:
     """Weights by their names without parametrisations, and gradient norms and losses as `parity.trained` has norms."""
     case, losses = CASES[name], []
-    if plan is not None and plan.rcache_blocks is not None:
+    if plan is not None and plan.rcache_blocks != "all":
         plan = replace(plan, rcache_blocks=case.blocks)
     dtype = options.get("compute_dtype", torch.float32)
     rank, world = (dist.get_rank(), dist.get_world_size()) if plan else (0, 1)
@@ -358,25 +358,29 @@ def alone() -> Iterator[None]:
 
 def wrapped(model: nn.Module, plan: str = "offload") -> tuple[Any, Any]:
     given = PLANS[plan]
-    return em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=given, **spill_of(given))
+    return em.wrap(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        plan=placed(given),
+    )
 
 
 @pytest.mark.usefixtures("alone")
 def test_files_have_the_names_of_wrap(tmp_path: Path) -> None:
     """A parametrisation that is registered later changes no name, and what it saves others can load."""
     model, optimizer = wrapped(Net())
-    names = [*em.full_state_dict(model)]
+    names = [*em.full_state_dict(model, all_ranks=True)]
     registered(model)
     mean_square(model, torch.ones(2, D)).backward()
     optimizer.step()
-    state = em.full_state_dict(model)
+    state = em.full_state_dict(model, all_ranks=True)
     em.save(tmp_path / "checkpoint", model, optimizer)
     em.save_pretrained(model, tmp_path / "folder")
     optimizer.close()
     assert [*state] == names
     other, optimizer = wrapped(Net(), "layers")
     em.load(tmp_path / "checkpoint", other, optimizer)
-    found = em.full_state_dict(other)
+    found = em.full_state_dict(other, all_ranks=True)
     optimizer.close()
     assert all(torch.equal(found[name], value) for name, value in state.items())
     plain = load_file(tmp_path / "folder" / "model.safetensors")
@@ -392,13 +396,13 @@ def test_parameters_that_come_after_wrap_are_refused(tmp_path: Path) -> None:
     new = r"layers\.1\.mix\.parametrizations\.weight\.original0.*before wrap"
     for refused in (
         optimizer.step,
-        lambda: em.full_state_dict(model),
+        lambda: em.full_state_dict(model, all_ranks=True),
         lambda: em.save_pretrained(model, tmp_path / "folder"),
     ):
-        with pytest.raises(ConfigError, match=new):
+        with pytest.raises(UsageError, match=new):
             refused()
     optimizer.zero_grad()
-    with pytest.raises(ConfigError, match=new):
+    with pytest.raises(UsageError, match=new):
         em.save(tmp_path / "checkpoint", model, optimizer)
     optimizer.close()
 
@@ -407,8 +411,8 @@ def test_parameters_that_come_after_wrap_are_refused(tmp_path: Path) -> None:
 def test_a_buffer_that_comes_after_wrap_is_not_lost_without_a_word() -> None:
     model, optimizer = wrapped(Net())
     parametrizations.spectral_norm(model.last)
-    with pytest.raises(ConfigError, match=r"last\.parametrizations\.weight\.0\._u.*before wrap"):
-        em.full_state_dict(model)
+    with pytest.raises(UsageError, match=r"last\.parametrizations\.weight\.0\._u.*before wrap"):
+        em.full_state_dict(model, all_ranks=True)
     optimizer.close()
 
 
@@ -422,18 +426,18 @@ class Shortened(Squared):
 @pytest.mark.usefixtures("alone")
 def test_a_parameter_keeps_its_shape_and_is_set_to_tensors_alone() -> None:
     model, optimizer = wrapped(Net())
-    before = em.full_state_dict(model)
+    before = em.full_state_dict(model, all_ranks=True)
     weight = model.first.weight
-    with pytest.raises(ConfigError, match=r"'layers\.0\.mix\.weight' of .*cannot become"):
+    with pytest.raises(UsageError, match=r"'layers\.0\.mix\.weight' of .*cannot become"):
         register_parametrization(model.layers[0].mix, "weight", Shortened(), unsafe=True)
-    with torch.no_grad(), pytest.raises(ConfigError, match=r"set_.*copy_"):
+    with torch.no_grad(), pytest.raises(UsageError, match=r"set_.*copy_"):
         weight.set_()
-    with torch.no_grad(), pytest.raises(ConfigError, match=r"set_.*copy_"):
+    with torch.no_grad(), pytest.raises(UsageError, match=r"set_.*copy_"):
         weight.set_(torch.zeros(D * D).untyped_storage(), 0, (D, D))
-    assert all(torch.equal(value, before[name]) for name, value in em.full_state_dict(model).items())
+    assert all(torch.equal(value, before[name]) for name, value in em.full_state_dict(model, all_ranks=True).items())
     with torch.no_grad():
         assert weight.set_(weight) is weight and weight.set_(torch.ones(D, D)) is weight
-    assert torch.equal(em.full_state_dict(model)["first.weight"], torch.ones(D, D))
+    assert torch.equal(em.full_state_dict(model, all_ranks=True)["first.weight"], torch.ones(D, D))
     optimizer.close()
 
 

@@ -50,7 +50,7 @@ def plans(least: int, least_offloaded: int, every: int) -> dict[str, em.Plan]:
         f"zero3-{middle}": em.Plan.zero3(rcache_blocks=middle, chunk_numel=CHUNK),
         f"offload-{least_offloaded}": em.Plan.offload(rcache_blocks=least_offloaded, chunk_numel=CHUNK),
         f"offload-{middle}-mixed": em.Plan.offload(rcache_blocks=middle, device_chunks=3, chunk_numel=CHUNK),
-        "offload-all": em.Plan.offload(rcache_blocks=None, chunk_numel=CHUNK),
+        "offload-all": em.Plan.offload(rcache_blocks="all", chunk_numel=CHUNK),
         "disk": em.Plan.offload(rcache_blocks=middle, device_chunks=2, disk_chunks=every // 2, chunk_numel=CHUNK),
     }
 
@@ -74,7 +74,7 @@ def test_every_layout_and_plan(world: int, layout: int, ranks: Ranks, oracle: di
     config = config_of(degrees)
     zero2, offload = (
         ranks(world).run(wrapped, config, plan, 1, None)[0]
-        for plan in (em.Plan.zero2(chunk_numel=CHUNK), em.Plan.offload(rcache_blocks=None, chunk_numel=CHUNK))
+        for plan in (em.Plan.zero2(chunk_numel=CHUNK), em.Plan.offload(rcache_blocks="all", chunk_numel=CHUNK))
     )
     cases = plans(max(1, zero2["least_blocks"]), offload["least_blocks"], offload["chunks"])
     for kind, (name, plan) in enumerate(cases.items()):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elixir_moe as em
-from tests.support.cases import spill_of
+from tests.support.cases import placed
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -71,7 +71,10 @@ def wrapped(plan: em.Plan, dtype: torch.dtype, accumulation: int) -> dict[str, A
     rank, world = dist.get_rank(), dist.get_world_size()
     model = make_model()
     model, optimizer = em.wrap(
-        model, make_optimizer(model.parameters()), plan=plan, compute_dtype=dtype, **spill_of(plan)
+        model,
+        make_optimizer(model.parameters()),
+        plan=placed(plan),
+        compute_dtype=dtype,
     )
     assert {p.dtype for p in model.parameters()} == {dtype}
     part = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
@@ -84,7 +87,7 @@ def wrapped(plan: em.Plan, dtype: torch.dtype, accumulation: int) -> dict[str, A
             losses.append(detached.item() / world)
         optimizer.step()
         optimizer.zero_grad()
-    result = {"losses": losses, "state": em.full_state_dict(model), "scale": optimizer.loss_scale}
+    result = {"losses": losses, "state": em.full_state_dict(model, all_ranks=True), "scale": optimizer.loss_scale}
     optimizer.close()
     del model, optimizer
     gc.collect()
@@ -96,20 +99,23 @@ def overflow(plan: em.Plan) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = make_model()
     model, optimizer = em.wrap(
-        model, make_optimizer(model.parameters()), plan=plan, compute_dtype=torch.float16, **spill_of(plan)
+        model,
+        make_optimizer(model.parameters()),
+        plan=placed(plan),
+        compute_dtype=torch.float16,
     )
-    before = em.full_state_dict(model)
+    before = em.full_state_dict(model, all_ranks=True)
     loss = loss_of(model, 0, 0, torch.float16, slice(None)) * (1e6 if rank == world - 1 else 1)
     optimizer.scale(loss).backward()
     norm = optimizer.clip_grad_norm_(1.0).item()
     optimizer.step()
     optimizer.zero_grad()
-    skipped = em.full_state_dict(model)
+    skipped = em.full_state_dict(model, all_ranks=True)
     scale = optimizer.loss_scale.scale
     optimizer.loss_scale.scale = 128.0
     optimizer.scale(loss_of(model, 1, 0, torch.float16, slice(None))).backward()
     optimizer.step()
-    after = em.full_state_dict(model)
+    after = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
     gc.collect()
     return {"norm": norm, "before": before, "skipped": skipped, "after": after, "scale": scale}

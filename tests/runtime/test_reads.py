@@ -151,11 +151,11 @@ def test_the_least_rcache_is_what_a_step_asks_for(name: str) -> None:
             loss(one, sample).backward()
             its.step()
             its.zero_grad()
-    schedule, statistics = optimizer.schedule, optimizer.statistics().as_dict()
+    schedule, statistics = em.inspect(model).schedule, em.inspect(model).statistics.as_dict()
     assert least - 1 <= schedule.least_blocks() <= least, "a gradient may come later than it could"
-    assert asked_for(profile.schedule(optimizer.layout)) == asked_for(schedule)
+    assert asked_for(profile.schedule(em.inspect(model).layout)) == asked_for(schedule)
     assert (statistics["off_schedule"], statistics["blocks_replaced"]) == (0, 0)
-    for key, value in em.full_state_dict(model).items():
+    for key, value in em.full_state_dict(model, all_ranks=True).items():
         torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-5, atol=1e-6)
     optimizer.close()
 
@@ -202,11 +202,11 @@ def searched() -> tuple[int, dict[str, Tensor]]:
     """(rank) Blocks of the plan that fits the least memory any does, and the weights after some steps under it."""
     model = Scaled(64)
     sample = torch.randn(4, 6, 64, generator=torch.Generator().manual_seed(2)).chunk(2)[dist.get_rank()]
-    options: dict[str, Any] = {"plan": "auto", "sample": sample, "step": mean_square, "hardware": "a100-80g-pcie-x4"}
     for budget in range(100_000, 2_000_000, 25_000):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
-            model, optimizer = em.wrap(model, optimizer, budget_bytes=budget, **options)
+            plan = em.Plan.auto(mean_square, sample, hardware="a100-80g-pcie-x4", budget=budget)
+            model, optimizer = em.wrap(model, optimizer, plan=plan)
             break
         except em.PlanError as error:
             assert "no plan fits" in str(error)
@@ -214,8 +214,8 @@ def searched() -> tuple[int, dict[str, Tensor]]:
         mean_square(model, sample).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert optimizer.statistics().as_dict()["off_schedule"] == 0
-    blocks, state = optimizer.plan.rcache_blocks, em.full_state_dict(model)
+    assert em.inspect(model).statistics.as_dict()["off_schedule"] == 0
+    blocks, state = em.inspect(model).plan.rcache_blocks, em.full_state_dict(model, all_ranks=True)
     optimizer.close()
     return blocks, state
 

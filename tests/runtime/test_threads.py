@@ -17,7 +17,7 @@ CHUNK = 256
 PLANS = {
     "ddp": em.Plan.ddp(),
     "offload, three blocks": em.Plan.offload(rcache_blocks=3, chunk_numel=CHUNK),
-    "offload, all blocks": em.Plan.offload(rcache_blocks=None, chunk_numel=CHUNK),
+    "offload, all blocks": em.Plan.offload(rcache_blocks="all", chunk_numel=CHUNK),
 }
 PATIENCE_SECONDS = 60
 
@@ -79,7 +79,7 @@ def trained(plan: em.Plan, kind: str, backward: Callable[[Tensor], None]) -> lis
         seen += [loss.detach(), optimizer.clip_grad_norm_(1.0)]
         optimizer.step()
         optimizer.zero_grad()
-    seen += em.full_state_dict(model).values()
+    seen += em.full_state_dict(model, all_ranks=True).values()
     optimizer.close()
     return seen
 

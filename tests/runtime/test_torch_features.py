@@ -347,7 +347,7 @@ def decay_of_each_group(wrapped: bool) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
     if not wrapped:
         return model.state_dict()
-    state = em.full_state_dict(model)
+    state = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
     return state
 

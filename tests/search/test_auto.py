@@ -1,10 +1,11 @@
-"""``plan="auto"``: exact like any other plan, holding what it said, and refusing what it cannot plan."""
+"""`Plan.auto`: exact like any other plan, holding what it said, and refusing what it cannot plan."""
 
 import json
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,16 +75,12 @@ def auto(model: nn.Module, step: Any, sample: Any, budget: int) -> Any:
     return forecast(
         model,
         Request(
-            step=step,
-            sample=sample,
+            wanted=em.Plan.auto(step, sample, hardware=MACHINE, budget=budget),
             device=torch.device("cpu"),
             compute_dtype=None,
             moments=2,
             adam=True,
             staged=True,
-            hardware=MACHINE,
-            budget_bytes=budget,
-            accumulation=1,
         ),
     )
 
@@ -101,11 +98,7 @@ def trained(name: str, tight: bool) -> dict[str, Any]:
     model, optimizer = em.wrap(
         model,
         make_optimizer(model),
-        plan="auto",
-        sample=sample,
-        step=lm_loss,
-        hardware=MACHINE,
-        budget_bytes=budget,
+        plan=em.Plan.auto(lm_loss, sample, hardware=MACHINE, budget=budget),
     )
     found = run(model, optimizer, config, 1, 0.5, rank, world)
     losses = torch.tensor(found["loss"], dtype=torch.float64)
@@ -113,13 +106,13 @@ def trained(name: str, tight: bool) -> dict[str, Any]:
     result = {
         **found,
         "loss": (losses / world).tolist(),
-        "state": em.full_state_dict(model),
-        "predicted": (optimizer.prediction.device_bytes, optimizer.prediction.host_bytes),
-        "counted": optimizer.held_bytes(),
+        "state": em.full_state_dict(model, all_ranks=True),
+        "predicted": (em.inspect(model).prediction.device_bytes, em.inspect(model).prediction.host_bytes),
+        "counted": em.inspect(model).held_bytes,
         "held": held(optimizer),
-        "gradients": optimizer.footprint.gradient_bytes + optimizer.footprint.landing_bytes,
-        "plan": optimizer.plan,
-        "statistics": optimizer.statistics().as_dict(),
+        "gradients": em.inspect(model).footprint.gradient_bytes + em.inspect(model).footprint.landing_bytes,
+        "plan": em.inspect(model).plan,
+        "statistics": em.inspect(model).statistics.as_dict(),
     }
     optimizer.close()
     return result
@@ -155,8 +148,9 @@ def trained_llama(wrapped: bool) -> list[float]:
     batch = torch.randint(3, 32, (4, 12), generator=torch.Generator().manual_seed(1))
     mine = batch[rank * 4 // world : (rank + 1) * 4 // world] if wrapped else batch
     if wrapped:
-        model, optimizer = em.wrap(model, optimizer, plan="auto", sample=mine, step=ids_loss, hardware=MACHINE)
-        assert held(optimizer) == optimizer.prediction.device_bytes - optimizer.footprint.gradient_bytes
+        model, optimizer = em.wrap(model, optimizer, plan=em.Plan.auto(ids_loss, mine, hardware=MACHINE))
+        found = em.inspect(model)
+        assert held(optimizer) == found.prediction.device_bytes - found.footprint.gradient_bytes
     losses = []
     for _ in range(4):
         loss = ids_loss(model, mine)
@@ -185,9 +179,9 @@ def refused(options: dict[str, Any]) -> tuple[str, str]:
     model = GPT(CONFIGS["dense"])
     optimizer = torch.optim.AdamW(model.parameters())
     sample = tokens(0, 0, 8, 32)
-    given = {"plan": "auto", "sample": sample, "step": lm_loss, "hardware": MACHINE, **options}
+    given = {"sample": sample, "step": lm_loss, "hardware": MACHINE, **options}
     try:
-        em.wrap(model, optimizer, **given)  # type: ignore[arg-type]
+        em.wrap(model, optimizer, plan=em.Plan.auto(**given))
     except em.ElixirError as error:
         before = type(error).__name__, str(error)
     model, sharded = em.wrap(model, optimizer, plan=em.Plan.zero2())
@@ -204,16 +198,14 @@ def reads_a_value(model: nn.Module, batch: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"step": None, "sample": None}, "ConfigError", "plan='auto' needs sample and step"),
-        ({"sample": None}, "ConfigError", "sample and step go together"),
-        ({"plan": em.Plan.zero2()}, "ConfigError", "hardware='a100-80g-pcie-x4' means nothing for a given plan"),
-        ({"plan": "best"}, "ConfigError", "plan='best': expected an em.Plan"),
+        ({"step": None}, "PlanError", "step=None: expected a function of model and batch"),
+        ({"sample": None}, "PlanError", "Plan.auto needs a sample"),
         ({"hardware": "a100-80g-pcie"}, "ConfigError", "did you mean 'a100-80g-pcie-x4'"),
-        ({"hardware": 3}, "ConfigError", "hardware=3"),
-        ({"budget_bytes": 1000}, "PlanError", "bytes too few in device memory; give the device"),
-        ({"budget_bytes": 1 << 60}, "ConfigError", "bytes of cpu memory for each of its ranks; choose at most that"),
-        ({"budget_bytes": 0.5}, "ConfigError", "budget_bytes=0.5"),
-        ({"accumulation": 0}, "ConfigError", "accumulation=0"),
+        ({"hardware": 3}, "PlanError", "hardware=3"),
+        ({"budget": 1000}, "PlanError", "bytes too few in device memory; give the device"),
+        ({"budget": 1 << 60}, "ConfigError", "bytes of cpu memory for each of its ranks; choose at most that"),
+        ({"budget": 0.5}, "PlanError", "budget=0.5: expected bytes, or a text such as '20 GiB'"),
+        ({"accumulation": 0}, "PlanError", "accumulation=0"),
         ({"step": reads_a_value}, "ConfigError", "cannot run on tensors without data"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
@@ -225,11 +217,11 @@ def test_what_cannot_be_planned_says_why(options: dict[str, Any], kind: str, mes
 
 def test_a_rank_alone_in_its_wishes_fails_all(ranks: Ranks) -> None:
     for kind, message in ranks(2).run(refused_alone):
-        assert kind == "ConfigError" and "budget_bytes differs between ranks: [None, 1000000]" in message
+        assert kind == "ConfigError" and "budget differs between ranks: [None, 1000000] bytes" in message
 
 
 def refused_alone() -> tuple[str, str]:
-    return refused({"budget_bytes": None if torch.distributed.get_rank() == 0 else 1_000_000})
+    return refused({"budget": None if torch.distributed.get_rank() == 0 else 1_000_000})
 
 
 class Rows(tuple[Tensor, ...]):
@@ -266,14 +258,14 @@ class Skipping(nn.Module):
 def skipped(budget: int) -> None:
     """(rank) Two steps of a plan with as few blocks as forward asks for."""
     model, sample = Skipping(), torch.randn(4, 16)
-    options: dict[str, Any] = {"sample": sample, "step": mean_square, "hardware": MACHINE, "budget_bytes": budget}
-    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan="auto", **options)
+    plan = em.Plan.auto(mean_square, sample, hardware=MACHINE, budget=budget)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
     for _ in range(2):
         mean_square(model, sample).backward()
         optimizer.step()
-    assert optimizer.schedule is not None and optimizer.plan.rcache_blocks is not None
-    assert optimizer.schedule.least_blocks() <= optimizer.plan.rcache_blocks
-    assert optimizer.held_bytes()["device"] == optimizer.prediction.device_bytes
+    assert em.inspect(model).schedule is not None
+    assert em.inspect(model).schedule.least_blocks() <= em.inspect(model).plan.rcache_blocks
+    assert em.inspect(model).held_bytes["device"] == em.inspect(model).prediction.device_bytes
     optimizer.close()
 
 
@@ -289,16 +281,13 @@ def accumulated() -> tuple[dict[str, int], tuple[int, int]]:
     model, sharded = em.wrap(
         model,
         optimizer,
-        plan="auto",
-        sample=sample,
-        step=lm_loss,
-        hardware=MACHINE,
+        plan=em.Plan.auto(lm_loss, sample, hardware=MACHINE, accumulation=2),
         compute_dtype=torch.bfloat16,
-        accumulation=2,
     )
     for _ in range(2):
         lm_loss(model, sample).backward()
-    found = sharded.held_bytes(), (sharded.prediction.device_bytes, sharded.prediction.host_bytes)
+    expected = em.inspect(model).prediction
+    found = em.inspect(model).held_bytes, (expected.device_bytes, expected.host_bytes)
     sharded.close()
     return found
 
@@ -316,21 +305,21 @@ def on_disk(folder: str, hardware: str | None) -> dict[str, Any]:
     plainer.load_state_dict(model.state_dict())
     sample, budget = tokens(0, 0, 8, 32), 1_200_000
     room = budget + 1_600_000
-    options: dict[str, Any] = {"sample": sample, "step": lm_loss, "hardware": hardware, "budget_bytes": budget}
+    wanted = em.Plan.auto(lm_loss, sample, hardware=hardware, budget=budget)
     with mock.patch("elixir_moe.search.auto.host_bytes_left", return_value=room):
         with pytest.raises(PlanError, match=r"or \d+ more on a disk"):
-            em.wrap(plainer, make_optimizer(plainer), plan="auto", **options)
-        model, optimizer = em.wrap(model, make_optimizer(model), plan="auto", spill=folder, **options)
+            em.wrap(plainer, make_optimizer(plainer), plan=wanted)
+        model, optimizer = em.wrap(model, make_optimizer(model), plan=replace(wanted, disk=folder))
     plain = make_optimizer(plainer)
     for step in range(3):
         for each, stepped in ((model, optimizer), (plainer, plain)):
             lm_loss(each, tokens(step, 0, 8, 32)).backward()
             stepped.step()
             stepped.zero_grad()
-    found = em.full_state_dict(model)
+    found = em.full_state_dict(model, all_ranks=True)
     worst = max((found[name] - value).abs().max().item() for name, value in plainer.state_dict().items())
-    result = {"worst": worst, "plan": optimizer.plan, "counted": optimizer.held_bytes()}
-    expected = optimizer.prediction
+    result = {"worst": worst, "plan": em.inspect(model).plan, "counted": em.inspect(model).held_bytes}
+    expected = em.inspect(model).prediction
     result["predicted"] = {"device": expected.device_bytes, "host": expected.host_bytes, "disk": expected.disk_bytes}
     optimizer.close()
     return result
@@ -351,9 +340,7 @@ def measured(folder: str) -> list[dict[str, Any]]:
         model = GPT(CONFIGS["dense"])
         sample = tokens(0, 0, 8, 32)
         with mock.patch.dict("os.environ", {"XDG_CACHE_HOME": folder}):
-            model, optimizer = em.wrap(
-                model, torch.optim.AdamW(model.parameters()), plan="auto", sample=sample, step=lm_loss
-            )
+            model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.auto(lm_loss, sample))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 for _ in range(prediction.WARM_UP + prediction.MEASURED):
@@ -361,9 +348,9 @@ def measured(folder: str) -> list[dict[str, Any]]:
                     optimizer.step()
         found.append(
             {
-                **optimizer.prediction.as_dict(),
-                "plan": json.loads(optimizer.plan.to_json()),
-                "fitted": optimizer.prediction.forecast.hardware.fitted,
+                **em.inspect(model).prediction.as_dict(),
+                "plan": json.loads(em.inspect(model).plan.to_json()),
+                "fitted": em.inspect(model).prediction.forecast.hardware.fitted,
                 "machine": describe(torch.device("cpu"), torch.float32),
             }
         )
@@ -487,8 +474,10 @@ def test_training_prints_predicted_beside_measured(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"kind": "auto", "rcache_blocks": 2}, "plan.rcache_blocks means nothing for plan.kind=auto"),
-        ({"kind": "zero2", "budget_gib": 1.0}, "plan.budget_gib means nothing for plan.kind=zero2"),
-        ({"kind": "auto", "budget_gib": 0.0}, "plan.budget_gib: expected a finite number above 0"),
+        ({"kind": "zero2", "budget": "1 GiB"}, "plan.budget means nothing for plan.kind=zero2"),
+        ({"kind": "auto", "budget": 0}, "plan: budget=0: expected at least 1 byte"),
+        ({"kind": "auto", "budget": "lots"}, "plan: budget='lots': expected bytes, or a text such as '20 GiB'"),
+        ({"kind": "offload", "host": "1 GiB"}, "say with disk= in which folder"),
     ],
 )
 def test_settings_of_other_plans_are_refused(given: dict[str, Any], message: str) -> None:
@@ -506,10 +495,12 @@ def tensor_parallel(plan: Any) -> list[float]:
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sample = torch.randn(4, 16)
-    options = {"sample": sample, "step": mean_square, "hardware": MACHINE} if plan == "auto" else {}
-    model, sharded = em.wrap(model, optimizer, plan=plan, **options)
-    if plan == "auto":
-        assert sharded.held_bytes() == {"device": sharded.prediction.device_bytes, "host": 0, "disk": 0}
+    searched = plan == "auto"
+    plan = em.Plan.auto(mean_square, sample, hardware=MACHINE) if searched else plan
+    model, sharded = em.wrap(model, optimizer, plan=plan)
+    if searched:
+        found = em.inspect(model)
+        assert found.held_bytes == {"device": found.prediction.device_bytes, "host": 0, "disk": 0}
     losses = []
     for _ in range(3):
         loss = mean_square(model, sample)

@@ -66,7 +66,7 @@ def test_a_plan_and_what_others_would_take(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_budget_moves_chunks_to_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*PLAN, "--model", "gpt2-4b", "--gpus", "2", "--batch", "2"]
-    roomy, tight = said(capsys, *arguments), said(capsys, *arguments, "--budget-gib", "24")
+    roomy, tight = said(capsys, *arguments), said(capsys, *arguments, "--budget", "24GiB")
     assert roomy["host_chunks"] == 0 < tight["host_chunks"]
     assert tight["predicted"]["step_seconds"] > roomy["predicted"]["step_seconds"]
 
@@ -107,11 +107,11 @@ def test_a_hugging_face_config_is_enough(tmp_path: Path, capsys: pytest.CaptureF
 def test_the_sizes_of_a_small_model_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     arguments = [*PLAN, "--config", str(tmp_path), "--gpus", "2", "--batch", "1", "--compare"]
-    assert main([*arguments, "--budget-gib", "0.1"]) == 0
+    assert main([*arguments, "--budget", "0.1GiB"]) == 0
     fitting = capsys.readouterr().out
     assert "on 2 x" in fitting and not re.search(r"\b0\.00 ([KMG]iB|B|buffers|there)", fitting)
     assert re.search(r"^ranks .* [\d.]+ [KM]iB", fitting, re.MULTILINE)
-    assert main([*arguments, "--budget-gib", "1e-4"]) == 2
+    assert main([*arguments, "--budget", "0.0001GiB"]) == 2
     assert re.search(r"^zero-3 .* short of [\d.]+ [KM]iB of device memory$", capsys.readouterr().out, re.MULTILINE)
     assert main(["estimate", "--parameters", "1000"]) == 0
     header, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
@@ -125,9 +125,9 @@ def test_the_sizes_of_a_small_model_are_shown(tmp_path: Path, capsys: pytest.Cap
         (["--model", "opt-13b", "--gpus", "9"], "lacks by_gpus.9"),
         (["--model", "gpt2-4b", "--seq", "4096"], "gpt2-4b has 1024 positions"),
         (["--model", "gpt2-4b", "--batch", "0"], "--batch: expected at least 1"),
-        (["--model", "gpt2-4b", "--budget-gib", "nan"], "--budget-gib: expected a finite number above 0"),
+        (["--model", "gpt2-4b", "--budget", "nan"], "--budget='nan': expected bytes, or a text such as"),
         (["--model", "gpt2-4b", "--imbalance", "inf"], "--imbalance: expected a finite number of at least 1"),
-        (["--model", "gpt2-4b", "--budget-gib", "1e300"], "--budget-gib: expected a finite number above 0"),
+        (["--model", "gpt2-4b", "--budget-gib", "24"], "elixir-moe plan --budget-gib is now --budget"),
         (["--model", "pr-moe-16b", "--imbalance", "1e308"], "--imbalance: expected a finite number of at least 1"),
         (["--model", "gpt2-4b", "--batch", "1" + 30 * "0"], "--batch, --seq: expected at most"),
         (["--model", ""], "no model is called ''"),

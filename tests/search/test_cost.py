@@ -52,7 +52,7 @@ def test_six_bytes_a_parameter() -> None:
     assert host.fetched_bytes == 3 * 2 * 2 * shard
     assert host.offloaded_bytes == 3 * 2 * shard
     assert (host.host_numel, host.device_numel) == (3 * shard, shard)
-    cached = cost.traffic(Plan.offload(rcache_blocks=None, device_chunks=1), layout, [0, 1, 2, 3])
+    cached = cost.traffic(Plan.offload(rcache_blocks="all", device_chunks=1), layout, [0, 1, 2, 3])
     assert cached.fetched_bytes == 3 * 2 * shard
 
 

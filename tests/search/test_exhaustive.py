@@ -86,7 +86,7 @@ def every_plan(task: Task, rng: random.Random) -> Iterator[Choice]:
     lengths = chunk_lengths(task.profile.params)
     others = [rng.randint(lengths[0], 4 * lengths[0]) for _ in range(3)]
     for length in {*rng.sample(lengths, min(len(lengths), 12)), *others}:
-        layout = price(task, Plan.offload(rcache_blocks=None, chunk_numel=length)).layout
+        layout = price(task, Plan.offload(rcache_blocks="all", chunk_numel=length)).layout
         chunks = len(layout.chunks)
         for device_chunks, blocks in product(range(chunks + 1), range(1, layout.most_blocks + 1)):
             for disk_chunks in range(chunks - device_chunks + 1 if task.disk_bytes else 1):

@@ -1,4 +1,4 @@
-"""``plan="auto"`` on Megatron-core's own models: traced, mixtures with an even routing, and trained exactly."""
+"""`Plan.auto` on Megatron-core's own models: traced, mixtures with an even routing, and trained exactly."""
 
 from collections.abc import Callable
 from typing import Any

@@ -13,7 +13,7 @@ from tests.support.train_cases import last_state, run, settings_of
 
 Ranks = Callable[[int], RankPool]
 AUTO = {"kind": "auto", "rcache_blocks": None, "chunk_numel": None, "hardware": "a100-80g-pcie-x4"}
-TIGHT_GIB = 6e-4
+TIGHT = "644 kB"
 """Room for the activations and a part of the model."""
 
 
@@ -49,7 +49,7 @@ def test_less_memory_finds_another_plan_and_says_so(whole: Any, tmp_path: Path, 
     pool = ranks(2)
     assert "75" in pool.run(run, settings(tmp_path / "parted"), {3: "SIGTERM"})[0]["ended"]
     before = json.loads((tmp_path / "parted" / "plan.json").read_text())
-    found = pool.run(run, settings(tmp_path / "parted", budget_gib=TIGHT_GIB))[0]
+    found = pool.run(run, settings(tmp_path / "parted", budget=TIGHT))[0]
     after = json.loads((tmp_path / "parted" / "plan.json").read_text())
     assert not before["offloaded"] and after["offloaded"]
     kind, text = found["events"][-1]

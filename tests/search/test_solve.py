@@ -118,7 +118,11 @@ def held(room: float) -> dict[str, Any]:
         lm_loss(model, BATCH).backward()
         optimizer.step()
         optimizer.zero_grad()
-    result = {"planned": found.size, "runtime": optimizer.footprint, "layouts": (found.layout, optimizer.layout)}
+    result = {
+        "planned": found.size,
+        "runtime": em.inspect(model).footprint,
+        "layouts": (found.layout, em.inspect(model).layout),
+    }
     optimizer.close()
     return result
 

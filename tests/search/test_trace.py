@@ -211,7 +211,7 @@ def run_recorded(checkpoint: Any, shape: dict[str, Any]) -> dict[str, Any]:
     recorded = model._elixir.scheduler.cache.schedule.entries
     layout = profile.step_order.counted(build_layout(profile.params, 2500))
     found = {
-        "layouts": (layout, optimizer.layout),
+        "layouts": (layout, em.inspect(model).layout),
         "requests": (profile.schedule(layout).entries, recorded),
     }
     optimizer.close()

@@ -144,7 +144,7 @@ def test_a_save_beside_the_training_waits_for_no_update(
     disk_chunks: int, copies_late: bool, ranks: Ranks, tmp_path: Path
 ) -> None:
     """It returns while they are under way; the checkpoint has them, and nothing of what came after the call."""
-    plan = em.Plan.offload(rcache_blocks=None, disk_chunks=disk_chunks, chunk_numel=32)
+    plan = em.Plan.offload(rcache_blocks="all", disk_chunks=disk_chunks, chunk_numel=32)
     ranks(2).run(updates_under_way, tmp_path, plan, copies_late)
 
 

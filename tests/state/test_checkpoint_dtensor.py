@@ -37,7 +37,7 @@ def train(tp: int, first: int, last: int, source: Path | None = None, target: Pa
         optimizer.zero_grad()
     if target is not None:
         em.save(target, model, optimizer)
-    weights = em.full_state_dict(model)
+    weights = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
     return weights
 

@@ -62,7 +62,7 @@ def train(case: Case, path: Path, loads: bool) -> dict[str, Tensor]:
                 optimizer.step()
                 optimizer.zero_grad()
             em.save(path.with_name("last"), model, optimizer)
-            weights = em.full_state_dict(model)
+            weights = em.full_state_dict(model, all_ranks=True)
             optimizer.close()
             return weights
 

@@ -74,7 +74,7 @@ def wrapped(name: str, plan: em.Plan, reentrant: bool | None = None) -> dict[str
     result = train(name, model, optimizer, rank, world)
     losses = torch.tensor(result["loss"], dtype=torch.float64)
     dist.all_reduce(losses)
-    result |= {"loss": (losses / world).tolist(), "state": em.full_state_dict(model)}
+    result |= {"loss": (losses / world).tolist(), "state": em.full_state_dict(model, all_ranks=True)}
     optimizer.close()
     del model, optimizer
     gc.collect()
@@ -85,11 +85,11 @@ def least_blocks(name: str, chunk_numel: int, reentrant: bool | None = None) -> 
     """The fewest blocks that the schedule of a step can do with, of a plan with blocks for all."""
     model = build(name, reentrant)
     model, optimizer = em.wrap(
-        model, make_optimizer(model), plan=em.Plan.offload(rcache_blocks=None, chunk_numel=chunk_numel)
+        model, make_optimizer(model), plan=em.Plan.offload(rcache_blocks="all", chunk_numel=chunk_numel)
     )
     train(name, model, optimizer, dist.get_rank(), dist.get_world_size(), steps=1)
-    assert optimizer.schedule is not None
-    least, chunks = optimizer.schedule.least_blocks(), len(optimizer.layout.cached)
+    assert em.inspect(model).schedule is not None
+    least, chunks = em.inspect(model).schedule.least_blocks(), len(em.inspect(model).layout.cached)
     optimizer.close()
     assert 0 < least < chunks, "a cache of all chunks is none"
     return least

@@ -56,7 +56,7 @@ def trained_and_saved(name: str, folder: Path) -> dict[str, Tensor]:
     model, optimizer = wrap(FAMILIES[name].build())
     train(name, model, optimizer, dist.get_rank(), dist.get_world_size())
     save_pretrained(model, folder, max_file_bytes=FILE_BYTES)
-    state = em.full_state_dict(model)
+    state = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
     gc.collect()
     return state
@@ -87,7 +87,7 @@ def experts_saved(folder: Path) -> dict[str, Tensor]:
     em.annotate(model, gpt_patterns(model))
     model, optimizer = wrap(model, compute_dtype=torch.bfloat16)
     save_pretrained(model, folder)
-    state = em.full_state_dict(model)
+    state = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
     return state
 
@@ -107,7 +107,7 @@ def dtensors_saved(folder: Path) -> dict[str, Tensor]:
     model = parallelize_module(nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6)), mesh, {"0": ColwiseParallel()})
     model, optimizer = wrap(model)
     save_pretrained(model, folder)
-    state = em.full_state_dict(model)
+    state = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
     return state
 
@@ -205,9 +205,9 @@ def read_into_meta(name: str, folder: Path) -> dict[str, Any]:
     with torch.device("meta"):
         model = FAMILIES[name].build()
     model, optimizer = wrap(model, weights=folder)
-    state = em.full_state_dict(model)
+    state = em.full_state_dict(model, all_ranks=True)
     train(name, model, optimizer, dist.get_rank(), dist.get_world_size())
-    result = {"read": state, "trained": em.full_state_dict(model)}
+    result = {"read": state, "trained": em.full_state_dict(model, all_ranks=True)}
     optimizer.close()
     gc.collect()
     return result
@@ -233,7 +233,7 @@ def experts_read(folder: Path, ep: int) -> dict[str, Tensor]:
         model = GPT(replace(EXPERTS, ep=(1, ep)), mesh_of_world())
     em.annotate(model, gpt_patterns(model))
     model, optimizer = wrap(model, weights=folder)
-    state = em.full_state_dict(model)
+    state = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
     return state
 
@@ -250,7 +250,7 @@ def base_read(folder: Path) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = FAMILIES["gpt2"].build()
     model, optimizer = wrap(model, weights=folder)
-    state = em.full_state_dict(model)
+    state = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
     return state
 

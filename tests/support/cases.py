@@ -1,8 +1,9 @@
-"""Which cases of a parametrised test run only with `make test-all`; what a plan needs in `wrap`."""
+"""Which cases of a parametrised test run only with `make test-all`; where chunks on disk go."""
 
 import re
 import tempfile
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,9 +26,9 @@ WORLDS = [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.slow)]
 """(ranks, under every plan): two ranks under all plans are further cases of two ranks under a few."""
 
 
-def spill_of(plan: em.Plan) -> dict[str, Any]:
-    """A folder for a plan with chunks on disk; nothing for others."""
-    return {"spill": tempfile.gettempdir()} if plan.disk_chunks else {}
+def placed(plan: em.Plan) -> em.Plan:
+    """The plan with a folder for its chunks on disk, if it has any."""
+    return replace(plan, disk=tempfile.gettempdir()) if plan.disk_chunks else plan
 
 
 def least_said(error: em.PlanError) -> int:

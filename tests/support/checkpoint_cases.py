@@ -31,7 +31,7 @@ from elixir_moe.state.checkpoint.save import save
 from elixir_moe.state.checkpoint.storage import read_manifest, verify
 from elixir_moe.state.checkpoint.tensors import FileImage
 from elixir_moe.state.checkpoint.whole import Whole
-from tests.support.cases import spill_of
+from tests.support.cases import placed
 from tests.support.parity import make_optimizer, mesh_of_world, tokens
 
 ROWS = 4
@@ -70,7 +70,7 @@ class Run:
         model = GPT(self.config, mesh_of_world())
         model.positions.weight.requires_grad_(False)
         em.annotate(model, gpt_patterns(model))
-        options |= {"plan": PLANS[plan], **spill_of(PLANS[plan])}
+        options |= {"plan": placed(PLANS[plan])}
         self.model, self.optimizer = em.wrap(model, make_optimizer_of_trainable(model), **options)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         torch.manual_seed(100 + dist.get_rank())
@@ -138,7 +138,7 @@ def train_and_save(path: Path, ep: int, plan: str, steps: int, **options: Any) -
     run = Run(ep, plan, **options)
     run.train(steps)
     run.save(path)
-    state = em.full_state_dict(run.model)
+    state = em.full_state_dict(run.model, all_ranks=True)
     run.close()
     return state
 
@@ -197,7 +197,7 @@ def beside_training(directory: Path) -> dict[str, Any]:
     run.save(directory / "at-once")
     saving = run.save(directory / "beside", asynchronous=True)
     run.train(2)
-    assert saving.wait() == directory / "beside" and saving.poll()
+    assert saving.result() == directory / "beside" and saving.poll()
     with full_disk(1):
         failed = run.save(directory / "failed", asynchronous=True)
         text = failing(lambda: [None for _ in iter(failed.poll, True)])
@@ -223,7 +223,7 @@ def held_back(directory: Path, ep: int, plan: str) -> None:
                 parameter.mul_(2)
                 with em.unsharded(parameter, write=True):
                     parameter.data.add_(1)
-        em.full_state_dict(run.model)  # brings home what was written
+        em.full_state_dict(run.model, all_ranks=True)  # brings home what was written
 
     def update(run: Run) -> None:
         run.train(1)
@@ -241,7 +241,7 @@ def held_back(directory: Path, ep: int, plan: str) -> None:
             copied.wait = lambda copied=copied, go=go: (go.set(), threading.Event.wait(copied))
             change(run)
             go.set()
-            saving.wait()
+            saving.result()
         at_once, beside = everything(directory / f"{name}-at-once"), everything(directory / f"{name}-beside")
         assert_same(at_once, beside, name)
     after = everything(saving.path)
@@ -262,7 +262,11 @@ def updates_under_way(directory: Path, plan: em.Plan, copies_late: bool) -> None
         torch.manual_seed(0)
         model = Norms()
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-        return em.wrap(model, optimizer, plan=plan, **spill_of(plan))
+        return em.wrap(
+            model,
+            optimizer,
+            plan=placed(plan),
+        )
 
     extra: dict[str, Any] = {"seen": [0, 1]}
     model, optimizer = wrapped()
@@ -289,7 +293,7 @@ def updates_under_way(directory: Path, plan: em.Plan, copies_late: bool) -> None
         model.register_forward_pre_hook(lambda *_: go_on.set())
         take_step(model, optimizer, 2)
         assert copy.is_set(), "the next update waits for the copying"
-        saving.wait()
+        saving.result()
     optimizer.close()
 
     assert_same(everything(directory / "at-once"), everything(directory / "beside"), "updates under way")
@@ -320,7 +324,7 @@ def refused(directory: Path) -> dict[str, str]:
     run.train(1)
     path, rank, model, optimizer = directory / "good", dist.get_rank(), run.model, run.optimizer
     run.save(path)
-    before = em.full_state_dict(model)
+    before = em.full_state_dict(model, all_ranks=True)
     generator = torch.get_rng_state()
     found = {
         "exists": failing(lambda: run.save(path)),
@@ -342,7 +346,7 @@ def refused(directory: Path) -> dict[str, str]:
     if rank == 0:
         file.write_bytes(data)
     dist.barrier()
-    after = em.full_state_dict(model)
+    after = em.full_state_dict(model, all_ranks=True)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert torch.equal(generator, torch.get_rng_state())
     run.load(path)

@@ -181,7 +181,9 @@ WRAPS: dict[str, Callable[[int], object]] = {
         net(), {"none": em.Pattern(em.init_mesh(), replicate=("dp",))}
     ),
     "a dtype that is none": lambda _: wrapped(compute_dtype=torch.int8),
-    "no such spill": lambda _: wrapped(em.Plan.offload(rcache_blocks=2, disk_chunks=1), spill="/dev/null/none"),
+    "no such folder for the disk": lambda _: wrapped(
+        em.Plan.offload(rcache_blocks=2, disk_chunks=1, disk="/dev/null/none")
+    ),
 }
 PLANS: dict[str, Callable[[int], object]] = {
     "no block": lambda _: em.Plan.zero3(rcache_blocks=0),
@@ -189,7 +191,7 @@ PLANS: dict[str, Callable[[int], object]] = {
     "chunks on disk and no disk": lambda _: wrapped(em.Plan.offload(rcache_blocks=2, disk_chunks=1)),
     "chunks below a parameter": lambda _: wrapped(em.Plan.zero3(rcache_blocks=2, chunk_numel=7)),
     "no room for any plan": lambda _: wrapped(
-        "auto", sample=torch.ones(2, D), step=lambda model, x: model(x).mean(), budget_bytes=10
+        em.Plan.auto(lambda model, x: model(x).mean(), torch.ones(2, D), budget=10)
     ),
 }
 

@@ -387,22 +387,23 @@ def wrapped(case: Case, plan: Any, accumulation: int, clip: float | None, start:
         megatron.annotate(model)
         rank, world = place()["dp"]
         options: dict[str, Any] = {}
+        sample = tokens(0, 0, SEQ, VOCAB)[: ROWS // world]
         if plan == "auto":
-            options["hardware"] = "a100-80g-pcie-x4"
-        if plan == "auto" or (plan.rcache_blocks is not None and case.pp == 1):
-            options |= {"sample": tokens(0, 0, SEQ, VOCAB)[: ROWS // world], "step": lm_loss}
+            plan = em.Plan.auto(lm_loss, sample, hardware="a100-80g-pcie-x4")
+        elif plan.rcache_blocks != "all" and case.pp == 1:
+            options = {"sample": sample, "step": lm_loss}
         model, optimizer = wrap_with_least(model, plan, options)
         result = train(model, optimizer, accumulation, clip, rank, world)
         losses = torch.tensor(result["loss"], dtype=torch.float64)
         dist.all_reduce(losses)
         result["loss"] = (losses * case.pp / dist.get_world_size()).tolist()
-        result["state"] = megatron.as_one_process(model, em.full_state_dict(model))
+        result["state"] = megatron.as_one_process(model, em.full_state_dict(model, all_ranks=True))
         first = place()["pp"][0] * case.layers // case.pp
         result["state"] = {
             re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + first}", name): value
             for name, value in result["state"].items()
         }
-        result["statistics"] = optimizer.statistics().as_dict()
+        result["statistics"] = em.inspect(model).statistics.as_dict()
         optimizer.close()
         return result
 

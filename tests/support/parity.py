@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import elixir_moe as em
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
-from tests.support.cases import spill_of
+from tests.support.cases import placed
 
 STEPS = 5
 ROWS = 4
@@ -93,17 +93,22 @@ def wrapped(config: GPTConfig, plan: em.Plan, accumulation: int, clip: float | N
     torch.manual_seed(5)
     model = GPT(config, mesh)
     em.annotate(model, gpt_patterns(model))
-    model, optimizer = em.wrap(model, make_optimizer(model), plan=plan, **options, **spill_of(plan))
+    model, optimizer = em.wrap(
+        model,
+        make_optimizer(model),
+        plan=placed(plan),
+        **options,
+    )
     rank, world = dist.get_rank(), dist.get_world_size()
     result: dict[str, Any] = run(model, optimizer, config, accumulation, clip, rank, world)
     losses = torch.tensor(result["loss"], dtype=torch.float64)
     dist.all_reduce(losses)
     result["loss"] = (losses / world).tolist()
-    result["state"] = em.full_state_dict(model)
-    result["statistics"] = optimizer.statistics().as_dict()
-    assert optimizer.schedule is not None
-    result["least_blocks"] = optimizer.schedule.least_blocks()
-    result["chunks"] = len(optimizer.layout.cached)
+    result["state"] = em.full_state_dict(model, all_ranks=True)
+    result["statistics"] = em.inspect(model).statistics.as_dict()
+    assert em.inspect(model).schedule is not None
+    result["least_blocks"] = em.inspect(model).schedule.least_blocks()
+    result["chunks"] = len(em.inspect(model).layout.cached)
     optimizer.close()
     del model, optimizer
     gc.collect()  # hooks and model point at each other, and a process group costs threads until it is freed
@@ -134,7 +139,7 @@ def trained(
     torch.manual_seed(1)
     model, optimizer = build()
     if plan is not None:
-        model, optimizer = em.wrap(model, optimizer, plan=plan, **spill_of(plan), **options)
+        model, optimizer = em.wrap(model, optimizer, plan=placed(plan), **options)
     model = after(model)
     norms = [] if between is None else [between(model)]
     for step in range(steps):
@@ -146,7 +151,7 @@ def trained(
         norms += [] if between is None else [between(model)]
     if plan is None:
         return {"norms": norms, "state": model.state_dict()}
-    result = {"norms": norms, "state": em.full_state_dict(model)}
+    result = {"norms": norms, "state": em.full_state_dict(model, all_ranks=True)}
     optimizer.close()
     del model, optimizer, clip
     gc.collect()

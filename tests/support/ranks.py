@@ -31,6 +31,7 @@ def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
     import datetime
 
     import torch._dynamo  # torch's optimizers import it at their first use
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_dtensor_caches
 
     gc.freeze()  # tests collect what they leave, not what was imported
     torch.set_num_threads(1)
@@ -43,7 +44,7 @@ def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
             fn, args, kwargs = pipe.recv()
         except EOFError:
             break
-        _let_go_of_groups()
+        _let_go_of_groups(clear_dtensor_caches)
         try:
             pipe.send((True, fn(*args, **kwargs)))
         except BaseException as error:
@@ -51,17 +52,17 @@ def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
     dist.destroy_process_group()
 
 
-def _let_go_of_groups() -> None:
+def _let_go_of_groups(clear_dtensor_caches: Callable[[], None]) -> None:
     """Destroys what the function before this one has left; all ranks are done with it.
 
-    The threads of a gloo process group wake up a hundred times a second. Groups of a mesh stay: DTensor remembers their
-    names for all meshes that are alike.
+    The threads of a gloo process group wake up a hundred times a second. DTensor remembers groups by the meshes they
+    belong to, and takes a later mesh that is alike for the same.
     """
-    mine = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    left = [group for group in mine if not group.group_desc.startswith("mesh_")]
+    left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     for group in left:
         dist.destroy_process_group(group)
     if left:
+        clear_dtensor_caches()
         gc.collect()
 
 

@@ -27,8 +27,8 @@ from elixir_moe.state.checkpoint.shard_ranges import Part, overlap
 from elixir_moe.state.checkpoint.storage import MANIFEST, read_manifest, verify
 from elixir_moe.state.checkpoint.tensors import Files
 from elixir_moe.state.checkpoint.values import decode
-from elixir_moe.state.full import Wrapped
 from elixir_moe.state.safetensors_format import DTYPES
+from elixir_moe.state.wrapped import Wrapped
 
 _MOST_NAMED = 8
 
@@ -73,11 +73,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
     Raises:
         CheckpointError: on all ranks, and nothing has changed: a file is damaged, missing, a link or not of this
             version; a parameter or buffer is missing, is too much, or has another shape; another optimizer saved it.
-        ConfigError: model or optimizer are not wrapped, or parameters or buffers have come or gone since.
+        UsageError: model or optimizer are not wrapped, or parameters or buffers have come or gone since.
     """
     wrapped = wrapped_of(model, optimizer)
     if optimizer.pending is not None:
-        optimizer.pending.wait()
+        optimizer.pending.result()
     directory, control = Path(os.path.abspath(path)), optimizer.kept.groups.control
     manifests: list[Manifest] = []
 

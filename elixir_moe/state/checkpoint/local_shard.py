@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from elixir_moe.chunks.packing import Slot
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import UsageError
 from elixir_moe.memory.shard_state import Elements
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.state.checkpoint.shard_ranges import Span
-from elixir_moe.state.full import Wrapped, check_as_wrapped
+from elixir_moe.state.wrapped import Wrapped, check_as_wrapped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,13 +92,13 @@ def wrapped_of(model: nn.Module, optimizer: Any) -> Wrapped:
     """What `wrap` left on the model.
 
     Raises:
-        ConfigError: it is not wrapped, with another optimizer, or closed; it has not the parameters it had then.
+        UsageError: it is not wrapped, with another optimizer, or closed; it has not the parameters it had then.
     """
     wrapped: Wrapped | None = getattr(model, "_elixir", None)
     if wrapped is None or not isinstance(optimizer, ShardedOptimizer):
-        raise ConfigError("checkpoints are of a model and an optimizer that went through em.wrap")
+        raise UsageError("checkpoints are of a model and an optimizer that went through em.wrap")
     if optimizer is not wrapped.optimizer:
-        raise ConfigError("the optimizer is another model's: pass both as em.wrap returned them")
+        raise UsageError("the optimizer is another model's: pass both as em.wrap returned them")
     wrapped.scheduler.check_open()
     check_as_wrapped(model, wrapped)
     return wrapped

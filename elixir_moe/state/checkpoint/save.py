@@ -31,7 +31,7 @@ from torch import nn
 
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
-from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.errors import CheckpointError, ConfigError, UsageError, former
 from elixir_moe.memory.shard_state import InMemory, OnDisk
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
@@ -59,15 +59,18 @@ from elixir_moe.state.checkpoint.rng import random_states
 from elixir_moe.state.checkpoint.storage import MANIFEST, Draft, moment_after_all, partial_of, retain
 from elixir_moe.state.checkpoint.tensors import FileImage, Item
 from elixir_moe.state.checkpoint.values import encode
-from elixir_moe.state.full import Wrapped
 from elixir_moe.state.safetensors_format import name_of
+from elixir_moe.state.wrapped import Wrapped
 
 UPDATES = "updates"
 """Name, among a piece's scalars, of the number of updates it has had."""
 
 
 class Saving:
-    """A save under way. Its methods are collective."""
+    """A save under way, with the names of a `concurrent.futures.Future`: `done`, `result`, `exception`.
+
+    A failure is told once, on all ranks. Training can go on after it, and so can the next save.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,10 @@ class Saving:
         self._future = future
         self._copied = copied
 
-    @property
+    def __getattr__(self, name: str) -> Any:
+        """Says what a method of former versions is called now; any other is missing as always."""
+        raise AttributeError(former("saving.", name) or f"{type(self).__name__!r} has no {name!r}")
+
     def done(self) -> bool:
         """Whether this rank's part of it has ended, in whichever way. Not collective."""
         return self._future is None or self._future.done()
@@ -98,23 +104,25 @@ class Saving:
             self._copied.wait()
 
     def poll(self) -> bool:
-        """Whether the checkpoint is there, on all ranks alike.
-
-        Raises:
-            CheckpointError: the save failed; once, on all ranks. Training can go on, and so can the next save.
-        """
+        """Whether the checkpoint is there, on all ranks alike. Raises CheckpointError as `result` does. Collective."""
         if self._future is None:
             return True
-        done = raise_on_all_ranks(
-            "asked whether a save has ended", lambda: self.done, self._optimizer.kept.groups.control
-        )
+        done = raise_on_all_ranks("asked whether a save has ended", self.done, self._optimizer.kept.groups.control)
         if not all(done):
             return False
-        self.wait()
+        self.result()
         return True
 
-    def wait(self) -> Path:
-        """Returns the path when the checkpoint is there. Raises CheckpointError as `poll` does."""
+    def exception(self) -> CheckpointError | None:
+        """Waits for the end; returns the failure, None if the checkpoint is there. Collective."""
+        try:
+            self.result()
+        except CheckpointError as error:
+            return error
+        return None
+
+    def result(self) -> Path:
+        """Returns the path when the checkpoint is there. Raises CheckpointError if the save failed. Collective."""
         future, self._future = self._future, None
         if future is not None:
             self._optimizer.pending = None
@@ -156,13 +164,13 @@ def save(
         CheckpointError: on all ranks: the directory exists, the disk is full, ranks disagree on path or `extra`,
             `extra` holds something else, gradients wait for a step; or an asynchronous save before this one failed and
             nobody has polled it.
-        ConfigError: model or optimizer are not wrapped, or parameters or buffers have come or gone since.
+        UsageError: model or optimizer are not wrapped, or parameters or buffers have come or gone since.
     """
     wrapped = wrapped_of(model, optimizer)
     if keep is not None and not is_whole(keep, least=1):
         raise ConfigError(f"keep={keep!r}: expected a whole number of at least 1, or None to keep all")
     if optimizer.pending is not None:
-        optimizer.pending.wait()
+        optimizer.pending.result()
     target = Path(os.path.abspath(path))
     control = optimizer.kept.groups.control
     facts = raise_on_all_ranks(
@@ -255,10 +263,10 @@ class _Facts:
 
 def _facts(target: Path, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, wrapped: Wrapped) -> _Facts:
     if optimizer.kept.has_gradients:
-        raise ConfigError("gradients wait for a step: save after optimizer.step(), or call optimizer.zero_grad() first")
+        raise UsageError("gradients wait for a step: save after optimizer.step(), or call optimizer.zero_grad() first")
     wrapped.hooks.check_outside("em.save()")
     if len(wrapped.model.ranks) < dist.get_world_size():
-        raise ConfigError(
+        raise UsageError(
             f"this model is a pipeline stage of ranks {list(wrapped.model.ranks)}, and a checkpoint is of one model of "
             f"all ranks: save em.full_state_dict(model) of each stage instead"
         )

@@ -1,0 +1,93 @@
+"""From sizes to counts: what a plan that says bytes, or leaves something open, is for one model.
+
+Owns the three questions a model answers: how many chunks stay on the device, how many go to disk, and how many blocks
+the rCache has. Pure; `wrap` brings the model, and the host memory that is free.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elixir_moe.chunks.packing import Layout
+from elixir_moe.chunks.param_spec import ParamSpec
+from elixir_moe.chunks.plan import Plan, Tier, home_bytes, size_text, spill_buffer_bytes
+from elixir_moe.chunks.step_order import StepOrder
+from elixir_moe.errors import PlanError, TierError
+
+
+def settled(
+    plan: Plan, params: Sequence[ParamSpec], step_order: StepOrder, *, moments: int, free_host_bytes: int
+) -> Plan:
+    """`plan` with a number of chunks in the place of every size and of everything it leaves open.
+
+    Args:
+        plan: any plan; one that says all in numbers is returned as it is.
+        params: the model's parameters in order of first use.
+        step_order: how a step walks over them.
+        moments: fp32 values the optimizer keeps for each element.
+        free_host_bytes: host memory of this rank for state, where the plan leaves it open.
+
+    Raises:
+        PlanError: a size is too small for a step.
+        TierError: host memory is too small, whatever is on disk.
+    """
+    if plan.device_bytes is not None:
+        plan = replace(plan, device_bytes=None, device_chunks=_device_chunks(plan, params, moments))
+    if plan.host_bytes is not None or plan.disk_chunks is None:
+        allowed = free_host_bytes if plan.host_bytes is None else plan.host_bytes
+        count = _disk_chunks(plan, params, moments, allowed)
+        disk = plan.disk if count else None
+        plan = replace(plan, host_bytes=None, disk_chunks=count, disk=disk, verify=plan.verify and disk is not None)
+    if plan.rcache_blocks is None:
+        layout = step_order.counted(plan.layout(params))
+        plan = replace(plan, rcache_bytes=None, rcache_blocks=_blocks(plan, layout, step_order))
+    return plan
+
+
+def _device_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int) -> int:
+    """The most chunks whose state fits in `device_bytes`."""
+    assert plan.device_bytes is not None, "asked for a plan that says it"
+    layout = plan.layout(params)
+
+    def state_bytes(count: int) -> int:
+        there = replace(plan, device_bytes=None, device_chunks=count)
+        placed = there.place(layout).chunks[len(layout.chunks) - count :]
+        return sum(home_bytes(chunk, Tier.DEVICE, moments)[Tier.DEVICE] for chunk in placed)
+
+    return bisect_right(range(1, len(layout.chunks) + 1), plan.device_bytes, key=state_bytes)
+
+
+def _disk_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int, allowed: int) -> int:
+    """The fewest chunks on disk with which host memory is large enough."""
+    layout = plan.layout(params)
+    offloaded = layout.chunks[: max(0, len(layout.chunks) - plan.device_chunks)]
+    state = sum(home_bytes(chunk, Tier.HOST, moments)[Tier.HOST] for chunk in offloaded)
+    needed, largest = [state], 0
+    for chunk in reversed(offloaded):
+        if needed[-1] <= allowed:
+            break
+        if chunk.key.trainable:
+            state -= home_bytes(chunk, Tier.HOST, moments)[Tier.HOST] - home_bytes(chunk, Tier.DISK, moments)[Tier.HOST]
+            largest = max(largest, chunk.shard_numel)
+        needed.append(state + spill_buffer_bytes([largest], 1 + moments))
+    if needed[-1] > allowed:
+        raise TierError(
+            f"host memory: {size_text(allowed)} are for state, and {size_text(min(needed))} are needed even with "
+            f"chunks on disk ({size_text(min(needed) - allowed)} short): use more ranks, or keep more on the device"
+        )
+    return len(needed) - 1
+
+
+def _blocks(plan: Plan, layout: Layout, step_order: StepOrder) -> int:
+    """What fits in `rcache_bytes`; without them, the fewest a step works with, and room to gather ahead."""
+    least = max(1, step_order.schedule(layout).least_blocks())
+    if plan.rcache_bytes is None:
+        return min(least + plan.prefetch, max(1, layout.most_blocks))
+    if plan.rcache_bytes < least * layout.block_bytes:
+        raise PlanError(
+            f"rcache={size_text(plan.rcache_bytes)}: a step of this model needs {least} blocks of "
+            f"{size_text(layout.block_bytes)} at once: give at least {size_text(least * layout.block_bytes)}, or a "
+            f"smaller chunk_numel where no parameter needs chunks of {layout.chunk_numel} elements"
+        )
+    fits = plan.rcache_bytes // layout.block_bytes if layout.block_bytes else 1
+    return min(fits, max(1, layout.most_blocks))

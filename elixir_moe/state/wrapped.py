@@ -1,0 +1,90 @@
+"""What `wrap` leaves on a model for those who come later: whoever saves it, loads it or looks at it.
+
+Owns `Wrapped`, and the question whether a model still is what it was in `wrap`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from elixir_moe.chunks.packing import Layout
+from elixir_moe.chunks.plan import Footprint, Plan, Tier
+from elixir_moe.errors import UsageError
+from elixir_moe.memory.disk import Spill
+from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.parallel.rules import named_tensors
+from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.model_spec import ModelSpec
+from elixir_moe.runtime.scheduler import Scheduler
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wrapped:
+    """A model's plan, and everything that carries it out on this rank."""
+
+    plan: Plan
+    """In numbers."""
+    layout: Layout
+    footprint: Footprint
+    moments: int
+    """fp32 values the optimizer keeps for each element."""
+    model: ModelSpec
+    """What it was in `wrap`."""
+    groups: dict[tuple[int, ...], dist.ProcessGroup]
+    """gloo process groups by their ranks: those of every chunk and of every sharded axis."""
+    scheduler: Scheduler
+    hooks: Hooks
+    optimizer: ShardedOptimizer
+    spill: Spill | None
+    """The file of the chunks on disk."""
+    prediction: Any
+    """What a step was expected to take (`search.prediction.Prediction`); None for a plan that nobody searched for."""
+
+    def held_bytes(self) -> dict[str, int]:
+        """By tier: bytes the library holds on this rank in a backward, gradients counted as if all were there."""
+        held = {tier.value: 0 for tier in Tier}
+        held[Tier.DEVICE] = self.scheduler.buffer_bytes + self.footprint.landing_bytes
+        held[Tier.HOST] = 0 if self.spill is None else self.spill.buffer_bytes
+        for chunk in self.scheduler.chunks:
+            for tier, nbytes in chunk.shard.held_bytes().items():
+                held[tier] += nbytes
+            held[chunk.shard.tier.of_compute] += self.optimizer.kept.bytes_of(chunk)
+        return held
+
+
+def require_wrapped(model: nn.Module, what: str, otherwise: str = "") -> Wrapped:
+    """What `wrap` left on the model. Raises UsageError, naming who needs it and what to do otherwise."""
+    wrapped: Wrapped | None = getattr(model, "_elixir", None)
+    if wrapped is None:
+        raise UsageError(f"{what} needs a model that went through wrap{otherwise}")
+    return wrapped
+
+
+def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
+    """Raises UsageError if the model has not the parameters and buffers it had in `wrap`, under the same names.
+
+    A parametrisation may have moved a parameter, or moved it back.
+    """
+    keys = dict.fromkeys(wrapped.model.keys)
+    lasting = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._buffers.keys() - module._non_persistent_buffers_set
+    }
+    new = [name for name, p in model.named_parameters() if p not in wrapped.model.names]
+    new += [name for name, _ in model.named_buffers() if name in lasting and name not in keys]
+    if new:
+        raise UsageError(f"the model has {new} now and had not in wrap: add and replace modules before wrap")
+    known = {_unparametrized(name) for name, _ in named_tensors(model)}
+    named = dict.fromkeys(name for names in wrapped.model.names.values() for name in names)
+    missing = [name for name in named | keys if _unparametrized(name) not in known]
+    if missing:
+        raise UsageError(f"the model had {missing} in wrap and has not now: rename and remove parameters before wrap")
+
+
+def _unparametrized(name: str) -> str:
+    """The name of a parameter without the way that `torch.nn.utils.parametrize` puts into it."""
+    return re.sub(r"parametrizations\.([^.]+)\.original$", r"\1", name)
