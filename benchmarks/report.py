@@ -96,7 +96,7 @@ def markdown(result: dict[str, Any]) -> str:
         between = row["note"] or f"{row['spread'][0]:.3g} – {row['spread'][1]:.3g}"
         cells = [row["name"], row["peer"], row["workload"], row["ranks"], row["ratio"], between, row["limit"]]
         lines.append("| " + " | ".join(_cell(c) for c in [*cells, row["ours"], row["theirs"], row["unit"]]) + " |")
-    lines += [""]
+    lines += [""] * bool(result["workloads"])
     for key, w in result["workloads"].items():
         size = f"sequence {w['seq_len']}, batch {w['batch']} a rank, {w['parameters'] / 1e6:.1f} M parameters"
         lines.append(f"- {key}: {w['name']}, {size}")

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     described = {key: describe(workloads[key]) for key in dict.fromkeys(row.workload for row in wanted)}
     result = {"machine": machine(THREADS), "rounds": rounds, "steps": steps, "workloads": described, "rows": rows}
     write(result, Path(options.out))
-    print(json.dumps(result) if options.json else markdown(result).rstrip("\n"))
+    print(json.dumps(result) + "\n" if options.json else markdown(result), end="")
     return 0
 
 

@@ -1,11 +1,17 @@
 """The documents: every snippet runs."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_the_page_of_public_names_is_made_from_the_docstrings() -> None:
+    made = runpy.run_path(str(DOCS / "make_api.py"))
+    assert (DOCS / "api.md").read_text() == made["page"](), "run: python docs/make_api.py"
 
 
 @pytest.mark.parametrize("name", ["training_loop.md"])

@@ -1,5 +1,6 @@
 """Names of former versions: each is refused, and says what it is called now."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,16 @@ def test_attributes_of_the_optimizer() -> None:
         _ = optimizer.plan_table
     with pytest.raises(AttributeError, match="has no 'plans'"):
         _ = optimizer.plans
+    optimizer.close()
+
+
+def test_methods_of_a_save(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero2())
+    saving = em.save(tmp_path / "saved", model, optimizer, asynchronous=True)
+    with pytest.raises(AttributeError, match=r"saving\.wait is now saving\.result\(\)"):
+        saving.wait()
+    assert saving.result() == tmp_path / "saved"
     optimizer.close()
 
 

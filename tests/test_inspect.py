@@ -17,15 +17,17 @@ def test_a_wrapped_model_says_what_it_is_made_of_and_what_it_has_moved() -> None
     with pytest.raises(em.UsageError, match="inspect needs a model that went through wrap"):
         em.inspect(model)
     model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
-    before = em.inspect(model)
-    assert before.plan == plan and before.schedule is None and before.prediction is None
-    assert [len(chunk.slots) for chunk in before.layout.chunks] == [2] * 4
-    assert before.held_bytes["host"] == sum(row["shard_bytes"] for row in before.rows) > 0
+    found = em.inspect(model)
+    before = found.statistics
+    assert found.plan == plan and found.schedule is None and found.prediction is None
+    assert [len(chunk.slots) for chunk in found.layout.chunks] == [2] * 4
+    assert found.held_bytes["host"] == sum(row["shard_bytes"] for row in found.rows) > 0
+    assert str(found).splitlines()[0] == "Plan(scatter=True, offloaded=True, rcache_blocks=3, chunk_numel=80)"
+    assert str(found).splitlines()[1].startswith("device: ") and " host " in str(found).splitlines()[3]
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
-    after = em.inspect(model)
-    assert after.schedule is not None
-    assert (after.statistics - before.statistics).as_dict()["bytes_fetched"]["host"] > 0
+    assert found.schedule is not None
+    assert (found.statistics - before).as_dict()["bytes_fetched"]["host"] > 0
     assert not [name for name in vars(model) if not name.startswith("_") and name not in ("training", "zero_grad")]
     optimizer.close()
 

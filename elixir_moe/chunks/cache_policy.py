@@ -3,14 +3,15 @@
 Owns the logical state of the rCache (`CacheState`), the replacement policies and the recorded schedule. Touches no
 memory: the runtime carries out the loads and evictions decided here, the simulator only counts them.
 
-A block holds the weights of a chunk or its gradients; `gradients_of` numbers the latter. A schedule is the list of what
-one forward and backward asks of the cache, the same on every rank and in every step:
+A block holds the weights of a chunk or its gradients; `gradients_of` numbers the latter. A schedule lists the requests
+of one forward and backward, the same on every rank and in every step:
 
     acquire  the weights must be in blocks, or the gradients have a block, and stay until released
-    release  one use is over; gradients leave their block, since nobody can read them there any more
+    release  one use is over; gradients leave their block, because nothing reads them there any more
 
-Before there is a schedule, the least recently used weights leave, which suits backward (the reverse of forward) well
-and is safe for any order. With one, the weights whose next use lies farthest ahead do (Belady), which no policy beats.
+Without a schedule, the least recently used weights are evicted: this suits backward (the reverse of forward) well and
+is safe for any order. With a schedule, the weights whose next use lies farthest ahead are evicted (Belady): no policy
+has fewer misses.
 Source: Elixir v1, VI-A; v2, A.2.
 """
 
@@ -25,24 +26,24 @@ from elixir_moe.errors import PlanError
 
 _STEPS_TO_SETTLE = 3
 LOOKAHEAD = 3
-"""Chunks gathered ahead of their use: one that arrives, one on its way, one that waits for an update or a late rank."""
+"""Number of chunks gathered ahead of use: one arriving, one on its way, one waiting for an update or a late rank."""
 NEVER = 1 << 62
-"""Position of a use that does not come."""
+"""Stands for the position of a use when there is none."""
 
 
 class Verb(StrEnum):
-    """What a schedule entry asks for."""
+    """The kind of a request."""
 
     ACQUIRE = "acquire"
     RELEASE = "release"
 
 
 ACQUIRE, RELEASE = Verb
-"""The verbs by names of their own: to look a member up in its class takes as long as a request's bookkeeping."""
+"""Module-level names for the verbs: looking a member up in its class takes as long as the bookkeeping of a request."""
 
 
 def gradients_of(chunk: int) -> int:
-    """The number under which the gradients of `chunk` have a block; its own inverse. Weights are numbered from 0."""
+    """The number of the gradients of `chunk`; the function is its own inverse. Weights are numbered from 0."""
     return ~chunk
 
 
@@ -52,21 +53,21 @@ class CacheRequest:
 
     verb: Verb
     chunks: tuple[int, ...]
-    """Chunks whose weights are meant, or the `gradients_of` one."""
+    """Numbers of chunks (their weights), or the `gradients_of` one chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Decision: `block` is for `chunk`, weights or gradients; the weights `evicted` are dropped without a write.
+    """Decision: put `chunk` (weights or gradients) into `block` and drop `evicted` without a write.
 
-    None was evicted where the block was empty.
+    `evicted` is None if the block was empty.
     """
 
     chunk: int
     block: int
     evicted: int | None
     ahead: bool
-    """Decided as a prefetch, before the chunk was asked for."""
+    """True for a prefetch: the load was decided before the chunk was asked for."""
 
 
 class Schedule:
@@ -75,7 +76,7 @@ class Schedule:
     def __init__(self, entries: Sequence[CacheRequest], *, kept: Collection[int] = ()) -> None:
         self.entries = tuple(entries)
         self.kept = frozenset(kept)
-        """Chunks no update makes stale (frozen ones): what is gathered at the end of a step serves the next."""
+        """Chunks that no update makes stale (frozen ones): they stay gathered from one step to the next."""
 
     @cached_property
     def wanted(self) -> tuple[frozenset[int], ...]:
@@ -94,7 +95,7 @@ class Schedule:
 
     @cached_property
     def _next_acquire(self) -> list[int | None]:
-        """The first acquire from each position on."""
+        """For each position: the position of the first acquire there or later."""
         following: list[int | None] = [None] * (len(self.entries) + 1)
         for position in reversed(range(len(self.entries))):
             acquires = self.entries[position].verb is ACQUIRE
@@ -102,7 +103,7 @@ class Schedule:
         return following
 
     def next_use(self, chunk: int, position: int) -> int:
-        """Position of the first acquire of `chunk` after `position`, for a kept one in the next step too, or NEVER."""
+        """Position of the first acquire of `chunk` after `position`, or NEVER; kept chunks count the next step too."""
         uses = self._uses.get(chunk, [])
         index = bisect_right(uses, position)
         if index < len(uses):
@@ -110,11 +111,11 @@ class Schedule:
         return len(self.entries) + uses[0] if uses and chunk in self.kept else NEVER
 
     def next_acquire(self, position: int) -> int | None:
-        """Position of the first acquire after `position`."""
+        """Position of the first acquire after `position`; None if there is none."""
         return self._next_acquire[position + 1]
 
     def least_blocks(self) -> int:
-        """The fewest blocks with which the schedule can be carried out: the most that is ever held at once."""
+        """The fewest blocks that can carry out the schedule: the most chunks ever held at once."""
         return max(self._held_together(), default=0)
 
     def most_weights(self) -> int:
@@ -126,7 +127,7 @@ class Schedule:
         return max(self._held_together(lambda item: item < 0), default=0)
 
     def _held_together(self, counts: Callable[[int], bool] = lambda item: True) -> Iterator[int]:
-        """After each entry: how much of what `counts` is held."""
+        """After each entry: the number of held items that `counts` accepts."""
         held: dict[int, int] = {}
         for entry in self.entries:
             _apply(held, entry.verb, entry.chunks)
@@ -135,30 +136,30 @@ class Schedule:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """How often the cache had what was asked for."""
+    """Hits, misses and evictions of the cache."""
 
     hits: int = 0
     """Requests for a chunk that needed no gather."""
     misses: int = 0
-    """Gathers: requests that found the chunk in no block, or would have without the prefetch."""
+    """Gathers, prefetches included."""
     evictions: int = 0
     """Chunks dropped to make room."""
     prefetched: int = 0
-    """Those of the misses that were gathered ahead of their use."""
+    """Misses that were gathered ahead of their use."""
     off_schedule: int = 0
-    """Requests that were not the recorded ones: served on demand."""
+    """Requests that differ from the schedule; they are served on demand."""
 
 
 def advice(least: int) -> str:
-    """What to do about an rCache that has fewer than `least` blocks."""
+    """The advice for users whose rCache has fewer than `least` blocks."""
     return f"set rcache_blocks to at least {least}, or a larger chunk_numel, with which more parameters share a block"
 
 
 class CacheState:
-    """The rCache without its memory: which chunk is in which block, which are held, and who leaves next.
+    """The rCache without its memory: which chunk is in which block, which chunks are held, and which is evicted next.
 
-    With a `schedule` the requests are expected to follow it; those that do not are served by the safe policy and
-    counted as `off_schedule`, until `rewind` starts the schedule anew.
+    Requests are expected to follow the `schedule`, if there is one. From the first that differs, requests are served
+    by the safe policy (least recently used) and counted as `off_schedule`, until `rewind` restarts the schedule.
     """
 
     def __init__(self, blocks: int, schedule: Schedule | None = None, *, prefetch: int = LOOKAHEAD) -> None:
@@ -174,20 +175,20 @@ class CacheState:
         self._clock = 0
         self._last_use: dict[int, int] = {}
         self._ahead: set[int] = set()
-        """Weights that were gathered ahead of their use."""
+        """Weights gathered ahead of use and not asked for yet."""
         self._reserved: set[int] = set()
-        """Gradients that have a block ahead of their first."""
+        """Gradients that have a block and were not asked for yet."""
         self._present = -1
         self._sending = -1
-        """The block that gradients have left last."""
+        """The block that gradients left most recently; -1 if none."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The chunks in blocks, in the order they came."""
+        """The chunks in blocks, in the order in which they entered."""
         return tuple(self._where)
 
     def holds(self, chunk: int) -> bool:
-        """Whether `chunk` was asked for and not released."""
+        """Whether `chunk` is acquired and not yet released."""
         return chunk in self._held
 
     def block_of(self, chunk: int) -> int:
@@ -196,19 +197,19 @@ class CacheState:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule it follows, once there is one."""
+        """The schedule that the cache follows; None if there is none yet."""
         return self._schedule
 
     def follow(self, schedule: Schedule) -> None:
-        """Takes `schedule` from its start from now on."""
+        """Follows `schedule` from now on, beginning at its start."""
         self._schedule = schedule
         self.rewind()
 
     def rewind(self) -> bool:
-        """Starts the schedule anew; returns whether the last round kept to it to the end."""
+        """Returns to the start of the schedule; returns whether the last round followed it to its end."""
         at_end = self._schedule is not None and self._position + 1 == len(self._schedule.entries)
         complete = at_end and self._on_schedule
-        self.drop([item for item in self._where if item < 0 and item not in self._held])  # reserved, and not asked for
+        self.drop([item for item in self._where if item < 0 and item not in self._held])  # reserved, never acquired
         self._position, self._present, self._on_schedule = -1, -1, True
         return complete
 
@@ -217,10 +218,10 @@ class CacheState:
 
         Args:
             chunks: the chunks whose weights must be in blocks together, or the gradients that need a block.
-            tracked: False for requests outside the training step (evaluation): they do not move the schedule.
+            tracked: False for requests outside the training step (evaluation): they do not advance the schedule.
 
         Raises:
-            PlanError: all blocks are held by others; nothing has changed then.
+            PlanError: all blocks are held by others. The state is then unchanged.
         """
         self._check_room(chunks)
         if tracked:
@@ -242,7 +243,7 @@ class CacheState:
     def release(self, chunks: tuple[int, ...], *, tracked: bool = True) -> list[Load]:
         """Ends one hold on each of `chunks`; returns prefetches to carry out.
 
-        Gradients that nothing holds any more leave their block.
+        Gradients leave their block when their last hold ends.
         """
         if tracked:
             self._advance(RELEASE, chunks)
@@ -254,7 +255,7 @@ class CacheState:
         return self._look_ahead() if tracked and self._present != NEVER else []
 
     def drop(self, chunks: Iterable[int]) -> None:
-        """Empties blocks, as an update does that makes their contents stale."""
+        """Empties the blocks of `chunks`, for example because an update made the weights stale."""
         for chunk in chunks:
             self._held.pop(chunk, None)
             self._ahead.discard(chunk)
@@ -264,7 +265,7 @@ class CacheState:
                 self._leaves(chunk)
 
     def restart(self) -> None:
-        """Empties all blocks and ends all holds, wherever the schedule was."""
+        """Empties all blocks, ends all holds and returns to the start of the schedule."""
         self._where.clear()
         self._empty = deque(range(self.blocks))
         self._held.clear()
@@ -290,7 +291,7 @@ class CacheState:
         self.counts.off_schedule += not self._on_schedule
 
     def _next_use(self, chunk: int, position: int) -> int:
-        """Rank for eviction, farthest first: by the schedule if it holds, else the longer unused the farther."""
+        """Sort key for eviction, largest first: the next use on schedule; off schedule, larger the longer unused."""
         if self._schedule is not None and self._on_schedule:
             return self._schedule.next_use(chunk, position)
         return NEVER - self._last_use[chunk]
@@ -312,10 +313,10 @@ class CacheState:
             )
 
     def _victim(self, kept: Counter[int], position: int | None = None) -> int | None:
-        """The chunk to evict, None if an empty block is to be taken; ties go to the chunk that came first.
+        """The chunk to evict, or None to take an empty block; of equal candidates, the one that entered first.
 
-        Where the only empty block is the one that gradients have just left, which are still on their way, weights that
-        the step does not use again leave instead.
+        If the only empty block is the one that gradients left last, their reduction may still read it: weights that
+        the step does not use again are then evicted instead.
         """
         sending = len(self._empty) == 1 and self._empty[0] == self._sending
         if self._empty and not sending:
@@ -328,7 +329,7 @@ class CacheState:
 
     def _load(self, chunk: int, victim: int | None, *, ahead: bool) -> Load:
         if victim is None:
-            block = self._empty.popleft()  # the one empty for longest: most likely quiet by now
+            block = self._empty.popleft()  # the one empty for longest: its last readers have most likely finished
         else:
             block = self._where.pop(victim)
             self._ahead.discard(victim)
@@ -348,14 +349,14 @@ class CacheState:
 
     @property
     def upcoming(self) -> frozenset[int]:
-        """What the next acquire will want, as far as the schedule knows."""
+        """The chunks of the next acquire; empty without a schedule or off schedule."""
         if self._schedule is None or not self._on_schedule:
             return frozenset()
         target = self._schedule.next_acquire(self._position)
         return frozenset() if target is None else self._schedule.wanted[target]
 
     def _look_ahead(self) -> list[Load]:
-        """Loads that can be made now without changing what Belady would do when their turn comes."""
+        """Loads that can be made now without changing a later decision of Belady's policy."""
         loads: list[Load] = []
         if self._schedule is None or not self._on_schedule:
             return loads
@@ -368,9 +369,10 @@ class CacheState:
         return loads
 
     def _next_missing(self) -> int | None:
-        """Position of the first acquire to come that needs a chunk in no block; None if there is none.
+        """Position of the next acquire that needs a chunk in no block; None if there is none.
 
-        Up to `_present` all have what they need, to the end if it is NEVER; only what leaves a block sets that back.
+        All acquires up to `_present` (NEVER: all of them) find their chunks in blocks. Only a chunk that leaves its
+        block lowers `_present`.
         """
         assert self._schedule is not None
         target = self._schedule.next_acquire(max(self._position, self._present))
@@ -382,7 +384,7 @@ class CacheState:
         return target
 
     def _load_for(self, target: int) -> list[Load]:
-        """Loads for the acquire at `target`, before which nothing else is missing."""
+        """Loads for the acquire at `target`, the first one that misses a chunk."""
         assert self._schedule is not None
         held_then, freed = self._held.copy(), False
         for entry in self._schedule.entries[self._position + 1 : target + 1]:
@@ -398,13 +400,13 @@ class CacheState:
                 break  # a block becomes empty before the use: evicting now would cost a miss
             victim = self._victim(held_then, target)
             if victim is not None and (victim in self._held or self._next_use(victim, self._position) < target):
-                break  # the best victim is still in use, or will be before
+                break  # the best victim is in use, or will be used before `target`
             loads.append(self._load(chunk, victim, ahead=True))
         return loads
 
 
 def _apply(held: dict[int, int], verb: Verb, chunks: tuple[int, ...]) -> None:
-    """What a request does to the holds."""
+    """Applies a request to the counts of holds."""
     for chunk in chunks:
         holds = held.get(chunk, 0)
         if verb is ACQUIRE:
@@ -418,7 +420,7 @@ def _apply(held: dict[int, int], verb: Verb, chunks: tuple[int, ...]) -> None:
 def simulate(schedule: Schedule, blocks: int, *, prefetch: int = LOOKAHEAD) -> tuple[CacheCounts, list[Load]]:
     """Plays one step of a schedule on a cache of `blocks` blocks; returns the counts and every decision in order.
 
-    The cache is empty at first; with kept chunks it holds those that the steps before have left.
+    The cache is empty at first, except for the kept chunks that earlier steps leave in it.
     """
     state = CacheState(blocks, schedule, prefetch=prefetch)
     for _ in range(_STEPS_TO_SETTLE if schedule.kept else 0):

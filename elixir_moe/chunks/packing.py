@@ -10,7 +10,7 @@ A chunk of three parameters in a group of N = 4 ranks, in a block of the rCache 
                        ^ parameters start on 64 bytes            zeros up to numel ^  ^ not sent, not stored
 
 `numel` is rounded up so that all shards are equal and start on 64 bytes. Only `numel` elements are stored at home and
-sent; the rest of the block is the price of one length for all groups, and what `waste_fraction` counts.
+sent. The rest of the block is unused, because all groups share one block length; `waste_fraction` counts it.
 Sources: Elixir v1, sections IV-A (grouping, fused small groups) and V (fully symmetric partitioning); v2, A.2.
 """
 
@@ -26,15 +26,15 @@ from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, group_paramet
 from elixir_moe.errors import PlanError
 
 ALIGN_BYTES = 64
-"""Parameters and shards start on a cache line: what torch's own allocator gives, and all that kernels ask for."""
+"""Parameters and shards start on a cache line, as in torch's own allocator; no kernel needs more."""
 FUSE_BELOW = 1 / 4
-"""A chunk group smaller than this part of a chunk becomes one small resident chunk of its own length."""
+"""A chunk group smaller than this fraction of a chunk becomes one small resident chunk of its own length."""
 WASTE_ENOUGH = 0.02
-"""Half of what Elixir v2, 4.2, reports."""
+"""The fraction of wasted bytes that `best_chunk_numel` accepts: half of what Elixir v2, 4.2, reports."""
 LATENCY_BYTES = 1 << 24
-"""Shorter collectives are bound by their latency, not by their bytes; torch's DDP fills buckets of 25 MiB."""
+"""Shorter collectives are bound by latency, not by bandwidth; torch's DDP uses buckets of 25 MiB."""
 FINEST = 8
-"""But a model is to have at least about so many chunks, or there is nothing left for an rCache to choose from."""
+"""A model gets at least about this many chunks, even below `LATENCY_BYTES`: an rCache needs chunks to choose from."""
 _SEARCH_SPAN = 4
 
 
@@ -43,7 +43,7 @@ class Slot:
     """The place of one parameter in its chunk."""
 
     param: int
-    """Index into the list of parameters."""
+    """Index of the parameter."""
     start: int
     """First element."""
     numel: int
@@ -60,17 +60,17 @@ class ChunkSpec:
     """A flat buffer of consecutive parameters of one chunk group."""
 
     index: int
-    """Its place among all chunks, in order of first use."""
+    """Position among all chunks, in order of first use."""
     key: ChunkGroupKey
     slots: tuple[Slot, ...]
     numel: int
     """Elements in use, zeros for alignment included: a multiple of `shards`."""
     shards: int
-    """Into how many shards it is scattered: the ranks of its group, or 1 where the plan replicates."""
+    """Number of shards: the ranks of its group, or 1 if the plan does not scatter."""
     resident: bool
-    """Never goes through the rCache: it has a buffer of its own, or needs none."""
+    """The chunk never uses the rCache: it has a buffer of its own, or needs none."""
     in_place: bool = False
-    """Its home is its buffer: it is whole there, and on the device that computes with it."""
+    """The chunk is used where it is at home: unscattered, on the device that computes with it."""
 
     @property
     def shard_numel(self) -> int:
@@ -79,13 +79,13 @@ class ChunkSpec:
 
     @property
     def keeps_pieces(self) -> bool:
-        """Whether gradients stay where autograd put them: there is nothing to sum over ranks, and nothing to round."""
+        """Whether gradients stay where autograd put them: nothing to sum over ranks, and fp32 already."""
         alone = self.in_place and len(self.key.ranks) == 1
         return alone and self.key.trainable and self.key.dtype == torch.float32
 
     @property
     def takes_turns(self) -> bool:
-        """Whether a reduced gradient takes the place of the values where they are used."""
+        """Whether the reduced gradient overwrites the weights in the memory where they are used."""
         return self.in_place and self.key.trainable and self.key.dtype != torch.float32
 
     @property
@@ -95,7 +95,7 @@ class ChunkSpec:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the staging buffer that a reduction over gloo takes; of two ranks each needs room for one shard."""
+        """Bytes of the staging buffer for a reduction over gloo; with two ranks, each needs room for one shard only."""
         return self.nbytes if self.shards > 2 else self.nbytes // 2
 
     def shard_bounds(self, rank: int) -> tuple[int, int]:
@@ -112,9 +112,9 @@ class Layout:
     """C: elements of a block, one length for all chunk groups."""
     chunks: tuple[ChunkSpec, ...]
     block_itemsize: int
-    """Bytes of an element of a block: that of the widest compute dtype of any chunk that uses one."""
+    """Bytes per element of a block: the widest compute dtype of all chunks in the rCache."""
     open_gradients: int | None = None
-    """The most chunks whose gradients have a block at once; None before it was counted (`chunks.step_order`)."""
+    """The most chunks whose gradients have a block at once; None until counted (`chunks.step_order`)."""
 
     @property
     def block_bytes(self) -> int:
@@ -122,25 +122,25 @@ class Layout:
         return self.chunk_numel * self.block_itemsize
 
     def with_in_place(self, indices: Collection[int]) -> "Layout":
-        """The same chunks, those of `indices` used where they are at home."""
+        """A copy in which the chunks of `indices` are used in place."""
         chunks = tuple(replace(c, resident=True, in_place=True) if c.index in indices else c for c in self.chunks)
         widest = max((chunk.key.dtype.itemsize for chunk in chunks if not chunk.resident), default=0)
         return Layout(chunk_numel=self.chunk_numel if widest else 0, chunks=chunks, block_itemsize=max(widest, 1))
 
     @property
     def cached(self) -> tuple[ChunkSpec, ...]:
-        """The chunks that come and go through the rCache."""
+        """The chunks that use the rCache."""
         return tuple(chunk for chunk in self.chunks if not chunk.resident)
 
     @property
     def most_blocks(self) -> int:
-        """Blocks for the weights of every chunk that comes and goes, and for all gradients that have one at once."""
+        """Blocks for the weights of every cached chunk, and for all gradients that have a block at once."""
         groups = len({chunk.key for chunk in self.cached if chunk.key.trainable})
         return len(self.cached) + (groups if self.open_gradients is None else self.open_gradients)
 
     @property
     def waste_fraction(self) -> float:
-        """Part of the bytes of all blocks and resident buffers that no parameter fills, were every chunk gathered."""
+        """The fraction of unused bytes in blocks and resident buffers if every chunk were gathered."""
         space = sum(chunk.nbytes if chunk.resident else self.block_bytes for chunk in self.chunks)
         used = sum(slot.numel * chunk.key.dtype.itemsize for chunk in self.chunks for slot in chunk.slots)
         return 1 - used / space if space else 0.0
@@ -168,7 +168,7 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
             slots = tuple(
                 Slot(param=indices[first + k], start=start, numel=sizes[first + k]) for k, start in enumerate(starts)
             )
-            numel = _round_up(max(used, 1), shards * _align(key))  # never empty, be all its parameters so
+            numel = _round_up(max(used, 1), shards * _align(key))  # at least 1, even if all parameters are empty
             chunks.append(ChunkSpec(index=-1, key=key, slots=slots, numel=numel, shards=shards, resident=resident))
     chunks.sort(key=lambda chunk: chunk.slots[0].param)
     chunks = [replace(chunk, index=index) for index, chunk in enumerate(chunks)]
@@ -181,15 +181,17 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
 
 
 def best_chunk_numel(params: Sequence[ParamSpec], *, stay: bool = False) -> int:
-    """The smallest chunk length that wastes little, from the shortest that makes sense to a few times that.
+    """The smallest chunk length C with little waste, searched from the shortest sensible length to four times that.
 
-    Where groups of a single rank `stay` in place, on the device, and others do not, only those others are looked at:
-    a mixture's experts are most of it, but what they need no block for does not make its dense chunks longer.
+    The shortest sensible length is the largest parameter, and at least `LATENCY_BYTES` in a model of `FINEST` times
+    that size. Little waste is `WASTE_ENOUGH` of all blocks, or within 0.1 % of the least possible: below that, a finer
+    rCache is worth more than fuller chunks. Waste falls only where a group needs one chunk less, so only those lengths
+    are tried. Source: Elixir v1, IV-A, which takes the least waste of a range the user gives.
 
-    None is shorter than the largest parameter, nor than `LATENCY_BYTES` in a model of `FINEST` times that. Little is
-    `WASTE_ENOUGH` of all blocks, or (to 0.1 %) the least there is: below that a finer rCache is worth more than fuller
-    chunks. Waste falls only where a group needs one chunk less, so those lengths are all there is to try.
-    Source: Elixir v1, IV-A, which takes the least waste of a range the user gives.
+    Args:
+        params: all parameters in order of first use.
+        stay: chunk groups of a single rank are used in place on the device and need no block: they are left out,
+            unless there is no other group. Experts are most of a mixture, but do not make its dense chunks longer.
     """
     streams = [
         _Stream([params[i].numel for i in indices if not params[i].resident], key)
@@ -225,7 +227,10 @@ class _Stream:
         return self.total < chunk_numel * FUSE_BELOW
 
     def chunks(self, chunk_numel: int) -> int:
-        """How many chunks of this length `_pack` makes, at least the largest size; O(chunks log sizes)."""
+        """The number of chunks of this length, which is at least the largest size, that `_pack` makes.
+
+        O(chunks log sizes).
+        """
         first = count = 0
         while first < len(self.sizes):
             first = bisect_right(self._stops, self._starts[first] + chunk_numel, first)
@@ -233,7 +238,7 @@ class _Stream:
         return count
 
     def steps(self, shortest: int, longest: int) -> Iterator[int]:
-        """The lengths of a range at which the group needs fewer chunks, or becomes small."""
+        """The lengths in a range from which on the group needs fewer chunks, or becomes small."""
         fewest, length = self.chunks(longest), shortest
         while (count := self.chunks(length)) > fewest:
             length += 1 + bisect_left(range(length + 1, longest), 1 - count, key=lambda n: -self.chunks(n))
@@ -253,7 +258,7 @@ def _waste(streams: Sequence[_Stream], chunk_numel: int) -> float:
 
 
 def _streams(params: Sequence[ParamSpec], chunk_numel: int) -> Iterator[tuple[ChunkGroupKey, bool, list[int]]]:
-    """(key, resident, parameter indices): each yields chunks of its own, in order of first use."""
+    """Yields (key, resident, parameter indices); each is packed into chunks of its own, in order of first use."""
     for key, indices in group_parameters(params).items():
         tied = [i for i in indices if params[i].resident]
         rest = [i for i in indices if not params[i].resident]

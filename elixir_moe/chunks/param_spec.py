@@ -1,8 +1,9 @@
 """Which parameters may share a chunk: the chunk groups.
 
-Owns `ParamSpec`, all the pure part of the package knows of a parameter, and the key that sorts parameters into groups.
-Two parameters share a chunk group if one collective can serve both: the same ranks, compute dtype, trainability and
-gradient divisor. The key is the identity of the ranks, never their number: two process groups of equal size are two.
+Owns `ParamSpec`, which is all that the pure part of the package knows about a parameter, and the key that sorts
+parameters into chunk groups. Two parameters share a chunk group if one collective can serve both: the same ranks,
+compute dtype, trainability and gradient divisor. The key has the identity of the ranks, never their number: two process
+groups of equal size are different.
 Source: Elixir v1, sections IV-A ("parameters with different DP groups can not communicate together").
 """
 
@@ -16,16 +17,16 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=False)
 class ChunkGroupKey:
-    """What all parameters of a chunk group have in common."""
+    """The properties that all parameters of a chunk group share."""
 
     ranks: tuple[int, ...]
     """Global ranks of the replicate process group, in the order that numbers the shards."""
     dtype: torch.dtype
-    """Compute dtype: what blocks and compute shards hold."""
+    """Compute dtype: the dtype of blocks and compute shards."""
     trainable: bool
     """Whether the chunks have gradients, master shards and moments."""
     divisor: int
-    """What summed gradients are divided by (`Pattern.gradient_divisor`)."""
+    """The divisor of summed gradients (`Pattern.gradient_divisor`)."""
 
     @property
     def label(self) -> str:
@@ -36,16 +37,16 @@ class ChunkGroupKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamSpec:
-    """One parameter, as far as grouping and packing care."""
+    """One parameter, as grouping and packing see it."""
 
     name: str
-    """Its first name in the model."""
+    """First name in the model."""
     shape: tuple[int, ...]
     """Shape of this rank's slice."""
     key: ChunkGroupKey
     """The chunk group it belongs to."""
     resident: bool = False
-    """Used by several modules (tied): its chunk has a buffer of its own and never leaves it during a step."""
+    """Used by several modules (tied): its chunk has a buffer of its own and stays gathered during a step."""
 
     @property
     def numel(self) -> int:

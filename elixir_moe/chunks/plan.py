@@ -1,8 +1,8 @@
 """How a model is held and moved: the plan, and the bytes it costs.
 
-Owns `Plan`, a small piece of frozen data, and `Footprint`, the memory a plan needs for a layout, to the byte. Pure.
-Source: [S_FLAG, O_FLAG, C_SIZE], Elixir v1, VI-B; memory as in v2, Table 1, with L_c the bytes of a compute element and
-L_os * F_os those of master and moments.
+Owns `Plan`, a small piece of frozen data, and `Footprint`, the exact number of bytes a plan needs for a layout. Pure.
+Sources: [S_FLAG, O_FLAG, C_SIZE], Elixir v1, VI-B; memory as in v2, Table 1, where L_c is the bytes of a compute
+element, and L_os * F_os the bytes of its master and moments.
 """
 
 import json
@@ -28,21 +28,21 @@ class Tier(StrEnum):
     """Where the long-lived state of a chunk (compute shard, master shard, moments) is at home."""
 
     DEVICE = "device"
-    """Device memory: updates run on the device, gathers need no transfer."""
+    """Device memory: updates run on the device, and gathers need no transfer."""
     HOST = "host"
-    """Host memory, pinned where there is a GPU: updates run on the CPU, each gather first fetches the shard."""
+    """Host memory, pinned if there is a GPU: updates run on the CPU, and each gather first fetches the shard."""
     DISK = "disk"
-    """Master shard and moments in a file, compute shard in host memory: gathers are as of `HOST`, updates
+    """Master shard and moments in a file, compute shard in host memory: gathers work as for `HOST`, and updates
     read and write the file."""
 
     @property
     def of_compute(self) -> "Tier":
-        """Where the compute shard and sums of gradients lie."""
+        """The tier of the compute shard and of accumulated gradients."""
         return Tier.HOST if self is Tier.DISK else self
 
 
 def size_text(nbytes: float) -> str:
-    """A size for a reader, in the largest binary unit that it fills: ``2.50 MiB``."""
+    """A size as text, in the largest binary unit that it fills: ``2.50 MiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"
@@ -57,7 +57,7 @@ _UNITS = {
 
 
 def size_bytes(name: str, size: int | str | None) -> int | None:
-    """The bytes that a number, or a text such as ``20 GiB`` or ``1.5 GB``, says. Raises PlanError, which has `name`."""
+    """Bytes from a number or a text such as ``20 GiB`` or ``1.5 GB``. Raises PlanError, which names `name`."""
     if size is None or is_whole(size, least=0):
         return size  # type: ignore[return-value]
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", size, re.ASCII | re.I) if isinstance(size, str) else None
@@ -67,22 +67,24 @@ def size_bytes(name: str, size: int | str | None) -> int | None:
 
 
 def _folder(path: str | os.PathLike[str] | None) -> str | None:
-    """The path as a text; what is none is left to the plan, which refuses it."""
+    """A path as text; anything else is returned unchanged, and `Plan` refuses it."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
 DISK_THREADS = 4
-"""Slices of chunks on disk that are updated at the same time: while one is computed, others are read and written."""
+"""Slices of chunks on disk updated at the same time: while one is computed, others are read and written."""
 PAGE_BYTES = 4096
-"""What the disk is read and written in."""
+"""Unit of reads and writes on disk."""
 SPILL_ALIGN_NUMEL = PAGE_BYTES // 4
-"""fp32 elements of a page: where arrays on disk begin."""
+"""fp32 elements in a page; arrays on disk begin at multiples of it."""
 REDUCTIONS_IN_FLIGHT = 3
-"""How many the host leaves under way: none waits for a rank that is a little late, and few wait to be summed."""
+"""Reductions the host leaves in flight: enough not to wait for a rank that is a little late, few enough to bound
+the buffers that wait to be summed."""
 GRADIENTS_ON_THEIR_WAY = REDUCTIONS_IN_FLIGHT + 2
-"""With one that lands, and one that waits for the last use of the values in its place."""
+"""Gradients alive at once: those in reduction, one being produced, and one waiting for the last use of the weights
+that it overwrites."""
 _SPILL_SLICE_NUMEL = 1 << 20
-"""Elements of an array on disk that are moved at once."""
+"""Most elements of an array on disk moved in one read or write."""
 
 
 _WHOLE_NUMBERS: tuple[tuple[str, int, tuple[object, ...]], ...] = (
@@ -95,46 +97,46 @@ _WHOLE_NUMBERS: tuple[tuple[str, int, tuple[object, ...]], ...] = (
     ("chunk_numel", 1, (None,)),
     ("prefetch", 0, ()),
 )
-"""(field, least number, what else it may be)."""
+"""(field, smallest number, other allowed values)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What `wrap` does with a model. Make one with a preset, or field by field.
+    """How `wrap` stores and moves a model. Build one with a preset, or field by field.
 
-    A plan says how many chunks lie where. One that says bytes, or leaves a number open, is `settled` by `wrap`, which
-    knows the model; `em.inspect(model).plan` has the numbers.
+    A plan gives the number of chunks in each tier. If it gives bytes instead, or leaves a number open, `wrap` computes
+    the numbers for the model (`settle.settled`); `em.inspect(model).plan` shows them.
     """
 
     scatter: bool
-    """S_FLAG: scatter every chunk over its process group; False keeps it whole on every rank."""
+    """S_FLAG: scatter every chunk over its process group; False keeps every chunk whole on every rank."""
     offloaded: bool
     """O_FLAG: chunks are at home in host memory."""
     rcache_blocks: int | Literal["all"] | None = None
-    """C_SIZE: blocks of the rCache, for weights and gradients; "all" lets all weights stay gathered. None takes what
-    fits in `rcache_bytes`, or without them the fewest a step works with and `prefetch` more."""
+    """C_SIZE: blocks of the rCache, for weights and gradients; "all" keeps all weights gathered. None takes as many as
+    fit in `rcache_bytes`; without `rcache_bytes`, the fewest a step needs plus `prefetch`."""
     rcache_bytes: int | None = None
-    """In the place of `rcache_blocks`: device memory for blocks."""
+    """Device memory for blocks, in bytes; an alternative to `rcache_blocks`."""
     device_chunks: int = 0
-    """With `offloaded`: this many chunks, the last in order of first use, are at home on the device all the same."""
+    """With `offloaded`: number of chunks that stay at home on the device, the last ones in order of first use."""
     device_bytes: int | None = None
-    """In the place of `device_chunks`: device memory for the state of such chunks; as many are there as fit."""
+    """Device memory for the state of such chunks, in bytes; an alternative to `device_chunks`: as many as fit."""
     disk_chunks: int | None = 0
-    """With `offloaded`: the master shards and moments of this many chunks, the last before those on the device, are on
-    disk. The later a chunk is used, the longer its update can take unseen. None puts there what does not fit in
-    `host_bytes`, or without them in free host memory."""
+    """With `offloaded`: number of chunks whose master shards and moments are on disk, the last ones before those on the
+    device: the later a chunk is used, the more of its update can be hidden. None puts on disk what does not fit in
+    `host_bytes`; without `host_bytes`, in free host memory."""
     host_bytes: int | None = None
-    """In the place of `disk_chunks`: host memory for state."""
+    """Host memory for state, in bytes; an alternative to `disk_chunks`."""
     disk: str | None = None
-    """The folder in which each rank makes the file for its chunks on disk; nothing is left in it."""
+    """Folder in which each rank creates the file for its chunks on disk; nothing remains in it afterwards."""
     verify: bool = False
-    """Checksums of what is written there are kept, and compared when it is read."""
+    """Keep checksums of everything written to disk, and compare them on every read."""
     chunk_numel: int | None = None
-    """Chunk length C in elements; None takes the length that wastes least."""
+    """Chunk length C in elements; None takes `best_chunk_numel`, the smallest length with little waste."""
     prefetch: int = LOOKAHEAD
-    """So many chunks of the recorded schedule are gathered ahead of their use, where blocks are free."""
+    """Number of chunks gathered ahead of their use in the recorded schedule, if blocks are free."""
     explanation: str = field(default="", compare=False, repr=False)
-    """Why a search chose this plan; no part of what the plan is, and not in its JSON."""
+    """Why a search chose this plan; ignored in comparisons and left out of the JSON."""
 
     def __post_init__(self) -> None:
         for name in ("scatter", "offloaded", "verify"):
@@ -167,12 +169,12 @@ class Plan:
 
     @classmethod
     def ddp(cls) -> Self:
-        """Replicated parameters and optimizer state, gradients all-reduced: [False, False, inf]."""
+        """Parameters and optimizer state replicated, gradients all-reduced: [False, False, inf]."""
         return cls(scatter=False, offloaded=False, rcache_blocks="all")
 
     @classmethod
     def zero2(cls, *, chunk_numel: int | None = None) -> Self:
-        """Every chunk gathered once a step and kept until the update: [True, False, inf]."""
+        """Chunks scattered, gathered once a step and kept until the update: [True, False, inf]."""
         return cls(scatter=True, offloaded=False, rcache_blocks="all", chunk_numel=chunk_numel)
 
     @classmethod
@@ -183,13 +185,13 @@ class Plan:
         rcache_blocks: int | Literal["all"] | None = None,
         chunk_numel: int | None = None,
     ) -> Self:
-        """Chunks come and go through the rCache: [True, False, C].
+        """Chunks scattered, gathered through the rCache: [True, False, C].
 
         Args:
-            rcache: device memory for gathered chunks, in bytes or as a text such as ``"4 GiB"``. Left out, it is the
-                least that a step works with, and room to gather ahead.
-            rcache_blocks: the same as a number of chunks.
-            chunk_numel: chunk length C in elements; by default the length that wastes least.
+            rcache: device memory for gathered chunks, in bytes or as a text such as ``"4 GiB"``; by default the least
+                that a step needs, plus room to gather ahead.
+            rcache_blocks: the same as a number of blocks.
+            chunk_numel: chunk length C in elements; by default the smallest length with little waste.
         """
         return cls(
             scatter=True,
@@ -213,19 +215,19 @@ class Plan:
         disk_chunks: int | None = None,
         chunk_numel: int | None = None,
     ) -> Self:
-        """As `zero3`, with the state of chunks at home in host memory: [True, True, C].
+        """Like `zero3`, with the state of chunks at home in host memory: [True, True, C].
 
-        Sizes are of one rank, in bytes or as texts such as ``"20 GiB"``.
+        Sizes are per rank, in bytes or as texts such as ``"20 GiB"``.
 
         Args:
-            device: device memory for state that stays on the device all the same. Left out, none does.
-            host: host memory for state; what does not fit in it is on `disk`. Left out, all of it is in host memory,
-                or with a `disk` as much as fits in what is free.
-            disk: the folder in which each rank makes the file for its chunks on disk. A fast disk of each host's own
-                is best. Nothing is left in it.
-            verify: keep checksums of what is written there, and compare them when it is read.
+            device: device memory for state that stays on the device; by default none stays.
+            host: host memory for state; the rest goes to `disk`. By default all state is in host memory, or, with a
+                `disk`, as much as fits in free host memory.
+            disk: folder in which each rank creates the file for its chunks on disk, best on a fast local disk of each
+                host. Nothing remains in it afterwards.
+            verify: keep checksums of everything written to disk, and compare them on every read.
             rcache: device memory for gathered chunks, as in `zero3`.
-            rcache_blocks, device_chunks, disk_chunks: the same as numbers of chunks, in the place of sizes.
+            rcache_blocks, device_chunks, disk_chunks: numbers of blocks and chunks, instead of sizes.
             chunk_numel: as in `zero3`.
         """
         if disk_chunks is None and disk is None:
@@ -255,18 +257,18 @@ class Plan:
         disk: str | os.PathLike[str] | None = None,
         verify: bool = False,
     ) -> "AutoPlan":
-        """The fastest plan that fits, which `wrap` searches for: it traces one step without data (docs/planning.md).
+        """Lets `wrap` search for the fastest plan that fits, by tracing one step without data (docs/planning.md).
 
         Args:
             step: the forward of a training step, as in ``step(model, sample).backward()``.
             sample: a batch of this rank.
-            hardware: what to plan for: a machine that ships with the package, or a file; None measures this one and
-                remembers it.
+            hardware: the machine to plan for: the name of one that ships with the package, or a file; None measures
+                this machine and remembers the result.
             budget: device memory of each rank for the library, activations and buffers, in bytes or as a text such as
-                ``"40 GiB"``; None takes what is free. On CPUs the rest of the ranks' equal parts of memory is the host
-                tier.
-            accumulation: backwards in a step; more than one need fp32 sums of narrower gradients.
-            disk: the folder for chunks on disk, which the plan has if host memory is too small; None for none.
+                ``"40 GiB"``; None takes all free memory. On CPUs, the rest of the rank's equal share of memory is the
+                host tier.
+            accumulation: backwards per step; more than one needs fp32 sums of narrower gradients.
+            disk: folder for chunks on disk, used if host memory is too small; None allows none on disk.
             verify: as in `offload`.
         """
         return AutoPlan(
@@ -279,12 +281,18 @@ class Plan:
             verify=verify,
         )
 
+    def __str__(self) -> str:
+        """The fields that are not as they are by default."""
+        shown = [(field.name, getattr(self, field.name)) for field in fields(self) if field.repr]
+        default = {field.name: field.default for field in fields(self)}
+        return f"Plan({', '.join(f'{name}={value!r}' for name, value in shown if value != default[name])})"
+
     def to_json(self) -> str:
         """The plan as one JSON object, without its explanation."""
         return json.dumps({name: value for name, value in asdict(self).items() if name != "explanation"})
 
     def explain(self) -> str:
-        """What each choice of the search saves; for a plan nobody searched for, what it is."""
+        """A text on what each choice of the search saves; for a plan without a search, the plan itself."""
         return self.explanation or f"given, not searched for: {self}"
 
     @classmethod
@@ -302,29 +310,29 @@ class Plan:
         return cls(**data)
 
     def layout(self, params: Sequence[ParamSpec]) -> Layout:
-        """Where this plan puts parameters that are given in order of first use.
+        """The layout of parameters under this plan; `params` are in order of first use.
 
         Raises:
-            PlanError: its chunk length is smaller than the largest parameter.
+            PlanError: `chunk_numel` is smaller than the largest parameter.
         """
         length = best_chunk_numel(params, stay=not self.offloaded) if self.chunk_numel is None else self.chunk_numel
         return self.place(build_layout(params, length, scatter=self.scatter))
 
     def place(self, layout: Layout) -> Layout:
-        """`layout` with every chunk that is whole at home on the device used in place: no block, no copy."""
+        """A copy of `layout` that uses unscattered chunks at home on the device in place: no block, no copy."""
         return layout.with_in_place(
             {c.index for c in layout.chunks if c.shards == 1 and self.home(layout, c) is Tier.DEVICE}
         )
 
     def blocks(self, layout: Layout) -> int:
-        """Blocks of the rCache for this layout; never more than a step can fill."""
+        """Number of rCache blocks for this layout, at most what a step can fill."""
         if self.rcache_blocks == "all":
             return layout.most_blocks
         assert self.rcache_blocks is not None, "the plan is settled"
         return min(self.rcache_blocks, layout.most_blocks)
 
     def home(self, layout: Layout, chunk: ChunkSpec) -> Tier:
-        """The tier of a chunk's long-lived state; a frozen chunk has none that could be on disk."""
+        """The tier of a chunk's long-lived state; never `DISK` for a frozen chunk, which has no master or moments."""
         first_on_device = len(layout.chunks) - self.device_chunks
         if not self.offloaded or chunk.index >= first_on_device:
             return Tier.DEVICE
@@ -334,7 +342,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AutoPlan:
-    """A plan that is yet to be found; made by `Plan.auto`, which says what each field means."""
+    """A request to search for a plan; made by `Plan.auto`, which documents the fields."""
 
     step: Callable[[nn.Module, Any], Any]
     sample: Any
@@ -367,51 +375,51 @@ class AutoPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """The bytes the library holds on one rank, activations and the framework's own not included."""
+    """Bytes the library holds on one rank, without activations and the framework's own memory."""
 
     rcache_bytes: int
     """Blocks of the rCache."""
     resident_bytes: int
-    """Gathered chunks with a buffer of their own: tied parameters and fused small groups."""
+    """Gathered chunks with a buffer of their own: tied parameters and fused small groups, unless used in place."""
     staging_bytes: int
-    """Where a reduction over gloo lands before it is summed; none on NCCL."""
+    """Buffer for the received parts of a reduction over gloo, before they are summed; 0 on NCCL."""
     shard_bytes: dict[str, int]
     """By tier: compute or gradient shards, master shards and moments."""
     spill_buffer_bytes: int
-    """In host memory: through which slices of chunks on disk are updated."""
+    """In host memory: buffers for the slices of chunks on disk during their update."""
     gradient_bytes: int
-    """On the device, from backward to update: gradients where autograd put them, of chunks used in place that no other
-    rank has."""
+    """On the device, from backward to update: gradients left where autograd put them, for fp32 chunks that are used in
+    place and belong to this rank alone."""
     landing_bytes: int
-    """On the device, from the first gradient of a chunk to its reduction: gradients of chunks that use no blocks."""
+    """On the device, from the first gradient of a chunk to its reduction: gradients of chunks without blocks."""
     accumulator_bytes: dict[str, int]
-    """By tier: fp32 sums, which exist only if a step has several backwards and the compute dtype is narrower."""
+    """By tier: fp32 sums of gradients, used only if a step has several backwards (`accumulator_bytes`)."""
 
     @property
     def device_bytes(self) -> int:
-        """Peak on the device with one backward a step."""
+        """Peak device memory with one backward per step."""
         gradients = self.gradient_bytes + self.landing_bytes
         return self.rcache_bytes + self.resident_bytes + self.staging_bytes + gradients + self.shard_bytes[Tier.DEVICE]
 
     @property
     def host_bytes(self) -> int:
-        """Peak in host memory with one backward a step."""
+        """Peak host memory with one backward per step."""
         return self.shard_bytes[Tier.HOST] + self.spill_buffer_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """What the file on disk takes, from beginning to end."""
+        """Size of the file on disk, constant for the whole run."""
         return self.shard_bytes[Tier.DISK]
 
 
 def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> Footprint:
-    """The bytes `plan` needs.
+    """The bytes that `plan` needs on one rank.
 
     Args:
         plan: the plan.
         layout: the chunks.
-        moments: fp32 values the optimizer keeps for each element; 2 for Adam.
-        staged: reductions go through a staging buffer (gloo).
+        moments: fp32 values the optimizer keeps per element; 2 for Adam.
+        staged: whether reductions use a staging buffer (gloo).
     """
     shards = {tier.value: 0 for tier in Tier}
     accumulators = dict(shards)
@@ -436,7 +444,7 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> 
 
 
 def home_bytes(chunk: ChunkSpec, tier: Tier, moments: int) -> dict[Tier, int]:
-    """Bytes, where they lie, of a rank's long-lived state: compute or gradient shard, master shard and moments."""
+    """Bytes by tier of one rank's long-lived state of a chunk: compute or gradient shard, master shard and moments."""
     compute = 0 if chunk.keeps_pieces else chunk.key.dtype.itemsize * chunk.shard_numel
     arrays = (1 + moments) * chunk.key.trainable
     if tier is Tier.DISK:
@@ -445,11 +453,11 @@ def home_bytes(chunk: ChunkSpec, tier: Tier, moments: int) -> dict[Tier, int]:
 
 
 HELD_HEAD = f"{'on one rank':44} {'tier':>6} {'chunks':>6} {'elements':>16} {'bytes':>11}"
-"""What stands above `held_line`."""
+"""Table head for `held_line`."""
 
 
 def held_line(row: dict[str, Any]) -> str:
-    """A row of `held_rows` for a reader."""
+    """A row of `held_rows` as text."""
     return (
         f"{row['chunk_group']:44} {row['tier']:>6} {row['chunks']:6} {row['numel']:16,} "
         f"{size_text(row['shard_bytes']):>11}{'  resident' * row['resident']}"
@@ -457,9 +465,9 @@ def held_line(row: dict[str, Any]) -> str:
 
 
 def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:
-    """What one rank holds, as plain data: a row for each chunk group and tier, resident chunks apart.
+    """The chunks of one rank as plain data: one row per chunk group, tier and residency.
 
-    `numel` are the elements of their parameters when gathered, `shard_bytes` what this rank has of their state.
+    `numel` counts the elements of the gathered parameters, `shard_bytes` the bytes of this rank's state.
     """
     rows: dict[tuple[object, ...], dict[str, Any]] = {}
     for chunk in layout.chunks:
@@ -473,39 +481,40 @@ def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:
 
 
 def accumulator_bytes(chunk: ChunkSpec, tier: Tier) -> int:
-    """Bytes of a rank's fp32 sum of a chunk's gradients, which a step of several backwards has.
+    """Bytes of one rank's fp32 sum of a chunk's gradients in a step of several backwards.
 
-    fp32 gradients are summed where they lie, unless values lie there too: where the master is not in memory.
+    fp32 gradients are summed in place and need no other memory, except on the disk tier: without a master in memory,
+    the weights must stay in that place.
     """
     apart = chunk.key.dtype != torch.float32 or tier is Tier.DISK
     return 4 * chunk.shard_numel if chunk.key.trainable and apart else 0
 
 
 def spilled_bytes(numel: int, arrays: int) -> int:
-    """Bytes on disk of `arrays` of fp32, each filled up to whole pages."""
+    """Bytes on disk of `arrays` fp32 arrays of `numel` elements, each padded to whole pages."""
     return 4 * arrays * paged_numel(numel)
 
 
 def paged_numel(numel: int) -> int:
-    """So many elements of fp32, or as many more as fill a page of the disk."""
+    """`numel` fp32 elements, rounded up to whole pages of the disk."""
     return -(-numel // SPILL_ALIGN_NUMEL) * SPILL_ALIGN_NUMEL
 
 
 def spill_slice_numel(numels: Iterable[int]) -> int:
-    """Elements of an array that are moved between disk and memory at once, for chunks of `numels` elements."""
+    """Elements of an array moved between disk and memory at once, for chunks of `numels` elements."""
     return min(_SPILL_SLICE_NUMEL, paged_numel(max(numels, default=0)))
 
 
 def spill_buffer_bytes(numels: Sequence[int], arrays: int) -> int:
-    """Bytes of the memory through which chunks of `numels` elements on disk are updated."""
+    """Bytes of the buffers for updating chunks of `numels` elements on disk."""
     return 4 * DISK_THREADS * arrays * spill_slice_numel(numels)
 
 
 def landing_bytes(layout: Layout) -> int:
-    """Bytes on the device of gradients that land outside the rCache, at most.
+    """Most bytes on the device of gradients that land outside the rCache.
 
-    Resident chunks have memory for theirs until they are reduced. Where a reduced gradient takes the values' place, a
-    few are on their way there at once.
+    Resident chunks have memory for their gradients until these are reduced. If reduced gradients overwrite the weights
+    (`takes_turns`), up to `GRADIENTS_ON_THEIR_WAY` of them exist at once.
     """
     own = sum(chunk.nbytes for chunk in layout.chunks if chunk.key.trainable and chunk.resident and not chunk.in_place)
     moving = sorted((chunk.nbytes for chunk in layout.chunks if chunk.takes_turns), reverse=True)
@@ -513,6 +522,6 @@ def landing_bytes(layout: Layout) -> int:
 
 
 def staging_bytes(layout: Layout) -> int:
-    """Bytes of the staging buffer, which serves one chunk at a time."""
+    """Bytes of the staging buffer: enough for the largest chunk, since one chunk uses it at a time."""
     scattered = (chunk for chunk in layout.chunks if chunk.shards > 1 and chunk.key.trainable)
     return max((chunk.staging_bytes for chunk in scattered), default=0)

@@ -1,7 +1,7 @@
-"""From sizes to counts: what a plan that says bytes, or leaves something open, is for one model.
+"""From sizes to counts: turns a plan given in bytes, or with open numbers, into numbers of chunks for one model.
 
-Owns the three questions a model answers: how many chunks stay on the device, how many go to disk, and how many blocks
-the rCache has. Pure; `wrap` brings the model, and the host memory that is free.
+Owns three numbers: chunks that stay on the device, chunks on disk, and blocks of the rCache. Pure; `wrap` passes the
+model's parameters and the free host memory.
 """
 
 from bisect import bisect_right
@@ -18,18 +18,18 @@ from elixir_moe.errors import PlanError, TierError
 def settled(
     plan: Plan, params: Sequence[ParamSpec], step_order: StepOrder, *, moments: int, free_host_bytes: int
 ) -> Plan:
-    """`plan` with a number of chunks in the place of every size and of everything it leaves open.
+    """`plan` with every size and every open number replaced by a number of chunks or blocks.
 
     Args:
-        plan: any plan; one that says all in numbers is returned as it is.
+        plan: any plan; a plan with all numbers set is returned unchanged.
         params: the model's parameters in order of first use.
-        step_order: how a step walks over them.
-        moments: fp32 values the optimizer keeps for each element.
-        free_host_bytes: host memory of this rank for state, where the plan leaves it open.
+        step_order: the order in which a step uses the parameters.
+        moments: fp32 values the optimizer keeps per element.
+        free_host_bytes: host memory of this rank for state, if the plan does not say.
 
     Raises:
         PlanError: a size is too small for a step.
-        TierError: host memory is too small, whatever is on disk.
+        TierError: host memory is too small even with all chunks on disk.
     """
     if plan.device_bytes is not None:
         plan = replace(plan, device_bytes=None, device_chunks=_device_chunks(plan, params, moments))
@@ -79,7 +79,7 @@ def _disk_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int, allowed:
 
 
 def _blocks(plan: Plan, layout: Layout, step_order: StepOrder) -> int:
-    """What fits in `rcache_bytes`; without them, the fewest a step works with, and room to gather ahead."""
+    """The blocks that fit in `rcache_bytes`; without `rcache_bytes`, the fewest a step needs plus `prefetch`."""
     least = max(1, step_order.schedule(layout).least_blocks())
     if plan.rcache_bytes is None:
         return min(least + plan.prefetch, max(1, layout.most_blocks))

@@ -1,6 +1,6 @@
-"""What was moved, counted where it is moved.
+"""Counters of data movement.
 
-Owns the counters of a run. Bytes of a collective are those of the full chunk, as the papers count: an all-gather or a
+Owns the counters of a run. Collectives count the bytes of the full chunk, as in the papers: an all-gather or a
 reduce-scatter of M parameters counts L_c * M, an all-reduce twice that.
 """
 
@@ -15,19 +15,19 @@ _K = TypeVar("_K")
 
 @dataclass(kw_only=True, slots=True)
 class Statistics:
-    """Counters since `wrap`, on this rank. The difference of two snapshots is what happened between them."""
+    """Counters of this rank since `wrap`. The difference of two snapshots counts what happened between them."""
 
     cache: CacheCounts = field(default_factory=CacheCounts)
     """Hits, misses, evictions and prefetches of the rCache."""
     bytes_fetched: Counter[str] = field(default_factory=Counter)
-    """By the tier of their home: shards copied from there into a block. Those on the device stay on it."""
+    """By tier of the compute shard (`host` for chunks on disk): bytes of shards copied from there into blocks."""
     bytes_offloaded: Counter[str] = field(default_factory=Counter)
-    """By the tier of their home: gradient shards brought there, likewise."""
+    """By tier of the compute shard: bytes of gradient shards copied there."""
     collective_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By (chunk group's label, collective): a process group's bytes are those of all its chunk groups."""
+    """By (chunk group's label, collective). The bytes of a process group are the sum over its chunk groups."""
     blocks_replaced: int = 0
-    """Blocks given up to a reader that outlived its use and allocated anew, and memory for gradients that found no
-    block. Anything but 0 deserves a look."""
+    """Blocks allocated anew because a reader kept the old one beyond its use, and extra memory for gradients that found
+    no block. Should be 0."""
 
     def copy(self) -> Self:
         """A snapshot."""

@@ -1,8 +1,8 @@
-"""Which modules unshard as one, and the order in which a step asks for its chunks, before any step has run.
+"""Which modules unshard as one unit, and the order in which a step asks for its chunks, before any step has run.
 
-Owns `Part` and `Use`, what is known of a model and of one forward before it is packed; the choice of units; and
-`StepOrder`, which turns both into what forward and backward ask of the rCache under any layout. Pure: `wrap` counts the
-blocks a step needs with it, the search plays it, and the runtime hooks the units it chooses.
+Owns `Part` and `Use`, the description of a model and of one forward before packing; the choice of units; and
+`StepOrder`, which turns parts and uses into the requests of forward and backward to the rCache under any layout. Pure:
+`wrap` counts the blocks of a step with it, the search simulates it, and the runtime hooks the chosen units.
 """
 
 from collections import Counter
@@ -16,59 +16,59 @@ from elixir_moe.chunks.packing import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A module that can be called and has parameters, its own or beneath it."""
+    """A callable module with parameters, its own or those of modules inside it."""
 
     params: tuple[int, ...]
     """Indices of its own parameters."""
     parent: int | None
-    """The part right around it, which has a smaller number."""
+    """Number of the innermost part around it, smaller than its own; None for an outermost part."""
     shared: bool = False
-    """It is beneath several parts."""
+    """The part is inside several others."""
     chooses: bool = False
-    """Each rank may use others of its parameters: experts."""
+    """Ranks may use different parameters of the part: experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
     """One run of a part in forward, or one function that reads parameters outside their parts.
 
-    Every beginning and every end gets the next number.
+    `entered` and `left` number all beginnings and ends in order of time.
     """
 
     entered: int
     left: int
     part: int | None
-    """Which part runs; None for a read."""
+    """The part that runs; None for a read."""
     params: tuple[int, ...] = ()
-    """Indices of the parameters that are read."""
+    """Indices of the parameters of a read."""
     with_grad: bool = True
-    """Autograd records it. What it does not record has a backward only if a checkpoint runs it again."""
+    """Autograd records the use. An unrecorded use has a backward only if a checkpoint recomputes it."""
     region: int | None = None
-    """The activation-checkpoint region it is run again with in backward; None if its activations are kept."""
+    """The activation-checkpoint region that recomputes the use in backward; None if its activations are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSpec:
-    """A part that unshards as one, with the parameters it stands for."""
+    """A part that unshards as one, and the parameters it unshards."""
 
     part: int
     params: tuple[int, ...]
     whole: bool
-    """With all that is beneath it."""
+    """The unit includes all modules inside the part."""
     chooses: bool = False
-    """Which of its parameters get a gradient is not the same on all ranks."""
+    """Ranks may have gradients for different parameters of the unit."""
 
 
 def choose_units(parts: Sequence[Part], chunk_of: Mapping[int, int]) -> list[UnitSpec | None]:
-    """By part: the unit it belongs to; None where nothing is to be gathered for it alone.
+    """The unit of each part; None if nothing is gathered for the part alone.
 
-    A unit is the largest part whose parameters lie in one chunk that moves: all of it would be gathered with
-    any piece of it. A part of several such chunks is a unit for its own parameters, and what is beneath it is looked at
-    in turn. A part that is beneath several others is never inside a unit.
+    A unit is the largest part whose parameters lie in a single moving chunk: any piece of it would gather all of it. A
+    part with several such chunks is a unit for its own parameters only, and the parts inside it are considered in turn.
+    A part inside several others is never part of a larger unit.
 
     Args:
-        parts: outermost first.
-        chunk_of: by parameter, the chunk it is in if that is one of `moving_chunks`.
+        parts: all parts, outermost first.
+        chunk_of: {parameter: chunk}, as from `moving_chunks`.
     """
     chunks: list[set[int]] = [{chunk_of[p] for p in part.params if p in chunk_of} for part in parts]
     params: list[list[int]] = [list(part.params) for part in parts]
@@ -98,7 +98,7 @@ def choose_units(parts: Sequence[Part], chunk_of: Mapping[int, int]) -> list[Uni
 
 
 def moving_chunks(layout: Layout) -> dict[int, int]:
-    """By parameter: the chunk it is in, where that comes and goes, or is overwritten by its gradient."""
+    """{parameter: chunk} for the chunks that use the rCache or are overwritten by their gradients."""
     return {
         slot.param: chunk.index
         for chunk in layout.chunks
@@ -110,8 +110,8 @@ def moving_chunks(layout: Layout) -> dict[int, int]:
 def by_first_use(
     parts: Sequence[Part], uses: Sequence[Use], count: int
 ) -> tuple[list[int], tuple[Part, ...], tuple[Use, ...]]:
-    """All `count` parameters in the order in which `uses` first use them, those of no use last; and parts and uses,
-    whose parameters are then indices into that order."""
+    """(order, parts, uses): all `count` parameters in order of first use, unused ones last; and parts and uses with
+    their parameters renumbered to positions in that order."""
     in_order = sorted(uses, key=lambda use: use.entered)
     used = [p for use in in_order for p in (use.params if use.part is None else parts[use.part].params)]
     moved = {old: new for new, old in enumerate(dict.fromkeys([*used, *range(count)]))}
@@ -140,20 +140,22 @@ class _Run:
 
     @property
     def comes_back(self) -> bool:
-        """Whether backward comes to it."""
+        """Whether backward reaches the run."""
         return not self.is_read or self.with_grad or self.region is not None
 
 
 class StepOrder:
-    """What a step asks of the rCache, to be read under many layouts.
+    """The requests of a step to the rCache, for any layout.
 
-    Backward visits runs in the reverse of the order forward left them. A unit holds its chunks until everything that
-    forward entered after it is done, which is noticed at the next unit; a read holds its chunks for a moment. The
-    gradients of a chunk have a block from the first that lands to the last of those that forward's uses bring, those of
-    experts for as long as their unit is held, since ranks have gradients of others; a
-    parameter gets its gradient at the first of its uses, in a reentrant checkpoint at the first one inside, and what is
-    used last has its gradient first. A recomputed region is acquired run by run and held until its backward is done,
-    which is why the rCache must hold the largest region (v2, A.3).
+    - Backward visits runs in the reverse of the order in which forward left them.
+    - A unit holds its chunks until everything that forward entered after it is done, noticed at the next unit. A read
+      holds its chunks for a moment.
+    - The gradients of a chunk have a block from the first to the last gradient that lands. Gradients of experts have
+      one for as long as their unit is held, because ranks have gradients of different experts.
+    - A parameter gets its gradient when backward reaches its first use, within a reentrant checkpoint the first use
+      inside. The parameter used last gets its gradient first.
+    - A recomputed region is acquired run by run and held until its backward is done, so the rCache must hold the
+      largest region (v2, A.3).
     """
 
     def __init__(self, parts: Sequence[Part], uses: Sequence[Use]) -> None:
@@ -161,22 +163,22 @@ class StepOrder:
         self._uses = sorted(uses, key=lambda use: use.entered)
 
     def schedule(self, layout: Layout) -> Schedule:
-        """What forward and backward ask of the rCache, as the runtime would record it."""
+        """The requests of forward and backward to the rCache, as the runtime would record them."""
         runs = list(self._runs(choose_units(self._parts, moving_chunks(layout))))
         return Schedule(list(_Step(layout, runs).entries()))
 
     def counted(self, layout: Layout) -> Layout:
-        """`layout` with the most gradients that have a block at once."""
+        """A copy of `layout` with `open_gradients` counted."""
         return replace(layout, open_gradients=self.schedule(layout).open_gradients())
 
     def widest(self, layout: Layout) -> tuple[int, int]:
-        """The part whose unit needs the most blocks for itself, and how many."""
+        """(part, blocks) of the unit that needs the most blocks for its own parameters."""
         chunk_of = {slot.param: chunk.index for chunk in layout.cached for slot in chunk.slots}
         units = [unit for unit in choose_units(self._parts, moving_chunks(layout)) if unit is not None]
         return max(((u.part, len({chunk_of[p] for p in u.params if p in chunk_of})) for u in units), key=lambda u: u[1])
 
     def _runs(self, units: Sequence[UnitSpec | None]) -> Iterator[_Run]:
-        """What runs as a unit, in order of entry, and what is read while its unit does not run."""
+        """Runs of units, and reads outside a run of their unit, in order of entry."""
         unit_of = {p: unit.part for unit in units if unit is not None for p in unit.params}
         ends: dict[int, int] = {}
         for use in self._uses:
@@ -208,11 +210,11 @@ class _Step:
             for params in dict.fromkeys(run.params for run in runs)
         }
         self._landing: dict[int, list[int]] = {}
-        """By the number at which a run was entered: parameters that get a gradient there, in the order they do."""
+        """By `entered` of a run: the parameters that get a gradient in its backward, in that order."""
         self._awaited: Counter[int] = Counter()
-        """By parameter: how many gradients are to come."""
+        """By parameter: number of gradients still to come."""
         self._params_of: dict[int, set[int]] = {}
-        """By chunk: its parameters whose gradients are to come."""
+        """By chunk: its parameters with gradients still to come."""
         trainable = {slot.param for chunk in layout.chunks if chunk.key.trainable for slot in chunk.slots}
         chunk_with = {slot.param: chunk.index for chunk in layout.chunks for slot in chunk.slots}
         first_use: dict[int, int] = {}
@@ -228,21 +230,21 @@ class _Step:
                 first_use.setdefault(chunk_with[p], run.entered)
         self._chunk_with = chunk_with
         self._to_send = sorted(first_use, key=lambda chunk: (first_use[chunk], chunk))
-        """Chunks with gradients, the last one first."""
+        """Chunks with gradients in order of first use; `_send` takes them from the end."""
         choosing = {run.params for run in runs if run.chooses}
         self._ends_early = {params for params in self._chunks if trainable.issuperset(params)} - choosing
-        """Parameters of a run, or a read, that nobody reads any more when all their gradients have come."""
+        """Parameters of runs and reads that nothing reads any more once all their gradients have come."""
         self._open: set[int] = set()
         self._held: list[_Run] = []
         self._rebuilt: list[int] = []
-        """Chunks that are held for an operator which reads weights of them."""
+        """Chunks held for the operator that reads their weights."""
         inner = [following.entered < run.left for run, following in pairwise(runs)]
         ends = zip(runs, [*inner, False], strict=False)
         self._leaf = {run.entered for run, has_inner in ends if not (has_inner or run.chooses)}
-        """Runs, by their entry, in which nothing else asks for anything, and that have their gradients on all ranks."""
+        """`entered` of runs that contain no other run and have their gradients on all ranks."""
 
     def entries(self) -> Iterator[CacheRequest]:
-        """All of them, in order."""
+        """All requests, in order."""
         numbered = [(run.entered, ACQUIRE, run) for run in self._runs] + [(r.left, RELEASE, r) for r in self._runs]
         for _, verb, run in sorted(numbered, key=lambda item: item[0]):
             yield from self._ask(verb, run)
@@ -266,7 +268,7 @@ class _Step:
             anew = bool(again) and times[again[0].params] == 1
             if anew or not run.is_read:
                 yield from self._let_go([other for other in held if other.entered > run.left])
-            if run.with_grad and not run.is_read:  # else its outputs are known when it has run again
+            if run.with_grad and not run.is_read:  # otherwise its outputs exist only once it is recomputed
                 yield from self._hold([run])
                 if anew:
                     yield from self._let_go([run])
@@ -277,8 +279,8 @@ class _Step:
                 yield from self._rebuild(run)
             single = len(self._landing[run.entered]) == 1 and not run.chooses
             if run.is_read or run.entered in self._leaf or single:
-                yield from self._land(run)  # of a single one either the weight or the gradient is there
-            else:  # they may come at any time until it is passed
+                yield from self._land(run)  # a single parameter needs either its weight or its gradient, never both
+            else:  # the gradients may come at any time until backward has passed the run
                 yield from self._open_for(self._landing[run.entered])
         for other in list(held):
             yield from self._land(other)
@@ -298,7 +300,7 @@ class _Step:
             yield from self._ask(RELEASE, run)
 
     def _rebuild(self, run: _Run) -> Iterator[CacheRequest]:
-        """Weights are rebuilt for the operator that has read them, unless they are there."""
+        """Acquires the weights for the backward of the operator that read them, unless they are held."""
         yield from self._end_rebuild()
         there = {chunk for other in self._held for chunk in self._chunks[other.params]}
         for chunk in self._chunks[run.params]:
@@ -312,9 +314,9 @@ class _Step:
         self._rebuilt.clear()
 
     def _land(self, run: _Run) -> Iterator[CacheRequest]:
-        """The gradients of a run come; weights that nobody reads any more leave, and chunks that are complete."""
+        """Lands the gradients of a run; releases weights that nothing reads any more, and complete gradient chunks."""
         landing, self._landing[run.entered] = self._landing[run.entered], []
-        if len(landing) > 2:  # that of a bias comes before that of its weight; of others the order is not known
+        if len(landing) > 2:  # a bias gets its gradient before its weight does; any other order is unknown
             yield from self._open_for(landing)
         for p in landing:
             self._awaited[p] -= 1
@@ -329,7 +331,7 @@ class _Step:
         return run.params in self._ends_early and not any(self._awaited[p] for p in run.params)
 
     def _open_for(self, landing: Iterable[int]) -> Iterator[CacheRequest]:
-        """The gradients of these parameters come now, or from now on."""
+        """Gives the gradients of these parameters' chunks a block, if they have none."""
         for p in landing:
             yield from self._end_rebuild()
             chunk = self._chunk_of.get(p)
@@ -338,7 +340,7 @@ class _Step:
                 yield CacheRequest(ACQUIRE, (gradients_of(chunk),))
 
     def _send(self) -> Iterator[CacheRequest]:
-        """Chunks that await nothing more are sent off in order, the last used first."""
+        """Releases the gradients of complete chunks in order, the last used first."""
         while self._to_send and not self._params_of[self._to_send[-1]]:
             chunk = self._to_send.pop()
             if chunk in self._open:

@@ -1,12 +1,12 @@
-"""The memory of the rCache: blocks, and the proof that nobody still reads one that is to be written.
+"""The memory of the rCache: blocks, and the check that nobody still reads a block before it is written.
 
-Owns the blocks, and a buffer for each resident chunk. `chunks.cache_policy` decides which chunk goes where.
+Owns the blocks, and a buffer for each resident chunk. `chunks.cache_policy` decides which chunk gets which block.
 
 A block may be written when the operation that last used it has ended and no tensor shares its storage. The policy only
-gives away what nothing holds, so the second is true already, but for a reader nobody could foresee: a view of a weight
-that user code or a checkpointed region keeps. Such a reader keeps the old storage, and the block takes a new one: more
-memory for a while, counted as `blocks_replaced`, never stale bytes. Source: Elixir v1, VI; v2, section 3 ("rCache has
-n_block storage blocks of the same length").
+gives away blocks that nothing holds. The exception is a view of a weight that user code or a checkpointed region keeps:
+the view keeps the old storage, and the block gets a new one. That costs memory for a while, counted as
+`blocks_replaced`, but the view never shows other bytes. Source: Elixir v1, VI; v2, section 3 ("rCache has n_block
+storage blocks of the same length").
 """
 
 from collections.abc import Callable, Sequence
@@ -32,23 +32,23 @@ class Block:
         self.busy: Work | None = None
         """The operation that must end before the block is written again."""
         self._read_later = False
-        """Somebody else had a part of it when its chunk left, and may have read it behind `busy`."""
+        """A view of the block was left when its chunk was dropped, and may be read after `busy` has ended."""
 
     def vacate(self, work: Work) -> None:
-        """Its chunk has left; the block may be written when `work` has ended and nobody else has a part of it."""
+        """Releases the block, which may be written when `work` has ended and no other tensor shares its storage."""
         self.busy = work
         self._read_later = _storage_uses(self._memory) > self._idle_uses
 
     @property
     def quiet(self) -> bool:
-        """Whether `claim` would not make the host wait."""
+        """Whether `claim` does not make the host wait."""
         return self.busy is None or not self.busy.pending
 
     def claim(self, spec: ChunkSpec, wait_for_compute: Callable[[], None] = lambda: None) -> torch.Tensor:
         """The buffer for `spec`'s chunk, (numel,) in its compute dtype, safe to write on the current stream.
 
-        That waits for all that was computed so far if somebody may have read the block later than `busy` tells, and
-        before new memory takes its place: compute may have read that too, when it was a block before.
+        Waits for all compute so far if a view may have been read after `busy` had ended, and before the block gets new
+        memory, which may be that of an earlier block and still be read by compute.
         """
         if self.busy is not None:
             self.busy.wait()
@@ -62,12 +62,12 @@ class Block:
         return self._memory[: spec.nbytes].view(spec.key.dtype)
 
     def wire(self, spec: ChunkSpec) -> torch.Tensor:
-        """The same memory for collectives, which may keep their tensors for a moment after they have ended."""
+        """The same memory for collectives, which may keep their tensors for a moment after they end."""
         return self._wire[: spec.nbytes].view(spec.key.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that are nobody else's."""
+        """Bytes of device memory that belong to the block."""
         return self._memory.nbytes
 
     def _replace(self) -> None:
@@ -77,14 +77,14 @@ class Block:
 
 
 class ShardBlock(Block):
-    """The shard of a chunk used in place: its values are there already."""
+    """The shard of a chunk used in place, as a block that holds the values already."""
 
     def __init__(self, shard: ShardState, statistics: Statistics) -> None:
         super().__init__(_own_storage(shard.shown), statistics)
         self._shard = shard
 
     def claim(self, spec: ChunkSpec, wait_for_compute: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """The values; a reader of what a gradient is about to overwrite was left its own copy by `make_writable`."""
+        """The shard's values; `make_writable` protects their readers from a gradient that overwrites them."""
         if self.busy is not None:
             self.busy.wait()
             self.busy = None
@@ -98,7 +98,7 @@ class ShardBlock(Block):
 
     @property
     def nbytes(self) -> int:
-        """None: the shard's own are counted with it."""
+        """0: the bytes are counted with the shard."""
         return 0
 
     def _replace(self) -> None:
@@ -110,7 +110,7 @@ class ShardBlock(Block):
 
 
 class Blocks:
-    """All blocks: those shared by the chunks that come and go, and one for each chunk that stays."""
+    """All blocks: those that cached chunks share, and one for each resident chunk."""
 
     def __init__(
         self,
@@ -126,9 +126,9 @@ class Blocks:
 
         self.shared = [block(layout.block_bytes) for _ in range(count)]
         self.for_gradients = for_gradients
-        """Shared blocks that gradients may have at once: with more of them, weights would not find theirs."""
+        """Shared blocks that gradients may use at once; more would leave too few for weights."""
         self.foreseen_gradients = layout.open_gradients or 0
-        """Those of them that gradients keep, whatever weights need."""
+        """Shared blocks that gradients keep even when weights need more."""
         self.own = {
             spec.index: ShardBlock(shard, statistics) if spec.in_place else block(spec.nbytes)
             for spec, shard in zip(layout.chunks, shards, strict=True)

@@ -1,8 +1,8 @@
-"""A file that goes around the system's cache where the file system lets it, and the memory such a file needs.
+"""A file that bypasses the page cache where the file system allows it, and the memory such a file needs.
 
-Owns O_DIRECT: who may use it, and what happens where it is refused. Knows nothing of what the bytes are.
+Owns O_DIRECT and the fallback where it is refused. Knows nothing of the content.
 
-The cache would cost a copy of everything, and would push out what training has in it. Without it, addresses, offsets
+The page cache would cost a copy of all data, and would evict what training has in it. Without it, addresses, offsets
 and lengths must be whole pages.
 """
 
@@ -21,30 +21,30 @@ class DirectFile:
     """An open file that several threads read and write at offsets of their own."""
 
     def __init__(self, file: FileIO) -> None:
-        """Of a file that is open for what is to be done, and closed by whoever has opened it."""
+        """Uses `file`, which the caller has opened and must close."""
         self._file = file
-        with suppress(OSError):  # a file system in memory
+        with suppress(OSError):  # a file system in memory refuses it
             self._set_direct(True)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Writes all of `data`, which is whole pages, as is `offset`. Raises OSError."""
+        """Writes all of `data` at `offset`; both are whole pages. Raises OSError."""
         self._move(os.pwritev, offset, data)
 
     def read(self, offset: int, data: memoryview) -> None:
-        """Fills `data`, which is whole pages, as is `offset`. Raises OSError, also where the file ends before."""
+        """Fills `data` from `offset`; both are whole pages. Raises OSError, also if the file is too short."""
         self._move(os.preadv, offset, data)
 
     def allocate(self, nbytes: int) -> None:
-        """Gives the file its length, and the room on the disk. Raises OSError where there is none."""
+        """Sets the file's length and allocates it on the disk. Raises OSError if there is no room."""
         os.posix_fallocate(self.fileno(), 0, nbytes)
 
     def finish(self, nbytes: int) -> None:
-        """Cuts the file to its length; returns when it will last."""
+        """Truncates the file to `nbytes` and syncs it to the disk."""
         os.ftruncate(self.fileno(), nbytes)
         os.fsync(self.fileno())
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """The file descriptor."""
         return self._file.fileno()
 
     def _move(self, move: Callable[[int, list[memoryview], int], int], offset: int, data: memoryview) -> None:
@@ -55,7 +55,7 @@ class DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
-                self._set_direct(False)  # pages longer than ours, or the rest of a request that was cut short
+                self._set_direct(False)  # the disk has longer pages, or a short transfer left part of a page
                 continue
             if not moved:
                 raise OSError("the file ends there")
@@ -70,14 +70,14 @@ class DirectFile:
 
 
 def whole_pages(nbytes: int) -> int:
-    """So many bytes, or as many more as fill a page."""
+    """`nbytes`, rounded up to whole pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def paged_memory(nbytes: int) -> mmap.mmap:
     """Writable memory of at least `nbytes`, in whole pages."""
     memory = mmap.mmap(-1, whole_pages(nbytes))
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # few large pages: the system's giving out of small ones takes most of a copy
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # allocating small pages takes most of the time of a copy
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -1,15 +1,15 @@
-"""The disk tier: one file a rank, in which each chunk's master shard and moments have their place.
+"""The disk tier: one file for each rank, which holds the master shard and the moments of every chunk on disk.
 
-Owns the file, its layout and its checksums. Knows neither what the floats mean nor when they change; that is
-`optim.shard_update`.
+Owns the file, its layout and its checksums. Knows nothing of the meaning of the floats or of when they change
+(`optim.shard_update`).
 
-The file has no name: nobody else can open it, two runs can share a folder, and whatever ends the process leaves nothing
-behind. All of it is allocated before training starts, so a full disk shows then. Requests go around the system's cache
-(`memory.direct_file`), which would take the memory that the tier is to save.
+The file has no name: no other process can open it, two runs can share a folder, and nothing is left behind however the
+process ends. The whole file is allocated before training starts, so a full disk shows then. Requests bypass the page
+cache (`memory.direct_file`), which would take the memory that the tier is meant to save.
 
-The arrays of a chunk are cut into slices, and a slice of all arrays is one record: what an update reads at once, and
-writes at once. Records are long enough for plain ``preadv`` and ``pwritev`` on a few threads to keep a disk busy, so
-there is nothing for io_uring to save.
+The arrays of a chunk are cut into slices. A slice of all arrays is one record, which an update reads and writes at
+once. Records are long enough for plain ``preadv`` and ``pwritev`` on a few threads to keep a disk busy, so io_uring
+would gain nothing.
 """
 
 import os
@@ -43,14 +43,14 @@ class Spill:
     def __init__(
         self, directory: str, numels: Sequence[int], arrays: int, *, rank: int = 0, checked: bool = False
     ) -> None:
-        """For chunks of so many elements each, `arrays` of fp32 a chunk, zeros at first.
+        """Makes the file, with `arrays` fp32 arrays for each chunk, zeros at first.
 
         Args:
             directory: where the file is made; on a disk, not on a file system in memory.
             numels: elements of each chunk's shard.
-            arrays: the master shard and the optimizer's moments.
-            rank: whose file it is, for messages.
-            checked: a checksum of each slice is kept in memory, and compared whenever it is read.
+            arrays: arrays of each chunk: the master shard and the optimizer's moments.
+            rank: the owner of the file, for messages.
+            checked: keep a checksum of each slice in memory, and compare it at each read.
 
         Raises:
             TierError: there is no such directory, or the disk has too little room.
@@ -79,7 +79,7 @@ class Spill:
         self.threads = ThreadPoolExecutor(DISK_THREADS, "elixir-disk")
         """The threads that change slices."""
         self.buffer_bytes = spill_buffer_bytes(numels, arrays)
-        """Of the memory through which slices are changed."""
+        """Bytes of the memory through which slices are changed."""
         self._buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
         memory = paged_memory(DISK_THREADS * arrays * self.slice_numel * _FLOAT_BYTES)
         self._memory = torch.frombuffer(memory, dtype=torch.float32)
@@ -94,7 +94,7 @@ class Spill:
 
     @contextmanager
     def buffer(self) -> Iterator[torch.Tensor]:
-        """Memory for one record, (arrays * slice_numel,); waits until there is one."""
+        """A context with memory for one record, (arrays * slice_numel,); blocks until some is free."""
         memory = self._buffers.get()
         try:
             yield memory
@@ -102,7 +102,7 @@ class Spill:
             self._buffers.put(memory)
 
     def move(self, offset: int, memory: torch.Tensor, *, write: bool) -> None:
-        """Fills `memory` from the file, or writes it there. Raises DiskError if the disk does not do it."""
+        """Reads `memory` from the file, or writes it to the file. Raises DiskError if the disk fails."""
         try:
             (self._file.write if write else self._file.read)(offset, _bytes_of(memory))
         except OSError as error:
@@ -113,7 +113,7 @@ class Spill:
             ) from error
 
     def close(self) -> None:
-        """Gives the disk back when all that was begun has ended."""
+        """Closes the file, which frees the disk, once all changes have ended."""
         self.threads.shutdown()
         self._nameless.close()
 
@@ -131,7 +131,7 @@ class Spilled:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file that are this chunk's."""
+        """Bytes of the file that belong to this chunk."""
         return spilled_bytes(self.numel, self._spill.arrays)
 
     def _bounds(self, index: int) -> tuple[int, int]:
@@ -140,14 +140,14 @@ class Spilled:
         return start, min(start + self._spill.slice_numel, self.numel)
 
     def change(self, work: Callable[[int, list[torch.Tensor]], None]) -> "list[Future[None]]":
-        """Begins to change all slices, each by ``work(start, arrays)`` with the slice of every array, from `start` on.
+        """Starts to change all slices: ``work(start, arrays)`` gets the slice of every array from element `start` on.
 
-        Slices are changed in their order, several at a time, on threads of their own.
+        Slices are changed in order, several at a time, on threads of their own.
         """
         return [self._spill.threads.submit(self._change, index, work) for index in self._slices]
 
     def _change(self, index: int, work: Callable[[int, list[torch.Tensor]], None]) -> None:
-        """Slice `index` of all arrays, read, changed and written back."""
+        """Reads slice `index` of all arrays, changes it and writes it back."""
         with self._spill.buffer() as memory:
             padded, count = self._padded(index), self._spill.arrays
             record, offset = memory[: count * padded], self._place(index, 0)
@@ -162,7 +162,7 @@ class Spilled:
                 self._sign(index, array, content)
 
     def read(self, array: int, start: int, stop: int) -> torch.Tensor:
-        """A copy of some elements of an array, fp32."""
+        """A copy of elements `start` to `stop` of an array, fp32."""
         found = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         for index, here, there in self._parts(start, stop):
             with self._loaded(array, index) as content:
@@ -170,16 +170,16 @@ class Spilled:
         return found
 
     def write(self, array: int, start: int, values: torch.Tensor) -> None:
-        """Puts `values` in the place of the elements from `start`."""
+        """Overwrites the elements of an array from `start` on with `values`."""
         for index, here, there in self._parts(start, start + values.numel()):
             with self._loaded(array, index) as content:
                 content[there] = values[here]
-                self._checksums.pop((index, array), None)  # an interrupt leaves none rather than a wrong one
+                self._checksums.pop((index, array), None)  # an interrupt leaves no checksum, not a wrong one
                 self._spill.move(self._place(index, array), content, write=True)
                 self._sign(index, array, content)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-        """(slice, which of the elements asked for, which of the slice's)."""
+        """(slice index, its elements in the request, its elements in the slice) for each slice of a request."""
         step = self._spill.slice_numel
         for index in range(start // step, -(-stop // step)):
             low, high = max(start, index * step), min(stop, (index + 1) * step)
@@ -217,7 +217,7 @@ class Spilled:
 
 
 def disk_bytes_left(directory: str) -> int:
-    """Bytes that can still be written to the disk of a folder. Raises OSError if there is none."""
+    """Bytes that can still be written to the disk of a folder. Raises OSError if there is no such folder."""
     room = os.statvfs(directory)
     return room.f_bavail * room.f_frsize
 

@@ -1,16 +1,16 @@
-"""What a chunk is between two uses: the long-lived state of one rank's shard of it.
+"""The long-lived state of one rank's shard of a chunk.
 
-Owns one class for each kind of shard. They differ in what a gather sends, where a gradient lands and what an update
-writes. Nothing here moves bytes between ranks. No property blocks; methods say so where they wait.
+Owns one class for each kind of shard. The classes differ in what a gather sends, where a reduced gradient is stored and
+what an update writes. Nothing here moves bytes between ranks. No property blocks; methods that block say so.
 
-    class        a gather sends    a reduced gradient takes              the master lies
-    FrozenShard  the values        -                                     -
-    Fp32Shard    the master        memory of its own, where it is summed in memory
-    PieceShard   the master        nothing: autograd's own tensors stay  in memory
-    MixedShard   the values        the values' place (v2, 4.1)           in memory or on disk
+    class        a gather sends    a reduced gradient is stored in         the master is
+    FrozenShard  the values        -                                       -
+    Fp32Shard    the master        memory of its own, where it is summed   in memory
+    PieceShard   the master        autograd's own tensors                  in memory
+    MixedShard   the values        the values' place (v2, 4.1)             in memory or on disk
 
-From the first step with two backwards on, `MixedShard` sums all gradients in an fp32 accumulator. It casts the values
-anew from the master when they are wanted before the update. Source: "master copy of each scattered shard", Elixir v1,
+From the first step with two backwards on, `MixedShard` sums all gradients in an fp32 accumulator. If the values are
+needed before the update, they are cast from the master again. Source: "master copy of each scattered shard", Elixir v1,
 VII; memory of a chunk, v2, 4.1.
 """
 
@@ -32,23 +32,23 @@ from elixir_moe.memory.slabs import Slab
 
 
 class Elements(Protocol):
-    """Flat elements of a shard at home, wherever that is. Having one waits for no update; `read` and `write` do."""
+    """Flat elements of a shard, in memory or on disk. `read` and `write` block until a running update has finished."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Their dtype."""
+        """The elements' dtype."""
         ...
 
     def read(self) -> torch.Tensor:
-        """The elements themselves where they are in memory, else a copy."""
+        """The elements themselves if they are in memory, else a copy."""
         ...
 
     def write(self, values: torch.Tensor) -> None:
-        """Takes new values; what `read` gave, changed in place, is not copied again in memory."""
+        """Writes new values; in memory, the result of `read`, changed in place, is not copied again."""
         ...
 
     def __getitem__(self, part: slice) -> "Elements":
-        """Some of them."""
+        """Some of the elements."""
         ...
 
 
@@ -108,34 +108,34 @@ class OnDisk:
 
 
 class ShardState:
-    """The state of one chunk on one rank: `shard_numel` elements of everything that is kept for it."""
+    """The state of one chunk on one rank: arrays of `shard_numel` elements each."""
 
     master: torch.Tensor | None = None
-    """fp32 weights, where there are such in memory."""
+    """fp32 weights, if there are any in memory."""
     spilled: Spilled | None = None
-    """fp32 weights and moments, where they are on disk."""
+    """fp32 weights and moments, if they are on disk."""
     values_shard: torch.Tensor | None = None
-    """Where an update writes the values that gathers send, beside the master."""
+    """The values that gathers send, if an update writes them beside the master."""
 
     def __init__(self, spec: ChunkSpec, tier: Tier) -> None:
         self.spec = spec
         self.tier = tier
         self.squares: float | torch.Tensor | None = None
-        """The sum of squares of the gradient, if it was found on the way here; on a GPU if it was found there."""
+        """The sum of squares of the gradient, if it is known already; on a GPU if it was computed there."""
         self.reader: threading.Event | None = None
-        """Set when a save beside the training has copied what is kept here; whoever changes it waits for that."""
+        """Set when a save beside training has copied this state; changes wait for it."""
         self._update: Future[Sequence[Future[None]]] | None = None
 
     # ------------------------------------------------------------------------------------------ updates beside training
 
     def update_beside(self, update: "Future[Sequence[Future[None]]]") -> None:
-        """An update, and what it begins in its turn, end later; until then nobody may look at what is kept here."""
+        """Registers an update that ends later, with the tasks it starts; until they end, nobody may read this state."""
         self._update = update
         self.updated()
 
     @property
     def has_update(self) -> bool:
-        """Whether an update was begun that nobody has waited for yet, whether or not it still runs."""
+        """Whether an update was registered and `finish_update` has not waited for it; it may have ended."""
         return self._update is not None
 
     @property
@@ -147,14 +147,14 @@ class ShardState:
         return update.exception() is None and not all(part.done() for part in update.result())
 
     def wait_for_update(self) -> None:
-        """Blocks until a running update has ended, on any thread; raises the update's error, each time."""
+        """Blocks until a running update has ended; raises the update's error, each time. For any thread."""
         update = self._update
         if update is not None:
             for part in update.result():
                 part.result()
 
     def finish_update(self) -> None:
-        """As `wait_for_update`, for the training's own thread: the update is behind it then (`has_update`)."""
+        """As `wait_for_update`, but for the training thread only; clears `has_update`."""
         self.wait_for_update()
         self._update = None
 
@@ -171,26 +171,26 @@ class ShardState:
         raise NotImplementedError
 
     def values(self) -> torch.Tensor:
-        """What a gather sends, in the compute dtype. Blocks until a running update has finished."""
+        """The values that a gather sends, in the compute dtype. Blocks until a running update has finished."""
         self.finish_update()
         return self.shown
 
     def weights(self) -> Elements:
-        """What a checkpoint keeps: fp32 masters, or the values of a frozen chunk."""
+        """The weights that a checkpoint keeps: fp32 masters, or the values of a frozen chunk."""
         return InMemory(self.shown, self.wait_for_update)
 
     def fill(self, values: torch.Tensor) -> None:
-        """Takes the shard's first values, in the master's dtype."""
+        """Sets the shard's first values, given in the master's dtype."""
         self.shown.copy_(values)
 
     def store(self, start: int, written: torch.Tensor) -> None:
-        """Takes values that user code wrote, for the elements from `start` of the shard."""
+        """Stores values that user code wrote, from element `start` of the shard on. Blocks for an update or a save."""
         self.finish_update()
         self.wait_for_reader()
         self.shown[start : start + written.numel()].copy_(written)
 
     def kept_values(self) -> torch.Tensor:
-        """What `values` gives, made anew from what is kept. Blocks as `values` does."""
+        """The result of `values`, computed from `weights`. Blocks as `values` does."""
         return self.weights().read().to(self.spec.key.dtype)
 
     # -------------------------------------------------------------------------------------------------------- gradients
@@ -199,17 +199,19 @@ class ShardState:
     """Whether a gradient has landed since the last update."""
 
     def take_place(self) -> torch.Tensor | None:
-        """Where the next gradient may be summed, so that `add_gradient` copies nothing; None if it is to be added.
+        """Memory for the sum of the next gradient, so that `add_gradient` copies nothing; None if it must be added.
 
-        What was there is gone, whether or not a gradient lands. Blocks until a running update has finished.
+        The content of the memory is lost, whether or not a gradient follows. Blocks until a running update has
+        finished.
         """
         return None
 
     def add_gradient(self, reduced: torch.Tensor, squares: float | torch.Tensor | None = None) -> None:
         """Adds the gradient summed over the process group, of any dtype and device.
 
-        `squares` is its sum of squares, where that is known. On a GPU it is found before the gradient leaves, and stays
-        there, so that nobody waits for it. Blocks until a running update has finished, which reads the last gradient.
+        `squares` is the gradient's sum of squares, if known. For a gradient on a GPU it is computed there before the
+        gradient is copied, and stays there, so that nobody waits for it. Blocks until a running update, which reads the
+        last gradient, has finished.
         """
         self.finish_update()
         if self.has_gradient:
@@ -224,24 +226,24 @@ class ShardState:
         raise NotImplementedError
 
     def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """The summed gradients of some elements of the shard; not unscaled."""
+        """The summed gradient of elements `start` to `stop` of the shard, before unscaling."""
         raise NotImplementedError
 
     def gradients(self) -> Iterable[torch.Tensor]:
-        """All of them, in one piece or several."""
+        """The whole summed gradient, in one piece or several."""
         return (self.gradient(),)
 
     def clear_gradient(self) -> None:
         """Forgets the gradient without an update."""
 
     def updated(self) -> None:
-        """The update has written, or is about to write, master and values: no gradient is left."""
+        """Called when an update has written, or is about to write, master and values: drops the gradient."""
         self.clear_gradient()
 
     # ------------------------------------------------------------------------------------------------------------ bytes
 
     def held_bytes(self) -> dict[Tier, int]:
-        """Bytes of all that is kept, by where it lies; gradients included as if they were there."""
+        """Bytes of the state, by tier; gradients count as if they were there."""
         on_disk = {} if self.spilled is None else {Tier.DISK: self.spilled.nbytes}
         return {self.tier.of_compute: sum(tensor.nbytes for tensor in self._tensors()), **on_disk}
 
@@ -314,7 +316,7 @@ class PieceShard(ShardState):
         super().__init__(spec, tier)
         self.master = master
         self._pieces: dict[int, torch.Tensor] = {}
-        """By the first element of its parameter: the gradient, flat."""
+        """The flat gradient of each parameter, by the parameter's first element."""
 
     @property
     def shown(self) -> torch.Tensor:
@@ -323,7 +325,7 @@ class PieceShard(ShardState):
         return self.master
 
     def take_piece(self, start: int, gradient: torch.Tensor) -> None:
-        """Keeps the gradient of the parameter that starts at `start`, or adds it to what is kept."""
+        """Keeps the gradient of the parameter that starts at `start`, or adds it to an earlier one."""
         if start in self._pieces:
             self._pieces[start].add_(gradient.reshape(-1))
         else:
@@ -335,10 +337,10 @@ class PieceShard(ShardState):
         return bool(self._pieces)
 
     def _land(self, reduced: torch.Tensor) -> None:
-        """There is nothing to sum over ranks: `take_piece` has it all."""
+        """Does nothing: `take_piece` has the whole gradient, and no other rank adds to it."""
 
     def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """That of the parameter which starts at `start`."""
+        """The gradient of the parameter that starts at `start`; zeros if it has none."""
         piece = self._pieces.get(start)
         return torch.zeros_like(self.shown[start:stop]) if piece is None else piece
 
@@ -355,14 +357,14 @@ class PieceShard(ShardState):
 
 
 class Contents(Enum):
-    """What the values' place of a `MixedShard` holds."""
+    """The content of the values' place in a `MixedShard`."""
 
     VALUES = "values"
-    """The compute dtype's copy of the master: what a gather sends."""
+    """The master in the compute dtype, which a gather sends."""
     GRADIENT = "gradient"
     """The reduced gradient."""
     STALE = "stale"
-    """Neither: to be cast from the master before it is sent."""
+    """Neither; a gather needs the values cast from the master first."""
 
 
 class MixedShard(ShardState):
@@ -376,7 +378,7 @@ class MixedShard(ShardState):
         master: torch.Tensor | None,
         spilled: Spilled | None = None,
     ) -> None:
-        """`spilled` has the master, first of its arrays, where it is not in memory."""
+        """`spilled` holds the master, as the first of its arrays, if it is not in memory."""
         super().__init__(spec, tier)
         self.values_shard = values
         self.master = master
@@ -393,7 +395,7 @@ class MixedShard(ShardState):
         return self.values_shard
 
     def values(self) -> torch.Tensor:
-        """As `ShardState.values`; cast anew from the master where a gradient has taken their place."""
+        """As `ShardState.values`; cast from the master again if a gradient has overwritten them."""
         self.finish_update()
         if self.contents is Contents.GRADIENT:
             self._sum().add_(self.shown)
@@ -415,7 +417,7 @@ class MixedShard(ShardState):
         self.weights().write(values)
 
     def store(self, start: int, written: torch.Tensor) -> None:
-        """As `ShardState.store`; elements that were left alone keep their master's precision."""
+        """As `ShardState.store`; unchanged elements keep the precision of the master."""
         self.finish_update()
         self.wait_for_reader()
         here = slice(start, start + written.numel())
@@ -427,7 +429,7 @@ class MixedShard(ShardState):
             self.shown[here].copy_(written)
 
     def move_to(self, memory: torch.Tensor) -> None:
-        """The values are in `memory`, flat uint8, from now on; somebody else keeps the old place."""
+        """Makes `memory`, flat uint8, the place of the values; other tensors keep the old one."""
         self.values_shard = memory.view(self.shown.dtype)
 
     @property
@@ -452,12 +454,12 @@ class MixedShard(ShardState):
         elif self.accumulator is not None:
             self._sum().add_(reduced.to(self.accumulator.device))
         else:
-            self.contents = Contents.STALE  # whatever interrupts the copy
+            self.contents = Contents.STALE  # in case the copy is interrupted
             self.shown.copy_(reduced, non_blocking=True)
             self.contents = Contents.GRADIENT
 
     def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """As `ShardState.gradient`: fp32 if they were accumulated, else in the compute dtype."""
+        """As `ShardState.gradient`; fp32 if accumulated, else in the compute dtype."""
         assert self.has_gradient, f"chunk {self.spec.index} has no gradient"
         found = self.accumulator if self._accumulated else self.shown
         assert found is not None
@@ -490,9 +492,9 @@ class MixedShard(ShardState):
 def build_shards(
     chunks: list[tuple[ChunkSpec, Tier]], device: torch.device, spill: Spill | None = None
 ) -> list[ShardState]:
-    """Allocates the state of all chunks: one slab a tier and dtype, and a file for what is on disk.
+    """Allocates the state of all chunks: one slab for each tier and dtype; `spill` is the file for chunks on disk.
 
-    Beside a GPU there are two in host memory: what is sent there is page-locked, other masters are not.
+    With a GPU, host state in the compute dtype has slabs of its own: it is copied to the GPU, and so page-locked.
     """
 
     def slab_of(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> tuple[Tier, torch.dtype, bool]:

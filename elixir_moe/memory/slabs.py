@@ -1,4 +1,4 @@
-"""Memory of the tiers: slabs on the device and in host memory, and how much of it there is.
+"""Memory of the tiers: slabs on the device and in host memory, and the host memory that is left.
 
 Owns the slabs of shards; `disk` owns the file.
 """
@@ -18,21 +18,20 @@ _CGROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of both versions: (folder, limit, usage, droppable part of it)."""
+"""(folder, limit, usage, droppable part of the usage) of cgroup versions 2 and 1."""
 
 _RELIEF = {
     Tier.DEVICE: "keep less on the device (em.Plan.offload(device=...))",
     Tier.HOST: "put more on the device or on disk (em.Plan.offload(device=..., disk=...))",
 }
-"""What helps where a tier is too small; the disk says so itself."""
+"""Advice for a tier that is too small; `disk` has its own."""
 
 
 class Slab:
     """One allocation of exactly `numel` elements, handed out piece by piece.
 
-    Host slabs that `travels` says are copied to a GPU and back are page-locked, registered once at their exact size
-    (the framework's own pinned allocator rounds up to powers of two); if the system refuses, they stay pageable, with
-    one warning.
+    `travels` marks a host slab that is copied to a GPU and back. It is page-locked, registered once at its exact size
+    (torch's own pinned allocator rounds up to powers of two); if the system refuses, it stays pageable, with a warning.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ def _page_lock(memory: torch.Tensor) -> None:
 
 
 def check_fits(nbytes: int, left: int, where: str) -> None:
-    """Raises TierError if `nbytes` is more than what is `left`."""
+    """Raises TierError if `nbytes` exceeds the bytes that are `left`."""
     if nbytes > left:
         raise TierError(
             f"host memory: the plan needs {size_text(nbytes)} for {where}, {size_text(left)} are left "
@@ -81,9 +80,9 @@ def check_fits(nbytes: int, left: int, where: str) -> None:
 
 
 def host_bytes_left(root: Path = Path("/")) -> int:
-    """Memory this process can still have: what Linux has available, or less where its cgroup (1 or 2) allows less.
+    """Bytes this process can still allocate: Linux's available memory, or less if its cgroup (1 or 2) allows less.
 
-    Cached files count as free, as the system drops them before it refuses memory. Without limits (another system) it is
+    Cached files count as free, since the system drops them before it refuses memory. On other systems the result is
     `sys.maxsize`.
     """
     left = [sys.maxsize]

@@ -14,7 +14,7 @@ from elixir_moe.errors import LayoutError
 from elixir_moe.parallel.dtensor import is_dtensor, pattern_of_dtensor, tensor_parallel_degree
 from elixir_moe.parallel.pattern import Pattern, RankMesh
 
-_ATTRIBUTE = "elixir_pattern"
+_ATTRIBUTE = "_elixir_pattern"
 UNCUT = Pattern(RankMesh.world(1, 0), replicate=("dp",))
 """Says of shapes what holds where there is no pattern: the slice is the whole."""
 

@@ -1,17 +1,17 @@
-"""How parameters are read and written while their modules do not run: every function that meets one is seen.
+"""Reads and writes of parameters outside their modules: every function on a sharded parameter is intercepted.
 
-Owns the two classes of a wrapped parameter: its own while it is gathered for a unit, a read or a block of user code,
-and `ShardedParameter` otherwise. torch hands every function that meets a sharded parameter to the class's
+Owns the two classes of a wrapped parameter: its original class while it is gathered for a unit, a read or a block of
+user code, and `ShardedParameter` otherwise. torch passes every function on a sharded parameter to the class's
 ``__torch_function__``, in any mode and on any thread.
 
-    what                                             becomes
+    operation                                        result
     a function that reads (``F.linear(x, p)``)       the parameter is gathered for the call
-    an in-place operator (``p.mul_()``, `nn.init`)   the same, and what was written is brought home
-    ``p.data``, ``p.detach()``                       a copy that can be read and refuses to be written
+    an in-place operator (``p.mul_()``, `nn.init`)   the same, and the written values are stored in the shards
+    ``p.data``, ``p.detach()``                       a read-only copy
     an address (``numpy()``, ``data_ptr()``)         an error that names `em.unsharded`
-    questions of shape or dtype                      answered as they are
+    shape, dtype and other metadata                  answered without a gather
 
-No operator is patched and no mode is set. How a parameter is gathered is the lender's matter (`hooks`).
+No operator is patched and no mode is set. The owner of the parameters (`hooks`) gathers them.
 """
 
 import weakref
@@ -25,9 +25,9 @@ from torch import nn
 
 from elixir_moe.errors import UsageError
 
-_ATTRIBUTE = "elixir_access"
+_ATTRIBUTE = "_elixir_access"
 _READING_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-"""All others only tell what a tensor is."""
+"""Properties that read values; all others are metadata."""
 _COPYING = {"data", "detach"}
 _ADDRESSING = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "_typed_storage", "storage"}
 _TELLING_METHODS = {
@@ -84,10 +84,10 @@ class Switch:
 
     parameter: nn.Parameter
     plain: type
-    """What it was before `wrap`."""
+    """The class before `wrap`."""
     guarded: type
     times: int = 0
-    """How many `open` were not undone."""
+    """Number of `open` calls that `close` has not undone."""
 
 
 class ParamAccess:
@@ -105,11 +105,11 @@ class ParamAccess:
         """Guards `parameters` from now on.
 
         Args:
-            parameters: of a wrapped model.
+            parameters: all parameters to guard.
             unshard_for_call: a context in which the given parameters can be read, and written in place.
-            unshard_for_block: the same, in which they can be written in any way if it is told so.
-            has_gradient: whether a gradient of the parameter is kept, where ``parameter.grad`` does not show it.
-            name_of: what messages call it.
+            unshard_for_block: the same; if its second argument is true, any kind of write is kept.
+            has_gradient: whether the library holds a gradient of the parameter that ``parameter.grad`` does not show.
+            name_of: the parameter's name in messages.
         """
         self.unshard_for_call = unshard_for_call
         self.unshard_for_block = unshard_for_block
@@ -125,11 +125,11 @@ class ParamAccess:
             parameter.__class__ = kinds[kind]
 
     def switches(self, parameters: Iterable[nn.Parameter]) -> tuple[Switch, ...]:
-        """What `open` and `close` take for these parameters."""
+        """The argument of `open` and `close` for these parameters."""
         return tuple(self._switches[parameter] for parameter in parameters)
 
     def open(self, switches: Iterable[Switch]) -> None:
-        """Until `close`, the parameters are what they were before `wrap`; calls nest."""
+        """Gives the parameters their original classes until `close`; calls nest."""
         for switch in switches:
             switch.times += 1
             if switch.times == 1:
@@ -138,18 +138,18 @@ class ParamAccess:
     def close(self, switches: Iterable[Switch]) -> None:
         """Undoes one `open`."""
         for switch in switches:
-            switch.times = max(switch.times - 1, 0)  # `close_all` may have come before
+            switch.times = max(switch.times - 1, 0)  # `close_all` may have run before
             if not switch.times:
                 switch.parameter.__class__ = switch.guarded
 
     def remove(self) -> None:
-        """The parameters are what they were, for good."""
+        """Gives the parameters their original classes for good."""
         for switch in self._switches.values():
             switch.parameter.__class__ = switch.plain
             delattr(switch.parameter, _ATTRIBUTE)
 
     def close_all(self) -> None:
-        """Undoes every `open`, also one that was interrupted."""
+        """Undoes every `open`, interrupted ones included."""
         for switch in self._switches.values():
             switch.times = 0
             switch.parameter.__class__ = switch.guarded
@@ -180,9 +180,9 @@ class ShardedParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def set_(self, *source: Any, **named: Any) -> torch.Tensor:  # type: ignore[override]
-        """``p.set_(tensor)`` is ``p.data = tensor``, and nothing where that is `p` itself, as in parametrisations.
+        """Does ``p.data = tensor``; does nothing if `tensor` is `p` itself, as in parametrisations.
 
-        torch hands this one function to no subclass.
+        torch does not pass this one function to ``__torch_function__``.
         """
         if named or len(source) != 1 or not isinstance(source[0], torch.Tensor):
             raise UsageError(
@@ -204,12 +204,12 @@ class ShardedParameter(nn.Parameter):
 
 
 class ReadOnly(torch.Tensor):
-    """A copy of a weight, which refuses to be written: the weight would not have what was written."""
+    """A copy of a weight that raises on writes, since they would not reach the weight."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, ShardedParameter) for kind in types):
-            return NotImplemented  # it is gathered first, and asks again
+            return NotImplemented  # the sharded parameter is gathered first, then `func` is called again
         kwargs = kwargs or {}
         name, _ = _name(func)
         written = kwargs.get("out") if "out" in kwargs else (args[0] if args and _writes(name, args) else None)
@@ -237,17 +237,18 @@ class ReadOnly(torch.Tensor):
 
 @contextmanager
 def unsharded(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Iterator[None]:
-    """Inside it, parameters of a wrapped model are plain ones: gathered whole, with an address. Collective.
+    """A context in which parameters of a wrapped model are plain ones: gathered whole, with an address. Collective.
 
-    Reads need it only for addresses (`numpy()`, DLPack, ``.data``), as any function gathers what it reads. What is
-    gathered at once needs blocks of the rCache; do large models module by module.
+    Reads need it only for addresses (`numpy()`, DLPack, ``.data``), since any function gathers the parameters it reads.
+    Parameters that are gathered together need blocks of the rCache together; do large models module by module.
 
     Args:
-        target: a module, with all that is beneath it, or some parameters.
-        write: keep what is written in whatever way, on all ranks alike.
+        target: a module with its submodules, a parameter, or several parameters.
+        write: keep writes of any kind; every rank must write the same values.
 
     Raises:
-        UsageError: a parameter is of no wrapped model, or was written without `write`.
+        UsageError: a parameter belongs to no wrapped model, or was written through ``.data`` or its address without
+            `write`.
         PlanError: the parameters need more blocks than the rCache has.
     """
     if isinstance(target, nn.Module):
@@ -263,7 +264,7 @@ def unsharded(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, writ
 
 
 def _by_access(parameters: Iterable[nn.Parameter]) -> dict[ParamAccess, list[nn.Parameter]]:
-    """The parameters of each wrapped model, each once."""
+    """The parameters by wrapped model, each once."""
     found: dict[ParamAccess, list[nn.Parameter]] = {}
     for parameter in dict.fromkeys(parameters):
         found.setdefault(_access_of(parameter), []).append(parameter)
@@ -278,13 +279,13 @@ def _access_of(parameter: nn.Parameter) -> ParamAccess:
 
 
 def read_only(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of `tensor` that can be read like any other."""
+    """A copy of `tensor` that raises on writes; a DTensor's copy is a plain one."""
     copy = tensor.clone()
     return copy.as_subclass(ReadOnly) if type(copy) is torch.Tensor else copy  # a DTensor's copy has a class already
 
 
 def refuse_address(name: str) -> NoReturn:
-    """What a parameter says to who asks for its address."""
+    """Raises UsageError for a function that needs a parameter's address."""
     raise UsageError(
         f"{name} of a wrapped parameter: its memory is another chunk's as soon as it is not in use. Read a clone() of "
         f"it; inside `with em.unsharded(parameter, write=True)` it has an address, and keeps what is written there"
@@ -292,14 +293,14 @@ def refuse_address(name: str) -> NoReturn:
 
 
 def refuse_copy() -> NoReturn:
-    """What a wrapped model says to `copy` and `pickle`."""
+    """Raises UsageError for `copy` and `pickle` of a wrapped model."""
     raise UsageError(
         "a wrapped model can neither be copied nor pickled: copy it before wrap, save em.full_state_dict(model)"
     )
 
 
 def _assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """``parameter.data = value``: the parameter takes the values."""
+    """Does ``parameter.data = value`` by copying the values."""
     wanted, found = ((tuple(t.shape), t.dtype, t.device) for t in (parameter, value))
     if found != wanted:
         name = _access_of(parameter).name_of(parameter)

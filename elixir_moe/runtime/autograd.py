@@ -1,6 +1,6 @@
-"""What torch's modules and autograd tell: whether backward runs, and what a module's outputs are.
+"""Helpers on torch's modules and autograd: hooks, the tensors in a module's outputs, and whether backward runs.
 
-Owns the hook that neither the compiler nor a copy of the model takes along.
+Owns `Hook`, which torch.compile does not trace and which cannot be copied.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from elixir_moe.runtime.access import refuse_copy
 
 
 class Hook:
-    """A hook that torch.compile does not look into, and that tells who would copy or pickle it that it cannot be."""
+    """A hook that torch.compile does not trace, and that raises UsageError when it is copied or pickled."""
 
     def __init__(self, run: Callable[..., None]) -> None:
         self._run = run
@@ -23,14 +23,14 @@ class Hook:
         if torch.compiler.is_dynamo_compiling():
             self._hidden(*args)
         else:
-            self._run(*args)  # the way round the compiler is not free
+            self._run(*args)  # the call through `torch.compiler.disable` costs time
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy()
 
 
 def in_backward() -> bool:
-    """Whether autograd runs the one who asks."""
+    """Whether the caller runs inside a backward."""
     return torch._C._current_graph_task_id() != -1
 
 

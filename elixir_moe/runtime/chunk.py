@@ -1,16 +1,15 @@
-"""One chunk at run time: where its weights are gathered, what its parameters show, where its gradients land.
+"""One chunk at run time: where its weights are gathered, what its parameters show, where its gradients are stored.
 
-Owns the state of the weights, the views that parameters have of them, and `Gradients`. Issues no collective:
-`scheduler` does.
+Owns the state of the weights, the parameters' views of them, and `Gradients`. Issues no collective: `scheduler` does.
 
-    state      weights are in                             may become
+    state      weights are in                             next state
     SHARDED    the shards alone                           GATHERING
     GATHERING  a block or the shard, being filled         GATHERED
     GATHERED   a block or the shard, parameters view it   SHARDED
 
-No gradient is written into a block of weights. A chunk that is `ATTACHED` is gathered once and stays so. A released
-parameter is one NaN (0 for integers) expanded to its shape: shape, dtype and device stay true, no memory is held, and a
-read that should not have happened shows.
+Gradients are never written into a block that holds weights. An `ATTACHED` chunk is gathered once and stays gathered. A
+released parameter is one NaN (0 for integers) expanded to its shape: shape, dtype and device stay correct, no memory is
+held, and a mistaken read shows.
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from elixir_moe.parallel.dtensor import local_of, recast
 
 
 class ChunkState(Enum):
-    """What the weights of a chunk are doing; see the table above."""
+    """The state of a chunk's weights; see the table above."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -40,39 +39,39 @@ class ChunkState(Enum):
 
 
 SHARDED, GATHERING, GATHERED = ChunkState
-"""The states by names of their own: to look a member up in its class is slow, and they are asked for all the time."""
+"""The members as globals: looking a member up in its class is slow, and they are read all the time."""
 
 _LEGAL = {(SHARDED, GATHERING), (GATHERING, GATHERED), (GATHERED, SHARDED)}
 
 
 class Placement(Enum):
-    """Where a chunk's gathered weights are, and with it where its gradients land."""
+    """Where a chunk's gathered weights are, which also decides where its gradients go."""
 
     CACHED = "cached"
-    """In a block of the rCache; so are its gradients, in another one."""
+    """In a block of the rCache; gradients are in another block."""
     RESIDENT = "resident"
-    """In memory of its own; gradients have such from the first to their reduction."""
+    """In a block of its own; gradients get memory of their own from the first one until their reduction."""
     IN_PLACE = "in place"
-    """In the shard, which is whole on the device; the reduced gradient takes the values' place there."""
+    """In the shard, which is the whole chunk on the device; the reduced gradient overwrites the values there."""
     ATTACHED = "attached"
-    """In the shard, which is whole on the device and never overwritten: parameters are views of it for good."""
+    """In the shard, which is the whole chunk on the device; no gradient overwrites it, and parameters stay views."""
 
 
 CACHED, RESIDENT, IN_PLACE, ATTACHED = Placement
 
 
 class Placeholder:
-    """What released parameters look like: one NaN for each dtype, expanded."""
+    """The tensors that released parameters show: one NaN for each dtype, expanded."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        """That of forward."""
+        """The device of forward."""
         self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
         self.addresses: set[int] = set()
-        """Of the NaNs' storages."""
+        """Addresses of the NaNs' storages."""
 
     def like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of `parameter`'s shape that holds nothing."""
+        """A tensor of `parameter`'s shape without memory of its own."""
         nan = self._by_dtype.get(dtype)
         if nan is None:
             fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
@@ -82,20 +81,20 @@ class Placeholder:
 
 
 class Gradients(Protocol):
-    """The gradients of one chunk, from the first that lands to their reduction."""
+    """The gradients of one chunk, from the first one until their reduction."""
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Takes the gradient of parameter `index`, or adds it to what has landed."""
+        """Stores the gradient of parameter `index`, or adds it to an earlier one."""
 
     def complete(self) -> torch.Tensor:
-        """Puts zeros where nothing has landed; returns what is to be summed over the ranks, (numel,)."""
+        """Zeroes elements without a gradient; returns the tensor to sum over the ranks, (numel,)."""
 
 
 class Landings:
-    """Gradients that are copied to their parameters' places in a flat tensor."""
+    """Gradients copied to their parameters' places in a flat tensor."""
 
     def __init__(self, chunk: "Chunk", memory: torch.Tensor, wire: torch.Tensor, *, adds: bool = False) -> None:
-        """`adds`: the memory has the sum of earlier backwards. `wire` is the same memory, for collectives."""
+        """`adds`: the memory holds the sum of earlier backwards. `wire` is the same memory, for collectives."""
         self._chunk, self._memory, self._wire, self._adds = chunk, memory, wire, adds
         self._landed: set[int] = set()
 
@@ -109,7 +108,7 @@ class Landings:
         self._landed.add(index)
 
     def move_out(self) -> None:
-        """Leaves the memory for some of its own."""
+        """Moves the gradients to new memory."""
         self._memory = self._wire = self._memory.clone()
 
     def complete(self) -> torch.Tensor:
@@ -124,7 +123,7 @@ class Landings:
 
 
 class Pieces:
-    """Gradients that stay the tensors autograd made: nobody else has the chunk."""
+    """Gradients kept as the tensors autograd made, for a chunk that no other rank has."""
 
     def __init__(self, chunk: "Chunk", shard: PieceShard) -> None:
         self._chunk, self._shard = chunk, shard
@@ -132,17 +131,17 @@ class Pieces:
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """As `Gradients.add`."""
         if not gradient.numel():
-            return  # it begins where the next parameter does
-        own = gradient.detach().clone() if gradient.requires_grad else gradient  # its own graph wants it as it is
+            return  # an empty parameter starts at the same element as the next one
+        own = gradient.detach().clone() if gradient.requires_grad else gradient  # its own graph needs it unchanged
         self._shard.take_piece(self._chunk.spec.slots[index].start, own)
 
     def complete(self) -> torch.Tensor:
-        """As `Gradients.complete`; nothing is to be summed."""
+        """As `Gradients.complete`; there is nothing to sum."""
         return self._shard.shown
 
 
 class Chunk:
-    """A chunk with its parameters and its shard and, while it is gathered, its buffer."""
+    """A chunk with its parameters, its shard and, while it is gathered, its buffer."""
 
     def __init__(
         self,
@@ -162,11 +161,11 @@ class Chunk:
         self.shard = shard
         self.communicator = communicator
         self.original_dtypes = [parameter.dtype for parameter in parameters]
-        """What the parameters were before `wrap`: what a full state dict gives them back as."""
+        """Dtypes of the parameters before `wrap`, which a full state dict restores."""
         for parameter in parameters:
             recast(parameter, spec.key.dtype)
         self.locals = [local_of(parameter) for parameter in parameters]
-        """The parameters themselves, or what those that are DTensors hold on this rank."""
+        """The parameters themselves; for DTensors their local tensors."""
         self.device = placeholder.device
         """Where forward runs."""
         self.placement = CACHED
@@ -178,23 +177,23 @@ class Chunk:
         self.buffer: torch.Tensor | None = None
         """(numel,) in the compute dtype while the weights are in a block."""
         self.block: Block | None = None
-        """The block of the weights; chunks that do not share blocks have the same one always."""
+        """The block of the weights; a chunk that shares no blocks always has the same one."""
         self.arriving: Work | None = None
         """The gather in flight."""
         self.leaving: Work | None = None
         """The last reduction; on a GPU it may still run on its stream."""
         self.gradients: Gradients | None = None
-        """While gradients land."""
+        """Set from `open_gradients` until the reduction."""
         self.loose: list[tuple[int, torch.Tensor]] = []
-        """(index, gradient) of what has come and has no memory of the chunk's yet."""
+        """(index, gradient) of gradients not yet copied to the chunk's memory."""
         self.gradient_block: Block | None = None
-        """The block of the rCache that they have."""
+        """The block of the rCache that holds the gradients."""
         self.holds = 0
-        """Of a chunk that shares no blocks: how many uses have not ended."""
+        """Number of uses that have not ended; for a chunk that shares no blocks."""
         self.reduced: list[tuple[torch.Tensor, float | torch.Tensor | None]] = []
-        """Reduced gradients that wait until nobody holds the values whose place they are to take."""
+        """(reduced gradient, sum of squares), waiting until nobody holds the values that the gradient overwrites."""
         self.gaps = _gaps(spec)
-        """(start, stop) of what no parameter fills."""
+        """(start, stop) of elements that belong to no parameter."""
         self.starts = [slot.start for slot in spec.slots]
         self._placeholders = [placeholder.like(local, spec.key.dtype) for local in self.locals]
         self._shapes = [
@@ -211,19 +210,19 @@ class Chunk:
     # ---------------------------------------------------------------------------------------------------------- weights
 
     def place_in(self, memory: torch.Tensor, index: int) -> torch.Tensor:
-        """Parameter `index`'s place in a flat tensor, in its shape."""
+        """The view of parameter `index` in a flat tensor, in the parameter's shape."""
         shape, stride, start = self._shapes[index]
         return torch.as_strided(memory, shape, stride, memory.storage_offset() + start)  # one operator, not two
 
     def attach(self) -> None:
-        """Parameters become views of the buffer."""
+        """Makes the parameters views of the buffer."""
         if self.placement is not ATTACHED:
             self._refuse_old_views()
         assert self.buffer is not None
         self._show([self.place_in(self.buffer, index) for index in range(len(self.locals))])
 
     def detach(self) -> None:
-        """Parameters become placeholders; the buffer is let go."""
+        """Makes the parameters placeholders and drops the buffer."""
         self._show(self._placeholders)
         self.buffer = None
 
@@ -238,18 +237,18 @@ class Chunk:
             return self.parameters[index]._version
 
     def take_written(self) -> list[int]:
-        """Indices of the parameters that were written in place since this was last asked: to be stored."""
+        """Indices of the parameters written in place since the last call, which the caller must store."""
         present = self._present_versions()
         written = [i for i, (then, now) in enumerate(zip(self._versions, present, strict=True)) if then != now]
         self._versions = present
         return written
 
     def store(self, index: int) -> None:
-        """Brings home this rank's part of what parameter `index` is in the buffer."""
+        """Stores this rank's part of parameter `index`, as it is in the buffer, in the shard."""
         assert self.buffer is not None
         local, place = self.locals[index], self.place_in(self.buffer, index)
         with torch._C.DisableTorchFunctionSubclass():
-            if local.data_ptr() != place.data_ptr():  # it was given other memory: ``parameter.data = …``
+            if local.data_ptr() != place.data_ptr():  # user code gave it other memory: ``parameter.data = …``
                 if local.shape != place.shape:
                     raise UsageError(
                         f"parameter {self.names[index]!r} of shape {tuple(place.shape)} was given data of shape "
@@ -265,7 +264,7 @@ class Chunk:
             self.shard.store(start - low, self.buffer[start:stop])
 
     def written_unseen(self) -> str | None:
-        """The name of a parameter that was moved, or is not in the buffer what it is at home on this rank."""
+        """The name of a parameter that was moved, or whose values in the buffer differ from this rank's shard."""
         if (moved := self.moved()) is not None or self.placement is ATTACHED or self.buffer is None:
             return moved
         low, high = self.spec.shard_bounds(self.communicator.rank)
@@ -280,9 +279,9 @@ class Chunk:
         return None
 
     def fingerprint(self, index: int) -> tuple[int, int]:
-        """(how often gathered parameter `index` has told of a write, a checksum of its values).
+        """(version counter of gathered parameter `index`, checksum of its values).
 
-        The checksum is 0 where the buffer is the shard: what is written there is at home.
+        The checksum is 0 where the buffer is the shard, since writes there need not be stored.
         """
         if self.spec.in_place:
             return self.version(index), 0
@@ -291,7 +290,7 @@ class Chunk:
         return self.version(index), crc32(values.numpy().data)
 
     def show_home(self) -> None:
-        """Puts this rank's part of what is at home into the buffer again."""
+        """Restores this rank's part of the buffer from the shard."""
         assert self.buffer is not None
         self.attach()
         if self.placement is not ATTACHED:
@@ -299,7 +298,7 @@ class Chunk:
             self.buffer[low:high].copy_(self.shard.kept_values())
 
     def moved(self) -> str | None:
-        """The name of a gathered parameter that is elsewhere than in the buffer: ``parameter.data = …`` in forward."""
+        """The name of a gathered parameter that is not in the buffer, as after ``parameter.data = …`` in forward."""
         if self.buffer is None or self.state is not GATHERED:
             return None
         base, size = self.buffer.data_ptr(), self.buffer.itemsize
@@ -325,9 +324,9 @@ class Chunk:
     # -------------------------------------------------------------------------------------------------------- gradients
 
     def open_gradients(self) -> None:
-        """Gradients begin to land.
+        """Chooses the memory for the gradients of a backward.
 
-        Of a sum that all ranks have, one keeps it and the others begin at zero, so that it is summed over them once.
+        If all ranks already hold a sum, one keeps it and the others start at zero, so that the reduction adds it once.
         """
         if isinstance(self.shard, PieceShard):
             self.gradients = Pieces(self, self.shard)
@@ -344,14 +343,14 @@ class Chunk:
             self.gradients = Landings(self, memory, memory)
 
     def land_loose(self) -> None:
-        """What has come goes to its place."""
+        """Copies the gradients in `loose` to their places."""
         assert self.gradients is not None
         for index, gradient in self.loose:
             self.gradients.add(index, gradient)
         self.loose.clear()
 
     def land(self, reduced: torch.Tensor, squares: float | torch.Tensor | None = None) -> None:
-        """Takes this rank's part of the sum of gradients home, behind the last use of what lies in its place."""
+        """Adds this rank's part of the reduced gradient to the shard, after the last use of values it overwrites."""
         if self.placement is IN_PLACE:
             if self.holds:
                 self.reduced.append((reduced, squares))
@@ -369,7 +368,7 @@ class Chunk:
         self.block.make_writable()
 
     def land_waiting(self) -> None:
-        """Lands what has waited for the last use of the values."""
+        """Adds the gradients in `reduced` to the shard once nobody holds the values."""
         if self.reduced and not self.holds:
             waiting, self.reduced = self.reduced, []
             for reduced, squares in waiting:
@@ -377,16 +376,16 @@ class Chunk:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient has come since the last update."""
+        """Whether a gradient has been reduced since the last update."""
         return self.shard.has_gradient or bool(self.reduced)
 
     def clear_gradient(self) -> None:
-        """Forgets the gradient without an update."""
+        """Drops the gradient without an update."""
         self.reduced.clear()
         self.shard.clear_gradient()
 
     def squares(self) -> float | torch.Tensor:
-        """The sum of squares of the gradient at home; a scalar on the device where that is where it was found."""
+        """The sum of squares of the gradient in the shard; a scalar on the device if it was computed there."""
         if self.shard.squares is not None:
             return self.shard.squares
         threads = host_threads(self.device)
@@ -395,7 +394,7 @@ class Chunk:
     # ------------------------------------------------------------------------------------------------------------ reset
 
     def reset(self) -> None:
-        """Gives up what was begun: weights are at home alone, and gradients that were landing are gone."""
+        """Drops gathered weights and gradients that are not reduced yet; the shard stays."""
         self.holds = 0
         self.land_waiting()
         self.arriving = self.gradients = self.gradient_block = None

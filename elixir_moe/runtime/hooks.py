@@ -1,24 +1,24 @@
-"""From modules and autograd to the scheduler: who needs which chunk, and when its gradients are complete.
+"""The link from modules and autograd to the scheduler: which chunks a module needs, and when gradients are complete.
 
-Owns the hooks on units and parameters, the stack of units that run, and the notion of position in a forward; saved
-tensors are `saved_tensors`' matter. Moves nothing: it tells `Scheduler` what is needed and what is ready.
+Owns the hooks on units and parameters, the stack of running units, and the positions in a forward; `saved_tensors`
+owns the hooks on saved tensors. Moves no data: it tells `Scheduler` which chunks are needed and which are ready.
 
-Forward.   A unit's pre-forward hook unshards its chunks, its post-forward hook releases them. While they are held the
-           unit's parameters are what they were before `wrap`. Weights that autograd saves are packed, unless all
-           chunks are attached.
-Backward.  A hook on a unit's outputs fires right before the unit's backward: its chunks are held again until all its
-           gradients have come, or everything that forward entered after it is done. Gradients go from
-           `parameter.grad` into memory of their own.
-Passing.   Every entry into and exit from a unit in forward gets the next number. Autograd runs nodes in the reverse of
-           their creation, so when backward reaches a unit that was left at number e, everything entered after e is
-           done: gradients that have not come by then will not come, and count as zero.
+Forward.   A unit's pre-forward hook unshards its chunks; its post-forward hook releases them. In between, the unit's
+           parameters have their original classes. Weights that autograd saves are packed, unless all chunks are
+           `ATTACHED`.
+Backward.  A hook on a unit's outputs runs right before the unit's backward and unshards its chunks again. They are
+           held until all gradients of the unit are complete, or until backward has passed the unit. Gradients move
+           from `parameter.grad` to the chunk's memory.
+Passing.   Every entry into and exit from a unit in forward gets the next number. Autograd runs nodes in the reverse
+           order of their creation. So when backward reaches a unit that forward left at number e, it has passed
+           everything entered after e: gradients still missing there will not come, and count as zero.
 Recompute. A forward inside backward (activation checkpointing) holds its chunks until backward has passed it, since
            the checkpoint's own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest region).
-           Where a region begins to run again, all that forward entered later is let go.
-Elsewhere. A function that reads a parameter of no running unit borrows it: its chunk is gathered for the call. Such a
-           read has a position like a unit's, so that its gradient is waited for.
-Reset.     What begins leaves a mark until it has ended as it should. Where the mark is found, by the next
-           outermost call or read, `zero_grad` or `step`, everything is given up that was begun.
+           When a region starts to run again, the holds on everything that forward entered later end.
+Elsewhere. A function that reads a parameter outside its running unit borrows it: the chunk is gathered for the call.
+           Such a read has a position like a unit's, so that its gradient is waited for.
+Reset.     A call, read or backward sets a mark, which only its normal end removes. If the next outermost call or read,
+           `zero_grad` or `step` finds the mark, all unfinished work is given up.
 """
 
 import sys
@@ -50,58 +50,58 @@ _DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.
 
 @dataclass(slots=True)
 class Call:
-    """A unit, or the whole model, that runs."""
+    """A running forward of a unit or of the whole model."""
 
     module: nn.Module
     unit: Unit | None
     training: bool
-    """It, or one around it, runs with gradients."""
+    """The call, or one around it, runs with gradients."""
     recomputes: bool
-    """It runs in backward."""
+    """The call runs in backward."""
     entered: int
-    """Its position in forward."""
+    """The call's position in forward."""
     outermost: bool
     held: bool = False
-    """Its chunks are to be released."""
+    """The end of the call must release its chunks."""
     saving: saved_tensors_hooks | None = None
-    """To be taken off when it ends."""
+    """The hooks that the end of the call must remove."""
 
 
 @dataclass(slots=True, eq=False)
 class Forward:
-    """One forward of the model that awaits its backward. Several may: pipeline schedules run ahead."""
+    """One forward of the model that awaits its backward; pipeline schedules have several at once."""
 
     start: int
-    """No number of it is smaller."""
+    """A number below all numbers of this forward."""
     entered: dict[Unit, int] = field(default_factory=dict)
-    """The number at which it first entered each unit."""
+    """The number at which forward first entered each unit."""
     left: dict[Unit, int] = field(default_factory=dict)
-    """The number at which it last left each unit."""
+    """The number at which forward last left each unit."""
     repeated: set[Unit] = field(default_factory=set)
-    """Units that it entered more than once."""
+    """Units entered more than once."""
     unrecomputed: Counter[Unit] = field(default_factory=Counter)
-    """Runs without gradients, in checkpoints that backward has yet to run again."""
+    """Runs of each unit without gradients, in checkpoints that backward has not run again yet."""
 
 
 @dataclass(slots=True, eq=False)
 class Backward:
-    """A backward under way."""
+    """A running backward."""
 
     forward: Forward
-    """What it goes through: all that ran before the point where it began."""
+    """All forwards that began before the point where backward started, merged."""
     ahead: list[tuple[int, Unit]]
-    """(number, unit) of the first entry of each unit, ascending; those that backward has passed are taken off."""
+    """(number, unit) of the first entry of each unit that backward has not passed yet, ascending."""
     waiting: set[Unit]
     """The units in `ahead`."""
     reached: set[tuple[Unit, int]] = field(default_factory=set)
     holds: list[tuple[int, Unit]] = field(default_factory=list)
-    """(number of its entry, unit) of what is held until it is passed."""
+    """(number of entry, unit) of units held until backward has passed them."""
     landed: set[ParamId] = field(default_factory=set)
     """Parameters whose gradients are complete."""
     awaits: dict[Unit, int] = field(default_factory=dict)
-    """How many gradients of a unit are not, where some are."""
+    """Number of incomplete gradients of each unit that has complete ones."""
     region: int = sys.maxsize
-    """The number at which forward entered the first unit of the region that was run again last."""
+    """The number at which forward entered the first unit of the last recomputed region."""
 
 
 class Hooks:
@@ -111,7 +111,7 @@ class Hooks:
         self._root = model
         self._scheduler = scheduler
         self._given: list[list[nn.Parameter]] = []
-        """What user code has with an address just now (`em.unsharded`), outermost first."""
+        """Parameters of each open `em.unsharded` block outside of a forward, outermost first."""
         self._saved = SavedTensors(scheduler, placeholder, self._begin_backward)
         self._packs = not all(chunk.placement is ATTACHED for chunk in scheduler.chunks)  # else weights stay in place
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
@@ -153,13 +153,13 @@ class Hooks:
         module.register_forward_hook(Hook(partial(self._leave, unit)), always_call=True)
 
     def _forget_step(self) -> None:
-        """No forward awaits a backward."""
+        """Forgets the forwards that await a backward."""
         self._clock = 0
         self._forwards: list[Forward] = []
         self._current: Forward | None = None
         self._backward: Backward | None = None
         self._past = Forward(0)
-        """What the last backward went through."""
+        """The forward of the last backward."""
         self._round_is_open = False
 
     # ------------------------------------------------------------------------------------------------------- forward
@@ -176,7 +176,7 @@ class Hooks:
         training = torch.is_grad_enabled() or any(call.training for call in self._calls[-1:])
         outermost = not self._calls and not recomputes
         call = Call(module, unit, training, recomputes, self._clock, outermost)
-        self._calls.append(call)  # what may fail comes after it: `_leave` undoes only what was done
+        self._calls.append(call)  # before all that may fail: `_leave` undoes only what was done
         if outermost:
             self._current = None
             if self._packs:
@@ -200,7 +200,7 @@ class Hooks:
             call.held = True
 
     def _begin(self) -> None:
-        """Something begins that is not inside anything else."""
+        """Starts a call or read that is inside no other; resets unfinished work first."""
         transform = torch._C._functorch.peek_interpreter_stack()
         if transform is not None and transform.key() in _DIFFERENTIATING:
             raise UsageError(
@@ -221,7 +221,7 @@ class Hooks:
         self._scheduler.release(unit.chunks, tracked=tracked)
 
     def _note(self, unit: Unit) -> None:
-        """Forward enters `unit` now."""
+        """Records that forward enters `unit` now."""
         if self._current is None:
             self._current = Forward(self._clock - 1)
             self._forwards.append(self._current)
@@ -232,8 +232,8 @@ class Hooks:
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
         places = [place for place, call in enumerate(self._calls) if call.module is module]
         if not places:
-            return  # it failed before it was entered
-        while len(self._calls) > places[-1] + 1:  # torch does not tell of what an interrupt has ended
+            return  # it failed before `_enter` recorded it
+        while len(self._calls) > places[-1] + 1:  # torch runs no hooks of calls that an interrupt has ended
             self._end(self._calls.pop())
         call = self._calls.pop()
         if unit is not None and (call.held or call.recomputes):
@@ -247,7 +247,7 @@ class Hooks:
                 hook_outputs(output, partial(_reach, weakref.ref(self), weakref.ref(unit), entered, left))
         self._end(call)
         if call.outermost:
-            if output is None and sys.exc_info()[0] is not None:  # it has failed, and gets no backward
+            if output is None and sys.exc_info()[0] is not None:  # a failed forward gets no backward
                 self._forwards = [forward for forward in self._forwards if forward is not self._current]
             if call.training:
                 hook_outputs(output, partial(_reach_end, weakref.ref(self), self._clock, self._saved.updates))
@@ -262,7 +262,7 @@ class Hooks:
         return self._clock
 
     def _end(self, call: Call) -> None:
-        """Gives back what a call has taken, whether it came to its end or not."""
+        """Releases the chunks of a call and removes its hooks, whether it finished or not."""
         if call.held and call.unit is not None:
             self._let_go(call.unit, tracked=call.training)
         if call.saving is not None:
@@ -272,9 +272,9 @@ class Hooks:
 
     @contextmanager
     def _unshard_for_call(self, parameters: list[nn.Parameter], *, recorded: bool = True) -> Iterator[None]:
-        """Gathers parameters for a function that reads them, or writes them in place, while their units do not run.
+        """Gathers parameters for a function that reads them, or writes them in place, outside their units.
 
-        `recorded`: the request is one of the step's.
+        `recorded`: the request is part of a training step.
         """
         backward, with_grad = in_backward(), torch.is_grad_enabled()
         outermost = not self._calls and not backward
@@ -286,7 +286,7 @@ class Hooks:
         if tracked and self._calls and not backward:
             self._clock += 1
             self._note(borrower)
-        again = self._backward if backward and with_grad else None  # recomputation keeps the weights, as a unit's
+        again = self._backward if backward and with_grad else None  # recomputation holds the weights, as for a unit
         if again is not None:
             self._hold_again(borrower, again, again.forward.entered.get(borrower, sys.maxsize))
         else:
@@ -300,15 +300,15 @@ class Hooks:
             if again is None:
                 self._let_go(borrower, tracked=tracked)
             if outermost:
-                self._begun = bool(self._calls)  # what an interrupt has ended inside `em.unsharded`
+                self._begun = bool(self._calls)  # an interrupt inside `em.unsharded` leaves calls
 
     @contextmanager
     def _unshard_for_block(self, parameters: list[nn.Parameter], write: bool) -> Iterator[None]:
-        """Gathers parameters for a block of user code; with `write`, what they are at its end is brought home."""
+        """Gathers parameters for a block of user code; with `write`, their values at its end are stored."""
         slots = [self._slot_of[p] for p in parameters]
         outermost = not self._calls and not in_backward()
         with self._unshard_for_call(parameters, recorded=not outermost):
-            self._begun = self._begun and not outermost  # reads inside begin and end by themselves
+            self._begun = self._begun and not outermost  # reads inside the block set and remove the mark
             before = {} if write else {slot: self._scheduler.fingerprint(*slot) for slot in slots}
             if outermost:
                 self._given.append(parameters)
@@ -337,13 +337,13 @@ class Hooks:
                 )
 
     def check_outside(self, what: str) -> None:
-        """Raises UsageError inside ``with em.unsharded(...)``, where weights are read and written and nothing runs."""
+        """Raises UsageError inside ``with em.unsharded(...)``, where no forward, backward or step may run."""
         if self._given:
             names = ", ".join(repr(self._names[p]) for p in self._given[0][:4])
             raise UsageError(f"{what} inside `with em.unsharded(...)` of {names}: end the block first")
 
     def _borrower(self, slots: tuple[ParamId, ...], parameters: tuple[nn.Parameter, ...]) -> Unit:
-        """Stands for all reads of these parameters outside their units."""
+        """The unit that stands for all reads of these parameters outside their units."""
         unit = self._borrowers.get(slots)
         if unit is None:
             names = ", ".join(self._names[p] for p in parameters[:4])
@@ -356,12 +356,12 @@ class Hooks:
     # ------------------------------------------------------------------------------------------------------ backward
 
     def reach_end(self, left: int, updates: int) -> None:
-        """Backward has come to the end of an outermost call, left at this number, after so many updates."""
+        """Called when backward reaches the end of an outermost call, left at this number after `updates` updates."""
         self._saved.check_current(updates)
         self._begin_backward(left)
 
     def _begin_backward(self, left: int | None = None) -> None:
-        """Backward has come to what forward left at number `left`; what was entered after it awaits another one."""
+        """Starts a backward from the point that forward left at number `left`; later forwards await another one."""
         if self._backward is not None or not in_backward():
             return
         self.check_outside("a backward through the model")
@@ -384,7 +384,7 @@ class Hooks:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _take(self, left: int | None, *, keep: bool) -> Forward | None:
-        """All forwards that began before number `left` as one; they are gone after this backward, but for `keep`."""
+        """Merges all forwards that began before number `left`; forgets them unless `keep`."""
         mine = [forward for forward in self._forwards if left is None or forward.start < left]
         if not mine:
             return None
@@ -399,15 +399,15 @@ class Hooks:
         return taken
 
     def _run_landings_last(self) -> None:
-        """What others do to a gradient when it has come, they do before it is taken away."""
+        """Moves our hooks on gradients behind all others, which must run before the gradient is taken away."""
         for key, hooks in self._landings:
             if len(hooks) > 1:
                 hooks[key] = hooks.pop(key)
 
     def _accumulates(self, ahead: Sequence[tuple[int, Unit]]) -> bool:
-        """Whether this backward brings gradients of parameters: that of `torch.autograd.grad` does not.
+        """Whether this backward accumulates gradients of parameters; that of `torch.autograd.grad` does not.
 
-        What reentrant checkpoints run again has nodes in graphs of their own, and no other than such a backward.
+        Reentrant checkpoints recompute into graphs of their own, and only a backward that accumulates can run them.
         """
         if any(self._past.unrecomputed.values()):
             return True
@@ -421,12 +421,12 @@ class Hooks:
                     try:
                         if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
                             return True
-                    except RuntimeError:  # what torch says of a parameter that autograd.grad was asked about
+                    except RuntimeError:  # torch's answer for an input of autograd.grad
                         return False
         return False
 
     def reach(self, unit: Unit, entered: int, left: int) -> None:
-        """Backward has come to a run of `unit` that forward entered and left at these numbers."""
+        """Called when backward reaches a run of `unit` that forward entered and left at these numbers."""
         self._begin_backward(left)
         assert self._backward is not None
         if (unit, left) in self._backward.reached:
@@ -440,7 +440,7 @@ class Hooks:
             self._scheduler.reserve_gradients(unit.chunks)
 
     def landed(self, slot: ParamId, parameter: nn.Parameter) -> None:
-        """A gradient is complete: autograd has summed it over all uses of the parameter at `slot`."""
+        """Takes a complete gradient: autograd has summed it over all uses of the parameter at `slot`."""
         self._begin_backward()
         self._saved.let_go()
         with torch._C.DisableTorchFunctionSubclass():
@@ -459,7 +459,7 @@ class Hooks:
             self._scheduler.expect_no_more(*slot)
 
     def _let_go_early(self, slot: ParamId) -> None:
-        """Ends the holds on units whose gradients are all complete, this one the last: nothing reads their weights."""
+        """Ends the holds on units whose last missing gradient is this one: nothing reads their weights any more."""
         backward = self._backward
         if backward is None or slot in backward.landed:
             return
@@ -473,7 +473,7 @@ class Hooks:
                     self._let_go(unit, tracked=True)
 
     def _pass(self, left: int) -> None:
-        """Everything that forward entered after number `left` has had its backward."""
+        """Records that everything forward entered after number `left` has had its backward."""
         assert self._backward is not None
         ahead, waiting = self._backward.ahead, self._backward.waiting
         while ahead and ahead[-1][0] > left:
@@ -493,10 +493,10 @@ class Hooks:
                 self._let_go(unit, tracked=True)
 
     def _hold_again(self, unit: Unit, backward: Backward, entered: int) -> None:
-        """Holds what backward runs again until it is passed.
+        """Holds a unit that backward recomputes until backward has passed it.
 
-        Where a region begins to run again, all that forward entered later is done, or runs again with it. Of a unit
-        that ran more than once it is not known which run this is.
+        When a region starts to run again, everything that forward entered later is done, or runs again with it. For a
+        unit that ran more than once, it is unknown which run this is.
         """
         self._saved.let_go()
         if entered < backward.region and unit not in backward.forward.repeated:
@@ -511,34 +511,34 @@ class Hooks:
         self._scheduler.finish_backward()
         self._backward = None
         self._begun = bool(self._calls)
-        self._round_is_open |= bool(self._forwards)  # the graph is kept, or that of another forward awaits its turn
+        self._round_is_open |= bool(self._forwards)  # the graph is kept, or another forward awaits its backward
         if not self._round_is_open:
             self._scheduler.learn()
 
     # ------------------------------------------------------------------------------------------------- between steps
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """Its first name in the model."""
+        """The parameter's first name in the model."""
         return self._names[parameter]
 
     def new_parameters(self) -> list[str]:
-        """Trainable parameters that the model has and had not in `wrap`."""
+        """Names of trainable parameters that the model did not have in `wrap`."""
         with torch._C.DisableTorchFunctionSubclass():
             return [n for n, p in self._root.named_parameters() if p.requires_grad and p not in self._names]
 
     def notice_failure(self) -> None:
-        """Gives up a backward that is over without having come to its end."""
+        """Gives up a backward that stopped before its end."""
         if self._backward is not None and not in_backward():
             self.reset()
 
     def abandon(self) -> None:
-        """Forgets what did not come to its end: forwards that were interrupted, a backward that failed."""
+        """Gives up interrupted forwards and a failed backward; clears the mark of lost gradients."""
         if self._begun or self._calls or self._backward is not None or self._scheduler.failed:
             self.reset()
         self._scheduler.lost_gradients = False
 
     def reset(self) -> None:
-        """Gives up all that was begun; gradients at home stay."""
+        """Gives up all unfinished work; reduced gradients stay."""
         self._scheduler.lost_gradients |= self._backward is not None
         self._scheduler.reset()
         self._given.clear()
@@ -552,7 +552,7 @@ class Hooks:
         self._begun = False
 
     def updated(self) -> None:
-        """The optimizer has written new values: what is gathered is dropped, and a new step starts."""
+        """Called when the optimizer has written new values: drops gathered weights and starts a new step."""
         if self._begun or self._calls:
             self.reset()
         self._scheduler.updated()
@@ -563,7 +563,7 @@ class Hooks:
         self._saved.updates += 1
 
 
-# Python cannot see through what autograd keeps: with a strong reference in it, model and shards would never go.
+# Python's garbage collector cannot see into autograd's graph: a strong reference there would keep the model alive.
 
 
 def _landed(hooks: weakref.ref[Hooks], slot: ParamId, parameter: nn.Parameter) -> None:

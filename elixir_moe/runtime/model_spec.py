@@ -1,7 +1,7 @@
-"""What is known of a model before it is packed, for `wrap` and for the planner alike.
+"""The description of a model before it is packed, for `wrap` and for the planner.
 
-Owns `ModelSpec`, the one description that everybody is handed, the way from a parameter with its pattern to a
-`ParamSpec`, and who holds the model at all. Looks at shapes and dtypes, never at data.
+Owns `ModelSpec`, the conversion of a parameter with its pattern to a `ParamSpec`, and the set of ranks that hold the
+model. Reads shapes and dtypes, never data.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,19 +31,19 @@ class ModelSpec:
 
     parameters: tuple[nn.Parameter, ...]
     params: tuple[ParamSpec, ...]
-    """What packing is told of each."""
+    """The description of each parameter for packing."""
     names: dict[nn.Parameter, list[str]]
-    """All names of each parameter, in the model's order; a parametrisation that comes later changes none."""
+    """All names of each parameter, in the model's order; later parametrisations do not change them."""
     keys: tuple[str, ...]
-    """Names in the model's state dict, in order; what is no tensor of a module is left out."""
+    """Names of parameters and buffers in the model's state dict, in order; other entries are left out."""
     parts: Parts
-    """Its parameters are numbered as in `parameters`."""
+    """The parts, with parameters numbered as in `parameters`."""
     step_order: StepOrder
     ranks: tuple[int, ...]
-    """All that wrap this model; another pipeline stage has others."""
+    """All ranks that wrap this model; other pipeline stages have other ranks."""
 
     def layout(self, plan: Plan) -> tuple[Layout, int]:
-        """Where `plan` puts the parameters, and how many blocks of the rCache gradients may have at once.
+        """The layout of the parameters under `plan`, and how many blocks of the rCache gradients may use at once.
 
         Raises:
             PlanError: a step holds more weights and gradients at once than there are blocks, or a chunk is too short.
@@ -84,19 +84,19 @@ def describe(model: nn.Module, parts: Parts, uses: Sequence[Use], compute_dtype:
 def param_specs(
     model: nn.Module, order: Iterable[nn.Parameter], *, everywhere: Pattern, compute_dtype: torch.dtype | None
 ) -> dict[nn.Parameter, ParamSpec]:
-    """The specs of the model's parameters, in `order`; one that has several names is tied, and so resident.
+    """The specs of the model's parameters, in `order`; a parameter with several names is tied, and so resident.
 
     Args:
         model: the model they belong to.
-        order: its parameters, each once.
-        everywhere: the pattern of those that have none of their own.
-        compute_dtype: of floating-point parameters whose pattern names no dtype; None is their own.
+        order: the model's parameters, each once.
+        everywhere: the pattern of parameters that have none.
+        compute_dtype: the dtype of floating-point parameters whose pattern names none; None keeps each one's own.
 
     Raises:
         LayoutError: a trainable parameter would be trained in a dtype that has no fp32 master.
     """
     names = names_of(model)
-    ranks: dict[int, tuple[int, ...]] = {}  # by pattern, which many parameters share: there may be thousands of ranks
+    ranks: dict[int, tuple[int, ...]] = {}  # found once a pattern: there may be thousands of ranks
     found = {}
     for p in order:
         pattern = pattern_of(p) or everywhere
@@ -107,7 +107,7 @@ def param_specs(
 
 
 def ranks_of(model: nn.Module, everywhere: Pattern) -> tuple[int, ...]:
-    """The ranks that wrap this model: all in the meshes of its patterns. Another pipeline stage has others."""
+    """The ranks that wrap this model: all in the meshes of its patterns. Other pipeline stages have other ranks."""
     patterns = [pattern_of(p) or everywhere for p in model.parameters()]
     return tuple(sorted({rank for pattern in patterns for rank in pattern.mesh.ranks})) or everywhere.mesh.ranks
 

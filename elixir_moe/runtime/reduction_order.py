@@ -1,11 +1,13 @@
-"""Which chunks a backward reduces, and in which order: the same on all ranks.
+"""The chunks that a backward reduces, and their order: the same on all ranks.
 
-Owns the order, what each chunk still waits for, and one small exchange at the beginning of each backward among the
-ranks that hold one model. Which modules a rank runs is the user's business: layers dropped at random, a head for each
-task, a tower for pictures alone. Chunks that every rank has whole are reduced all the same, with zeros from ranks that
-did not use them. Chunks that are scattered have to be gathered by all ranks alike; where they were not, all ranks learn
-it here, and no gradient is summed with another's. So it is where a rank has issued a collective that others have not,
-and nothing but their order tells which belong together: an interrupt strikes each rank at another place.
+Owns the order, the gradients that each chunk still waits for, and one small exchange among the ranks of a model at the
+beginning of each backward.
+
+Ranks may run different modules: layers dropped at random, a head for each task, a tower for pictures alone. Chunks that
+every rank has whole are reduced all the same, with zeros from ranks that did not use them. Scattered chunks must be
+gathered by all ranks in the same order. If they were not, all ranks raise here, before gradients of different chunks
+are summed. The same holds if a rank has issued a collective that others have not, where only the order of collectives
+matches them: an interrupt may stop each rank at a different place.
 """
 
 import zlib
@@ -23,12 +25,12 @@ from elixir_moe.errors import LayoutError, OutOfStepError
 from elixir_moe.runtime.chunk import Chunk
 
 Agreement = Callable[[Sequence[int], Sequence[int]], Callable[[], list[int]]]
-"""Asks, for the chunks this rank used, in its order, and those it has gathered since the last backward; what it returns
-waits for the answer: all that are to be reduced, in the order of all."""
+"""Starts the exchange, given the chunks this rank used, in its order, and those it gathered since the last backward.
+The function it returns waits for the answer: all chunks to reduce, in the order of all ranks."""
 
 
 def alone(used: Sequence[int], gathered: Sequence[int]) -> Callable[[], list[int]]:
-    """There is nobody to agree with."""
+    """The agreement of a single rank."""
     return lambda: list(used)
 
 
@@ -36,11 +38,11 @@ _WHAT = "the agreement on a backward"
 
 
 class Peers:
-    """The ranks of a process group hold the same chunks.
+    """The agreement of ranks that hold the same chunks.
 
     Args:
-        process_group: on CPU tensors.
-        chunks: all of them.
+        process_group: of these ranks, for CPU tensors.
+        chunks: all chunks.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, chunks: Sequence[Chunk]) -> None:
@@ -51,11 +53,12 @@ class Peers:
         self._ranks = dist.get_process_group_ranks(process_group)
 
     def __call__(self, used: Sequence[int], gathered: Sequence[int]) -> Callable[[], list[int]]:
-        """The order of the first rank, then what others have used besides. Collective; so is what it returns.
+        """The first rank's order, then chunks that only others used. Collective, as is the returned function.
 
         Raises:
-            LayoutError: ranks have gathered or used different scattered chunks; on all ranks, with the answer.
-            OutOfStepError: some have issued more collectives than others; likewise.
+            LayoutError: ranks have gathered or used different scattered chunks; on all ranks, from the returned
+                function.
+            OutOfStepError: some ranks have issued more collectives than others; likewise.
         """
         chunks = len(self._scattered)
         issued = [n for communicator in self._communicators for n in communicator.issued]
@@ -90,7 +93,7 @@ class Peers:
         return list(dict.fromkeys(chunk for order in orders for chunk in order))
 
     def _difference(self, verb: str, chunks: Sequence[int]) -> str:
-        """The first one, in words. Collective."""
+        """The first difference between ranks, in words. Collective."""
         everyone: list[Any] = [None] * self._process_group.size()
         with Wait("the comparison of what ranks have run", self._ranks):
             dist.all_gather_object(everyone, list(chunks), group=self._process_group)
@@ -118,18 +121,18 @@ class Reductions:
         self.gathered: list[int] = []
         """Chunks whose shards were gathered since the last backward."""
         self.out_of_step = ""
-        """Why no collective of these ranks is to be trusted any more."""
+        """Why collectives of these ranks can no longer be matched; empty if they can."""
         self._answer: Callable[[], list[int]] | None = None
         self._order: deque[int] = deque()
         self._awaited: dict[int, set[int]] = {}
         self._news = False
 
     def begin(self, used: Sequence[int], awaited: Mapping[int, set[int]]) -> None:
-        """A backward begins. Collective; nobody is waited for before a first chunk is complete.
+        """Starts a backward. Collective; waits for no rank before a first chunk is complete.
 
         Args:
-            used: trainable chunks used in its forward on this rank, those used last first.
-            awaited: for each, the indices of its parameters whose gradients are awaited.
+            used: trainable chunks that forward used on this rank, in the reverse order of their first use.
+            awaited: for each chunk, the indices of its parameters whose gradients are awaited.
         """
         self._answer = self._agreement(used, self.gathered)
         self.gathered.clear()
@@ -144,7 +147,7 @@ class Reductions:
         return bool(self._awaited.get(chunk))
 
     def expect_no_more(self, chunk: int, position: int) -> bool:
-        """It has come, or will not come in this backward; returns whether the chunk waits for nothing any more."""
+        """Records that a gradient has come, or will not come in this backward; returns whether it was the last."""
         awaited = self._awaited.get(chunk)
         if awaited is None:
             return False
@@ -153,13 +156,13 @@ class Reductions:
         return not awaited
 
     def expect_nothing(self) -> None:
-        """No gradient can come any more."""
+        """Records that no further gradient can come in this backward."""
         for positions in self._awaited.values():
             positions.clear()
         self._news = True
 
     def ready(self) -> Iterator[int]:
-        """The next chunks that wait for nothing, those that only other ranks have used among them."""
+        """The next complete chunks, in order; chunks that only other ranks used are among them."""
         if not self._news:
             return
         self._news = False
@@ -174,7 +177,7 @@ class Reductions:
             yield self._order.popleft()
 
     def clear(self) -> None:
-        """The backward is over, or given up."""
+        """Forgets a backward that is over or given up."""
         self._answer = None
         self._order.clear()
         self._awaited = {}

@@ -1,8 +1,8 @@
-"""What autograd saves for backward, while a wrapped model runs.
+"""The tensors that autograd saves for backward while a wrapped model runs.
 
-Owns the pair of saved-tensor hooks. A tensor that views gathered weights is packed as (chunk, size, stride, offset) and
-rebuilt from wherever the chunk is when it is unpacked, so that its block can be reused meanwhile. All others are kept
-as torch keeps them, versions checked. If user code has set hooks around the model, these get every saved tensor,
+Owns the pair of saved-tensor hooks. A view of gathered weights is packed as (chunk, size, stride, offset) and rebuilt
+from the chunk's buffer when it is unpacked, so that the block can be reused in between. All other tensors are kept as
+torch keeps them, versions checked. Saved-tensor hooks that user code has set around the model get every saved tensor,
 weights included.
 """
 
@@ -23,7 +23,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Packed:
-    """A saved tensor that was a view of gathered weights: what it takes to rebuild it."""
+    """The data that rebuilds a saved view of gathered weights."""
 
     __slots__ = ("chunk", "dtype", "index", "offset", "size", "spec", "stride", "update", "version")
 
@@ -50,19 +50,19 @@ class SavedTensors:
     """The saved-tensor hooks of one wrapped model."""
 
     def __init__(self, scheduler: Scheduler, placeholder: Placeholder, unpacking: Callable[[], None]) -> None:
-        """Makes the hooks; `unpacking` is called before a weight is rebuilt."""
+        """`unpacking` is called before a weight is rebuilt."""
         self._scheduler = scheduler
         self._placeholder = placeholder
         self._unpacking = unpacking
         self.updates = 0
         """Number of updates so far."""
         self._rebuilt: list[int] = []
-        """Chunks that are held for the operator which reads weights of them just now."""
+        """Chunks held for the running operator, which reads weights rebuilt from them."""
         self._operator: int | None = None
-        """Its number among autograd's nodes."""
+        """The sequence number of that operator's autograd node."""
 
     def check_current(self, updates: int) -> None:
-        """Raises PlanError if there have been updates since there were so many."""
+        """Raises PlanError if there were further updates since the count was `updates`."""
         if updates != self.updates:
             raise PlanError(
                 "backward through a forward that ran before the last optimizer.step(): its weights are gone; run the "
@@ -78,7 +78,7 @@ class SavedTensors:
         return saved_tensors_hooks(lambda tensor: pack(self._lasting(tensor)), unpack)
 
     def _lasting(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter's values as they are now, for hooks that keep what they are given."""
+        """A parameter's current values, for user hooks, which may keep them; other tensors as they are."""
         return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -94,7 +94,7 @@ class SavedTensors:
                     f"an autograd function saves parameter {self._name_of(tensor)!r} of shape {tuple(tensor.shape)}, "
                     f"which it has not read and which is not gathered: read it in forward, or call its module"
                 )
-        # An output that is saved as it is would keep its own graph alive, beyond the reach of the garbage collector.
+        # A saved output would keep its own graph alive, in a cycle that the garbage collector cannot see.
         return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
 
     def _name_of(self, tensor: torch.Tensor) -> str:
@@ -122,18 +122,18 @@ class SavedTensors:
             self._scheduler.unshard((index,), tracked=True, who="backward")
             self._rebuilt.append(index)
         view = packed.view()
-        if operator is None:  # somebody looks at what autograd has saved
+        if operator is None:  # user code looks at a saved tensor outside of backward
             self.let_go()
         return view
 
     def let_go(self) -> None:
-        """Ends the holds on weights that were rebuilt for an operator; it has run."""
+        """Ends the holds on weights that were rebuilt for an operator that has run."""
         rebuilt, self._rebuilt = self._rebuilt, []
         for index in rebuilt:
             self._scheduler.release((index,), tracked=True)
 
     def forget(self) -> None:
-        """Nothing is held any more."""
+        """Forgets the holds, which a reset of the scheduler has ended."""
         self._rebuilt.clear()
 
 
@@ -144,7 +144,7 @@ def _operator() -> int | None:
 
 
 def _refuse_written(now: int, then: int, shape: torch.Size) -> NoReturn:
-    """What torch does for tensors saved without hooks."""
+    """Raises torch's own error for a saved tensor that was written since."""
     raise RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
         f"of shape {list(shape)} is at version {now}; expected version {then} instead"

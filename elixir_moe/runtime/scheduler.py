@@ -1,17 +1,17 @@
-"""The only place that issues a step's gathers and reductions, and their order.
+"""The gathers and reductions of a step, issued here and nowhere else, and their order.
 
-Owns what the cache was asked and has decided, the queue of gathers that have not begun, and the reductions in flight.
-Knows nothing of modules or autograd (`hooks`) nor of updates (`optim`).
+Owns the requests to the cache and its decisions, the queue of gathers that have not begun, and the reductions in
+flight. Knows nothing of modules and autograd (`hooks`) or of updates (`optim`).
 
     unshard   ->  cache.acquire  ->  queue  ->  begin (fetch, gather)  ->  wait, parameters attached
-    gradient  ->  cache.acquire  ->  lands in a block  ->  reduce  ->  cache.release  ->  home
+    gradient  ->  cache.acquire  ->  copied to a block  ->  reduce  ->  cache.release  ->  shard
 
-No deadlock where every rank runs the same scattered modules. Gathers follow requests, which come from modules.
-`chunks.cache_policy` decides evictions from the requests alone. `reduction_order` gives the order of reductions.
+Ranks that run the same scattered modules cannot deadlock: gathers follow requests, which come from modules,
+`chunks.cache_policy` decides evictions from the requests alone, and `reduction_order` gives the order of reductions.
 
-Overlap. Compute waits for a gather where it needs it, the update for reductions, a refill for the last use of its
-block. A gather that was decided ahead of time begins when its home's update has ended; it holds up only gathers that
-were decided ahead of time after it.
+Overlap. Compute waits for a gather when it needs the weights, an update waits for reductions, and a refill waits for
+the last use of its block. A prefetched gather begins when the update of its shard has ended; until then it delays only
+the prefetches behind it.
 Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the calling order).
 """
 
@@ -41,7 +41,7 @@ from elixir_moe.runtime.streams import Streams
 
 _MISSES_BEFORE_NEW_SCHEDULE = 3
 _LONGEST_RECORD = 1 << 20
-"""Where recording stops, for programs that run forward for ever and never backward."""
+"""Most requests that are recorded, for programs that only ever run forward."""
 
 
 class Scheduler:
@@ -63,21 +63,21 @@ class Scheduler:
         self.closed = False
         """The process groups are gone."""
         self.looks_for_writes = True
-        """No backward has ended yet: writes that nothing tells of are looked for (``self.weight.data`` in forward)."""
+        """Writes without a trace (``self.weight.data`` in forward) are looked for until the first backward has ended."""
         self.written_unseen: str | None = None
-        """A parameter in which such a write was found."""
+        """The name of a parameter in which such a write was found."""
         self.failed = False
-        """A request has failed: what was decided may not have been carried out."""
+        """A request has failed, so decisions of the cache may not have been carried out."""
         self.used: set[tuple[int, int]] = set()
         """(chunk, index in the chunk) of parameters that got a gradient since the last update, on this rank."""
         self.reductions = Reductions(agreement)
-        """What the backward under way is to reduce."""
+        """The reductions of the running backward."""
         self.shown_at: dict[int, Chunk] = {}
-        """By the address of its memory: the chunk that is gathered there."""
+        """The gathered chunk at each memory address."""
         self.reductions_issued = 0
-        """How often gradients were sent off."""
+        """Number of reductions issued so far."""
         self.lost_gradients = False
-        """A backward or a reduction has failed, and a part of the gradients is gone."""
+        """A backward or a reduction has failed, and some of its gradients are lost."""
         self._blocks = blocks
         self._staging = staging
         self._streams = Streams(device)
@@ -85,12 +85,12 @@ class Scheduler:
         self._record: list[CacheRequest] = []
         self._rounds_missed = 0
         self._queue: deque[Chunk] = deque()
-        """Gathers that were decided and have not begun: their order is that of the decisions, the same on all ranks."""
+        """Gathers decided and not yet begun, in the order of the decisions, which is the same on all ranks."""
         self._gradient_blocks = 0
-        """Blocks that gradients have."""
+        """Number of blocks that hold gradients."""
         self._in_flight: deque[Work] = deque()
         self._behind = Work()
-        """The last reduction that only streams wait for."""
+        """The last reduction that only streams, not the host, wait for."""
         for chunk in chunks:
             chunk.block = blocks.own.get(chunk.spec.index)
 
@@ -100,12 +100,12 @@ class Scheduler:
         """Gathers the weights of `chunks` and holds them until `release`; returns when they can be read.
 
         Args:
-            chunks: all that `who` needs at once.
-            tracked: part of the training step (evaluation is not, and does not move the schedule).
+            chunks: all chunks that `who` needs at once.
+            tracked: whether the request is part of a training step; evaluation is not, and does not move the schedule.
             who: the module that asks, for messages.
 
         Raises:
-            PlanError: the rCache is too small for them.
+            PlanError: the rCache is too small for these chunks.
             UsageError: `optimizer.close` was called.
         """
         self.check_open()
@@ -134,7 +134,7 @@ class Scheduler:
             for index in chunks:
                 chunk = self.chunks[index]
                 if chunk.placement is not CACHED:
-                    chunk.holds = max(chunk.holds - 1, 0)  # a reset may have come before
+                    chunk.holds = max(chunk.holds - 1, 0)  # a reset may have run before
                     if self.looks_for_writes:
                         self.keep_writes(chunk)
                     if chunk.reduced and not chunk.holds:
@@ -142,22 +142,21 @@ class Scheduler:
                         chunk.land_waiting()
 
     def holds(self, index: int) -> bool:
-        """Whether the weights of chunk `index` can be read without asking for them: because somebody has asked, and not
-        because nobody has needed their block yet."""
+        """Whether somebody holds the weights of chunk `index`; weights left in an unneeded block do not count."""
         chunk = self.chunks[index]
         return self.cache.holds(index) if chunk.placement is CACHED else chunk.state is GATHERED and chunk.holds > 0
 
     def _cached_of(self, chunks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of `chunks` that come and go through the rCache."""
+        """The chunks among `chunks` that use the rCache."""
         found = self._cached.get(chunks)
         if found is None:
             found = self._cached[chunks] = tuple(c for c in chunks if self.chunks[c].placement is CACHED)
         return found
 
     def _ask(self, verb: Verb, items: tuple[int, ...], *, tracked: bool, who: str) -> None:
-        """Puts a request to the cache and carries out what it decides.
+        """Passes a request to the cache and carries out its decisions.
 
-        Weights that find no block get that of gradients, where more have one than were foreseen.
+        Weights that find no block get one from gradients, if gradients use more blocks than foreseen.
         """
         ask = self.cache.acquire if verb is ACQUIRE else self.cache.release
         try:
@@ -181,12 +180,12 @@ class Scheduler:
     def _carry_out(self, load: Load) -> None:
         if load.evicted is not None and load.evicted >= 0:
             self._reshard(self.chunks[load.evicted])
-        if load.chunk >= 0:  # gradients learn where their block is when they come
+        if load.chunk >= 0:  # for gradients, `_has_gradient_block` looks the block up
             self.chunks[load.chunk].block = self._blocks.shared[load.block]
             self._queue_gather(self.chunks[load.chunk])
 
     def check_open(self) -> None:
-        """Raises UsageError after ``optimizer.close()``, OutOfStepError where collectives of the ranks do not meet."""
+        """Raises UsageError after ``optimizer.close()``, OutOfStepError if the ranks' collectives no longer match."""
         if self.reductions.out_of_step:
             raise OutOfStepError(self.reductions.out_of_step)
         if self.closed:
@@ -195,7 +194,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------------- gather
 
     def _queue_gather(self, chunk: Chunk) -> None:
-        """Puts the gather of a chunk last in the queue."""
+        """Appends the gather of a chunk to the queue."""
         chunk.transition(GATHERING)
         if not chunk.spec.in_place:
             self.statistics.bytes_fetched[chunk.shard.tier.of_compute.value] += chunk.spec.nbytes // chunk.spec.shards
@@ -205,22 +204,22 @@ class Scheduler:
         self._queue.append(chunk)
 
     def _begin_gathers(self, until: Chunk | None = None) -> None:
-        """Begins gathers as long as the first in the queue may; in any case up to `until`, which is in it."""
+        """Begins gathers while the first in the queue may begin, and in any case up to `until`, which is queued."""
         while self._queue:
             chunk = self._queue[0]
             if until is None and not self._may_begin(chunk):
                 break
-            if chunk.arriving is None:  # else an interrupt came between these two
+            if chunk.arriving is None:  # else an interrupt came before `popleft`
                 self._begin_gather(chunk)
             self._queue.popleft()
             until = None if chunk is until else until
 
     def _may_begin(self, chunk: Chunk) -> bool:
-        """Nobody waits for an update whose chunk is not needed yet, nor for a gradient on its way out of the block."""
+        """Whether the gather may begin; a chunk not needed next waits for no update and no gradient leaving its block."""
         soon = chunk.spec.index in self.cache.upcoming
         if chunk.communicator.tagged:
             updating = chunk.shard.updating
-        else:  # when an update ends differs from rank to rank, and so would the order among process groups
+        else:  # updates end at different times on each rank, and the order among process groups must not differ
             updating = chunk.shard.has_update and not soon
         assert chunk.block is not None
         return not updating and (chunk.block.quiet or soon)
@@ -255,7 +254,7 @@ class Scheduler:
         chunk.transition(GATHERED)
 
     def _reshard(self, chunk: Chunk) -> None:
-        """Drops gathered weights: nothing is written, the home has it all, unless user code wrote."""
+        """Drops gathered weights; the shards have them already, so only writes of user code are stored."""
         if chunk.state is GATHERING:
             self._wait_for_unshard(chunk)
         self.keep_writes(chunk)
@@ -272,9 +271,9 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------------- writes
 
     def keep_writes(self, chunk: Chunk) -> None:
-        """Brings home what was written in place while the chunk was gathered.
+        """Stores in-place writes to a gathered chunk in its shard.
 
-        Every rank has whole parameters and keeps its own part of what was written to them.
+        Every rank has whole parameters and stores its own part of them.
         """
         if chunk.state is not GATHERED:
             return
@@ -284,22 +283,22 @@ class Scheduler:
                 self.written_unseen = chunk.written_unseen()
 
     def store(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Brings home what whole gathered parameters, as (chunk, index in it), are now."""
+        """Stores the current values of whole gathered parameters, given as (chunk, index in the chunk)."""
         with torch.inference_mode(False), torch.no_grad():
             for chunk in dict.fromkeys(self.chunks[index] for index, _ in slots):
                 self._store(chunk, [position for index, position in slots if index == chunk.spec.index])
 
     def _store(self, chunk: Chunk, positions: list[int]) -> None:
-        """Brings home what some parameters of a gathered chunk are now, and what was written in place in others."""
+        """Stores the current values of some parameters of a gathered chunk, and in-place writes to its others."""
         positions = list(dict.fromkeys([*positions, *chunk.take_written()]))
         if positions:
-            self._order_behind_reduction(chunk)  # a gradient may be landing in the values' place
+            self._order_behind_reduction(chunk)  # it may still be writing in the values' place
             for position in positions:
                 chunk.store(position)
             self._streams.fetch_after_compute()
 
     def fingerprint(self, index: int, position: int) -> tuple[int, int]:
-        """Tells, compared with a later one, whether and how a gathered parameter was written; see `Chunk`."""
+        """As `Chunk.fingerprint`; two of them show whether and how a gathered parameter was written in between."""
         return self.chunks[index].fingerprint(position)
 
     def undo_unseen(self, index: int) -> None:
@@ -307,10 +306,10 @@ class Scheduler:
         with torch.inference_mode(False), torch.no_grad():
             self._store(self.chunks[index], [])
             self.chunks[index].show_home()
-        self.failed = True  # of other ranks' parts the block still has what was written
+        self.failed = True  # the block still has the written values in other ranks' parts
 
     def flush(self) -> None:
-        """Brings home what was written in place in any gathered chunk."""
+        """Stores in-place writes to all gathered chunks."""
         for chunk in self.chunks:
             self.keep_writes(chunk)
 
@@ -324,16 +323,16 @@ class Scheduler:
         self._land(chunk)
 
     def reserve_gradients(self, chunks: Sequence[int]) -> None:
-        """Asks for the blocks of gradients that come on some ranks and not on others: all ask at the same time."""
+        """Requests blocks for gradients that come on some ranks only, so that all ranks request them at the same time."""
         for index in chunks:
             if self.chunks[index].placement is CACHED and self.reductions.awaits_any(index):
                 self._land(self.chunks[index])
 
     def _land(self, chunk: Chunk, *, at_once: bool = False) -> None:
-        """Copies what has come of a chunk's gradients to their memory.
+        """Copies the gradients that have come to the chunk's memory.
 
-        Where no block is left for them they stay what autograd has made, until there is one. `at_once`: they get
-        memory beside the rCache for a while; no plan has foreseen the order in which they have come.
+        While there is no block for them, gradients stay the tensors autograd made. `at_once`: they get temporary memory
+        outside the rCache instead, since the plan did not foresee the order in which they have come.
         """
         with torch.inference_mode(False), torch.no_grad():
             if chunk.gradients is None:
@@ -341,12 +340,12 @@ class Scheduler:
                     if not at_once:
                         return
                     self.statistics.blocks_replaced += 1
-                self._order_behind_reduction(chunk)  # a second sum in one backward goes on top of the first
+                self._order_behind_reduction(chunk)  # a second sum in one backward is added to the first
                 chunk.open_gradients()
             chunk.land_loose()
 
     def _has_gradient_block(self, chunk: Chunk) -> bool:
-        """Asks for a block for the gradients of `chunk`; returns whether they have one."""
+        """Requests a block for the gradients of `chunk`; returns whether they got one."""
         if self._gradient_blocks >= self._blocks.for_gradients:
             return False
         item = gradients_of(chunk.spec.index)
@@ -359,7 +358,7 @@ class Scheduler:
         return True
 
     def _move_gradients_out(self) -> bool:
-        """Empties a block of gradients, which get memory beside it for a while; False if all of them keep theirs."""
+        """Moves the gradients of one block to temporary memory; False if all blocks of gradients were foreseen."""
         if self._gradient_blocks <= self._blocks.foreseen_gradients:
             return False
         chunk = next(chunk for chunk in self.chunks if chunk.gradient_block is not None)
@@ -371,7 +370,7 @@ class Scheduler:
         return True
 
     def _leave_gradient_block(self, chunk: Chunk, work: Work) -> None:
-        """The block may be written again when `work` has ended."""
+        """Releases the gradients' block, which may be written again when `work` has ended."""
         assert chunk.gradient_block is not None
         chunk.gradient_block.vacate(work)
         chunk.gradient_block = None
@@ -379,7 +378,7 @@ class Scheduler:
         self._ask(RELEASE, (gradients_of(chunk.spec.index),), tracked=True, who="a release")
 
     def expect_no_more(self, index: int, position: int) -> None:
-        """Parameter `position` of chunk `index` has its gradient, or gets none in this backward."""
+        """Records that parameter `position` of chunk `index` has its gradient, or gets none in this backward."""
         if self.reductions.expect_no_more(index, position):
             self._reduce_ready()
 
@@ -388,7 +387,7 @@ class Scheduler:
             self._reduce(self.chunks[index])
 
     def finish_backward(self) -> None:
-        """Sends off what is left; to be called when no more gradient can come."""
+        """Reduces the remaining gradients; to be called when no further gradient can come."""
         self.reductions.expect_nothing()
         self._reduce_ready()
         for chunk in reversed(self.chunks):
@@ -400,7 +399,7 @@ class Scheduler:
             self.looks_for_writes = False
 
     def _reduce(self, chunk: Chunk) -> None:
-        """Sends a chunk of gradients off: every rank gets the sum of its shard."""
+        """Issues the reduction of a chunk's gradients: every rank gets the sum for its shard."""
         self._land(chunk, at_once=True)
         assert chunk.gradients is not None
         with torch.no_grad():
@@ -422,10 +421,10 @@ class Scheduler:
     def _leave_in_flight(self, most: int) -> None:
         while len(self._in_flight) > most:
             self._finish(self._in_flight[0].wait)
-            self._in_flight.popleft()  # not before: what interrupts the wait leaves the rest to `drain`
+            self._in_flight.popleft()  # not before: after an interrupt `drain` waits again
 
     def _finish(self, wait: Callable[[], None]) -> None:
-        """Waits for a reduction; a sum that is interrupted while it lands is lost."""
+        """Waits for a reduction; if the wait fails or is interrupted, the sum is lost."""
         try:
             wait()
         except BaseException:
@@ -454,20 +453,20 @@ class Scheduler:
         return communicator.reduce_scatter(buffer, staging, land, place, tag=chunk.spec.index, of=chunk.label)
 
     def drain(self) -> None:
-        """Waits until every gradient is at home; the host too where a home is in host memory."""
+        """Waits until every gradient is in its shard; the host waits too if a shard is outside the device tier."""
         host = any(chunk.shard.tier is not Tier.DEVICE for chunk in self.chunks)
         for work in (*self._in_flight, self._behind):
             self._finish(work.synchronize if host else work.wait)
         self._in_flight.clear()
         for chunk in self.chunks:
             chunk.land_waiting()
-        self._streams.compute_after_fetch(host=host)  # a gather may still read a home that is about to be updated
+        self._streams.compute_after_fetch(host=host)  # a gather may still read a shard that is about to be updated
 
     # --------------------------------------------------------------------------------------------------- between steps
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients have come since the last update, at home or on their way there."""
+        """Whether gradients have been reduced since the last update, or are in flight."""
         return bool(self._in_flight) or any(chunk.has_gradient for chunk in self.chunks)
 
     @property
@@ -476,7 +475,7 @@ class Scheduler:
         return self._blocks.nbytes + (0 if self._staging is None else self._staging.nbytes)
 
     def learn(self) -> None:
-        """A round of requests is over: it is the schedule if there was none, or several in a row missed it."""
+        """Ends a round of requests; it becomes the schedule if there is none or several rounds in a row missed it."""
         record, self._record = self._record, []
         self._rounds_missed = 0 if self.cache.rewind() else self._rounds_missed + 1
         if self.cache.schedule is None or self._rounds_missed >= _MISSES_BEFORE_NEW_SCHEDULE:
@@ -485,12 +484,12 @@ class Scheduler:
             self._rounds_missed = 0
 
     def rewind(self) -> None:
-        """Another step begins."""
+        """Starts another step."""
         self._record.clear()
         self.cache.rewind()
 
     def drop_weights(self, *, frozen: bool = False) -> None:
-        """Drops what is gathered and trainable, which an update makes stale; frozen chunks too if so told."""
+        """Drops gathered trainable weights, which an update makes stale; with `frozen`, frozen ones too."""
         gathered = [
             chunk
             for chunk in self.chunks
@@ -501,18 +500,18 @@ class Scheduler:
         self.cache.drop(chunk.spec.index for chunk in gathered if chunk.placement is CACHED)
 
     def updated(self) -> None:
-        """The optimizer has written new values: what is gathered is stale."""
+        """Called when the optimizer has written new values: drops gathered weights, which are stale."""
         self.drain()
         self.drop_weights()
         for chunk in self.chunks:
             if chunk.placement is ATTACHED and chunk.spec.key.trainable:
-                torch.autograd.graph.increment_version(chunk.locals)  # what autograd has saved of them is void
+                torch.autograd.graph.increment_version(chunk.locals)  # invalidates tensors that autograd has saved
         self._streams.fetch_after_compute()
 
     def reset(self) -> None:
-        """Gives up what was begun and left half done; gradients at home, and what was written in place, stay."""
+        """Gives up all unfinished work; reduced gradients and in-place writes stay."""
         self.drain()
-        if self._queue:  # another rank may have begun what was decided, and waits for this one
+        if self._queue:  # another rank may have begun these gathers, and waits for this one
             self._begin_gathers(until=self._queue[-1])
         for chunk in self.chunks:
             if chunk.arriving is not None:
@@ -531,7 +530,7 @@ class Scheduler:
         self.failed = False
 
     def abandon_groups(self) -> None:
-        """The process groups go in the middle of a step: nothing is left but what is at home, without gradients."""
+        """Drops the process groups in the middle of a step; only the shards stay, without gradients."""
         self._queue.clear()
         self._in_flight.clear()
         for chunk in self.chunks:
@@ -543,7 +542,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------- helpers
 
     def _order_behind_reduction(self, chunk: Chunk) -> None:
-        """Orders what follows behind the chunk's last reduction; the host too where it is to read the gradient."""
+        """Orders the current stream behind the chunk's last reduction; the host too if it will read the gradient."""
         if chunk.leaving is None:
             return
         if chunk.shard.tier is not Tier.DEVICE and chunk.shard.has_gradient:

@@ -1,17 +1,17 @@
-"""The streams of one device, and who waits for whom.
+"""The streams of one device and the order between them.
 
-Owns the streams and their order; moves nothing. Where there is a GPU, compute is whatever stream is current; the others
-come before it where the device has to choose. On the CPU nothing here does anything.
+Owns the streams and their order; moves nothing. On a GPU, compute is the current stream, and the others have a higher
+priority. On a CPU everything here does nothing.
 
-    stream    carries                                begins behind                      is waited for by
-    fetch     home-to-block copies                   the block's last use (`Block`),    gather; compute; whoever writes
-                                                     the home's last reduction          the home
-    gather    all-gathers, in the block              all fetches so far                 compute
-    reduce    reductions, and block-to-home copies   all compute so far                 fetch, of the block or the home;
-                                                                                        the update
+    stream    carries                                 waits for                          is waited for by
+    fetch     shard-to-block copies                   the block's last use (`Block`),    gather, compute, writers of
+                                                      the shard's last reduction         the shard
+    gather    all-gathers, in the block               all earlier fetches                compute
+    reduce    reductions, and block-to-shard copies   all earlier compute                fetch of the block or the shard,
+                                                                                         the update
 
-The next chunk is copied while the one before is gathered. Nothing else hands over to `gather`, nor takes from it: its
-bytes are in blocks alone, and compute has waited for it before it vacates a block.
+The next chunk is copied while the previous one is gathered. `gather` needs no other order: it touches only blocks, and
+compute waits for it before a block is vacated.
 """
 
 from collections.abc import Callable
@@ -35,50 +35,50 @@ class Streams:
         self._fetch, self._gather, self._reduce = (
             torch.cuda.Stream(device, priority=_FIRST) if device.type == "cuda" else None for _ in range(3)
         )
-        self.fetch_after_compute()  # homes and blocks were written on the stream of now
+        self.fetch_after_compute()  # shards and blocks were written on the current stream
 
     def fetching(self) -> AbstractContextManager[object]:
-        """What is issued inside goes to `fetch`."""
+        """A context whose work goes to `fetch`."""
         return _HOST if self._fetch is None else torch.cuda.stream(self._fetch)
 
     def gathering(self) -> AbstractContextManager[object]:
-        """What is issued inside goes to `gather`, behind all fetches issued so far."""
+        """A context whose work goes to `gather`, behind all fetches issued so far."""
         if self._gather is None or self._fetch is None:
             return _HOST
         self._gather.wait_stream(self._fetch)
         return torch.cuda.stream(self._gather)
 
     def reducing(self) -> AbstractContextManager[object]:
-        """What is issued inside goes to `reduce`, after all compute issued so far."""
+        """A context whose work goes to `reduce`, behind all compute issued so far."""
         if self._reduce is None:
             return _HOST
         self._reduce.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._reduce)
 
     def keep_for_reducing(self, memory: torch.Tensor) -> None:
-        """`memory`, which was made for compute, goes to nobody else before `reduce` has done what it has begun."""
+        """Keeps `memory`, allocated for compute, from being reused before the work issued to `reduce` has ended."""
         if self._reduce is not None:
             memory.record_stream(self._reduce)
 
     def marked(self, work: Work) -> Work:
-        """`work`, to which all belongs that was issued to the current stream so far."""
+        """Returns `work`, which now ends with everything issued to the current stream so far."""
         if self._fetch is not None:
             work.mark(torch.cuda.current_stream(self._device))
         return work
 
     def fetch_after_compute(self) -> None:
-        """Later fetches see what compute has written."""
+        """Orders later fetches behind all compute issued so far."""
         if self._fetch is not None:
             self._fetch.wait_stream(torch.cuda.current_stream(self._device))
 
     def fetch_behind(self) -> Callable[[], None]:
-        """As `fetch_after_compute`, to be called inside `fetching`, where compute is no longer the current stream."""
+        """Returns `fetch_after_compute` for use inside `fetching`, where compute is no longer the current stream."""
         if self._fetch is None:
             return _nothing
         return partial(self._fetch.wait_stream, torch.cuda.current_stream(self._device))
 
     def compute_after_fetch(self, *, host: bool) -> None:
-        """Compute may write what earlier fetches and gathers use; so may the host the homes, if it is told to wait."""
+        """Orders compute behind earlier fetches and gathers, whose memory it may then write; `host` waits for fetches."""
         if self._fetch is not None and self._gather is not None:
             compute = torch.cuda.current_stream(self._device)
             compute.wait_stream(self._fetch)
@@ -88,4 +88,4 @@ class Streams:
 
 
 def _nothing() -> None:
-    """There are no streams."""
+    """Does nothing: there are no streams."""

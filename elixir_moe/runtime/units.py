@@ -1,7 +1,7 @@
 """The parts of a model that can unshard as one, the order in which a step uses them, and the units chosen from them.
 
-Owns the walk over a model that finds its parts. Every rank enters the units in the same order, or there would be no
-telling which gather comes next; that is the one thing to get right here.
+Owns the walk over a model that finds its parts. Every rank must enter the units in the same order, since the order of
+gathers follows from it.
 """
 
 import itertools
@@ -26,15 +26,15 @@ class Unit:
 
     name: str
     module: nn.Module | None
-    """None for a parameter that is read while its module does not run."""
+    """None for reads of parameters outside their module."""
     slots: tuple[tuple[int, int], ...]
     """(chunk, index in the chunk) of its parameters."""
     parameters: tuple[nn.Parameter, ...]
     chooses: bool = False
-    """Which of its parameters get a gradient is not the same on all ranks."""
+    """The set of its parameters that get a gradient may differ between ranks."""
     chunks: tuple[int, ...] = field(init=False)
     label: str = field(init=False)
-    """What messages call it."""
+    """The unit's name in messages."""
 
     def __post_init__(self) -> None:
         self.chunks = tuple(sorted({chunk for chunk, _ in self.slots}))
@@ -43,23 +43,24 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a model, outermost first, and what `chunks.step_order` is told of them."""
+    """The parts of a model, outermost first, and their description for `chunks.step_order`."""
 
     names: tuple[str, ...]
     modules: tuple[nn.Module, ...]
     parameters: tuple[tuple[nn.Parameter, ...], ...]
-    """Those of each part's own."""
+    """Each part's own parameters."""
     specs: tuple[Part, ...]
-    """Parameters are numbered as ``model.parameters()`` gives them."""
+    """Descriptions of the parts, with parameters numbered as ``model.parameters()`` gives them."""
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """The modules that can be called and have parameters; what has no forward (`nn.ParameterList`) is its owner's.
+    """The modules that can be called and have parameters; a module without forward (`nn.ParameterList`) is its owner's.
 
-    Two kinds have no parts of their own. A module that owns a list of modules that are alike and inside another list,
-    or beside a router with an output for each, or with all parameters sharded over experts: they are taken for experts,
-    of which each rank may run others, and gathers must not depend on routing. And a compiled module, which does not run
-    the hooks of its parts.
+    Two kinds of modules have no parts of their own. One is a compiled module, which does not run the hooks of its
+    submodules. The other is a module that owns a list of experts: ranks may run different experts, and gathers must not
+    depend on routing. A list is taken for experts if the owner has a router with an output for each of its modules, or
+    if its modules are of one class and either the list is inside another list or all its parameters are sharded over
+    experts.
     """
     index_of = {p: index for index, p in enumerate(model.parameters())}
     number_of: dict[nn.Module, int] = {}
@@ -105,7 +106,7 @@ def build_units(parts: Parts, parameters: Sequence[nn.Parameter], layout: Layout
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Those of the module itself and of what it holds that cannot be called."""
+    """The parameters of the module itself and of its children that cannot be called."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not _is_callable(child):
@@ -117,7 +118,7 @@ def _is_callable(module: nn.Module) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """By ``torch.compile(module)`` or ``module.compile()``."""
+    """Whether ``torch.compile(module)`` or ``module.compile()`` was called."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
@@ -180,11 +181,11 @@ def traced_uses(model: nn.Module, parts: Parts, step: Callable[[nn.Module, Any],
 def reads_heard(
     owned: Iterable[tuple[nn.Module, Sequence[nn.Parameter]]], read: Callable[[Sequence[nn.Parameter]], None]
 ) -> Iterator[None]:
-    """Tells `read` of each function that reads parameters while their part does not run, before it runs.
+    """A context that calls `read` before each function that reads parameters outside their part.
 
     Args:
-        owned: the modules that are parts, each with its own parameters, of a model that is not wrapped.
-        read: is told the parameters that the wrapped model may have to gather for the function.
+        owned: the parts of a model that is not wrapped, each with its own parameters.
+        read: gets the parameters that the wrapped model may have to gather for the function.
     """
     parts = list(owned)
 

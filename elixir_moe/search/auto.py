@@ -1,7 +1,7 @@
-"""`Plan.auto`: the best plan for the model as it is, on the ranks that are here.
+"""`Plan.auto`: the best plan for a model on the present ranks.
 
-Owns what `wrap` asks for: how much memory there is, one rank's search for all ranks that hold the model, and the same
-`Forecast` on each of them. One rank traces and searches, so that all take the same plan whatever their rounding.
+Owns the memory available to the plan, the search on one rank for all ranks that hold the model, and the same `Forecast`
+on each of them. Only one rank traces and searches, so rounding cannot give ranks different plans.
 """
 
 import socket
@@ -31,22 +31,22 @@ from elixir_moe.search.trace import trace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What is to be planned: what the user asked for, and what `wrap` knows beside it."""
+    """The user's request, and the facts that `wrap` adds to it."""
 
     wanted: AutoPlan
     device: torch.device
     compute_dtype: torch.dtype | None
     adam: bool
-    """The optimizer is one that can update what is on disk."""
+    """Whether the optimizer can update chunks on disk."""
     moments: int
-    """fp32 values the optimizer keeps for each element."""
+    """fp32 values the optimizer keeps per element."""
     staged: bool
-    """Reductions go through a staging buffer (gloo)."""
+    """Reductions use a staging buffer (gloo)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """Memory of one rank that is left for training."""
+    """Memory of one rank available for training."""
 
     device_bytes: int
     host_bytes: int
@@ -55,18 +55,18 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """The plan that was found and what is expected of it; the same on all ranks that hold the model."""
+    """The plan found and its predicted cost; the same on all ranks that hold the model."""
 
     plan: Plan
     uses: tuple[Use, ...]
-    """What uses parameters in forward, numbered as ``model.parameters()`` gives them."""
+    """Uses of parameters in forward, numbered as in ``model.parameters()``."""
     seconds: cost.Seconds
     device_bytes: int
-    """What the library holds on the device."""
+    """Bytes the library holds on the device."""
     host_bytes: int
-    """What it holds in host memory."""
+    """Bytes the library holds in host memory."""
     disk_bytes: int
-    """What it holds on disk."""
+    """Bytes the library holds on disk."""
     hardware: Hardware
 
 
@@ -74,13 +74,13 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
     """Finds the plan. Collective over the world.
 
     Returns:
-        The forecast; on the rank that searched, the task it was found for; if the machine was measured, what describes
-        it.
+        (forecast, task, machine): the task on the rank that searched, else None; the machine as `describe` gives it if
+        it was measured, else None.
 
     Raises:
-        PlanError: no plan fits; it says by how many bytes, in which tier, and what would help. On all ranks.
-        ConfigError: the step cannot be traced, the hardware file lacks a figure, the budget is more than there is. Like
-            whatever else goes wrong, on all ranks: a pipeline stage that fails fails all.
+        PlanError: no plan fits; the message has the missing bytes, the tier and a remedy. On all ranks.
+        ConfigError: the step cannot be traced, the hardware file lacks a figure, or the budget exceeds free memory.
+            Like any other failure, on all ranks, those of other pipeline stages included.
     """
     everywhere = replicated_everywhere()
     groups = {(pattern_of(p) or everywhere).replicate_ranks for p in model.parameters()}
@@ -123,10 +123,10 @@ def uses_of(
     sample: Any,
     compute_dtype: torch.dtype | None,
 ) -> Sequence[Use]:
-    """What uses the parameters in ``step(model, sample)``, numbered as ``model.parameters()`` gives them. Collective.
+    """Uses of parameters in ``step(model, sample)``, numbered as in ``model.parameters()``. Collective.
 
-    A step that cannot run on tensors without data is run on the model, without its backward: what is recomputed there
-    is not known then.
+    A step that cannot run on tensors without data is run on the model itself, without its backward. Recomputed regions
+    are then unknown.
     """
     found: list[Use] = []
 
@@ -168,7 +168,7 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
 
 
 def forecast_of(task: Task, choice: Choice) -> Forecast:
-    """What is expected of a choice."""
+    """The forecast of a choice."""
     device, host = task.held_bytes(choice.size)
     return Forecast(
         plan=explained(task, choice),
@@ -183,7 +183,7 @@ def forecast_of(task: Task, choice: Choice) -> Forecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Left:
-    """What one rank tells the others of its memory."""
+    """One rank's free memory, as told to the others."""
 
     host: str
     device_bytes: int
@@ -207,7 +207,8 @@ def _left(request: Request, disk_bytes: int) -> _Left:
 
 
 def _room(peers: tuple[int, ...], request: Request, everyone: list[_Left]) -> Room:
-    """The least room of any rank that holds the model. Ranks of one host share its memory; a CPU is host and device."""
+    """The least memory of any rank that holds the model. Ranks of one host share its memory equally; without a GPU,
+    device and host share it too."""
     cuda = request.device.type == "cuda"
     budgets = [theirs.budget_bytes for theirs in everyone]
     if len(set(budgets)) > 1:

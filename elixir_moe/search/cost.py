@@ -1,7 +1,7 @@
-"""What a plan costs on a machine: bytes in every tier, and the seconds of a step.
+"""The cost of a plan on a machine: bytes in every tier, and the seconds of a step.
 
-Owns the formulas. Pure: the bytes are `plan.footprint`'s, the gathers those of the runtime's own cache policy.
-Derivations stand in docs/planning.md. Sources: Elixir v2, 4.1, 5.1 and A.1; the six bytes a parameter are ours.
+Owns the formulas. Pure: the bytes come from `plan.footprint`, the gathers from the runtime's own cache policy.
+Derivations are in docs/planning.md. Sources: Elixir v2, 4.1, 5.1 and A.1; the six bytes a parameter are ours.
 
 A step of one rank::
 
@@ -9,7 +9,7 @@ A step of one rank::
     |-- host link up: every gather of a host chunk -------|                                                |-- updates |
     |-- host link down: every gradient of a host chunk ---|                                                |-- exposed |
 
-Transfers to and from the host run beside compute, and are seen where they take longer. Updates come after backward.
+Transfers to and from the host overlap with compute and cost time only if they take longer. Updates follow backward.
 """
 
 from collections import Counter
@@ -22,18 +22,18 @@ from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile
 
 F_ALLOC = 0.95
-"""Part of device memory that can be used (v2, A.1)."""
+"""Usable fraction of device memory (v2, A.1)."""
 F_FRAG = 1.25
-"""Activations with the fragments they leave (v2, A.1)."""
+"""Memory of activations, fragmentation included, relative to their bytes (v2, A.1)."""
 _GIGA = 1e9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seconds:
-    """A step's time on one rank, by what takes it."""
+    """The time of a step on one rank, by cause."""
 
     compute: float
-    """Products, other operators, overheads, and what the model itself sends, tokens to experts among it."""
+    """Matrix products, other operators, overheads, and the model's own collectives, such as tokens sent to experts."""
     fetch: float
     """Host to device."""
     offload: float
@@ -41,11 +41,11 @@ class Seconds:
     collectives: float
     """Gathers and reductions between devices, hidden or not."""
     exposed: float
-    """The part of them that compute does not hide."""
+    """The part of `collectives` that compute does not hide."""
     device_update: float
     host_update: float
     disk_update: float
-    """Of chunks on disk: Adam on the host, or the disk's reads and writes where they take longer."""
+    """Update of chunks on disk: the longer of Adam on the host and the disk's reads and writes."""
 
     @property
     def step(self) -> float:
@@ -56,7 +56,7 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What moves, and is updated, in a step on one rank."""
+    """Bytes moved and elements updated in a step on one rank."""
 
     fetched_bytes: int
     """Shards of host chunks copied to the device."""
@@ -67,33 +67,33 @@ class Traffic:
     host_numel: int
     """Elements updated in host memory."""
     disk_numel: int
-    """Elements whose masters and moments are on disk."""
+    """Elements updated on disk."""
     disk_bytes: int
-    """Bytes that their update reads from the disk, and writes to it."""
+    """Bytes that these updates read from the disk, and write to it."""
     collectives: tuple[tuple[tuple[int, ...], int, int], ...]
-    """(global ranks, bytes of gathered chunks, how many gathers and reductions) of each process group."""
+    """(global ranks, bytes of gathered chunks, number of gathers and reductions) of each process group."""
     gathered_numel: int
     """Elements of all chunks."""
 
 
 def allowed_bytes(profile: Profile, capacity_bytes: int) -> int:
-    """U_allowed (v2, A.1): what is left of a device for the library."""
+    """U_allowed (v2, A.1): device memory left for the library, in bytes."""
     return int(F_ALLOC * (capacity_bytes - profile.buffer_bytes - F_FRAG * activations(profile, 1.0)))
 
 
 def activations(profile: Profile, imbalance: float) -> int:
-    """Peak of activations if the busiest rank gets `imbalance` times its even share of routed rows."""
+    """Peak bytes of activations if the busiest rank gets `imbalance` times its even share of routed rows."""
     return profile.activation_bytes + int((imbalance - 1) * max((e.row_bytes for e in profile.exchanges), default=0))
 
 
 def traffic(plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2) -> Traffic:
-    """What one step moves.
+    """The traffic of one step.
 
     Args:
         plan: the plan.
         layout: its chunks.
-        loads: the cached chunks gathered in a step, each as often as it is.
-        moments: fp32 values the optimizer keeps for each element.
+        loads: the cached chunks gathered in a step, once per gather.
+        moments: fp32 values the optimizer keeps per element.
     """
     gathers = Counter([*loads, *(chunk.index for chunk in layout.chunks if chunk.resident)])
     home = [plan.home(layout, chunk) for chunk in layout.chunks]
@@ -135,7 +135,7 @@ def traffic(plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2) 
 def seconds(
     profile: Profile, moved: Traffic, hardware: Hardware, gpus: int, imbalance: float = 1.0, accumulation: int = 1
 ) -> Seconds:
-    """How long a step of `accumulation` backwards takes on `gpus` GPUs."""
+    """The time of a step of `accumulation` backwards on `gpus` GPUs."""
     links, fitted = hardware.links(gpus), hardware.fitted
     flops = profile.flops + (imbalance - 1) * sum(e.expert_flops for e in profile.exchanges)
     exchange = sum(hardware.exchange_seconds(range(e.ep), e.times * e.nbytes) for e in profile.exchanges) * imbalance
@@ -162,10 +162,10 @@ def seconds(
 
 
 def tflops_per_gpu(profile: Profile, step_seconds: float) -> float:
-    """The paper's 8·M·D of one GPU, 1e12 a second (v2, 6.1)."""
+    """The paper's throughput of one GPU, 8·M·D operations a step, in 1e12 a second (v2, 6.1)."""
     return 8 * profile.parameters * profile.tokens / step_seconds / 1e12
 
 
 def device_peak(profile: Profile, library_bytes: int, imbalance: float) -> int:
-    """Peak of a device: what the library holds, buffers and activations."""
+    """Peak bytes of a device: the library's memory, buffers and activations."""
     return library_bytes + profile.buffer_bytes + activations(profile, imbalance)

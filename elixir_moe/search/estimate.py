@@ -1,6 +1,6 @@
 """Memory of plain strategies, and the papers' back-of-the-envelope formulas.
 
-Owns bytes a parameter under PyTorch's own AMP, DDP and gradient accumulation, and ZeRO-Infinity's sections 3 and 4.
+Owns bytes per parameter under PyTorch's own AMP, DDP and gradient accumulation, and ZeRO-Infinity's sections 3 and 4.
 Pure arithmetic; plans of this library are priced by `cost`.
 Sources: "LLM finetuning: memory requirements" (Birch, 2023); ZeRO-Infinity, equations 1 to 4 and Figure 2.
 """
@@ -16,13 +16,13 @@ BLOG_MODELS = {
 }
 """Parameters of the models the blog measures."""
 _REUSED = 0.25
-"""Of the memory of half-precision copies, the part that gradients take over as backward frees them: the blog finds AMP
-at 1.1 to 1.6 bytes a parameter instead of 2."""
+"""Fraction of the half-precision copies' memory that gradients reuse as backward frees it: the blog measures AMP at 1.1
+to 1.6 bytes a parameter instead of 2."""
 _FRAGMENTS = 0.5
-"""Bytes a parameter that AMP costs beyond its copies when gradients of an earlier micro-batch are kept: the blog finds
-2.1 to 2.6 instead of 2."""
+"""Bytes per parameter of AMP beyond its copies when gradients of an earlier micro-batch are kept: the blog measures 2.1
+to 2.6 instead of 2."""
 _BUCKET_VIEW = 2.5
-"""Bytes a parameter that ``gradient_as_bucket_view`` saves of DDP's 4, as the blog measures it."""
+"""Bytes per parameter that ``gradient_as_bucket_view`` saves of DDP's 4, as the blog measures it."""
 _KIBI, _TEBI, _GIBI = 2**10, 2**40, 2**30
 
 
@@ -42,11 +42,11 @@ class PlainStrategy:
     """AdamW instead of the stateless SGD the blog measures with."""
 
     def bytes_per_parameter(self) -> float:
-        """Peak bytes a parameter, activations left out.
+        """Peak bytes per parameter, without activations.
 
-        4 of the parameter and 4 of its gradient; DDP's buckets are 4 more. AMP's copies are 2, but without accumulation
-        gradients take over some of their memory; and DDP's buckets, which are idle until gradients are reduced, have
-        room for what is left of them. AdamW's moments are 8.
+        4 for the parameter, 4 for its gradient and, with DDP, 4 for the buckets. AMP's copies take 2; without
+        accumulation, gradients reuse some of this memory, and DDP's buckets, idle until gradients are reduced, hold the
+        rest. AdamW's moments take 8.
         """
         copies = 0.0
         if self.amp:
@@ -57,13 +57,13 @@ class PlainStrategy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transformer:
-    """A GPT-3 like model as ZeRO-Infinity counts it."""
+    """A GPT-3-like model as ZeRO-Infinity counts it."""
 
     layers: int
     hidden: int
     heads: int
     checkpoint_interval: int = 1
-    """ci: blocks between two activation checkpoints."""
+    """ci: Transformer blocks between two activation checkpoints."""
 
     @property
     def parameters(self) -> int:
@@ -76,7 +76,7 @@ class Transformer:
         return 20 * self.parameters
 
     def activation_bytes(self, batch: int, seq: int) -> int:
-        """All activations of all blocks, 2 bytes an element of the working memory's count."""
+        """All activations of all blocks: `working_activation_bytes` counts one per element, this 2 bytes."""
         return 2 * self.layers * self.working_activation_bytes(batch, seq) // self.checkpoint_interval
 
     def checkpoint_bytes(self, batch: int, seq: int) -> int:
@@ -103,7 +103,7 @@ FIGURE_2 = (
 
 
 def figure_2_row(model: Transformer) -> dict[str, float]:
-    """The columns of Figure 2a: batch 32 and 1024 tokens a node, 4 sequences a GPU; T and G of bytes are binary."""
+    """The columns of Figure 2a: batch 32 per node, 4 per GPU, sequences of 1024 tokens; TB and GB are binary units."""
     node, gpu, seq = 32, 4, 1024
     return {
         "parameters_trillion": model.parameters / 1e12,
@@ -119,5 +119,5 @@ def figure_2_row(model: Transformer) -> dict[str, float]:
 
 
 def efficiency(ait: float, bandwidth: float, peak: float) -> float:
-    """Equation 2: ait · bw / (ait · bw + peak), in operations a byte, bytes a second and operations a second."""
+    """Equation 2: ait · bw / (ait · bw + peak), in operations per byte, bytes per second and operations per second."""
     return ait * bandwidth / (ait * bandwidth + peak)

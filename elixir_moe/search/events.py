@@ -1,6 +1,6 @@
-"""The events of a traced step: memory taken and given back, arithmetic, and who was running.
+"""The events of a traced step: memory allocated and freed, arithmetic, and the modules that run.
 
-Owns `Event`, and `Recorder`, which listens to operators, modules and gradients while a step runs on fake tensors.
+Owns `Event`, and `Recorder`, which records operators, modules and gradients while a step runs on fake tensors.
 """
 
 import math
@@ -28,38 +28,39 @@ from elixir_moe.search.megatron_dataless import is_mixture
 
 aten = torch.ops.aten
 _PICKS_ROWS = (aten.embedding, aten.index_select, aten.gather, aten.index)
-"""Operators that read as much as they write, however large what they read from is."""
+"""Operators that read as much as they write, however large their source is."""
 
 
 class Kind(Enum):
-    """What a mark tells."""
+    """The kind of an event."""
 
     MEMORY = auto()
-    """Bytes taken, or given back if negative."""
+    """Bytes allocated, or freed if negative."""
     OPERATOR = auto()
     ENTER = auto()
     """A part begins in forward."""
     LEAVE = auto()
     AGAIN = auto()
-    """A part begins in backward: its region is recomputed."""
+    """A part begins in backward: its checkpointed region is recomputed."""
     READ = auto()
     """A function reads `params` in forward, outside the modules they belong to."""
     READ_AGAIN = auto()
-    """The same in backward."""
+    """Like `READ`, in backward."""
     GRADIENT = auto()
     """A parameter's gradient is complete."""
     MIX = auto()
     """A mixture layer begins; `nbytes` is its number of tokens."""
     MIX_AGAIN = auto()
     SENT = auto()
-    """A collective of the model's own; `name` is its ranks."""
+    """A collective of the model itself; `name` lists its ranks."""
     BOUNDARY = auto()
-    """A repeated layer's period begins (`repeat`); `nbytes` says which of its four boundaries it is."""
+    """Forward enters, or backward leaves, a traced period of repeated layers (`repeat`); `nbytes` numbers the
+    periods, three for each cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened."""
+    """One event of a step."""
 
     kind: Kind
     name: str = ""
@@ -67,25 +68,25 @@ class Event:
     params: tuple[str, ...] = ()
     """The parameters' names."""
     with_grad: bool = True
-    """Autograd records what begins."""
+    """Whether autograd records what begins."""
     nbytes: int = 0
     flops: int = 0
     traffic: int = 0
 
 
 def peak_of(tape: Iterable[Event]) -> int:
-    """Most bytes alive at once."""
+    """The most bytes allocated at once."""
     return max(accumulate((mark.nbytes for mark in tape if mark.kind is Kind.MEMORY), initial=0))
 
 
 class Recorder(TorchDispatchMode):
-    """Writes the tape of what runs inside it. Parameters and buffers of the model do not count as memory."""
+    """Records the events of whatever runs inside it. The model's parameters and buffers do not count as memory."""
 
     def __init__(self, model: nn.Module, parts: Parts, boundaries: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         super().__init__()
         self.marks: list[Event] = []
         self.alive = 0
-        """Tensors made in it whose memory somebody still holds."""
+        """Number of storages allocated inside it that are still alive."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listening = True
         self._handles: list[Any] = []
@@ -123,9 +124,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "_local_tensor") for kind in types):
-            return NotImplemented  # a DTensor's operator comes again, for the local tensors
+            return NotImplemented  # the operator of a DTensor is dispatched again for its local tensors
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():  # what computes a shape in Python reads no parameter
+        with torch._C.DisableTorchFunctionSubclass():  # Python code that computes a shape reads no parameter
             out = _grouped(func, *args, **kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
         made = [t for t in tensors_in(out) if self._take(t)]
         packet = func._overloadpacket
@@ -174,7 +175,7 @@ class Recorder(TorchDispatchMode):
         present: dict[Any, Any] = {p: module._parameters[key] for p, (module, key) in self._places.items()}
         name_of = {
             present[p]: name for p, name in self._names.items()
-        }  # others may be in the place of those there were
+        }  # fake parameters replace the model's while it is traced
 
         def read(parameters: Sequence[Tensor]) -> None:
             names = tuple(name_of[p] for p in parameters)
@@ -192,7 +193,7 @@ class Recorder(TorchDispatchMode):
         return leave
 
     def _mark_boundary(self, first: nn.Module, last: nn.Module, number: int) -> None:
-        """Forward enters `first`; backward comes to the output of `last`."""
+        """Records when forward enters `first` and when backward reaches the output of `last`."""
 
         def enter(*_: object) -> None:
             if not in_backward():
@@ -206,13 +207,13 @@ class Recorder(TorchDispatchMode):
         self._handles += [first.register_forward_pre_hook(enter), last.register_forward_hook(leave)]
 
     def _landed(self, parameter: Tensor) -> None:
-        """The runtime moves a gradient into its block at once."""
+        """Frees the gradient, as the runtime does by moving it into its block at once."""
         parameter.grad = None
         self.marks.append(Event(Kind.GRADIENT))
 
 
 def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Event]:
-    """A mark for a collective over several ranks; nothing for others, and for what only waits."""
+    """The event of a collective over several ranks; none for one rank, or for an operator that only waits."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
     if "process_group" in named:
         group = dist.ProcessGroup.unbox(named["process_group"])
@@ -229,7 +230,7 @@ def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Event]:
 
 
 def _grouped(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:
-    """A grouped product. Without data torch knows the shape for bf16 alone, though it multiplies other dtypes too."""
+    """A grouped matrix product. On fake tensors, torch infers the shape for bf16 only, though it multiplies others."""
     if has_data(a) or a.dtype is torch.bfloat16:
         out: Tensor = func(a, b, offsets, *rest, **kwargs)
         return out
@@ -243,7 +244,7 @@ def _grouped(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, *re
 def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
-    if packet is aten._grouped_mm:  # each row meets the matrix of its group alone
+    if packet is aten._grouped_mm:  # each row is multiplied by the matrix of its group only
         a, b = args[:2]
         return 2 * math.prod(a.shape if b.dim() == 3 or a.dim() == 2 else a.shape[1:]) * int(b.shape[-1])
     backward = packet is aten._scaled_dot_product_flash_attention_for_cpu_backward

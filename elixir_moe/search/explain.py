@@ -1,6 +1,6 @@
-"""Why a plan is what it is, in words and numbers a person can check.
+"""Explains a plan in words and numbers that a person can check.
 
-Owns the text. Computes nothing but what each choice saves: the step without it, priced like the plan itself.
+Owns the text. Computes only the saving of each choice: the step without that choice, priced like the plan itself.
 """
 
 from dataclasses import replace
@@ -12,12 +12,12 @@ from elixir_moe.search.solve import Choice, Task, price
 
 
 def explained(task: Task, choice: Choice) -> Plan:
-    """The plan of a choice, which now can say why it was chosen."""
+    """The plan of a choice, with its explanation."""
     return replace(choice.plan, explanation=explain(task, choice))
 
 
 def explain(task: Task, choice: Choice) -> str:
-    """The plan, its memory and its time on one rank, and what each choice saves."""
+    """The plan, its memory and time on one rank, and the time that each choice saves."""
     plan, layout, size, seconds = choice.plan, choice.layout, choice.size, choice.seconds
     blocks, chunks = plan.blocks(layout), len(layout.chunks)
     activations = cost.activations(task.profile, task.imbalance)

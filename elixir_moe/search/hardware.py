@@ -1,10 +1,10 @@
-"""How fast a machine is: figures read from a file that ships with the package or that the user gives.
+"""The speed of a machine: figures from a file that ships with the package or that the user gives.
 
 Owns `Hardware`, the format of its files and the messages about them. Measures nothing itself (`measure` does).
-Source of the format: Elixir v2, Tables 4 and 5. Bandwidths are 1e9 bytes a second, and those of the n GPUs together.
+Source of the format: Elixir v2, Tables 4 and 5. Bandwidths are in 1e9 bytes a second, of n GPUs together.
 
-What a file may leave out: `node_bandwidth`, without which nothing spans nodes, the disk's figures, and `wires`, which
-say of single process groups what `by_gpus` says of their number of ranks.
+Optional in a file: `node_bandwidth`, without which there is one node; the disk's figures; and `wires`, which give for
+single process groups what `by_gpus` gives by number of ranks.
 """
 
 import json
@@ -26,7 +26,7 @@ _OPTIONAL = ("node_bandwidth", "disk_bytes", "disk_read", "disk_write")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """What n GPUs that work at the same time reach together."""
+    """The combined speed of n GPUs that work at the same time."""
 
     b_c2g: float
     """Host to device, 1e9 bytes a second."""
@@ -42,28 +42,28 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wire:
-    """The gathers and reductions of one process group, as measured."""
+    """Measured speed of gathers and reductions over one process group."""
 
     ranks: tuple[int, ...]
-    """Its global ranks."""
+    """Global ranks of the process group."""
     latency_us: float
-    """Microseconds a collective takes however small it is."""
+    """Fixed time of a collective, in microseconds."""
     bandwidth: float
-    """1e9 bytes of gathered chunks a second, beyond that."""
+    """Bandwidth beyond that, in 1e9 bytes of gathered chunks a second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitted:
-    """What no data sheet says: four constants, measured or fitted for the whole machine, never for one model."""
+    """Four constants that no data sheet gives, fitted to a machine, or corrected by the steps of one model on it."""
 
     device_efficiency: float
-    """Part of the device's peaks, of products and of memory traffic alike, that kernels reach."""
+    """Fraction of the device's peaks, for matrix products and memory traffic alike, that kernels reach."""
     exposed_collectives: float
-    """Part of the time of gathers and reductions that compute does not hide."""
+    """Fraction of the time of gathers and reductions that compute does not hide."""
     host_update_slowdown: float
-    """How much longer an update in host memory takes within a step than Adam alone: unscaling, casts, page faults."""
+    """Time of an update in host memory within a step, relative to Adam alone: unscaling, casts, page faults."""
     overhead_ns_per_parameter: float
-    """Time a step spends for each gathered parameter whatever the batch: launches, hooks, copies."""
+    """Nanoseconds a step takes per gathered parameter, whatever the batch: launches, hooks, copies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,28 +77,28 @@ class Hardware:
     """Host memory of one node."""
     gpus_per_node: int
     peak_tflops: float
-    """Matrix products of one GPU in the compute dtype by its data sheet, 1e12 operations a second."""
+    """Peak of matrix products of one GPU in the compute dtype, by its data sheet, in 1e12 operations a second."""
     memory_bandwidth: float
-    """Device memory of one GPU by its data sheet, 1e9 bytes a second."""
+    """Bandwidth of device memory of one GPU, by its data sheet, in 1e9 bytes a second."""
     fitted: Fitted
     by_gpus: dict[int, Links]
     """By number of GPUs."""
     node_bandwidth: float | None = None
-    """Of a node's network, each way, 1e9 bytes a second; None if there is one node."""
+    """Bandwidth of a node's network, each way, in 1e9 bytes a second; None if there is one node."""
     disk_bytes: int | None = None
-    """Room for shards on a node's disks; None if there is none."""
+    """Bytes for shards on a node's disks; None if there are none."""
     disk_read: float | None = None
-    """Of a node's disks, 1e9 bytes a second; None if they are not known."""
+    """Bandwidth of a node's disks, like `disk_write` in 1e9 bytes a second; None if unknown."""
     disk_write: float | None = None
     wires: tuple[Wire, ...] = ()
     """Process groups that were measured."""
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """A machine that ships with the package, or the file of that path.
+        """A machine that ships with the package, or the one in the file at that path.
 
         Raises:
-            ConfigError: there is neither; the nearest name is suggested. Or the file lacks a figure.
+            ConfigError: neither exists (the nearest name is suggested), or the file is invalid.
         """
         folder = resources.files("elixir_moe.search").joinpath("machines")
         known = sorted(path.name.removesuffix(".json") for path in folder.iterdir() if path.name.endswith(".json"))
@@ -114,10 +114,10 @@ class Hardware:
 
     @classmethod
     def parse(cls, text: str, name: str) -> Self:
-        """From the JSON of a hardware file.
+        """The machine in the JSON of a hardware file.
 
         Raises:
-            ConfigError: names every figure that is missing, that is unknown, and that is out of range.
+            ConfigError: figures are missing, unknown or out of range; the message names all of them.
         """
         try:
             data = json.loads(text)
@@ -158,7 +158,7 @@ class Hardware:
         )
 
     def to_json(self) -> str:
-        """What `parse` reads back to an equal machine."""
+        """The inverse of `parse`."""
         figures = {key: value for key, value in asdict(self).items() if key != "name" and value is not None}
         for links in figures["by_gpus"].values():
             if links["b_g2g"] is None:
@@ -166,12 +166,12 @@ class Hardware:
         return json.dumps(figures, indent=2)
 
     def links(self, gpus: int) -> Links:
-        """The figures for `gpus` GPUs: those of the file, or, between two of the file, on the line through them.
+        """The figures for `gpus` GPUs: from the file, or interpolated linearly between two of the file.
 
-        Of several whole nodes they are so many times a node's; what lies between nodes is `node_bandwidth`'s.
+        Figures of n whole nodes are n times those of one node; traffic between nodes is left to `node_bandwidth`.
 
         Raises:
-            ConfigError: the file has none for that many.
+            ConfigError: the file has no figures for that many.
         """
         if gpus in self.by_gpus:
             return self.by_gpus[gpus]
@@ -200,18 +200,18 @@ class Hardware:
         )
 
     def host_bytes_per_rank(self, gpus: int) -> int:
-        """Host memory for each of `gpus` ranks: a node's, shared by those on it."""
+        """Host memory of each of `gpus` ranks: a node's, divided among the ranks on it."""
         return self.cpu_bytes // min(gpus, self.gpus_per_node)
 
     def disk_bytes_per_rank(self, gpus: int) -> int:
-        """Room on disk for each of `gpus` ranks: a node's, shared by those on it."""
+        """Disk space of each of `gpus` ranks: a node's, divided among the ranks on it."""
         return (self.disk_bytes or 0) // min(gpus, self.gpus_per_node)
 
     def disk_seconds(self, nbytes: int, gpus: int) -> float:
-        """For each of `gpus` ranks to read `nbytes` from its node's disks and write them back.
+        """Time for each of `gpus` ranks to read `nbytes` from its node's disks and write them back.
 
         Raises:
-            ConfigError: the file does not say how fast the disks are.
+            ConfigError: the file has no speed of the disks.
         """
         if self.disk_read is None or self.disk_write is None:
             missing = [name for name in ("disk_read", "disk_write") if getattr(self, name) is None]
@@ -220,15 +220,15 @@ class Hardware:
         return ranks * nbytes * (1 / self.disk_read + 1 / self.disk_write) / _GIGA
 
     def gather_seconds(self, ranks: Sequence[int], nbytes: int, times: int = 1) -> float:
-        """All-gathers, or reduce-scatters, of chunks over one process group: each rank sends what the others lack.
+        """Time of all-gathers, or reduce-scatters, of chunks over one process group.
 
-        Between nodes they go around a ring, on which every node passes on all that is not its own; the process groups
-        of its other ranks do so too.
+        Between nodes, data goes around a ring on which each node forwards all but its own part; the process groups of
+        the node's other ranks share the network.
 
         Args:
             ranks: the global ranks.
-            nbytes: bytes of the gathered chunks together.
-            times: how many collectives they are.
+            nbytes: total bytes of the gathered chunks.
+            times: number of collectives.
         """
         wire = next((wire for wire in self.wires if wire.ranks == tuple(ranks)), None)
         if wire is not None:
@@ -236,7 +236,7 @@ class Hardware:
         return self._moved_seconds(ranks, nbytes, nbytes)
 
     def exchange_seconds(self, ranks: Sequence[int], nbytes: int) -> float:
-        """All-to-alls to which every rank gives `nbytes`, its own part included."""
+        """Time of all-to-alls with `nbytes` from every rank, its own part included."""
         nodes = self._nodes(ranks)
         return self._moved_seconds(ranks, nbytes, nbytes * len(ranks) / nodes)
 
@@ -256,13 +256,13 @@ class Hardware:
         return max(within, across)
 
     def _nodes(self, ranks: Sequence[int]) -> int:
-        """Nodes over which the ranks are spread."""
+        """The number of nodes that the ranks span."""
         return 1 if self.node_bandwidth is None else len({rank // self.gpus_per_node for rank in ranks})
 
 
 @dataclass(frozen=True, slots=True)
 class _Faults:
-    """What is found wrong with a file while it is read."""
+    """The faults found in a file while it is read."""
 
     missing: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -273,7 +273,7 @@ class _Faults:
         return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
 
     def part(self, data: dict[str, Any], key: str, where: str = "") -> dict[str, Any]:
-        """The object under `key`; empty without one."""
+        """The object under `key`; empty if there is none."""
         part = data.get(key)
         if isinstance(part, dict):
             return part
@@ -295,14 +295,14 @@ class _Faults:
         return found
 
     def no_others(self, data: dict[str, Any], names: Collection[str], where: str = "") -> None:
-        """Nothing but `names`, and notes, which begin with an underscore: nobody would read it."""
+        """Records keys other than `names` and notes (keys that begin with an underscore): they would be ignored."""
         for name in data:
             if name not in names and not name.startswith("_"):
                 hint = meant(name, names)
                 self.unknown.append(f"{where}{name}{f' ({hint})' if hint else ''}")
 
     def links(self, data: dict[str, Any]) -> Iterator[tuple[int, Links]]:
-        """Those of `by_gpus`, of which there is at least one, by number of GPUs."""
+        """(number of GPUs, figures) of each entry of `by_gpus`, which must have at least one."""
         by_gpus = self.part(data, "by_gpus")
         if not by_gpus:
             self.missing.append("by_gpus.1")
@@ -317,7 +317,7 @@ class _Faults:
                 yield int(gpus), Links(**found)
 
     def wires(self, data: dict[str, Any]) -> Iterator[Wire]:
-        """The process groups that were measured."""
+        """The measured process groups."""
         listed = data.get("wires") or []
         if not isinstance(listed, list):
             self.wrong.append(f"wires (found {listed!r}, expected a list)")

@@ -1,12 +1,12 @@
-"""How fast the machine is that we are on, measured, and kept for the next time.
+"""Measures the speed of this machine and keeps the figures for the next run.
 
-Owns the measurements and the file they are kept in. All ranks measure at the same time, because at the same time is how
-they will work: bandwidths are those of all ranks together. The runtime's own collectives and its own Adam are what is
-timed. Source: Elixir v2, section 3 (hardware profiler).
+Owns the measurements and the cache file. All ranks measure at the same time, as they will work at the same time:
+bandwidths are those of all ranks together. The runtime's own collectives and its own Adam are timed.
+Source: Elixir v2, section 3 (hardware profiler).
 
-Kept in ``$XDG_CACHE_HOME/elixir-moe`` (``~/.cache`` by default), one file for each description of a machine: processor,
-GPU, memory, ranks, threads, dtype, versions. What was written for another one, or in another form, is ignored with a
-warning and measured again.
+The cache is in ``$XDG_CACHE_HOME/elixir-moe`` (``~/.cache`` by default), with one file per description of a machine:
+processor, GPUs, ranks, threads, dtype, torch version (`describe`). A file for another machine or of another format is
+ignored with a warning, and the machine is measured again.
 """
 
 import hashlib
@@ -39,27 +39,27 @@ from elixir_moe.search.hardware import Fitted, Hardware, Links, Wire
 _FORMAT = 1
 _COPY_BYTES = 1 << 26
 _ADAM_NUMEL = 1 << 23
-"""Of both: more than the caches of a processor hold."""
+"""Both sizes exceed the caches of a processor."""
 _MATRIX = 512
-"""Side of the products on a CPU; eight times that on a GPU."""
+"""Side of the multiplied matrices on a CPU; eight times that on a GPU."""
 _WIRE_BYTES = 1 << 22
-"""What a gather and a reduction move on a CPU; sixteen times that on a GPU, whose wires have not begun by then."""
+"""Bytes of a timed gather and reduction on a CPU; sixteen times that on a GPU, whose links need more to reach speed."""
 _DISK_BYTES = 1 << 25
 _REPEATS = 3
-"""Of which the fastest counts: what is slower had company."""
+"""Timed runs, of which the fastest counts: slower ones were disturbed."""
 _UNFITTED = Fitted(
     device_efficiency=1.0, exposed_collectives=1.0, host_update_slowdown=1.0, overhead_ns_per_parameter=1e-3
 )
-"""What is measured is what kernels reach; the rest is known when real steps have run."""
+"""Start values: measured speeds are already those that kernels reach; real steps correct the rest."""
 
 
 def hardware_here(machine: dict[str, Any], device: torch.device, wanted: Iterable[tuple[int, ...]]) -> Hardware:
-    """The figures of this machine under the ranks of the world, measured where no earlier run has. Collective.
+    """The figures of this machine for the ranks of the world, measured unless an earlier run did. Collective.
 
     Args:
-        machine: what `describe` says of it.
-        device: where forward runs.
-        wanted: ranks of the process groups whose collectives count, as far as this rank is in them.
+        machine: the description from `describe`.
+        device: the device of forward.
+        wanted: ranks of the process groups to measure; those of this rank's parameters.
     """
     box = [_read(machine).get("hardware") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
@@ -74,10 +74,10 @@ def hardware_here(machine: dict[str, Any], device: torch.device, wanted: Iterabl
 
 
 def measured_here(ranks: int) -> Hardware:
-    """The figures under that many ranks of this machine, which are started for it unless an earlier run has measured.
+    """The figures of this machine for that many ranks, which are started for it; reuses those of an earlier run.
 
     Raises:
-        ConfigError: torch.distributed runs already, or there are fewer GPUs than ranks.
+        ConfigError: torch.distributed is already initialised, or there are fewer GPUs than ranks.
     """
     if dist.is_initialized():
         raise ConfigError("ranks run already: --hardware here starts its own, call it without torchrun")
@@ -107,7 +107,7 @@ def _measure_rank(rank: int, ranks: int, folder: str) -> None:
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What a machine's figures depend on."""
+    """The properties that a machine's figures depend on."""
     cuda = device.type == "cuda"
     return {
         "processor": _processor(),
@@ -123,31 +123,31 @@ def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def cache_path(machine: dict[str, Any]) -> Path:
-    """Where the figures of a machine are kept."""
+    """The cache file of a machine's figures."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
     return root / "elixir-moe" / f"hardware-{key}.json"
 
 
 def keep(machine: dict[str, Any], hardware: Hardware) -> None:
-    """Writes the figures; a folder that cannot be written only costs the next run its time."""
+    """Writes the figures; if the folder cannot be written, warns, and the next run measures again."""
     _write(machine, {**_read(machine), "hardware": json.loads(hardware.to_json())})
 
 
 def remember_fit(machine: dict[str, Any], model: str, fitted: Fitted) -> None:
-    """Keeps the constants that the real steps of a model have shown, by `Profile.key`."""
+    """Keeps the constants fitted to the real steps of a model; `model` is a `Profile.key`."""
     data = _read(machine)
     _write(machine, {**data, "fitted": {**data.get("fitted", {}), model: asdict(fitted)}})
 
 
 def remembered_fit(machine: dict[str, Any], model: str) -> Fitted | None:
-    """What an earlier run of the same step has shown on this machine."""
+    """The constants that an earlier run of the same step fitted on this machine; None if there are none."""
     found = _read(machine).get("fitted", {}).get(model)
     return None if found is None else Fitted(**found)
 
 
 def _write(machine: dict[str, Any], data: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Writes the cache file atomically."""
     path = cache_path(machine)
     text = json.dumps({**data, "format": _FORMAT, "machine": machine}, indent=2)
     try:
@@ -160,7 +160,7 @@ def _write(machine: dict[str, Any], data: dict[str, Any]) -> None:
 
 
 def _read(machine: dict[str, Any]) -> dict[str, Any]:
-    """What earlier runs have kept for this very machine; empty if nothing, or nothing that can be used."""
+    """The cached data of exactly this machine; empty if there is none, or none that can be used."""
     path = cache_path(machine)
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -221,9 +221,9 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
 
 
 def with_disk(hardware: Hardware, directory: str) -> tuple[Hardware, int]:
-    """With the disk of a folder, and the room in it for this rank beside others of its host. Collective over the world.
+    """(hardware with the disk of a folder, this rank's share of the free bytes there). Collective over the world.
 
-    Figures that `hardware` has are kept; the others are measured, by one rank of each host.
+    One rank of each host measures the disk; the result is used unless `hardware` has all figures of the disk.
 
     Raises:
         TierError: some rank cannot write there; on all ranks.
@@ -254,7 +254,7 @@ def with_disk(hardware: Hardware, directory: str) -> tuple[Hardware, int]:
 
 
 def _with_wires(hardware: Hardware, device: torch.device, wanted: Iterable[tuple[int, ...]]) -> Hardware:
-    """With the figures of process groups that no earlier run has measured."""
+    """`hardware` with figures for the process groups that no earlier run measured."""
     known = {wire.ranks for wire in hardware.wires}
     everyone = gathered({ranks for ranks in wanted if len(ranks) > 1} - known)
     missing = sorted(set().union(*everyone))
@@ -267,7 +267,8 @@ def _with_wires(hardware: Hardware, device: torch.device, wanted: Iterable[tuple
 
 
 def _wire_of(ranks: tuple[int, ...], device: torch.device) -> Wire | None:
-    """The gathers and reductions over `ranks`; None on other ranks and for one alone. Collective over the world."""
+    """The measured speed of gathers and reductions over `ranks`; None on other ranks, and for a single rank.
+    Collective over the world."""
     inside = dist.get_rank() in ranks and len(ranks) > 1
     communicator = build_communicators([ranks] if inside else [], device).get(ranks)
     if communicator is None:
@@ -280,7 +281,7 @@ def _wire_of(ranks: tuple[int, ...], device: torch.device) -> Wire | None:
 
 
 def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device) -> float:
-    """A gather and a reduction of a chunk of so many bytes."""
+    """Seconds of one gather and one reduction of a chunk of `nbytes` bytes."""
     numel = nbytes // 4 // communicator.size * communicator.size
     buffer = torch.rand(numel, device=device)
     staging = torch.empty_like(buffer if communicator.size > 2 else buffer[: numel // 2])
@@ -293,21 +294,21 @@ def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """1e12 operations a second of square matrix products."""
+    """Speed of square matrix products, in 1e12 operations a second."""
     side = _MATRIX * (8 if device.type == "cuda" else 1)
     a = torch.rand(side, side, device=device).to(dtype)
     return 2 * side**3 / _at_once(lambda: a @ a, device) / 1e12
 
 
 def _memory_rate(device: torch.device) -> float:
-    """1e9 bytes a second, read or written, of the device's own memory."""
+    """Bandwidth of device memory, reads plus writes, in 1e9 bytes a second."""
     a = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device=device)
     b = torch.zeros_like(a)
     return 2 * a.nbytes / _at_once(lambda: b.copy_(a), device) / 1e9
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:
-    """1e9 bytes a second from host memory to the device, and back."""
+    """Bandwidth from host memory to the device, and back, in 1e9 bytes a second."""
     host = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     there = torch.empty_like(host, device=device)
     up = _at_once(lambda: there.copy_(host, non_blocking=True), device)
@@ -316,7 +317,7 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 
 
 def _adam_rate(device: torch.device, threads: int | None = None) -> float:
-    """1e9 elements a second: bf16 gradients in, master, moments and compute shard out."""
+    """Speed of Adam in 1e9 elements a second: bf16 gradients in; master, moments and compute shard out."""
     master, exp_avg, exp_avg_sq, gradient = (torch.rand(_ADAM_NUMEL, device=device) for _ in range(4))
     gradient = gradient.bfloat16()
 
@@ -340,7 +341,7 @@ def _adam_rate(device: torch.device, threads: int | None = None) -> float:
 
 
 def _temporary_rates() -> tuple[float, float]:
-    """Those of the folder for temporary files; zeros, with a warning, if it takes none."""
+    """`_disk_rates` of the folder for temporary files; zeros, with a warning, if that fails."""
     try:
         return _disk_rates(tempfile.gettempdir())
     except (TierError, OSError) as error:
@@ -349,7 +350,7 @@ def _temporary_rates() -> tuple[float, float]:
 
 
 def _disk_rates(directory: str) -> tuple[float, float]:
-    """1e9 bytes a second read and written in a folder, the way chunks on disk are."""
+    """Speed of reads and of writes in a folder, done as for chunks on disk, in 1e9 bytes a second."""
     spill = Spill(directory, [_DISK_BYTES // 4], 1, rank=dist.get_rank())
     step = spill.slice_numel * 4
 
@@ -373,13 +374,13 @@ def _disk_rates(directory: str) -> tuple[float, float]:
 
 
 def _at_once(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of `run` while all ranks do it."""
+    """Seconds of `run` while all ranks run it."""
     dist.barrier()
     return _fastest(run, device)
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of a few runs, behind one that warms up."""
+    """Seconds of the fastest of `_REPEATS` runs, after one to warm up."""
     times = []
     for _ in range(1 + _REPEATS):
         start = time.perf_counter()

@@ -1,9 +1,8 @@
-"""Megatron-core models run without data: what they keep outside of themselves, and mixtures whose routing nobody knows.
+"""Runs Megatron-core models on tensors without data: their global state is set aside, and routing is even.
 
-Owns what must be put aside while a planner runs such a model on tensors without data, and the stand-in for its token
-dispatchers. These select rows by the router's values; the stand-in moves as many rows as balanced routing would,
-whichever they are, through the same copies and the same collectives of Megatron's. Imports nothing of Megatron that the
-model has not imported.
+Owns the state to set aside while a planner traces such a model, and the stand-in for its token dispatchers. A real
+dispatcher selects rows by the router's values; the stand-in moves as many rows as balanced routing would, through the
+same copies and Megatron's own collectives. Imports nothing of Megatron that the model has not imported.
 """
 
 import sys
@@ -22,9 +21,7 @@ _MOE = "megatron.core.transformer.moe"
 
 @contextmanager
 def apart(model: nn.Module) -> Iterator[None]:
-    """While it is open, Megatron's layers write into other tensors than those they keep for all models, and its
-    mixtures are routed evenly.
-    """
+    """While open, Megatron's global buffers are replaced, and the model's mixtures are routed evenly."""
     core: Any = sys.modules.get("megatron.core.parallel_state")
     utils: Any = sys.modules.get(f"{_MOE}.moe_utils")
     buffers = getattr(core, "_GLOBAL_MEMORY_BUFFER", None)
@@ -43,7 +40,7 @@ def apart(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _holding(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner` has another value under `name` for a while."""
+    """Replaces the attribute `name` of `owner` while open."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -53,12 +50,12 @@ def _holding(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Whether it is a mixture layer of Megatron-core."""
+    """Whether `module` is a mixture layer of Megatron-core."""
     return any(kind.__module__ == f"{_MOE}.moe_layer" for kind in type(module).__mro__)
 
 
 class EvenDispatcher:
-    """In the place of a token dispatcher of Megatron-core 0.16: what `MoELayer` calls, in the order it calls it."""
+    """Replaces a token dispatcher of Megatron-core 0.16: the methods that `MoELayer` calls, in order of the calls."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -69,14 +66,14 @@ class EvenDispatcher:
         self._picked: Tensor | None = None
 
     def dispatch_preprocess(self, hidden: Tensor, _routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, width) and (tokens, experts) to what is sent."""
+        """Turns (tokens, width) and (tokens, experts) into the rows to send."""
         self._shape = hidden.shape
         self._shared = None if self._real.shared_experts is None else self._real.shared_experts(hidden)
         rows = hidden.view(-1, hidden.shape[-1])
         return (rows, probs) if self._gathers else self._permuted(rows, probs, self._choices(len(rows)))
 
     def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """To what has come from other ranks."""
+        """Turns sent rows into received rows."""
         if not self._gathers:
             return self._exchanged(hidden), self._exchanged(probs)
         gather = self._mappings.gather_from_sequence_parallel_region
@@ -84,7 +81,7 @@ class EvenDispatcher:
         return (gather(hidden, group=group), gather(probs, group=group)) if group.size() > 1 else (hidden, probs)
 
     def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Any, Tensor]:
-        """To the rows of this rank's experts, expert by expert, and how many each has."""
+        """Turns received rows into the rows of this rank's experts, expert by expert, and their number per expert."""
         experts = self._real.num_local_experts
         if self._gathers:
             rows = self._choices(len(hidden)) // self._real.ep_size
@@ -98,7 +95,7 @@ class EvenDispatcher:
         return hidden, np.array(even_counts(len(hidden), experts)), probs
 
     def combine_preprocess(self, hidden: Tensor) -> Tensor:
-        """Back to the order in which rows had come."""
+        """Restores the order in which rows were received."""
         if self._gathers:
             return self._unpermuted(hidden, self._tokens() * self._real.tp_ep_group.size())
         if self._real.num_local_experts > 1:
@@ -108,14 +105,14 @@ class EvenDispatcher:
         return hidden
 
     def token_combine(self, hidden: Tensor) -> Tensor:
-        """Back to the ranks they had come from."""
+        """Returns rows to the ranks that sent them."""
         if not self._gathers:
             return self._exchanged(hidden)
         group = self._real.tp_ep_group
         return self._summed(hidden, group) if group.size() > 1 else hidden
 
     def combine_postprocess(self, hidden: Tensor) -> Tensor:
-        """To one row a token, in the shape it had."""
+        """Restores one row per token, in the original shape."""
         output = (hidden if self._gathers else self._unpermuted(hidden, self._tokens())).view(self._shape)
         return output if self._shared is None else output + self._shared
 
@@ -123,7 +120,7 @@ class EvenDispatcher:
         return self._shape.numel() // self._shape[-1]
 
     def _choices(self, tokens: int) -> int:
-        """Rows that so many tokens choose; no more than the experts' capacity."""
+        """Number of rows for `tokens` tokens under top-k routing, limited by the experts' capacity."""
         config = self._real.config
         chosen: int = tokens * config.moe_router_topk
         factor = config.moe_expert_capacity_factor

@@ -1,7 +1,7 @@
-"""What a plan was expected to take, beside what its steps take.
+"""Compares the predicted time of a step with the measured time.
 
-Owns the comparison after the first real steps, and what follows from it. All ranks measure the same steps and agree on
-the slowest rank's median, at the end of one and the same step, so whatever follows is the same everywhere.
+Owns the comparison after the first real steps, and the correction that follows. All ranks measure the same steps and
+agree on the slowest rank's median at the end of the same step, so all draw the same conclusion.
 """
 
 import statistics
@@ -22,33 +22,34 @@ from elixir_moe.search.solve import Task
 from elixir_moe.state.wrapped import Wrapped
 
 WARM_UP = 2
-"""Steps that are not measured: the first records its schedule and allocates, the second is the first to follow it."""
+"""Steps before the measured ones: the first records the schedule and allocates, the second is the first to follow it.
+"""
 MEASURED = 5
-"""Steps that are; their median counts, so an evaluation between two of them does not."""
+"""Measured steps; the median is used, so an evaluation between two steps does not count."""
 TOLERANCE = 0.2
-"""Part of the prediction by which the measurement may be off before it is remembered."""
+"""Relative error of the prediction above which the measurement is remembered."""
 
 
 class Prediction:
-    """What `em.inspect(model).prediction` is for a plan that was searched for."""
+    """The value of `em.inspect(model).prediction` for a plan that was searched for."""
 
     def __init__(self, forecast: Forecast, task: Task | None, machine: dict[str, Any] | None) -> None:
         self.forecast = forecast
         self.step_seconds = forecast.seconds.step
         """Predicted seconds of a step."""
         self.measured_seconds: float | None = None
-        """Measured: of the slowest rank, the median of the steps that were measured; None before they are done."""
+        """Median seconds of the measured steps on the slowest rank; None until they are done."""
         self.device_bytes = forecast.device_bytes
         """Predicted bytes the library holds on the device."""
         self.host_bytes = forecast.host_bytes
         self.disk_bytes = forecast.disk_bytes
         self.held_bytes: dict[str, int] = {}
-        """By tier: what it holds at the end of a step; empty before the first."""
+        """Bytes held at the end of a step, by tier; empty before the first step."""
         self._task, self._machine = task, machine
         self._ends: list[float] = []
 
     def observe(self, wrapped: Wrapped) -> None:
-        """At the end of each step. Collective when enough were measured."""
+        """Called at the end of each step. Collective in the step that completes the measurement."""
         if self.measured_seconds is not None:
             return
         self.held_bytes = wrapped.held_bytes()
@@ -79,7 +80,7 @@ class Prediction:
         }
 
     def _learn(self, measured: float) -> None:
-        """Keeps, on the rank that searched, what the next start is to plan with."""
+        """On the rank that searched: keeps the corrected constants for the next start, and warns."""
         if self._task is None or self._machine is None:
             return
         fitted = corrected(self._task.hardware.fitted, self.forecast.seconds, measured)
@@ -92,10 +93,10 @@ class Prediction:
 
 
 def corrected(fitted: Fitted, expected: Seconds, measured: float) -> Fitted:
-    """The constants with which the step would have been predicted as it was measured, as far as compute explains it.
+    """The constants with which the prediction would have equalled the measurement, as far as compute explains it.
 
-    Transfers, collectives and updates are taken at their word, since they were measured alone; what is left of the
-    measured step is compute, at the least what hides the transfers.
+    The predicted times of transfers, collectives and updates are kept, since these were measured alone. The rest of the
+    measured step is compute, and at least as long as the transfers it hides.
     """
     left = measured - (expected.step - max(expected.compute, expected.fetch, expected.offload))
     compute = max(left, expected.fetch, expected.offload, expected.compute / 100)

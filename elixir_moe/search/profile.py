@@ -1,7 +1,7 @@
-"""What one training step of a model asks of the machine: the data a plan is made from.
+"""The demands of one training step on the machine: the data a plan is made from.
 
-Owns `Profile`. Pure: it is found by `trace`, priced by `cost`, and can be kept or compared; it holds no module and no
-tensor.
+Owns `Profile`. Pure: `trace` finds it and `cost` prices it. A profile can be kept and compared; it holds no module and
+no tensor.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ class SentCollective:
     ep: int
     """Ranks that share the experts."""
     nbytes: int
-    """Bytes a rank gives to each all-to-all under balanced routing, its own part included."""
+    """Bytes from one rank in each all-to-all under balanced routing, its own part included."""
     times: int
-    """How often in a step: two in forward, two in backward, two more if recomputed."""
+    """All-to-alls in a step: per forward two and two in its backward, and two per recomputation."""
     expert_flops: int
     """Floating-point operations of this rank's experts in a step under balanced routing."""
     row_bytes: int
@@ -31,15 +31,14 @@ class SentCollective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """Collectives that the model issues itself in one step over one process group: tensor parallelism, for one."""
+    """Collectives of the model itself in one step over one process group, for example for tensor parallelism."""
 
     ranks: tuple[int, ...]
     """Global ranks."""
     nbytes: int
-    """Bytes in the measure of all-gathers: those of what is gathered, or reduce-scattered, or exchanged; an all-reduce
-    counts twice."""
+    """Bytes that are gathered, reduce-scattered or exchanged; an all-reduce counts twice."""
     times: int
-    """How many."""
+    """Number of collectives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +48,7 @@ class Profile:
     params: tuple[ParamSpec, ...]
     """All parameters, in order of first use; shapes are this rank's slices."""
     order: tuple[int, ...]
-    """By place in `params`: the parameter's number in ``model.parameters()``."""
+    """By position in `params`: the parameter's number in ``model.parameters()``."""
     parts: tuple[Part, ...]
     """Modules that have parameters; see `chunks.step_order`."""
     uses: tuple[Use, ...]
@@ -57,33 +56,34 @@ class Profile:
     parameters: int
     """Parameters of the whole model, on all ranks."""
     tokens: int
-    """Elements of the batch a rank's loss is the mean of: D of 8·M·D, on one rank."""
+    """Tokens of one rank's batch: D of 8·M·D, on one rank."""
     flops: int
     """Floating-point operations of matrix products and attention, recomputation included."""
     traffic_bytes: int
     """Bytes read and written in device memory by all other operators."""
     activation_bytes: int
-    """Peak of all tensors of a step that are neither parameters nor buffers, a gradient before it lands included."""
+    """Peak bytes of all tensors of a step that are neither parameters nor buffers, gradients included until they land.
+    """
     buffer_bytes: int
-    """Buffers of the model."""
+    """Bytes of the model's buffers."""
     exchanges: tuple[SentCollective, ...] = ()
     sent: tuple[Sent, ...] = ()
 
     @property
     def key(self) -> str:
-        """Tells one step from another: the same model, batch, ranks and patterns have the same key."""
+        """A hash that identifies the step: the same model, batch, ranks and patterns have the same key."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     @property
     def registered_uses(self) -> tuple[Use, ...]:
-        """`uses`, with parameters numbered as the model registers them."""
+        """`uses`, with parameters numbered as in ``model.parameters()``."""
         return tuple(replace(use, params=tuple(self.order[p] for p in use.params)) for use in self.uses)
 
     @property
     def step_order(self) -> StepOrder:
-        """The step, to be read under any layout."""
+        """The order of the step, for any layout."""
         return StepOrder(self.parts, self.uses)
 
     def schedule(self, layout: Layout) -> Schedule:
-        """What forward and backward ask of the rCache, as the runtime would record it."""
+        """The requests of forward and backward to the rCache, as the runtime would record them."""
         return self.step_order.schedule(layout)

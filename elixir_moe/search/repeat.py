@@ -1,4 +1,4 @@
-"""Layers that are alike: which of them a trace may leave out, and how its events are made whole again.
+"""Identical layers: which of them a trace may leave out, and how the missing events are filled in.
 
 Owns the comparison of layers, the shortened lists of layers, and the repetition of a period of the tape.
 """
@@ -15,22 +15,22 @@ from elixir_moe.search.events import Event, Kind
 
 _LONGEST_PERIOD = 4
 _FEWEST_PERIODS = 4
-"""Three periods are traced; a run must have more to be worth cutting."""
+"""Three periods are traced, so a shorter run is not worth cutting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """A run of alike layers in a list: its first two periods and its last one are traced."""
+    """A run of identical layers in a list, of which the first two periods and the last one are traced."""
 
     layers: nn.ModuleList
     name: str
     """The list's name in the model."""
     start: int
-    """Its first layer."""
+    """Index of the first layer."""
     period: int
-    """Layers after which it repeats."""
+    """Number of layers after which the run repeats."""
     periods: int
-    """How often it repeats in all."""
+    """Number of periods."""
 
     @property
     def boundaries(self) -> list[tuple[nn.Module, nn.Module]]:
@@ -40,7 +40,7 @@ class Cut:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The list without the periods between the second and the last."""
+        """While open, the list lacks the periods between the second and the last."""
         everything = dict(self.layers._modules)
         gone = range(self.start + 2 * self.period, self.start + (self.periods - 1) * self.period)
         kept = [layer for i, layer in enumerate(everything.values()) if i not in gone]
@@ -51,7 +51,7 @@ class Cut:
             self.layers._modules = everything
 
     def renamed(self, marks: Sequence[Event], k: int) -> list[Event]:
-        """The marks of the second period as those of period `k`."""
+        """The events of the second period, renamed to those of period `k`."""
         names = {
             f"{self.name}.{self.start + self.period + j}": f"{self.name}.{self.start + k * self.period + j}"
             for j in range(self.period)
@@ -72,7 +72,7 @@ class Cut:
 
 
 def cuts_of(model: nn.Module) -> list[Cut]:
-    """The longest run of alike layers of each list of layers; lists inside such a run are left alone."""
+    """The run of identical layers in each list of layers that saves most; lists inside such a run are left alone."""
     found: list[Cut] = []
 
     def walk(module: nn.Module, name: str) -> None:
@@ -90,14 +90,14 @@ def cuts_of(model: nn.Module) -> list[Cut]:
 
 
 def made_whole(marks: Sequence[Event], cuts: Sequence[Cut]) -> list[Event] | None:
-    """The tape as if every layer had been traced; None if the periods on it do not tell what the others do."""
+    """The tape as if every layer had been traced; None if the traced periods do not determine the others."""
     insertions: list[tuple[int, list[Event]]] = []
     for number, cut in enumerate(cuts):
         where: dict[tuple[str, int], int] = {}
         for position, mark in enumerate(marks):
             if mark.kind is Kind.BOUNDARY and mark.nbytes // 3 == number:
                 if (mark.name, mark.nbytes % 3) in where:
-                    return None  # a layer that runs twice
+                    return None  # a layer runs twice
                 where[mark.name, mark.nbytes % 3] = position
         order = [("forward", 0), ("forward", 1), ("forward", 2), ("backward", 2), ("backward", 1), ("backward", 0)]
         if sorted(where, key=where.__getitem__) != order or _read_elsewhere(marks, cut, where):
@@ -114,7 +114,7 @@ def made_whole(marks: Sequence[Event], cuts: Sequence[Cut]) -> list[Event] | Non
 
 
 def _read_elsewhere(marks: Sequence[Event], cut: Cut, where: Mapping[tuple[str, int], int]) -> bool:
-    """Whether parameters of a traced period are read outside of it: then those of other periods may be too."""
+    """Whether parameters of a traced period are read outside it: parameters of other periods may be read too."""
     for number, period in enumerate((0, 1, cut.periods - 1)):
         first = cut.start + period * cut.period
         prefixes = tuple(f"{cut.name}.{layer}." for layer in range(first, first + cut.period))
@@ -127,7 +127,7 @@ def _read_elsewhere(marks: Sequence[Event], cut: Cut, where: Mapping[tuple[str, 
 
 
 def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int] | None:
-    """(start, period, periods) of the run that saves most layers."""
+    """(start, period, periods) of the run that saves the most layers; None if there is none."""
     best: tuple[int, tuple[int, int, int]] | None = None
     for period in range(1, _LONGEST_PERIOD + 1):
         start = 0
@@ -144,7 +144,7 @@ def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int] | None:
 
 
 def _signatures(layers: Sequence[nn.Module]) -> list[Any]:
-    """Everything about each layer that its run may depend on, but for settings that only count the layers."""
+    """Everything that the execution of each layer may depend on, except settings that only number the layers."""
     settings = [
         {(name, key): value for name, m in layer.named_modules() for key, value in vars(m).items() if _is_plain(value)}
         for layer in layers

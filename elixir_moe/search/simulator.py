@@ -1,6 +1,6 @@
-"""A recorded step played on rCaches of many sizes: in C++ where it was built, else by `chunks.cache_policy`.
+"""Simulates a recorded step on rCaches of many sizes: in C++ if it was built, else by `chunks.cache_policy`.
 
-Owns the schedule as the native code reads it. The decisions are those of `cache_policy.simulate` without prefetching,
+Owns the schedule in the form of the native code. The decisions are those of `cache_policy.simulate` without prefetch,
 which moves gathers but never adds one; a test compares them load by load. Source: Elixir v2, A.2.
 """
 
@@ -18,7 +18,7 @@ _NUMBER = {Verb.ACQUIRE: 0, Verb.RELEASE: 1}
 
 
 class Simulator:
-    """One schedule, to be played on any number of blocks."""
+    """Simulates one schedule on any number of blocks."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -30,7 +30,7 @@ class Simulator:
         self._chunks = array("i", [item if item >= 0 else self._count + gradients_of(item) for item in items])
 
     def loads(self, blocks: int) -> list[Load]:
-        """The loads of one step on a cache of `blocks` blocks, empty at first, in order.
+        """The loads of one step, in order, on a cache of `blocks` blocks that is empty at first.
 
         Raises:
             PlanError: there are too few blocks.

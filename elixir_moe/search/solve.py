@@ -1,7 +1,7 @@
-"""Which plan is best: chunk length, blocks of the rCache, and the tier of every chunk.
+"""Searches for the best plan: chunk length, blocks of the rCache, and the tier of every chunk.
 
-Owns the search. For each chunk length worth trying it lets the runtime's own policy play the step on every number of
-blocks, fills what is left of the device with chunks, and keeps what is fastest. Pure; `cost` prices, `explain` tells.
+Owns the search. For each candidate chunk length and number of blocks, it simulates the step with the runtime's own
+policy, fills the rest of the device with chunks, and keeps the fastest plan. Pure; `cost` prices, `explain` explains.
 Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache), section 5 (device against rCache).
 """
 
@@ -35,52 +35,52 @@ from elixir_moe.search.profile import Profile
 from elixir_moe.search.simulator import Simulator
 
 _LENGTH_SPAN = 4
-"""Chunks are tried up to this many times the largest parameter: longer ones only coarsen the rCache."""
+"""Longest chunk tried, in multiples of the largest parameter: longer ones only make the rCache coarser."""
 _LENGTHS = 12
-"""Chunk lengths that are tried at least, those that waste least first."""
+"""Number of chunk lengths tried for a large model, those with the least waste first."""
 _PARAMETERS = 4000
-"""Of a small model more are: as many as have so many parameters between them, as least waste is not always best."""
+"""For a small model, this divided by its number of parameters: the length with the least waste is not always best."""
 _DENSE = 48
-"""Up to so many numbers of blocks each is tried; of more, some, and then all near the best."""
+"""If there are at most this many candidate numbers of blocks, all are tried; else a grid, refined near the best."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What is to be planned: a step, on a machine."""
+    """A planning problem: a step on a machine."""
 
     profile: Profile
     hardware: Hardware
     gpus: int
     capacity_bytes: int
-    """Of one device."""
+    """Memory of one device, in bytes."""
     host_bytes: int
-    """Host memory of one rank."""
+    """Host memory of one rank, in bytes."""
     disk_bytes: int | None = 0
-    """Room of one rank on disk; None if the optimizer cannot update what is there."""
+    """Disk space of one rank, in bytes; None if the optimizer cannot update chunks on disk."""
     moments: int = 2
-    """fp32 values the optimizer keeps for each element."""
+    """fp32 values the optimizer keeps per element."""
     staged: bool = False
-    """Reductions go through a staging buffer (gloo)."""
+    """Reductions use a staging buffer (gloo)."""
     imbalance: float = 1.0
-    """Routed rows of the busiest rank, in even shares."""
+    """Routed rows of the busiest rank, in multiples of an even share."""
     accumulation: int = 1
-    """Backwards in a step; more than one keep fp32 sums."""
+    """Backwards per step; with more than one, gradients are summed in fp32."""
 
     @property
     def allowed_bytes(self) -> int:
-        """U_allowed: device memory the library may hold."""
+        """U_allowed: device memory the library may hold, in bytes."""
         surplus = cost.activations(self.profile, self.imbalance) - self.profile.activation_bytes
         return cost.allowed_bytes(self.profile, self.capacity_bytes) - int(cost.F_ALLOC * cost.F_FRAG * surplus)
 
     def held_bytes(self, size: Footprint) -> tuple[int, int]:
-        """What the library holds on the device and on the host, accumulators included where there are any."""
+        """(device bytes, host bytes) that the library holds, accumulators included if there are any."""
         sums = size.accumulator_bytes if self.accumulation > 1 else dict.fromkeys(Tier, 0)
         return size.device_bytes + sums[Tier.DEVICE], size.host_bytes + sums[Tier.HOST]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A plan with what it costs."""
+    """A plan and its cost."""
 
     plan: Plan
     layout: Layout
@@ -88,10 +88,10 @@ class Choice:
     moved: cost.Traffic
     seconds: cost.Seconds
     loads: tuple[int, ...]
-    """Chunks gathered into the rCache in a step, each as often as it is."""
+    """Chunks gathered into the rCache in a step, once per gather."""
 
     def chunks_in(self, tier: Tier) -> int:
-        """Chunks at home in a tier."""
+        """Number of chunks at home in a tier."""
         return sum(self.plan.home(self.layout, chunk) is tier for chunk in self.layout.chunks)
 
 
@@ -99,7 +99,7 @@ def solve(task: Task) -> Choice:
     """The fastest plan that fits.
 
     Raises:
-        PlanError: none does; it says by how many bytes, in which tier, and what would help.
+        PlanError: no plan fits; the message has the missing bytes, the tier and a remedy.
     """
     step_order = task.profile.step_order
     searches = [_Length(task, step_order, length) for length in chunk_lengths(task.profile.params)]
@@ -110,10 +110,10 @@ def solve(task: Task) -> Choice:
 
 
 def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[int] | None = None) -> Choice:
-    """What `plan` costs, whether it fits or not.
+    """The cost of `plan`, whether it fits or not.
 
     Raises:
-        PlanError: it cannot be carried out: a chunk too short, an rCache too small.
+        PlanError: the plan cannot run: chunks too short, or rCache too small.
     """
     if layout is None:
         layout = plan.layout(task.profile.params)
@@ -133,12 +133,12 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
 
 
 def gathers(simulator: Simulator, blocks: int) -> list[int]:
-    """The chunks whose weights are gathered in a step."""
+    """The chunks whose weights are gathered in a step, once per gather."""
     return [load.chunk for load in simulator.loads(blocks) if load.chunk >= 0]
 
 
 def shortage(task: Task, size: Footprint) -> dict[Tier, int]:
-    """By tier: bytes that are missing."""
+    """{tier: missing bytes}; empty if the plan fits."""
     device, host = task.held_bytes(size)
     missing = {
         Tier.DEVICE: device - task.allowed_bytes,
@@ -149,9 +149,9 @@ def shortage(task: Task, size: Footprint) -> dict[Tier, int]:
 
 
 def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
-    """Chunk lengths worth trying: those that a run of consecutive parameters fills exactly, or that first fuse a group.
+    """Candidate chunk lengths: those that consecutive parameters fill exactly, and the shortest that fuses a group.
 
-    A length between two of them packs as the shorter one does and makes every block longer.
+    A length between two candidates packs like the shorter one and only makes every block longer.
     """
     movable = [p for p in params if not p.resident]
     largest = max((p.numel for p in movable), default=1)
@@ -180,7 +180,7 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
 
 
 def _space(sizes: Sequence[int], length: int) -> int:
-    """Elements of all blocks a rough packing of `sizes` needs."""
+    """Elements of all chunks in a rough packing of `sizes`."""
     chunks, used = 1, 0
     for size in sizes:
         if used + size > length:
@@ -191,27 +191,28 @@ def _space(sizes: Sequence[int], length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a rank holds with so many chunks at home on the device, whatever the number of blocks."""
+    """Memory of one rank with a given number of chunks at home on the device, for any number of blocks."""
 
     device_bytes: int
-    """All but the blocks."""
+    """Device memory without the blocks."""
     host_bytes: int
     disk_chunks: int
-    """Chunks on disk: the fewest with which host memory is large enough, if the disk is."""
+    """Number of chunks on disk: the fewest that make the rest fit in host memory; 0 if the disk is too small for them.
+    """
     disk_short_bytes: int | None
-    """By which the disk is too small for that; None if no disk would do."""
+    """Bytes by which the disk is too small for that; None if no disk would be enough."""
     cached: int
-    """Blocks for the weights of all chunks that go through the rCache, and for all gradients that have one at once."""
+    """Blocks for the weights of all cached chunks, and for all gradients that have a block at once."""
     block_bytes: int
 
     def missing(self, task: Task, blocks: int) -> dict[Tier, int]:
-        """By tier: bytes that are too few, at most 0 where there are enough; of the disk, to make up for the host."""
+        """{tier: missing bytes}, 0 or less if there are enough; for the disk, the bytes that would relieve the host."""
         device = self.device_bytes + min(blocks, self.cached) * self.block_bytes
         short = {Tier.DEVICE: device - task.allowed_bytes, Tier.HOST: self.host_bytes - task.host_bytes}
         return short if self.disk_short_bytes is None else {**short, Tier.DISK: self.disk_short_bytes}
 
     def most_blocks(self, task: Task) -> float:
-        """The most blocks with which nothing is missing; -1 if something is without any."""
+        """The most blocks that fit; -1 if memory is short even without blocks."""
         missing = self.missing(task, 0)
         if max(missing.values()) > 0:
             return -1
@@ -232,21 +233,21 @@ class _Length:
             saved.append(saved[-1] + self._held_at(chunk, Tier.HOST) - self._held_at(chunk, Tier.DISK))
             on_disk.append(on_disk[-1] + home_bytes(chunk, Tier.DISK, task.moments)[Tier.DISK])
         self._saved, self._on_disk = saved, on_disk
-        """Of the first chunks: bytes of host memory that a disk saves, bytes they then have there."""
+        """Cumulative over the first n chunks: host bytes saved by moving them to disk, and their bytes on disk."""
         self._held = list(self._by_device_chunks())
         self._most_blocks = [held.most_blocks(task) for held in self._held]
         self._steps: dict[int, tuple[Simulator, int, int]] = {}
         self._found: dict[int, Choice | None] = {}
 
     def _held_at(self, chunk: ChunkSpec, tier: Tier) -> int:
-        """Bytes in memory of a chunk at home in `tier`."""
+        """Memory of a chunk at home in `tier`, without its bytes on disk."""
         sums = (self._task.accumulation > 1) * accumulator_bytes(chunk, tier)
         return home_bytes(chunk, tier, self._task.moments)[tier.of_compute] + sums
 
     def _by_device_chunks(self) -> Iterator[_Held]:
-        """For each number of chunks on the device, from none to all: the last ones in order of first use.
+        """For each number of chunks on the device, from none to all; these are the last ones in order of first use.
 
-        A chunk that is whole there is used in place and needs no block any more.
+        An unscattered chunk on the device is used in place and needs no block.
         """
         task, layout = self._task, self._layout
         on_device = Plan.zero2().place(layout).chunks
@@ -273,11 +274,10 @@ class _Length:
                 widths[chunk.key.dtype.itemsize] -= 1
 
     def _spilled(self, count: int, host: int) -> tuple[int, int, int | None]:
-        """(host bytes, chunks on disk, bytes by which the disk is too small) if the first `count` chunks are not on the
-        device and take `host` bytes without a disk.
+        """(host bytes, chunks on disk, missing disk bytes) if the first `count` chunks are not on the device.
 
-        As few of them are on disk as host memory asks for, the last ones; where that cannot be, as many as the disk
-        takes.
+        Without a disk they take `host` bytes of host memory. The last of them go to disk, as few as host memory
+        requires. If that is impossible, no chunk is on disk, and host bytes are the least that the disk allows.
         """
         task, saved, spilled = self._task, self._saved, self._on_disk
         if host <= task.host_bytes or task.disk_bytes is None:
@@ -296,7 +296,7 @@ class _Length:
         return left(enough), count - enough, 0
 
     def best(self) -> Choice | None:
-        """The fastest plan of this length that fits; None if none does."""
+        """The fastest plan with this chunk length that fits; None if none does."""
         for blocks in self._grid():
             self._at(blocks)
         while True:
@@ -317,7 +317,7 @@ class _Length:
         return sorted({least + (most - least) * i // 16 for i in range(17)})
 
     def _near(self, blocks: int) -> Iterator[int]:
-        """Numbers between the neighbours of the best one that were not tried."""
+        """The midpoints between the best number of blocks and its tried neighbours."""
         tried = sorted(self._found)
         for low, high in pairwise(tried):
             if high - low > 1 and low <= blocks <= high:
@@ -346,7 +346,7 @@ class _Length:
         self._found[blocks] = price(self._task, plan, layout, loads)
 
     def _step(self, device_chunks: int) -> tuple[Simulator, int, int]:
-        """The step with so many chunks on the device, the fewest blocks for it, and its most open gradients."""
+        """(simulator, least blocks, most open gradients) of the step with that many chunks on the device."""
         cached = self._held[device_chunks].cached
         if cached not in self._steps:
             plan = Plan.offload(rcache_blocks="all", device_chunks=device_chunks)
@@ -355,14 +355,14 @@ class _Length:
         return self._steps[cached]
 
     def shortages(self) -> Iterator[dict[Tier, int]]:
-        """What is missing with the fewest blocks, for each number of chunks on the device."""
+        """The missing bytes with the fewest blocks, for each number of chunks on the device."""
         chunks = len(self._layout.chunks)
         for count, held in enumerate(self._held):
             yield held.missing(self._task, self._step(chunks if count == chunks else 0)[1])
 
 
 def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
-    """By how many bytes no plan fits, in which tier, and what would make one fit, the smallest change first."""
+    """The error message: the missing bytes, their tier, and the changes that would make a plan fit, smallest first."""
     device = min((s[Tier.DEVICE] for s in shortages if s[Tier.HOST] <= 0), default=None)
     host = min((s[Tier.HOST] for s in shortages if s[Tier.DEVICE] <= 0), default=None)
     disk = min((s[Tier.DISK] for s in shortages if s[Tier.DEVICE] <= 0 and Tier.DISK in s), default=None)
@@ -379,7 +379,7 @@ def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
             change += f", or free {freed} of the {held} bytes of activations by a smaller batch or shorter sequences"
         answers.append((device, "device", change))
     start = f"no plan fits {task.gpus} x {task.hardware.name}:"
-    if not answers:  # however much one tier had, the other is too small
+    if not answers:  # no single tier is the cause: more of one alone would not help
         both = min(shortages, key=lambda s: (s[Tier.DEVICE], s[Tier.HOST]))
         device, host = both[Tier.DEVICE], both[Tier.HOST]
         return (

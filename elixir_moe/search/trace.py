@@ -1,13 +1,13 @@
-"""One training step on tensors without data: what is used when, and what it costs.
+"""Traces one training step on tensors without data: the uses of parameters, and the cost.
 
-Owns the run of a model's forward and backward under torch's fake tensors and the tape of what happened in it. The model
-is given back as it was. Nothing is computed and nothing is sent, so a model of any size is traced in seconds.
+Owns the run of forward and backward under torch's fake tensors, and the tape of its events. The model is restored
+afterwards. Nothing is computed and nothing is sent, so a model of any size is traced in seconds.
 Sources: Elixir v2, 3.1 (pre-runtime profiler) and A.3 (the detector of checkpointed regions).
 
-Identical layers are traced once. A run of layers that agree in every module, shape and setting is cut to its first two
-periods and the last; the second one's part of the tape is then repeated for all that were cut. In forward it reaches
-from its entry to the next period's, in backward from the gradient of its output to the gradient of its input, so what
-one period allocates and another frees is counted just as often as in the whole run.
+Identical layers are traced once. A run of layers with equal modules, shapes and settings is cut to its first two
+periods and the last one; the second period's part of the tape then stands for all omitted periods. In forward, that
+part reaches from the entry of the period to the entry of the next, in backward from the gradient of its output to the
+gradient of its input. Memory that one period allocates and another frees is thus counted as often as in the whole run.
 """
 
 import gc
@@ -55,14 +55,15 @@ def trace(
         model: any module, on any device, "meta" included. Parameters with a pattern have this rank's slices.
         step: the forward of a training step.
         sample: a batch: tensors in lists, tuples and dicts. Only shapes and dtypes are read.
-        world: ranks over which parameters without a pattern are replicated.
-        rank: the rank whose view this is.
+        world: number of ranks over which parameters without a pattern are replicated.
+        rank: the rank to trace.
         compute_dtype: as in `wrap`.
-        tokens: what D counts on this rank; by default the elements of the first tensor of whole numbers of `sample`.
+        tokens: tokens of this rank's batch; by default the elements of the first integer tensor in `sample`.
         whole: trace every layer, identical or not.
 
     Raises:
-        ConfigError: the step returns no scalar loss, or cannot run without data (it reads values of tensors).
+        ConfigError: the step returns no scalar loss, needs data (it reads values of tensors), or keeps tensors outside
+            the model.
     """
     everywhere = Pattern(RankMesh.world(world, rank), replicate=("dp",))
     specs = param_specs(model, model.parameters(), everywhere=everywhere, compute_dtype=compute_dtype)
@@ -75,7 +76,7 @@ def trace(
     except ConfigError:
         if not cuts:
             raise
-        tape = None  # the model counts its layers, perhaps
+        tape = None  # perhaps the model depends on the number of its layers
     if tape is None:
         return trace(
             model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype, tokens=tokens, whole=True
@@ -145,9 +146,9 @@ def _run(
 
 @contextmanager
 def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: FakeTensorMode) -> Iterator[None]:
-    """Parameters, buffers and tensor attributes are tensors without data for a while; all that changes is undone.
+    """While open, parameters, buffers and tensor attributes are tensors without data; all changes are then undone.
 
-    What a forward that is memoised has seen meanwhile is forgotten.
+    The caches of memoised forwards are cleared.
     """
     before = [
         (module, dict(module._parameters), dict(module._buffers), dict(vars(module))) for module in model.modules()
@@ -195,9 +196,9 @@ def _fake(value: Any) -> Any:
 
 
 def _uses(tape: Sequence[Event], parts: Mapping[str, int], params: Mapping[str, int]) -> Iterator[Use]:
-    """The runs of parts and the reads outside of them in forward, with the region each is recomputed in.
+    """The runs of parts and the reads outside them in forward, each with the region that recomputes it.
 
-    Where some of the uses of one name ran without gradients, it is those that reentrant checkpoints run again.
+    If some uses of one name ran without gradients, those are the ones that reentrant checkpoints recompute.
     """
     regions: dict[tuple[str, tuple[str, ...]], int] = {}
     count, fresh = 0, True
@@ -229,7 +230,7 @@ def _uses(tape: Sequence[Event], parts: Mapping[str, int], params: Mapping[str, 
 
 
 def _exchanges(model: nn.Module, tape: Sequence[Event], dtype: torch.dtype | None) -> Iterator[SentCollective]:
-    """What the mixture layers send and multiply, if every expert gets its even share of the choices."""
+    """The all-to-alls and matrix products of the mixture layers under balanced routing."""
     modules = dict(model.named_modules())
     calls: dict[str, list[Event]] = {}
     for mark in tape:
@@ -255,7 +256,7 @@ def _exchanges(model: nn.Module, tape: Sequence[Event], dtype: torch.dtype | Non
 
 
 def _megatron_exchange(layer: Any, marks: Sequence[Event], dtype: torch.dtype | None) -> SentCollective:
-    """What grows with the load of a mixture layer of Megatron-core; what it sends is on the tape itself."""
+    """The load-dependent cost of a Megatron-core mixture layer; its collectives are on the tape already."""
     config, rows = layer.config, max(mark.nbytes for mark in marks) * layer.config.moe_router_topk
     width, inner = config.hidden_size, config.moe_ffn_hidden_size
     again = sum(mark.kind is Kind.MIX_AGAIN for mark in marks)
@@ -270,7 +271,7 @@ def _megatron_exchange(layer: Any, marks: Sequence[Event], dtype: torch.dtype | 
 
 
 def _sent(tape: Sequence[Event]) -> Iterator[Sent]:
-    """What the model sends by itself, by process group."""
+    """The model's own collectives, by process group."""
     found: dict[str, list[Event]] = {}
     for mark in tape:
         if mark.kind is Kind.SENT:
@@ -281,7 +282,7 @@ def _sent(tape: Sequence[Event]) -> Iterator[Sent]:
 
 
 def _tokens(sample: Any) -> int:
-    """Elements of the first tensor of whole numbers; 0 if there is none."""
+    """Elements of the first tensor that is not of floating point; 0 if there is none."""
     if isinstance(sample, Tensor):
         return sample.numel() if not sample.is_floating_point() else 0
     items = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, (list, tuple)) else ()

@@ -1,6 +1,7 @@
-"""The model as one process would have it: full tensors from shards.
+"""Full tensors from shards: the model as a single process would have it.
 
-Owns `full_state_dict`. Reads homes and gathers over process groups of its own; disturbs neither rCache nor schedule.
+Owns `full_state_dict`. Reads the shards at home and gathers over its own process groups; does not touch rCache or
+schedule.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 
 
 def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[int, ...]]:
-    """The ranks `full_state_dict` gathers over."""
+    """The ranks of each process group that `full_state_dict` gathers over."""
     patterns = {pattern for p in model.parameters() if (pattern := pattern_of(p)) is not None}
     return [
         *(spec.key.ranks for spec in chunks),
@@ -30,15 +31,15 @@ def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[i
 def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
     """``{name: full CPU tensor}``: names, shapes and dtypes of the model before `wrap`, experts of all ranks included.
 
-    Trainable parameters come from their fp32 masters. Tied names share one tensor. Collective.
+    Trainable parameters are read from their fp32 masters. Tied names share one tensor. Collective.
 
     Args:
         model: a wrapped model.
-        all_ranks: whether all ranks get it; otherwise rank 0 does, for a pipeline stage the first of its ranks, and
-            the others, which hold no more than a chunk of it at once, get an empty dict.
+        all_ranks: return the tensors on all ranks. By default only rank 0 gets them (for a pipeline stage, the first of
+            its ranks); the others get an empty dict and hold at most one chunk at once.
 
     Raises:
-        UsageError: the model is not wrapped, or has other parameters or buffers than it had then.
+        UsageError: the model is not wrapped, or its parameters or buffers have changed since `wrap`.
     """
     wrapped = require_wrapped(model, "full_state_dict", "; use model.state_dict() on a plain one")
     check_as_wrapped(model, wrapped)
@@ -53,7 +54,7 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
 
 @torch.no_grad()
 def full_parameters(wrapped: Wrapped) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """(parameter, full CPU tensor in its dtype before `wrap`), a chunk gathered at a time. Collective."""
+    """Yields (parameter, full CPU tensor in its dtype before `wrap`); gathers one chunk at a time. Collective."""
     wrapped.scheduler.check_open()
     wrapped.hooks.check_outside("em.full_state_dict()")
     wrapped.scheduler.flush()
@@ -69,7 +70,7 @@ def full_parameters(wrapped: Wrapped) -> Iterator[tuple[nn.Parameter, torch.Tens
 
 
 def refuse_plain_state_dicts(model: nn.Module) -> None:
-    """Makes ``model.state_dict()`` and ``load_state_dict()`` say what to use: released parameters hold no weights."""
+    """Makes ``model.state_dict()`` and ``load_state_dict()`` raise UsageError: released parameters hold no weights."""
 
     def refuse(*_: object, **__: object) -> None:
         raise UsageError(
@@ -82,7 +83,7 @@ def refuse_plain_state_dicts(model: nn.Module) -> None:
 
 
 def _join(local: torch.Tensor, pattern: Pattern, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> torch.Tensor:
-    """The logical parameter from the slices of all ranks it is sharded over; the innermost axis is joined first."""
+    """Joins the slices of all ranks into the logical parameter, along the innermost axis first."""
     shape = pattern.global_shape(local.shape)
     local = local.view(pattern.cell_shape(local.shape))
     for axis, dim in reversed(pattern.shard):
@@ -93,7 +94,7 @@ def _join(local: torch.Tensor, pattern: Pattern, groups: dict[tuple[int, ...], d
 
 
 def _all(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """`tensor` of every rank, in rank order; as bytes, which gloo sends whatever the dtype."""
+    """`tensor` of every rank, in rank order. Sent as bytes, since gloo does not send every dtype."""
     flat = tensor.reshape(-1).view(torch.uint8)
     pieces = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
     dist.all_gather(pieces, flat, group=group)

@@ -1,8 +1,8 @@
-"""Folders of safetensors, as Hugging Face keeps models: read straight into shards, written straight from them.
+"""Folders of safetensors in Hugging Face's form: read straight into shards, written straight from shards.
 
-Owns both ways. No rank holds more of the full model at once than a chunk and what one tensor in a file is made of.
-Names and shapes in files are the model's own, or those `transformers` registers for its class: mixtures of experts have
-one tensor an expert in their files and one a layer in memory.
+Owns both directions. No rank holds more of the full model at once than one chunk and the sources of one tensor.
+Names and shapes in files are the model's own, or those that `transformers` registers for its class: mixtures have one
+tensor per expert in files, and one per layer in memory.
 """
 
 import json
@@ -33,23 +33,23 @@ from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What one tensor of the model is made of."""
+    """The tensors in files from which one tensor of the model is made."""
 
     keys: list[tuple[str, str]]
-    """(name in the files, pattern of the converter it matches), in the order the converter wants."""
+    """(name in the files, pattern of the converter it matches), in the order the converter expects."""
     converter: Any = None
-    """A `transformers` WeightConverter; None if the tensor is in the files as it is."""
+    """A `transformers` WeightConverter; None if the tensor is in the files unconverted."""
     first: str = ""
-    """The converter's name for what it makes."""
+    """The converter's name for its result."""
 
 
 class Pretrained:
-    """The weights a folder has for what a model has on meta.
+    """The weights in a folder for the parameters and buffers that a model has on meta.
 
-    Collective: every rank makes one, of the same model; what is wrong on one rank is an error on all.
+    Collective: every rank creates one for the same model, and an error on one rank is raised on all.
 
     Raises:
-        CheckpointError: the folder cannot be read, or lacks a weight, or has it in another shape.
+        CheckpointError: the folder cannot be read, lacks a weight, or has it in another shape.
     """
 
     def __init__(self, model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -62,11 +62,11 @@ class Pretrained:
         raise_on_all_ranks("opened a folder of weights", self._open, error=CheckpointError)
 
     def fill(self, place: Tensor, tensor: Tensor) -> None:
-        """Reads this rank's part of a parameter that was on meta into `place`. What fails is told by `settle`."""
+        """Reads this rank's part of a parameter that was on meta into `place`. Failures are raised by `settle`."""
         self._reading.run(lambda: place.copy_(self._read(tensor)))
 
     def settle(self) -> None:
-        """Raises CheckpointError on all ranks if any could not `fill` something. Collective."""
+        """Raises CheckpointError on all ranks if a `fill` failed on any. Collective."""
         self._reading.settle()
 
     def _read(self, tensor: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Pretrained:
         return whole[part]
 
     def fill_buffers(self) -> None:
-        """Takes all buffers off meta: as the folder has them or, if it has not, as the model makes them. Collective."""
+        """Takes all buffers off meta: read from the folder if it has them, else computed by the model. Collective."""
         raise_on_all_ranks("read their buffers", self._fill_buffers, error=CheckpointError)
 
     def _fill_buffers(self) -> None:
@@ -110,7 +110,7 @@ class Pretrained:
             _make(self._model, made)
 
     def _open(self) -> None:
-        """Raises CheckpointError for all that can be known to be wrong before a weight is read."""
+        """Opens the files. Raises CheckpointError with all problems that are visible before a weight is read."""
         from safetensors import SafetensorError, safe_open
 
         index = self._folder / INDEX
@@ -141,7 +141,7 @@ class Pretrained:
             raise CheckpointError(f"{self._folder}: " + "\n  ".join(problems))
 
     def _found(self, tensor: Tensor) -> str | None:
-        """The name under which the folder has `tensor`."""
+        """The name under which the folder has `tensor`; None if it has not."""
         return next((name for name in self._names[tensor] if name in self._sources), None)
 
     def _source(self, tensor: Tensor) -> _Source | None:
@@ -154,15 +154,15 @@ def _unlike(name: str, found: tuple[int, ...], tensor: Tensor) -> str:
 
 
 def leave_meta(parameter: nn.Parameter) -> None:
-    """Takes a parameter off meta in place, with one zero for all its elements; its attributes stay."""
+    """Takes a parameter off meta in place, as an expanded single zero; its attributes stay."""
     zero = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
     other = nn.Parameter(zero, requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, other)  # the optimizer and tied modules know this very object
+    torch.utils.swap_tensors(parameter, other)  # the optimizer and tied modules refer to this very object
 
 
 def _sources(model: nn.Module, keys: Iterable[str]) -> dict[str, _Source]:
-    """By name in the model, all that the files have."""
+    """{name in the model: source} of every tensor in the files; `keys` are the names in the files."""
     if not _of_transformers(model):
         return {key: _Source([(key, "")]) for key in keys}
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -190,7 +190,8 @@ def _sources(model: nn.Module, keys: Iterable[str]) -> dict[str, _Source]:
 
 
 def _make(model: Any, buffers: list[Tensor]) -> None:
-    """Has `transformers` compute `buffers`: it passes over what is marked, and what is on meta it cannot change."""
+    """Lets `transformers` initialise `buffers` only: it skips tensors that are marked, and cannot change tensors on
+    meta."""
     new = {id(buffer) for buffer in buffers}
     done: list[Any] = [t for _, t in named_tensors(model) if not t.is_meta and id(t) not in new]
     for tensor in done:
@@ -208,21 +209,21 @@ def _make(model: Any, buffers: list[Tensor]) -> None:
 
 @torch.no_grad()
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_file_bytes: int = 5 * 10**9) -> None:
-    """Writes a wrapped model's full weights, and its config if it has one, as ``from_pretrained`` reads them.
+    """Writes a wrapped model's full weights, and its config if it has one, for ``from_pretrained``.
 
-    Of a peft model its adapters, as ``PeftModel.from_pretrained`` reads them; each rank has all weights for a while.
+    For a peft model, writes its adapters for ``PeftModel.from_pretrained``; rank 0 then holds all weights at once.
 
-    Collective; rank 0 writes. Trainable weights come from their fp32 masters, in the dtype they had before `wrap`. What
-    was in the folder stays until all is written.
+    Collective; rank 0 writes. Trainable weights are read from their fp32 masters and written in their dtype before
+    `wrap`. The previous contents of the folder stay until everything is written.
 
     Args:
-        model: a model that went through `wrap`.
-        folder: where to; made if it is not there.
-        max_file_bytes: how large a file of several tensors may get.
+        model: a wrapped model.
+        folder: the target folder; created if missing.
+        max_file_bytes: largest size of a file with several tensors.
 
     Raises:
-        UsageError: the model is not wrapped, or has other parameters or buffers than it had then.
-        CheckpointError: rank 0 cannot write; on every rank.
+        UsageError: the model is not wrapped, or its parameters or buffers have changed since `wrap`.
+        CheckpointError: rank 0 cannot write; raised on every rank.
     """
     wrapped = require_wrapped(model, "save_pretrained", "; a plain one has its own")
     if hasattr(model, "peft_config"):
@@ -257,7 +258,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
 
 def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Tensor]]:
-    """(first name, full tensor) of every parameter and kept buffer, a chunk at a time; on every rank."""
+    """Yields (first name, full tensor) of every parameter and persistent buffer on every rank, one chunk at a time."""
     for parameter, tensor in full_parameters(wrapped):
         yield wrapped.model.names[parameter][0], tensor
     for name, buffer in model.named_buffers():
@@ -266,7 +267,7 @@ def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Ten
 
 
 class _Writer:
-    """Files of known size, filled in whatever order tensors come; on one rank."""
+    """Writes files of known size, with tensors in any order; on one rank."""
 
     def __init__(self, model: nn.Module, wrapped: Wrapped, folder: Path) -> None:
         self._model, self._wrapped = model, wrapped
@@ -277,7 +278,7 @@ class _Writer:
         self._waiting: dict[str, Tensor] = {}
 
     def begin(self, max_file_bytes: int) -> None:
-        """Makes all files, of their full size and with their headers."""
+        """Creates all files in full size, with their headers."""
         model, wrapped = self._model, self._wrapped
         kept = {
             p: (p.shape, d)
@@ -305,11 +306,11 @@ class _Writer:
             file = self._files[file_name] = open(self._partial / file_name, "wb")  # noqa: SIM115 (closed by `clean`)
             file.write(head.data)
             file.flush()
-            os.posix_fallocate(file.fileno(), 0, head.nbytes)  # a full disk shows now
+            os.posix_fallocate(file.fileno(), 0, head.nbytes)  # so that a full disk is noticed now
             self._places |= {key: (file_name, place) for key, place in head.places.items()}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes the full tensor of the model; writes what can be made of those that have come."""
+        """Takes a full tensor of the model; writes the tensors of files that are now complete."""
         names = self._group_of.get(name)
         if names is None:
             return
@@ -321,7 +322,7 @@ class _Writer:
                 self._files[file_name].write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
-        """Puts the files in their place."""
+        """Moves the files to their final place."""
         for file in self._files.values():
             file.close()
         self._configure()
@@ -331,9 +332,9 @@ class _Writer:
             new.replace(self._folder / new.name)
 
     def clean(self) -> None:
-        """Removes what is not in its place."""
+        """Removes files that are not in their final place."""
         for file in self._files.values():
-            with suppress(OSError):  # a full disk, which was told of
+            with suppress(OSError):  # a full disk, already reported
                 file.close()
         shutil.rmtree(self._partial, ignore_errors=True)
 
@@ -350,7 +351,7 @@ class _Writer:
 
 
 def _converted_together(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:
-    """The names of the model that must all be there to make what files have of them."""
+    """Groups of names in the model that are converted to tensors of files together."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names = [name for name in names if name not in ignored]
     if not _of_transformers(model):
@@ -369,7 +370,7 @@ def _converted_together(model: nn.Module, names: Iterable[str]) -> list[tuple[st
 
 
 def _to_files(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What files have of some tensors of the model."""
+    """The tensors of files that are made from these tensors of the model."""
     if not _of_transformers(model):
         return tensors
     from transformers.core_model_loading import revert_weight_conversion

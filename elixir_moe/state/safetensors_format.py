@@ -1,8 +1,8 @@
-"""Files of safetensors as such: what dtypes are called in them, how one begins, how a model is cut into several.
+"""The safetensors format: names of dtypes, the header of a file, and the division of a model into several files.
 
-Owns the format (https://github.com/huggingface/safetensors): 8 bytes that say how long the header is, the header, which
-is JSON, the tensors. A model in one file has ``model.safetensors``; one in three has
-``model-00001-of-00003.safetensors`` and so on, and beside them ``model.safetensors.index.json``.
+Owns the format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, the header in JSON,
+and the tensors. A model in one file is ``model.safetensors``; a model in three files is
+``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``.
 """
 
 import json
@@ -33,31 +33,31 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""By their names in files."""
+"""Dtypes by their names in files."""
 NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """How a file begins, and what that says of the rest."""
+    """The beginning of a file, and the positions that follow from it."""
 
     data: bytes
-    """Its first bytes, up to the tensors."""
+    """The bytes before the tensors."""
     places: Mapping[str, int]
-    """Where in the file each tensor begins."""
+    """Position of each tensor in the file, in bytes."""
     nbytes: int
-    """Of the whole file."""
+    """Size of the whole file."""
 
 
 def name_of(dtype: torch.dtype, tensor: str) -> str:
-    """What files call `dtype`. Raises CheckpointError, naming the tensor, where they have no name for it."""
+    """The name of `dtype` in files. Raises CheckpointError, which names `tensor`, if there is none."""
     if dtype not in NAMES:
         raise CheckpointError(f"{tensor!r} is of {dtype}, which files of safetensors do not hold")
     return NAMES[dtype]
 
 
 def head_of(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> Head:
-    """Of a file with these tensors, each a (name of its dtype, shape), and these texts."""
+    """The head of a file with these tensors, {name: (name of its dtype, shape)}, and these metadata."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     starts: dict[str, int] = {}
     at = 0
@@ -71,11 +71,11 @@ def head_of(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[
 
 
 def files_of(sizes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """By file, the names of the tensors in it, in order: as many as it may hold, but at least one.
+    """{file: names of its tensors, in order}: as many tensors as fit, but at least one.
 
     Args:
         sizes: bytes of each tensor.
-        max_file_bytes: what the tensors of a file of several may come to.
+        max_file_bytes: most bytes of the tensors in a file with several.
     """
     parts = list(_parts(sizes, max_file_bytes))
     if len(parts) == 1:
@@ -96,6 +96,6 @@ def _parts(sizes: Mapping[str, int], max_file_bytes: int) -> Iterator[list[str]]
 
 
 def index_of(files: Mapping[str, Sequence[str]], nbytes: int) -> str:
-    """The text of the index beside several files, as `files_of` gives them; `nbytes` is that of all tensors."""
+    """The text of the index of several files from `files_of`; `nbytes` is the size of all tensors."""
     file_of = {name: file for file, names in files.items() for name in names}
     return json.dumps({"metadata": {"total_size": nbytes}, "weight_map": file_of}, indent=2) + "\n"

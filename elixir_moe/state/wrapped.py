@@ -1,6 +1,6 @@
-"""What `wrap` leaves on a model for those who come later: whoever saves it, loads it or looks at it.
+"""The record that `wrap` leaves on a model, for saving, loading and inspection.
 
-Owns `Wrapped`, and the question whether a model still is what it was in `wrap`.
+Owns `Wrapped`, and the check that a model has not changed since `wrap`.
 """
 
 import re
@@ -23,28 +23,28 @@ from elixir_moe.runtime.scheduler import Scheduler
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wrapped:
-    """A model's plan, and everything that carries it out on this rank."""
+    """A model's plan, and the objects that carry it out on this rank."""
 
     plan: Plan
-    """In numbers."""
+    """The plan with all numbers settled."""
     layout: Layout
     footprint: Footprint
     moments: int
-    """fp32 values the optimizer keeps for each element."""
+    """fp32 values the optimizer keeps per element."""
     model: ModelSpec
-    """What it was in `wrap`."""
+    """Names, parameters and ranks of the model at the time of `wrap`."""
     groups: dict[tuple[int, ...], dist.ProcessGroup]
-    """gloo process groups by their ranks: those of every chunk and of every sharded axis."""
+    """gloo process groups by their ranks, for every chunk and every sharded axis."""
     scheduler: Scheduler
     hooks: Hooks
     optimizer: ShardedOptimizer
     spill: Spill | None
     """The file of the chunks on disk."""
     prediction: Any
-    """What a step was expected to take (`search.prediction.Prediction`); None for a plan that nobody searched for."""
+    """The predicted cost of a step (`search.prediction.Prediction`); None for a plan without a search."""
 
     def held_bytes(self) -> dict[str, int]:
-        """By tier: bytes the library holds on this rank in a backward, gradients counted as if all were there."""
+        """{tier: bytes} that the library holds on this rank in a backward, all gradients counted."""
         held = {tier.value: 0 for tier in Tier}
         held[Tier.DEVICE] = self.scheduler.buffer_bytes + self.footprint.landing_bytes
         held[Tier.HOST] = 0 if self.spill is None else self.spill.buffer_bytes
@@ -56,7 +56,7 @@ class Wrapped:
 
 
 def require_wrapped(model: nn.Module, what: str, otherwise: str = "") -> Wrapped:
-    """What `wrap` left on the model. Raises UsageError, naming who needs it and what to do otherwise."""
+    """The record that `wrap` left on the model. Raises UsageError: `what` names the caller, `otherwise` a remedy."""
     wrapped: Wrapped | None = getattr(model, "_elixir", None)
     if wrapped is None:
         raise UsageError(f"{what} needs a model that went through wrap{otherwise}")
@@ -64,9 +64,9 @@ def require_wrapped(model: nn.Module, what: str, otherwise: str = "") -> Wrapped
 
 
 def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
-    """Raises UsageError if the model has not the parameters and buffers it had in `wrap`, under the same names.
+    """Raises UsageError unless the model has the parameters and buffers of `wrap`, under the same names.
 
-    A parametrisation may have moved a parameter, or moved it back.
+    `torch.nn.utils.parametrize` may have moved a parameter, or moved it back.
     """
     keys = dict.fromkeys(wrapped.model.keys)
     lasting = {
@@ -86,5 +86,5 @@ def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
 
 
 def _unparametrized(name: str) -> str:
-    """The name of a parameter without the way that `torch.nn.utils.parametrize` puts into it."""
+    """The name of a parameter without the path that `torch.nn.utils.parametrize` inserts."""
     return re.sub(r"parametrizations\.([^.]+)\.original$", r"\1", name)

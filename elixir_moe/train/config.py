@@ -1,7 +1,7 @@
-"""The settings of a training run: what each means, in which unit, and which values make sense together.
+"""The settings of a training run: their meaning, their units, and which values fit together.
 
-Owns the sections and their checks, those against the number of ranks included. Reads no file itself (`settings` does)
-and starts nothing: every mistake found here is found before there is a process group.
+Owns the sections and their checks, also those against the number of ranks. Reads no file itself (`settings` does) and
+starts nothing: mistakes are found here before there is a process group.
 """
 
 import hashlib
@@ -30,17 +30,17 @@ _MEANINGFUL: dict[str, tuple[str, ...]] = {
     ),
     "auto": ("hardware", "budget", "disk", "verify"),
 }
-"""By kind of plan: the settings that go with it, which are arguments of the preset of that name in `Plan`."""
+"""By kind of plan: the settings it takes, which are the arguments of the `Plan` preset of that name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """The text to train on; its tokens are bytes."""
+    """The text to train on, one token per byte."""
 
     paths: tuple[str, ...] = ()
-    """Files or globs of files, joined in order; none means the English text of Python's own help."""
+    """Files or glob patterns, joined in order; if empty, the English text of Python's own help."""
     validation: float = 0.1
-    """Share of the bytes, from the end of the text, kept for validation."""
+    """Fraction of the text, from its end, kept for validation."""
 
     def __post_init__(self) -> None:
         _check(0 < self.validation < 1, "data.validation", self.validation, "a share between 0 and 1")
@@ -48,37 +48,38 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """Where weights and optimizer state live, and how many gathered weights are kept.
+    """Where weights and optimizer state are stored, and how much memory gathered weights may use.
 
-    Sizes are of one rank, in bytes or as texts such as "20 GiB".
+    Sizes are per rank, in bytes or as texts such as "20 GiB".
     """
 
     kind: Literal["ddp", "zero2", "zero3", "offload", "auto"] = "zero2"
-    """ddp: all on each device; zero2: optimizer sharded; zero3: weights too; offload: both at home in host memory;
-    auto: the fastest of these that fits."""
+    """ddp: every rank stores everything; zero2: weights and optimizer state sharded, weights gathered once a step;
+    zero3: weights gathered when used; offload: like zero3, with state in host memory; auto: search for the fastest plan
+    that fits."""
     rcache: int | str | None = None
-    """Device memory for gathered chunks, for zero3 and offload; null takes the least that works, and a little more to
-    gather ahead."""
+    """Device memory for gathered chunks (zero3, offload); null: the least a step needs, plus room to gather ahead."""
     rcache_blocks: int | None = None
-    """The same as a number of chunks."""
+    """Number of blocks for gathered chunks, instead of rcache."""
     device: int | str | None = None
-    """Device memory for state that stays there all the same, for offload; null means none."""
+    """Device memory for state that stays on the device (offload); null: none stays."""
     device_chunks: int | None = None
-    """The same as a number of chunks."""
+    """Number of chunks whose state stays on the device, instead of device."""
     host: int | str | None = None
-    """Host memory for state, for offload; what does not fit goes to disk. Null takes what is free."""
+    """Host memory for state (offload); the rest goes to disk. Null: all state, or with disk as much as fits in free
+    host memory."""
     disk: str | None = None
-    """The folder for what is on disk, for offload and auto; null uses no disk."""
+    """Folder for state on disk (offload, auto); null: use no disk."""
     disk_chunks: int | None = None
-    """Chunks whose master weights and moments are on disk, in the place of host."""
+    """Number of chunks whose master weights and moments are on disk, instead of host."""
     verify: bool | None = None
-    """Compare checksums of what is read from disk; null means no."""
+    """Compare checksums of everything read from disk; null: false."""
     chunk_numel: int | None = None
-    """Elements of a chunk, for all but ddp and auto; null takes the length that wastes least."""
+    """Elements of a chunk (zero2, zero3, offload); null: the smallest length that wastes little memory."""
     hardware: str | None = None
-    """What auto plans for: a machine that ships with the package, or a file; null measures this one."""
+    """Machine to plan for (auto): the name of one that ships with the package, or a file; null: measure this one."""
     budget: int | str | None = None
-    """Device memory of a rank auto plans for, activations included; null takes what is free."""
+    """Device memory of a rank, activations included (auto); null: all free memory."""
 
     def __post_init__(self) -> None:
         for name in {name for names in _MEANINGFUL.values() for name in names}:
@@ -91,7 +92,7 @@ class PlanConfig:
             raise ConfigError(f"plan: {error}") from None
 
     def plan(self, step: Callable[[nn.Module, Any], Any], sample: Any, accumulation: int) -> Plan | AutoPlan:
-        """The plan, or how it is to be found: then for `accumulation` runs of ``step(model, sample)``."""
+        """The plan; for kind "auto", the request to search one for `accumulation` runs of ``step(model, sample)``."""
         given = {name: value for name in _MEANINGFUL[self.kind] if (value := getattr(self, name)) is not None}
         if self.kind == "auto":
             return Plan.auto(step, sample, accumulation=accumulation, **given)
@@ -105,22 +106,22 @@ def _no_step(model: nn.Module, sample: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW, with the learning rate warmed up linearly and then lowered along half a cosine."""
+    """AdamW with linear warm-up and cosine decay of the learning rate."""
 
     lr: float = 1e-3
-    """Highest learning rate."""
+    """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the two moments, per step."""
+    """Decay rates of the two moments, per step."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled decay, for parameters of two and more dims; those of one dim are not decayed."""
+    """Decoupled weight decay, for parameters with two or more dims only."""
     warmup_steps: int = 50
-    """Steps until the learning rate is at its highest."""
+    """Steps of linear warm-up to the peak learning rate."""
     final_lr: float = 0.1
-    """Learning rate of the last step, as a share of `lr`."""
+    """Learning rate of the last step, as a fraction of lr."""
     clip_norm: float | None = 1.0
-    """Bound of the global gradient norm; null does not clip."""
+    """Bound on the global gradient norm; null: no clipping."""
 
     def __post_init__(self) -> None:
         _check(0 < self.lr < math.inf, "optimizer.lr", self.lr, "a finite number above 0")
@@ -137,39 +138,39 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """How long, how much at a time, on how many ranks, and what is left behind."""
+    """Length of the run, batch size, dtype, evaluation and output."""
 
     out: str
-    """Directory for everything the run writes; made if missing, refused if it holds something else than this run."""
+    """Directory for everything the run writes; created if missing, refused if it holds anything other than this run."""
     overwrite: bool = False
-    """Whether a run in `out`, ended or not, is replaced; one that its launcher restarts goes on all the same."""
+    """Replace a run in out, finished or not. A run restarted by its launcher continues all the same."""
     resume: str = "auto"
-    """auto: the run in `out`, if there is one, goes on from its latest checkpoint; fall_back: from the latest
-    whose files are all sound; never: a used `out` is refused; or a checkpoint of another run to start from."""
+    """auto: continue the run in out, if any, from its latest checkpoint; fall_back: from the latest undamaged
+    checkpoint; never: refuse a used out; otherwise: the path of a checkpoint to start from."""
     timeout_seconds: float = 600.0
-    """How long a rank waits for the others before all end with an error."""
+    """Seconds a rank waits for the others before all ranks end with an error."""
     steps: int = 100
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     global_batch: int = 32
-    """Samples of model.seq_len bytes in a step, over all ranks and micro-batches."""
+    """Samples per step, over all ranks and micro-batches; a sample has model.seq_len bytes."""
     accumulation: int = 1
-    """Micro-batches a rank runs forward and backward before each optimizer step."""
+    """Micro-batches that each rank runs per optimizer step."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What the model computes in; masters and moments are fp32 always."""
+    """Dtype of forward and backward; master weights and moments are always fp32."""
     seed: int = 0
-    """Of weights, samples, dropout and the text sample."""
+    """Seed of weights, samples, dropout and the text sample."""
     eval_every: int = 100
-    """Steps between two evaluations; the last step is always followed by one."""
+    """Steps between evaluations; the last step is always evaluated."""
     eval_batches: int = 8
-    """Batches of an evaluation, each as large as a micro-batch of all ranks; fewer where the text has no more."""
+    """Batches per evaluation, each as large as a micro-batch of all ranks; fewer if the validation text is shorter."""
     log_every: int = 10
-    """Steps between two lines where the output is no terminal."""
+    """Steps between log lines if the output is not a terminal."""
     sample_bytes: int = 300
-    """Bytes of text the trained model writes at the end; 0 for none."""
+    """Bytes of text that the trained model writes at the end; 0: none."""
     temperature: float = 0.8
-    """How freely it chooses them: 0 always takes the likeliest."""
+    """Sampling temperature of this text; 0 always takes the most likely byte."""
     threads: int = 1
-    """CPU threads of each rank."""
+    """CPU threads per rank."""
 
     def __post_init__(self) -> None:
         _check(bool(self.out.strip()), "run.out", self.out, "a directory")
@@ -185,16 +186,17 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveConfig:
-    """When the whole state of the training is saved, in OUT/checkpoints."""
+    """Checkpoints of the whole training state, in OUT/checkpoints."""
 
     every: int | None = 100
-    """Steps between two checkpoints; the last step is always followed by one. Null makes none at all."""
+    """Steps between checkpoints; the last step is always saved. Null: no regular checkpoints."""
     keep: int = 2
-    """How many of them are kept."""
+    """Number of checkpoints to keep."""
     asynchronous: bool = True
-    """Whether training goes on while a checkpoint is written."""
+    """Continue training while a checkpoint is written."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """What to do when a checkpoint could not be written, the disk being full; the last one is always an error."""
+    """What to do if a checkpoint cannot be written, for example on a full disk; for the last one it is always an
+    error."""
 
     def __post_init__(self) -> None:
         _check(self.every is None or self.every >= 1, "save.every", self.every, "at least 1 step, or null")
@@ -203,32 +205,33 @@ class SaveConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WatchConfig:
-    """What is watched while the run goes on, and what is done about it."""
+    """Supervision of the run: faults to detect, and how to react."""
 
     on_nan: Literal["skip", "back", "stop"] = "stop"
-    """A loss or gradient that is not finite: skip the batch, go back to the last good checkpoint, or stop with the
-    state saved. Gradients of fp16 that overflow are skipped in any case."""
+    """Reaction to a loss or gradient that is not finite: skip the batch, go back to the last good checkpoint, or save
+    the state and stop. Overflows of fp16 gradients are skipped first, up to 31 in a row."""
     on_divergence: Literal["skip", "back", "stop"] = "stop"
-    """A loss far above those before it, in the same ways."""
+    """Reaction to losses far above recent ones; the choices are those of on_nan."""
     window: int = 64
-    """Steps that are compared with."""
+    """Number of recent good steps to compare with."""
     deviations: float = 10.0
-    """How many standard deviations above the last losses a loss is off."""
+    """A loss is too high if it exceeds the median of recent losses by this many robust standard deviations."""
     patience: int = 3
-    """Steps in a row, all of them off, that make a divergence; with skip, how many are skipped before the run stops."""
+    """Consecutive steps with too high a loss that count as a divergence; with skip, the number of consecutive steps
+    skipped before the run stops."""
     back_rate: float = 0.5
-    """What the learning rate is multiplied with when the run goes back."""
+    """Factor on the learning rate each time the run goes back."""
     avoid_batch: bool = True
-    """Whether a run that went back leaves out the batches that led there."""
+    """After going back, leave out the batches that caused it."""
     tries: int = 3
-    """How often a run goes back before it stops."""
+    """Number of times the run goes back before it stops."""
     straggler_score: float = 1.5
-    """A rank is reported when it is busy this many times as long as the median rank."""
+    """Report a rank whose busy time exceeds the median rank's by this factor."""
     scales_every: int | None = 100
-    """Steps between two looks at the root mean square of every parameter; null for none."""
+    """Steps between checks of the root mean square of every parameter; null: never."""
     memory_tries: int = 6
-    """How often less memory is used, a step being redone, before the run ends: first a smaller rCache, then half the
-    micro-batch."""
+    """Number of times a step that ran out of memory is redone with less before the run ends: first with a smaller
+    rCache, then with smaller micro-batches."""
 
     def __post_init__(self) -> None:
         for name in ("window", "patience"):
@@ -244,7 +247,7 @@ class WatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Everything a training run is told."""
+    """All settings of a training run."""
 
     model: GPTConfig
     data: DataConfig = field(default_factory=DataConfig)
@@ -265,11 +268,11 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Bytes predicted in a step, over all ranks."""
+        """Bytes predicted per step, over all ranks."""
         return self.run.global_batch * self.model.seq_len
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises LayoutError or ConfigError where these settings and that many ranks do not go together."""
+        """Raises LayoutError or ConfigError if these settings do not fit that many ranks."""
         for layer, ep in enumerate(self.model.ep):
             if ranks % ep:
                 raise LayoutError(
@@ -285,7 +288,8 @@ class TrainConfig:
 
 
 def identity(config: TrainConfig, text: ByteText) -> dict[str, object]:
-    """By dotted key, what a run keeps for life: what is trained, on which bytes (``data.text``, a hash), how fast."""
+    """{dotted key: value} of the settings that a run cannot change when it resumes: those of model and optimizer, seed,
+    batch size, and a hash of the training bytes (``data.text``)."""
     free = ("model.ep", "model.checkpoint", "data.paths")
     plain = yaml.safe_load(settings.to_yaml(config))
     sections = {name: plain[name] for name in ("model", "data", "optimizer")}
@@ -296,7 +300,7 @@ def identity(config: TrainConfig, text: ByteText) -> dict[str, object]:
 
 
 def load(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> TrainConfig:
-    """The settings in a YAML file, with (dotted key, text) pairs laid over them. Raises ConfigError."""
+    """The settings in a YAML file, overridden by (dotted key, text) pairs. Raises ConfigError."""
     values = settings.read_yaml(path) if path is not None else {}
     return settings.build(TrainConfig, values, overrides)
 

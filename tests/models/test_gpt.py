@@ -19,6 +19,7 @@ from elixir_moe.models.config import GPTConfig, gpt_config, named_configs
 from elixir_moe.models.gpt import GPT, generate, gpt_patterns, lm_loss, tokens_per_expert
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.rules import annotate, pattern_of
+from tests.support.cases import with_further
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -83,7 +84,7 @@ def run_layouts() -> dict[Any, Any]:
     return results
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", with_further([1, 2, 4], [1, 2]))
 def test_every_layout_equals_one_process(ranks: Ranks, world: int) -> None:
     by_rank = ranks(world).run(run_layouts)
     for name, degrees in layouts(world):

@@ -274,7 +274,7 @@ def bad_inputs() -> dict[str, str]:
             em.annotate(layer, {"*": right})
             megatron.annotate(layer)
             megatron.check(layer)
-            assert layer.weight.elixir_pattern is right
+            assert layer.weight._elixir_pattern is right
 
             tied = nn.Module()
             tied.cut, tied.whole = _column(case), nn.Linear(HIDDEN, HIDDEN)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.optim.accepted import is_adam
-from tests.support.cases import WORLDS
+from tests.support.cases import worlds_in_turn
 from tests.support.parity import assert_alike, trained
 from tests.support.ranks import RankPool
 
@@ -571,8 +571,7 @@ def train_all(names: list[str], plans: dict[str, em.Plan]) -> dict[tuple[str, st
     return results
 
 
-@pytest.mark.parametrize(("world", "every"), WORLDS)
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(("name", "world", "every"), worlds_in_turn(SCENARIOS))
 def test_scenario(name: str, world: int, every: bool, ranks: Ranks) -> None:
     """On one rank the plans differ in blocks and tiers alone: the one with the most of both is enough."""
     wanted = train(SCENARIOS[name], None)

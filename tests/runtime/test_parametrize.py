@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.errors import ElixirError, UsageError
-from tests.support.cases import WORLDS, placed, with_further
+from tests.support.cases import placed, with_further, worlds_in_turn
 from tests.support.parity import assert_alike, trained
 from tests.support.ranks import RankPool
 
@@ -325,8 +325,7 @@ def train_all(name: str, plans: list[str], **options: Any) -> dict[str, dict[str
     return {plan: train(name, PLANS[plan], **options) for plan in plans}
 
 
-@pytest.mark.parametrize(("world", "every"), WORLDS)
-@pytest.mark.parametrize("name", with_further(CASES, QUICK))
+@pytest.mark.parametrize(("name", "world", "every"), worlds_in_turn(CASES, QUICK))
 def test_case(name: str, world: int, every: bool, ranks: Ranks) -> None:
     """On one rank the plans differ in blocks and tiers alone."""
     wanted = train(name, None)

@@ -68,15 +68,26 @@ def oracle() -> dict[tuple[int, float | None], dict[str, Any]]:
 CASES = [(world, layout) for world, layouts in LAYOUTS.items() for layout in range(len(layouts))]
 
 
-@pytest.mark.parametrize(("world", "layout"), with_further(CASES, [(4, 3)]))
-def test_every_layout_and_plan(world: int, layout: int, ranks: Ranks, oracle: dict[Any, dict[str, Any]]) -> None:
+QUICK = (4, 3, ("zero2", "offload-all", "disk"))
+"""Ranks, the layout with another degree in each layer, and kinds of plans beside those with the least blocks."""
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "kinds"), with_further([QUICK, *((*case, None) for case in CASES)], [QUICK])
+)
+def test_every_layout_and_plan(
+    world: int, layout: int, kinds: tuple[str, ...] | None, ranks: Ranks, oracle: dict[Any, dict[str, Any]]
+) -> None:
     degrees = LAYOUTS[world][layout]
     config = config_of(degrees)
     zero2, offload = (
         ranks(world).run(wrapped, config, plan, 1, None)[0]
         for plan in (em.Plan.zero2(chunk_numel=CHUNK), em.Plan.offload(rcache_blocks="all", chunk_numel=CHUNK))
     )
-    cases = plans(max(1, zero2["least_blocks"]), offload["least_blocks"], offload["chunks"])
+    least = max(1, zero2["least_blocks"]), offload["least_blocks"]
+    cases = plans(*least, offload["chunks"])
+    if kinds is not None:
+        cases = {name: cases[name] for name in (*kinds, f"zero3-{least[0]}", f"offload-{least[1]}")}
     for kind, (name, plan) in enumerate(cases.items()):
         for loop in LOOPS if world == 1 else [LOOPS[(kind + layout) % 4]]:
             found = ranks(world).run(wrapped, config, plan, *loop)

@@ -6,6 +6,7 @@ backward, torch's AdamW updates fp32 masters, and the copy is cast from them (El
 
 import copy
 import gc
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elixir_moe as em
-from tests.support.cases import placed
+from tests.support.cases import placed, with_further
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -125,9 +126,13 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+BF16, FP16 = torch.bfloat16, torch.float16
+QUICK = [(1, 3, BF16), (2, 1, BF16), (1, 1, FP16), (2, 3, FP16)]
+
+
+@pytest.mark.parametrize(
+    ("world", "accumulation", "dtype"), with_further(itertools.product((1, 2), (1, 3), (BF16, FP16)), QUICK)
+)
 def test_masters_follow_the_paper(world: int, accumulation: int, dtype: torch.dtype, ranks: Ranks) -> None:
     """One rank: bitwise but for the last bit of a square root. Two ranks: each half of the batch has its own rounding.
 

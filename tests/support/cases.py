@@ -22,8 +22,17 @@ def with_further(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     return [one(case) for case in cases]
 
 
-WORLDS = [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.slow)]
-"""(ranks, under every plan): two ranks under all plans are further cases of two ranks under a few."""
+def worlds_in_turn(names: Iterable[str], quick: Collection[str] | None = None) -> list[Any]:
+    """(name, ranks, under every plan): one and two ranks under a few plans, and two under all of them.
+
+    Quick are one rank and two in turn, and of the names those in `quick`, or all.
+    """
+    params = []
+    for i, name in enumerate(names):
+        for world, every in ((1, False), (2, False), (2, True)):
+            now = (quick is None or name in quick) and not every and world == 1 + i % 2
+            params.append(pytest.param(name, world, every, marks=[] if now else pytest.mark.slow))
+    return params
 
 
 def placed(plan: em.Plan) -> em.Plan:

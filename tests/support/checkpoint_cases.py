@@ -198,13 +198,14 @@ def beside_training(directory: Path) -> dict[str, Any]:
     saving = run.save(directory / "beside", asynchronous=True)
     run.train(2)
     assert saving.result() == directory / "beside" and saving.poll()
+    assert saving.done() and saving.exception() is None
     with full_disk(1):
         failed = run.save(directory / "failed", asynchronous=True)
         text = failing(lambda: [None for _ in iter(failed.poll, True)])
         synchronous = failing(lambda: run.save(directory / "failed"))
     dist.barrier()  # rank 0 clears up
     left = sorted(path.name for path in directory.iterdir())
-    assert failed.poll(), "an error is told once"
+    assert failed.poll() and failed.exception() is None, "an error is told once"
     run.train(1)
     at_once, beside = everything(directory / "at-once"), everything(directory / "beside")
     assert_same(at_once, beside, "a save beside the training holds the moment it began")

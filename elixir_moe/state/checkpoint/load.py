@@ -1,8 +1,7 @@
 """From files to shards: any checkpoint into any layout.
 
-Owns what is compared before anything changes, and the way of each element to where it belongs now. First every file is
-hashed, then every parameter, shape and tensor is looked up, on all ranks; only when all agree is the first shard
-written.
+Owns the checks before anything changes, and the copy of each element to its present place. First, every file is hashed;
+then every parameter, shape and tensor is looked up, on all ranks. The first shard is written only when all agree.
 """
 
 import os
@@ -35,18 +34,18 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Move:
-    """The way of one held run of elements."""
+    """The copies that fill one local shard."""
 
     held: LocalShard
     parts: list[tuple[Piece, list[tuple[Part, Part]]]]
-    """Pieces it comes from, with what lies where in it and in them."""
+    """Source pieces, with pairs of (part of the shard, part of the piece)."""
     names: tuple[str, ...]
-    """What is read of each piece."""
+    """Names of the tensors read from each piece."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Todo:
-    """All that is to be done on this rank, known to be possible."""
+    """All work of this rank, checked in advance."""
 
     moves: list[_Move]
     buffers: list[tuple[torch.Tensor, str, str]]
@@ -58,22 +57,22 @@ class _Todo:
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptimizer) -> Any:
-    """Makes model, optimizer and random generators what they were when `path` was saved; returns its `extra`.
+    """Restores model, optimizer and random generators from the checkpoint `path`; returns its `extra`.
 
     World size, meshes, degrees of parallelism, plan and compute dtype may all differ from those of the save. The
-    options of each param_group, learning rates among them, become those saved. Gradients are forgotten. A rank that the
-    save had no counterpart of gets random generators seeded anew. Collective.
+    options of each param_group, such as learning rates, are restored. Gradients are dropped. A rank without a
+    counterpart in the save gets newly seeded random generators. Collective.
 
     Args:
-        path: a checkpoint `save` made.
-        model: a wrapped model, of the same parameters.
-        optimizer: what `wrap` returned with it, of the same class and param_groups. A parameter that was frozen when it
-            was saved and is trainable now keeps the optimizer state it has.
+        path: a checkpoint made by `save`.
+        model: a wrapped model with the same parameters.
+        optimizer: the optimizer that `wrap` returned with the model, of the same class and with the same param_groups.
+            A parameter that was frozen in the save and is trainable now keeps its present optimizer state.
 
     Raises:
-        CheckpointError: on all ranks, and nothing has changed: a file is damaged, missing, a link or not of this
-            version; a parameter or buffer is missing, is too much, or has another shape; another optimizer saved it.
-        UsageError: model or optimizer are not wrapped, or parameters or buffers have come or gone since.
+        CheckpointError: on all ranks, with nothing changed: a file is damaged, missing, a link or of another version; a
+            parameter or buffer is missing, unknown, or has another shape; or another optimizer was saved.
+        UsageError: model or optimizer are not wrapped, or parameters or buffers have changed since `wrap`.
     """
     wrapped = wrapped_of(model, optimizer)
     if optimizer.pending is not None:
@@ -108,7 +107,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
 
 
 def _my_share(manifest: Manifest) -> list[str]:
-    """The files this rank hashes: each file is one rank's, and all have about as many bytes to read."""
+    """The files that this rank hashes. Each file belongs to one rank; all ranks have about equally many bytes."""
     ranks = dist.get_world_size()
     loads, mine = [0] * ranks, []
     for name, record in sorted(manifest.files.items(), key=lambda item: -item[1].nbytes):
@@ -223,7 +222,7 @@ def _move(
 
 
 def _check_state(held: LocalShard, pieces: list[Piece], directory: Path, optimizer: ShardedOptimizer) -> None:
-    """The optimizer has treated all elements alike, so that one state can serve them."""
+    """Raises CheckpointError unless all pieces have the same optimizer state, so that one state can serve them."""
     first = pieces[0]
     for piece in pieces:
         if piece.state != first.state or piece.scalars != first.scalars:

@@ -1,7 +1,7 @@
-"""What a rank holds of a training, in the words of the logical parameters.
+"""The elements of each logical parameter that a rank holds.
 
-Owns the way from a wrapped model to `LocalShard`: which elements of which parameter lie in which home here. Saving and
-loading are the two directions of it.
+Owns the mapping from a wrapped model to `LocalShard`: which elements of which parameter are in which shard on this
+rank. Saving and loading use it in opposite directions.
 """
 
 from collections.abc import Iterator
@@ -23,19 +23,19 @@ from elixir_moe.state.wrapped import Wrapped, check_as_wrapped
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalShard:
-    """The elements of one parameter in one chunk's home on this rank."""
+    """The elements of one parameter in this rank's shard of one chunk."""
 
     name: str
     chunk: Chunk
     index: int
-    """Of the parameter in the chunk."""
+    """Position of the parameter in the chunk."""
     span: Span
     here: slice
-    """Where they are in the shard."""
+    """Position of the elements in the shard."""
     global_shape: tuple[int, ...]
     """Shape of the logical parameter."""
     grid: tuple[int, ...]
-    """The same elements in the shape of which `span` is a part."""
+    """Shape of the logical parameter under the pattern's `view`, of which `span` is a part."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -44,11 +44,11 @@ class LocalShard:
 
     @property
     def values(self) -> Elements:
-        """The elements at home: fp32 masters of what is trainable, else in the compute dtype; flat."""
+        """The elements at home, flat: fp32 masters of trainable parameters, else weights in the compute dtype."""
         return self.chunk.shard.weights()[self.here]
 
     def cut(self, start: int, stop: int) -> "LocalShard":
-        """Those of them that are elements `start` .. `stop` of the chunk's shard."""
+        """The part that lies in elements `start` .. `stop` of the chunk's shard."""
         low, high = max(self.here.start, start), min(self.here.stop, stop)
         moved = low - self.here.start
         span = replace(self.span, start=self.span.start + moved, stop=self.span.start + moved + max(0, high - low))
@@ -56,7 +56,7 @@ class LocalShard:
 
 
 def local_shards(wrapped: Wrapped) -> Iterator[LocalShard]:
-    """All that this rank holds, parameters of which it holds nothing included."""
+    """The local shards of all parameters on this rank, empty ones included."""
     for chunk in wrapped.scheduler.chunks:
         low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
         for index, (slot, parameter) in enumerate(zip(chunk.spec.slots, chunk.parameters, strict=True)):
@@ -80,7 +80,7 @@ def _held(name: str, chunk: Chunk, index: int, slot: Slot, low: int, high: int) 
 
 
 def share_of(chunk: Chunk) -> tuple[int, int]:
-    """The elements of its shard that this rank writes: all, or an equal part where every rank has the whole chunk."""
+    """(start, stop) of the elements of its shard that this rank writes: all, or an equal part of a replicated chunk."""
     ranks, numel = chunk.spec.key.ranks, chunk.spec.shard_numel
     if chunk.spec.shards > 1:
         return 0, numel
@@ -89,10 +89,10 @@ def share_of(chunk: Chunk) -> tuple[int, int]:
 
 
 def wrapped_of(model: nn.Module, optimizer: Any) -> Wrapped:
-    """What `wrap` left on the model.
+    """The record that `wrap` left on the model.
 
     Raises:
-        UsageError: it is not wrapped, with another optimizer, or closed; it has not the parameters it had then.
+        UsageError: the model is not wrapped, was wrapped with another optimizer, is closed, or has changed since.
     """
     wrapped: Wrapped | None = getattr(model, "_elixir", None)
     if wrapped is None or not isinstance(optimizer, ShardedOptimizer):
@@ -105,7 +105,7 @@ def wrapped_of(model: nn.Module, optimizer: Any) -> Wrapped:
 
 
 def loss_scale_of(optimizer: ShardedOptimizer) -> dict[str, Any] | None:
-    """The fields of the loss scale; None without."""
+    """The fields of the loss scale; None if there is none."""
     scale = optimizer.loss_scale
     if scale is None:
         return None
@@ -113,5 +113,5 @@ def loss_scale_of(optimizer: ShardedOptimizer) -> dict[str, Any] | None:
 
 
 def buffers_of(model: nn.Module, wrapped: Wrapped) -> dict[str, torch.Tensor]:
-    """The buffers that are in the model's state dict, by name; a shared one under each of its names."""
+    """{name: buffer} of the persistent buffers; a shared buffer under each of its names."""
     return {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in set(wrapped.model.keys)}

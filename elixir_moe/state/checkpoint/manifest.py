@@ -1,9 +1,9 @@
-"""What a checkpoint says of itself, and what is believed of it.
+"""The manifest of a checkpoint: its content, its format and its validation.
 
-Owns the manifest: which parameters there are, which run of elements of each lies in which file, and each file's hash.
-It is JSON whose first line is the hash of all that follows, so that no bit of it can change unseen. Parsing believes
-nothing: names of files stay inside the directory, each element of each parameter is held exactly once, and what is of
-the wrong type, twice there or unknown is refused.
+Owns the manifest: all parameters, the file of each run of their elements, and the hash of each file. It is JSON whose
+first line is the hash of the rest, so that no bit can change unnoticed. Parsing trusts nothing: file names stay inside
+the directory, each element of each parameter is present exactly once, and fields of the wrong type, duplicate or
+unknown ones are refused.
 """
 
 import json
@@ -21,7 +21,7 @@ from elixir_moe.state.safetensors_format import DTYPES
 FORMAT = "elixir-moe checkpoint"
 VERSION = 3
 WEIGHT = "weight"
-"""Name of the parameter itself among what is kept for it; all other names are the optimizer's."""
+"""Name of the parameter itself in a piece's state; all other names are those of the optimizer."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**62
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A run of elements of one parameter in one file, with what the optimizer keeps for it."""
+    """A run of elements of one parameter in one file, with its optimizer state."""
 
     file: str
     span: Span
     state: Mapping[str, str]
-    """By name, the dtype of what is kept for each element: the parameter itself and moments."""
+    """{name: dtype} of the values per element: the parameter itself and moments."""
     scalars: Mapping[str, Any]
-    """By name, what is kept for the whole run, such as the number of updates; as `values.encode` gives it."""
+    """{name: value} for the whole run, such as the number of updates; encoded by `values.encode`."""
 
     def key(self, parameter: str, name: str) -> str:
         """Name of the (numel,) tensor in the file."""
@@ -49,13 +49,13 @@ class ParameterRecord:
     """One logical parameter."""
 
     names: tuple[str, ...]
-    """All its names, in order of registration; several where it is tied."""
+    """All names, in order of registration; several if the parameter is tied."""
     shape: tuple[int, ...]
-    """Of the whole parameter, experts of all ranks included."""
+    """Shape of the whole parameter, experts of all ranks included."""
     grid: tuple[int, ...]
-    """The same elements in the shape of which pieces are parts; another one where a pattern has a `view`."""
+    """Shape of the whole parameter that pieces refer to; differs from `shape` if the pattern has a `view`."""
     dtype: str
-    """What it was before `wrap`, and is exported as."""
+    """Dtype before `wrap`, and of exports."""
     trainable: bool
     pieces: tuple[Piece, ...]
 
@@ -67,12 +67,12 @@ class ParameterRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buffer:
-    """One buffer; ranks may have had different values."""
+    """One buffer, whose values may differ between ranks."""
 
     shape: tuple[int, ...]
     dtype: str
     file_of_rank: tuple[str, ...]
-    """Where each rank's values are; ranks with equal values share them."""
+    """File with each rank's values; ranks with equal values share one."""
 
     @staticmethod
     def key(name: str) -> str:
@@ -82,27 +82,27 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """What one file must be."""
+    """Expected size and hash of one file."""
 
     nbytes: int
     digest: str
-    """As `hashing.file_digest` gives it."""
+    """Hash from `hashing.file_digest`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The whole of it. Values that are encoded are as `values.encode` gives them."""
+    """The whole manifest. Encoded values are encoded by `values.encode`."""
 
     saved_ns: int
-    """When it was saved, nanoseconds since 1970: what tells which of several is the latest."""
+    """Time of the save in nanoseconds since 1970; orders checkpoints by age."""
     world: int
-    """Ranks that saved it."""
+    """Number of ranks that saved it."""
     optimizer: str
     """Class of the optimizer."""
     param_groups: tuple[Mapping[str, Any], ...]
-    """Of each, "params" (first names) and "options", encoded."""
+    """For each: "params" (first names) and "options" (encoded)."""
     loss_scale: Any
-    """Encoded; None unless the gradients of fp16 were scaled."""
+    """Encoded; None without loss scaling (fp16)."""
     keys: tuple[str, ...]
     """Names in the plain model's state dict, in order."""
     parameters: Mapping[str, ParameterRecord]
@@ -110,18 +110,18 @@ class Manifest:
     buffers: Mapping[str, Buffer]
     files: Mapping[str, FileRecord]
     rng: tuple[Any, ...]
-    """By rank, encoded."""
+    """Random states by rank, encoded."""
     extra: Any
-    """The user's, encoded."""
+    """The user's `extra`, encoded."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Bytes of all files except the manifest."""
         return sum(record.nbytes for record in self.files.values())
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters, each once."""
+        """Elements of all parameters, tied ones counted once."""
         return sum(entry.numel for entry in self.parameters.values())
 
 
@@ -133,7 +133,7 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def parse(data: bytes, where: str) -> Manifest:
-    """The inverse of `dump`. Raises CheckpointError, naming `where`, for anything that is not a whole manifest."""
+    """The inverse of `dump`. Raises CheckpointError, which names `where`, for anything but a valid manifest."""
     first, newline, rest = data.partition(b"\n")
     if first + newline != _first_line(rest):
         raise CheckpointError(f"{where} is damaged: its first line is not the hash of the rest; use another checkpoint")
@@ -155,53 +155,53 @@ def _first_line(rest: bytes) -> bytes:
 
 
 class _Fields:
-    """A JSON object whose fields are taken out by type; `where` says in messages which one it is."""
+    """A JSON object whose fields are taken out by type; `where` names the object in messages."""
 
     def __init__(self, fields: Any, where: str) -> None:
         self.where = where
         self._fields: dict[str, Any] = self._checked(fields, dict, where)
 
     def take(self, key: str, kind: type[T]) -> T:
-        """The field, of exactly that type."""
+        """Takes the field, of exactly that type."""
         return self._checked(self.any(key), kind, f"{self.where}: {key}")
 
     def any(self, key: str) -> Any:
-        """The field, whatever it is."""
+        """Takes the field, of any type."""
         if key not in self._fields:
             raise CheckpointError(f"{self.where}: {key} is missing")
         return self._fields.pop(key)
 
     def whole(self, key: str) -> int:
-        """The field, a whole number that a size can be."""
+        """Takes the field, a whole number in the range of a size."""
         return self._size(self.any(key), f"{self.where}: {key}")
 
     def each(self, key: str, kind: type[T]) -> tuple[T, ...]:
-        """The field, a list with items of exactly that type."""
+        """Takes the field, a list with items of exactly that type."""
         return tuple(self._checked(item, kind, f"{self.where}: {key}") for item in self.take(key, list))
 
     def sizes(self, key: str) -> tuple[int, ...]:
-        """The field, a list of whole numbers."""
+        """Takes the field, a list of sizes."""
         return tuple(self._size(item, f"{self.where}: {key}") for item in self.take(key, list))
 
     def one_of(self, key: str, choices: Iterable[str]) -> str:
-        """The field, a text of these."""
+        """Takes the field, one of the texts `choices`."""
         return _known(self.any(key), choices, f"{self.where}: {key}")
 
     def objects(self, key: str) -> "dict[str, _Fields]":
-        """The field, an object of objects."""
+        """Takes the field, an object of objects."""
         return {k: _Fields(v, f"{self.where}: {key} {k[:200]!r}") for k, v in self.take(key, dict).items()}
 
     def rows(self, key: str) -> "list[_Fields]":
-        """The field, a list of objects."""
+        """Takes the field, a list of objects."""
         return [_Fields(item, f"{self.where}: {key} {i}") for i, item in enumerate(self.take(key, list))]
 
     def rest(self) -> dict[str, Any]:
-        """All fields that are left."""
+        """Takes all remaining fields."""
         fields, self._fields = self._fields, {}
         return fields
 
     def end(self) -> None:
-        """Refuses what nobody took."""
+        """Raises CheckpointError if fields remain."""
         if self._fields:
             raise CheckpointError(f"{self.where}: unknown fields {sorted(self._fields)[:8]}")
 

@@ -1,7 +1,4 @@
-"""Random numbers that go on where they were.
-
-Owns the states of the random generators, of which each rank has its own.
-"""
+"""Saves and restores the states of each rank's random generators."""
 
 import random
 from typing import Any
@@ -27,10 +24,10 @@ def random_states() -> Any:
 
 
 def read_random_states(encoded: Any, where: str) -> dict[str, Any]:
-    """The inverse of `random_states`, tried on generators of its own: no generator of this process changes.
+    """The inverse of `random_states`. Tries the states on fresh generators; those of this process do not change.
 
     Raises:
-        CheckpointError: a state is of another form.
+        CheckpointError: a state is invalid.
     """
     states = decode(encoded, where)
     try:
@@ -45,7 +42,7 @@ def read_random_states(encoded: Any, where: str) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Makes this rank's generators go on from `states`, as `read_random_states` gives them."""
+    """Sets this rank's generators to `states` from `read_random_states`."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
@@ -54,7 +51,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def seed_new_rank(rank: int, text: str) -> None:
-    """Seeds the generators of a rank that a checkpoint has no states for, from its number and a text all ranks know."""
+    """Seeds the generators of a rank without states in the checkpoint, from its number and a text all ranks share."""
     seed = int(digest_of(f"{text} {rank}".encode())[:15], 16)
     torch.manual_seed(seed)
     random.seed(seed)

@@ -1,19 +1,19 @@
 """From shards to files: every rank writes the elements it holds, under the names and places of the logical parameters.
 
-Owns what of a training is saved, who writes it, and the order in which a save happens, now or beside the training.
+Owns the contents of a save, their division among ranks, and the steps of a save, synchronous or in the background.
 
-Why not `torch.distributed.checkpoint`. Its planner knows boxes, and a shard of a chunk is a run of elements, so each
-tensor would be cut into several for it; its metadata is a pickle and its files have no hash, so reader, writer and
-metadata would be ours in any case. What would be left of it is the intersection of boxes, which is `shard_ranges`.
+Why not `torch.distributed.checkpoint`: its planner works on boxes, but a shard of a chunk is a run of elements, so each
+tensor would have to be cut into several. Its metadata is a pickle and its files have no hash, so reader, writer and
+metadata would have to be ours anyway. Only the intersection of boxes would remain, which is `shard_ranges`.
 
-Why a thread. A save beside the training is copying, writing and hashing, which Python's lock does not hold up. A
-process of its own would need the shards in shared memory, and could be left over. The thread has a process group of its
-own, so that its agreements stand in no order with those of the training.
+Why a thread: a background save copies, writes and hashes without the GIL. A separate process would need the shards in
+shared memory, and could outlive the training. The thread has its own process group, so its collectives are independent
+of the training's.
 
-Before `save` returns it copies what user code can change unseen: buffers, and weights that stay attached. All else is
-changed by an update, by a load, or by a write of user code that is brought home; each waits until the thread has copied
-everything (`ShardState.wait_for_reader`). Updates of the last step may be under way when `save` is called: the thread
-waits for them, a shard at a time (`Elements.read`).
+Before an asynchronous `save` returns, it copies everything that user code can change unnoticed: buffers, and weights
+that stay attached. Anything else changes only by an update, a load, or a user's write that is brought home; each of
+these waits until the thread has copied everything (`ShardState.wait_for_reader`). Updates of the last step may still
+run when `save` is called: the thread waits for them, one shard at a time (`Elements.read`).
 """
 
 import os
@@ -63,13 +63,13 @@ from elixir_moe.state.safetensors_format import name_of
 from elixir_moe.state.wrapped import Wrapped
 
 UPDATES = "updates"
-"""Name, among a piece's scalars, of the number of updates it has had."""
+"""Name of the number of updates in a piece's scalars."""
 
 
 class Saving:
-    """A save under way, with the names of a `concurrent.futures.Future`: `done`, `result`, `exception`.
+    """A save in progress, with the methods of a `concurrent.futures.Future`: `done`, `result`, `exception`.
 
-    A failure is told once, on all ranks. Training can go on after it, and so can the next save.
+    A failure is raised once, on all ranks. Training and later saves can continue after it.
     """
 
     def __init__(
@@ -80,31 +80,31 @@ class Saving:
         copied: threading.Event | None = None,
     ) -> None:
         self.path = path
-        """The directory."""
+        """Directory of the checkpoint."""
         self._optimizer = optimizer
         self._future = future
         self._copied = copied
 
     def __getattr__(self, name: str) -> Any:
-        """Says what a method of former versions is called now; any other is missing as always."""
+        """Raises AttributeError; for a method of former versions, the message has its present name."""
         raise AttributeError(former("saving.", name) or f"{type(self).__name__!r} has no {name!r}")
 
     def done(self) -> bool:
-        """Whether this rank's part of it has ended, in whichever way. Not collective."""
+        """Whether this rank's part has ended, successfully or not. Not collective."""
         return self._future is None or self._future.done()
 
     def join(self) -> None:
-        """Blocks until this rank's part has ended, in whichever way. Not collective."""
+        """Blocks until this rank's part has ended, successfully or not. Not collective."""
         if self._future is not None:
             self._future.exception()
 
     def wait_for_copy(self) -> None:
-        """Blocks until the next update need not wait for this save. Not collective."""
+        """Blocks until everything is copied, so that the next update need not wait. Not collective."""
         if self._copied is not None:
             self._copied.wait()
 
     def poll(self) -> bool:
-        """Whether the checkpoint is there, on all ranks alike. Raises CheckpointError as `result` does. Collective."""
+        """Whether the checkpoint is complete; the same on all ranks. Raises CheckpointError like `result`. Collective."""
         if self._future is None:
             return True
         done = raise_on_all_ranks("asked whether a save has ended", self.done, self._optimizer.kept.groups.control)
@@ -114,7 +114,7 @@ class Saving:
         return True
 
     def exception(self) -> CheckpointError | None:
-        """Waits for the end; returns the failure, None if the checkpoint is there. Collective."""
+        """Blocks until the save has ended; returns the failure, or None. Collective."""
         try:
             self.result()
         except CheckpointError as error:
@@ -122,7 +122,7 @@ class Saving:
         return None
 
     def result(self) -> Path:
-        """Returns the path when the checkpoint is there. Raises CheckpointError if the save failed. Collective."""
+        """Blocks until the checkpoint is complete; returns its path. Raises CheckpointError on failure. Collective."""
         future, self._future = self._future, None
         if future is not None:
             self._optimizer.pending = None
@@ -141,30 +141,31 @@ def save(
     keep: int | None = None,
     asynchronous: bool = False,
 ) -> Saving:
-    """Saves model, optimizer and random generators as the checkpoint `path`, whole or not at all. Collective.
+    """Saves model, optimizer and random generators as the checkpoint `path`, completely or not at all. Collective.
 
     Call it between `optimizer.step` and the next backward. The directory must be on storage that all ranks share; an
-    existing one is never touched.
+    existing one is never changed.
 
     Args:
-        path: the directory to be made.
+        path: the directory to create.
         model: a wrapped model.
-        optimizer: what `wrap` returned with it.
-        extra: whatever else `load` is to return, the same on all ranks: None, numbers, texts, bytes, lists, tuples,
-            dicts, small tensors and arrays; of an LR scheduler its ``state_dict()``.
-        keep: afterwards remove all but the `keep` latest checkpoints in the directory around `path`.
-        asynchronous: copy to host memory (as many bytes as this rank's file) and write beside the training, whose next
-            update waits for the copy if it comes before its end. Where the plan has chunks on disk, the copy goes no
-            faster than the writing, so that memory does not have to take them.
+        optimizer: the optimizer that `wrap` returned with it.
+        extra: a value for `load` to return, the same on all ranks: None, numbers, texts, bytes, lists, tuples, dicts,
+            small tensors and arrays. For an LR scheduler, pass its ``state_dict()``.
+        keep: afterwards, remove all but the `keep` latest checkpoints in the parent directory of `path`.
+        asynchronous: copy to host memory (as many bytes as this rank's file) and write in the background. The next
+            update waits until the copy is complete. If the plan has chunks on disk, the copy is no faster than the
+            writes, so that the file need not fit in memory.
 
     Returns:
-        A `Saving`, which has ended unless `asynchronous`. A save that is still under way ends before the next begins.
+        A `Saving`, complete unless `asynchronous`. The next save waits for it.
 
     Raises:
         CheckpointError: on all ranks: the directory exists, the disk is full, ranks disagree on path or `extra`,
-            `extra` holds something else, gradients wait for a step; or an asynchronous save before this one failed and
-            nobody has polled it.
-        UsageError: model or optimizer are not wrapped, or parameters or buffers have come or gone since.
+            `extra` has a value of another type, gradients wait for a step, or an earlier asynchronous save failed and
+            its error was not raised yet.
+        ConfigError: `keep` is not a whole number of at least 1.
+        UsageError: model or optimizer are not wrapped, or parameters or buffers have changed since `wrap`.
     """
     wrapped = wrapped_of(model, optimizer)
     if keep is not None and not is_whole(keep, least=1):
@@ -186,7 +187,7 @@ def save(
     def begin() -> None:
         if dist.get_rank() == 0:
             drafts.append(Draft(target))
-        on_disk = any(chunk.shard.tier is Tier.DISK for chunk in wrapped.scheduler.chunks)  # more than memory can take
+        on_disk = any(chunk.shard.tier is Tier.DISK for chunk in wrapped.scheduler.chunks)  # may exceed memory
         contents.append(_Contents(model, optimizer, wrapped, facts, bounded=on_disk or not asynchronous))
         if asynchronous:
             contents[0].take_what_may_change()
@@ -219,7 +220,7 @@ def save(
 
 @contextmanager
 def _abandoning(drafts: list[Draft]) -> Iterator[None]:
-    """Removes what was written if the rest of the save fails."""
+    """Removes the drafts if the rest of the save fails."""
     try:
         yield
     except BaseException:
@@ -229,7 +230,7 @@ def _abandoning(drafts: list[Draft]) -> Iterator[None]:
 
 
 def _stream_behind(wrapped: Wrapped) -> AbstractContextManager[object]:
-    """What a thread enters to copy from a GPU beside its work, behind all that has been issued up to now."""
+    """A context for the thread to copy from the GPU on a stream of its own, ordered behind all work issued so far."""
     device = next((c.shard.shown.device for c in wrapped.scheduler.chunks if c.shard.shown.is_cuda), None)
     if device is None:
         return nullcontext()
@@ -240,7 +241,7 @@ def _stream_behind(wrapped: Wrapped) -> AbstractContextManager[object]:
 
 @contextmanager
 def _on(stream: torch.cuda.Stream) -> Iterator[None]:
-    """A thread works on `stream`. Its GPU has been the first one so far, which may be another rank's."""
+    """Makes the thread work on `stream` and its GPU: by default a thread uses the first GPU, perhaps another rank's."""
     torch.cuda.set_device(stream.device)
     with torch.cuda.stream(stream):
         yield
@@ -251,14 +252,14 @@ def _on(stream: torch.cuda.Stream) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Facts:
-    """What one rank tells the others before a save."""
+    """The facts that ranks exchange before a save."""
 
     target: str
     extra_digest: str
     buffer_digests: dict[str, str]
     rng: Any
     fixed: dict[str, Any]
-    """Fields of the manifest that are the same on all ranks; of rank 0 only."""
+    """Fields of the manifest that are the same on all ranks; filled on rank 0 only."""
 
 
 def _facts(target: Path, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, wrapped: Wrapped) -> _Facts:
@@ -314,7 +315,7 @@ def _compare(facts: list[_Facts]) -> None:
 
 
 class _Contents:
-    """What this rank writes: the tensors, and their places in the logical parameters."""
+    """The tensors this rank writes, and their places in the logical parameters."""
 
     def __init__(
         self, model: nn.Module, optimizer: ShardedOptimizer, wrapped: Wrapped, facts: list[_Facts], *, bounded: bool
@@ -340,12 +341,12 @@ class _Contents:
         self.image = FileImage(self._items, bounded=bounded) if self._items else None
 
     def take_what_may_change(self) -> None:
-        """Copies what user code can change without anybody seeing it."""
+        """Copies the tensors that user code can change unnoticed."""
         if self.image is not None:
             self.image.take(self._may_change)
 
     def _pieces(self, held: LocalShard, optimizer: ShardedOptimizer) -> Iterator[Piece]:
-        """One, or none if this rank has nothing of it to write."""
+        """One piece, or none if this rank has no element to write."""
         written = held.cut(*share_of(held.chunk))
         if not written.span.numel:
             return
@@ -369,7 +370,7 @@ class _Contents:
         yield piece
 
     def _add_buffer(self, name: str, buffer: torch.Tensor, digests: list[str]) -> None:
-        """The first of the ranks that have the same values writes them."""
+        """Adds a buffer. Of the ranks with equal values, the first writes them."""
         writers = [digests.index(digest) for digest in digests]
         dtype, shape = name_of(buffer.dtype, name), tuple(buffer.shape)
         files = tuple(f"rank-{rank:05d}.safetensors" for rank in writers)
@@ -395,7 +396,7 @@ def _write(
     keep: int | None,
     taken: Callable[[], None],
 ) -> None:
-    """Writes this rank's file; rank 0 writes the manifest when all files are there. Collective."""
+    """Writes this rank's file; rank 0 writes the manifest when all files are complete. Collective."""
 
     def write_file() -> tuple[str, FileRecord] | None:
         directory = partial_of(target)
@@ -415,7 +416,7 @@ def _write(
             assert everything is not None
             files = dict(record for record in records if record is not None)
             manifest = dump(_merge(moment_after_all(target.parent), everything, files, contents.rng, fixed))
-            parse(manifest, str(target / MANIFEST))  # what is written can be read
+            parse(manifest, str(target / MANIFEST))  # proves that it can be read again
             draft.commit(manifest)
             if keep is not None:
                 retain(target.parent, keep)

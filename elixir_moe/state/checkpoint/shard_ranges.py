@@ -1,7 +1,7 @@
-"""Which elements of a logical parameter a rank holds, and where two holdings meet.
+"""Which elements of a logical parameter a rank holds, and the overlap of two such ranges.
 
-Owns `Span`: a run of consecutive elements of one rank's slice. A slice is a box of the logical parameter (what the
-pattern says); a shard cuts it without regard to its dims, so a run is no box, but a few boxes one behind the other.
+Owns `Span`: a run of consecutive elements of one rank's slice. A slice is a box of the logical parameter (given by the
+pattern). A shard cuts the slice without regard to dims, so a run is not a box but a sequence of a few boxes.
 Pure arithmetic.
 
 Elements 7 .. 31 of a slice of shape (4, 10)::
@@ -26,7 +26,7 @@ class Span:
     """Elements `start` .. `stop` of a box, in row-major order of the box."""
 
     offset: tuple[int, ...]
-    """Where the box starts in the logical parameter, one index per dim."""
+    """Start of the box in the logical parameter, one index per dim."""
     shape: tuple[int, ...]
     """Shape of the box."""
     start: int
@@ -42,7 +42,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A box that lies in a run: elements ``start ..`` of the run, seen in `shape`, cut to `window`."""
+    """A box inside a run: elements from `start` of the run, viewed as `shape`, cut to `window`."""
 
     start: int
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Part:
 
 
 def overlap(a: Span, b: Span) -> Iterator[tuple[Part, Part]]:
-    """The elements that both runs hold, as pairs of equal boxes: where each lies in `a` and in `b`."""
+    """The common elements of two runs, as pairs of equal boxes (place in `a`, place in `b`)."""
     if (a.offset, a.shape) == (b.offset, b.shape):
         low, high = max(a.start, b.start), min(a.stop, b.stop)
         if low < high:
@@ -79,9 +79,9 @@ def overlap(a: Span, b: Span) -> Iterator[tuple[Part, Part]]:
 
 
 def flaw(shape: Sequence[int], spans: Iterable[Span]) -> str | None:
-    """What keeps `spans` from holding each element of a parameter of `shape` exactly once; None if nothing does.
+    """The reason why `spans` do not hold each element of a parameter of `shape` exactly once; None if they do.
 
-    Slices are the equal cells of a grid, as patterns cut them.
+    Slices must be the equal cells of a grid, as patterns cut them.
     """
     runs: dict[tuple[int, ...], list[Span]] = {}
     cells = set()
@@ -113,7 +113,7 @@ def flaw(shape: Sequence[int], spans: Iterable[Span]) -> str | None:
 
 
 def _rectangles(span: Span) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(first element in the run, offset in the parameter, shape) of boxes that make up the run, in its order."""
+    """(first element in the run, offset in the parameter, shape) of the boxes that make up the run, in order."""
     for start, offset, shape in _split(span.shape, span.start, span.stop):
         yield start - span.start, tuple(i + j for i, j in zip(offset, span.offset, strict=True)), shape
 

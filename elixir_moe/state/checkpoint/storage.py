@@ -1,14 +1,15 @@
-"""How a directory comes to be whole or absent.
+"""Checkpoint directories: complete or absent.
 
-Owns all of a checkpoint that a file system sees, but for the inside of its files (`tensors`). It is a directory::
+Owns everything of a checkpoint in the file system except the contents of its files (`tensors`). A checkpoint is a
+directory::
 
     step-100/   manifest.json            written last
-                rank-00000.safetensors   flat tensors, one for each run of elements that rank held
+                rank-00000.safetensors   flat tensors, one for each run of elements that the rank held
                 ...
 
-It is written as ``.step-100.partial`` beside its place, every file and directory is synced to the disk, and then one
-rename makes it appear. The manifest is locked (flock) from the first moment of the writing: what is called partial and
-is not locked belongs to nobody alive, and is collected. Removing goes the same way back: one rename makes it partial.
+It is written as ``.step-100.partial`` in the same folder, every file and directory is synced to disk, and one rename
+makes it appear. The manifest is locked (flock) from the beginning of the write: a partial directory without a lock has
+no living writer and is removed. Removal works in reverse: one rename makes the checkpoint partial.
 """
 
 import fcntl
@@ -26,21 +27,21 @@ from elixir_moe.state.checkpoint.tensors import hash_file, open_regular, sync_di
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-"""The folder in a run's directory where its checkpoints lie."""
+"""The folder of checkpoints in a run's directory."""
 _PARTIAL = ".partial"
 _HEAD_BYTES = 512
-"""In so many bytes a manifest says when it was saved."""
+"""A manifest has its time of save within this many bytes."""
 
 
 class Draft:
-    """A checkpoint that is being written, on the one rank that commits it."""
+    """A checkpoint being written, on the rank that commits it."""
 
     def __init__(self, target: Path) -> None:
-        """Makes the partial directory, after those of the dead are collected.
+        """Creates the partial directory, after removing those of dead processes.
 
         Raises:
             CheckpointError: the target exists, or another process is writing it.
-            OSError: the directory cannot be made.
+            OSError: the directory cannot be created.
         """
         self.target, self.path = target, partial_of(target)
         self.committed = False
@@ -55,7 +56,11 @@ class Draft:
         fcntl.flock(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def commit(self, manifest: bytes) -> None:
-        """Writes the manifest and makes the checkpoint appear. All other files must be there and synced."""
+        """Writes the manifest and makes the checkpoint appear. All other files must be complete and synced.
+
+        Raises:
+            CheckpointError: the target was created meanwhile.
+        """
         while manifest:
             manifest = manifest[os.write(self._manifest, manifest) :]
         os.fsync(self._manifest)
@@ -68,14 +73,14 @@ class Draft:
         sync_directory(self.target.parent)
 
     def abandon(self) -> None:
-        """Removes what was written, unless it was committed."""
+        """Removes the partial directory, unless it was committed."""
         if not self.committed:
             _remove(self.path)
             os.close(self._manifest)
 
 
 def check_target(target: Path) -> None:
-    """Raises CheckpointError if no checkpoint can be saved under that name."""
+    """Raises CheckpointError if the name is taken, or is that of a partial checkpoint."""
     if target.name.endswith(_PARTIAL):
         raise CheckpointError(f"{target}: what ends in {_PARTIAL} is no whole checkpoint: save under another name")
     if os.path.lexists(target):
@@ -83,24 +88,24 @@ def check_target(target: Path) -> None:
 
 
 def partial_of(target: Path) -> Path:
-    """Where a checkpoint is while it is not whole."""
+    """The partial directory of a checkpoint."""
     return target.parent / f".{target.name}{_PARTIAL}"
 
 
 def collect(directory: Path) -> list[Path]:
-    """Removes partial checkpoints that nobody writes any more; returns them."""
+    """Removes partial checkpoints without a living writer; returns their paths."""
     return [path for path in partials(directory) if _remove_if_dead(path)]
 
 
 def discard(path: Path) -> None:
-    """Removes a checkpoint: whole or absent, wherever this ends."""
+    """Removes a checkpoint; if interrupted, it is either complete or absent."""
     os.rename(path, partial_of(path))
     sync_directory(path.parent)
     _remove_if_dead(partial_of(path))
 
 
 def retain(directory: Path, keep: int) -> list[Path]:
-    """Removes all checkpoints in `directory` but the `keep` latest; returns them. Damaged manifests stay."""
+    """Removes all checkpoints in `directory` but the `keep` latest; returns their paths. Damaged ones stay."""
     whole = [path for path, manifest in checkpoints(directory) if isinstance(manifest, Manifest)]
     for path in whole[:-keep]:
         discard(path)
@@ -108,7 +113,7 @@ def retain(directory: Path, keep: int) -> list[Path]:
 
 
 def moment_after_all(directory: Path) -> int:
-    """Nanoseconds since 1970, but later than every checkpoint in `directory`, whatever clocks say."""
+    """The time in nanoseconds since 1970, or later: later than every checkpoint in `directory`, even if clocks differ."""
     moments = [time.time_ns()]
     for path in directory.glob(f"[!.]*/{MANIFEST}"):
         if path.is_symlink():
@@ -120,14 +125,14 @@ def moment_after_all(directory: Path) -> int:
 
 
 def latest(directory: str | Path, *, fall_back: bool = False) -> Path | None:
-    """The checkpoint in `directory` that was saved last; None if there is none. Not collective.
+    """The latest checkpoint in `directory`; None if there is none. Not collective.
 
-    Partial ones, left by a process that was killed while it saved, are ignored, and removed.
+    Partial checkpoints, left by a process that was killed during a save, are ignored and removed.
 
     Args:
-        directory: where checkpoints lie side by side.
-        fall_back: hash all files, and pass over damaged checkpoints, each with a warning. By default `em.load` finds
-            damaged files, and a damaged manifest is an error here.
+        directory: the folder that contains checkpoints.
+        fall_back: hash all files, and skip damaged checkpoints, each with a warning. By default, files are not hashed
+            (`em.load` does that), and a damaged manifest is an error.
 
     Raises:
         CheckpointError: a manifest is damaged, and `fall_back` is off.
@@ -153,7 +158,7 @@ def latest(directory: str | Path, *, fall_back: bool = False) -> Path | None:
 
 
 def checkpoints(directory: Path) -> list[tuple[Path, Manifest | CheckpointError]]:
-    """All checkpoints in `directory` with their manifests, the latest last; damaged manifests first, as errors."""
+    """(path, manifest) of all checkpoints in `directory`, the latest last; damaged ones first, with their error."""
     found: list[tuple[Path, Manifest | CheckpointError]] = []
     for path in sorted(path for path in directory.iterdir() if not path.is_symlink() and (path / MANIFEST).exists()):
         if not path.name.endswith(_PARTIAL):
@@ -165,13 +170,13 @@ def checkpoints(directory: Path) -> list[tuple[Path, Manifest | CheckpointError]
 
 
 def home_of(directory: Path) -> Path:
-    """Where the checkpoints of `directory` lie: in it, or, if it has none and is a run's, in a folder of it."""
+    """The folder of checkpoints for `directory`: itself, or, if it has none and is a run's, its `CHECKPOINTS`."""
     own = directory / CHECKPOINTS
     return own if own.is_dir() and not checkpoints(directory) else directory
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. Raises CheckpointError if there is none, or it is damaged."""
+    """The manifest of the checkpoint at `path`. Raises CheckpointError if it is missing or damaged."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such checkpoint")
     with open(open_regular(path / MANIFEST), "rb") as file:
@@ -179,7 +184,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -> None:
-    """Hashes `files` (by default all) of the checkpoint. Raises CheckpointError, naming the first that is damaged."""
+    """Hashes `files` (by default all) of the checkpoint. Raises CheckpointError for the first damaged one."""
     for name in manifest.files if files is None else files:
         record, found = manifest.files[name], hash_file(path / name)
         if found.nbytes != record.nbytes:
@@ -190,7 +195,7 @@ def verify(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -
 
 
 def partials(directory: Path) -> list[Path]:
-    """Checkpoints in `directory` that are not whole: being written, or left by the dead."""
+    """Partial checkpoints in `directory`: being written, or left by dead processes."""
     return sorted(
         path
         for path in directory.iterdir()
@@ -199,10 +204,10 @@ def partials(directory: Path) -> list[Path]:
 
 
 def _remove_if_dead(partial: Path) -> bool:
-    """Deletes a partial checkpoint unless its writer lives, or another process deletes it at this moment."""
+    """Deletes a partial checkpoint unless its writer lives, or another process is deleting it."""
     try:
         if not (partial / MANIFEST).exists():
-            # None is there between the first two and the last two system calls of a writer: the directory is empty.
+            # A writer has no manifest between its first two, and its last two, system calls: the directory is empty.
             return not any(partial.iterdir()) and _remove(partial)
         with open(partial / MANIFEST, "r+b") as manifest:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,7 +218,7 @@ def _remove_if_dead(partial: Path) -> bool:
 
 
 def _remove(partial: Path) -> bool:
-    """Deletes a partial checkpoint, its manifest, by which it is known, last."""
+    """Deletes a partial checkpoint; the manifest, by which it is recognised, last."""
     for path in partial.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

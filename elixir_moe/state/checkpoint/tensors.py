@@ -1,7 +1,7 @@
 """Files of tensors: written, hashed and read.
 
-Owns the way of bytes to the disk (safetensors' own writer does not hash): taken from tensors into segments, each hashed
-and written by another thread while the next is taken.
+Owns the path of bytes to the disk (safetensors' own writer does not hash): tensors are copied into segments, and each
+segment is hashed and written by another thread while the next is filled.
 """
 
 import errno
@@ -28,32 +28,32 @@ from elixir_moe.state.safetensors_format import DTYPES, head_of
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _WRITERS = 2
 _SEGMENTS_AHEAD = 4
-"""How far taking may run ahead of writing where tensors wait for it: what bounds the memory."""
+"""Segments that copying may run ahead of writing if the file is `bounded`; bounds the memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """A tensor that is to be written."""
+    """A tensor to be written."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     tensor: Callable[[], torch.Tensor]
-    """Gives it when its turn has come."""
+    """Called for the tensor when it is copied."""
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class FileImage:
-    """The bytes of a file of tensors, on their way from tensors to the disk."""
+    """The bytes of a file of tensors, between the tensors and the disk."""
 
     def __init__(
         self, items: Iterable[Item], metadata: Mapping[str, str] | None = None, *, bounded: bool = True
     ) -> None:
-        """Of `items`, with texts for the header. Unless it is `bounded`, taking never waits for writing."""
+        """For `items`, with `metadata` in the header. Copying waits for writing only if `bounded`."""
         given = {item.key: item for item in items}
         head = head_of({key: (item.dtype, item.shape) for key, item in given.items()}, metadata)
         self._places, self._nbytes = head.places, head.nbytes
@@ -70,10 +70,10 @@ class FileImage:
             self._whole += self._take(key)
 
     def write(self, path: Path, taken: Callable[[], None] = lambda: None) -> FileRecord:
-        """Writes the new file and syncs it, calling `taken` when the last tensor has been copied.
+        """Writes the new file and syncs it; calls `taken` when the last tensor is copied.
 
         Raises:
-            OSError: the disk is full, the file exists, and the like.
+            OSError: for example, the disk is full or the file exists.
         """
         digests: dict[int, Future[bytes]] = {}
         behind: deque[Future[bytes]] = deque()
@@ -98,7 +98,7 @@ class FileImage:
         return self._put(self._places[key], data)
 
     def _put(self, at: int, data: Bytes) -> Iterator[int]:
-        """Copies `data` to its place; yields each segment that is whole with it."""
+        """Copies `data` to its place; yields each segment that becomes complete."""
         while len(data):
             index, start = divmod(at, SEGMENT_BYTES)
             if index not in self._segments:
@@ -114,7 +114,7 @@ class FileImage:
         return min(SEGMENT_BYTES, self._nbytes - index * SEGMENT_BYTES)
 
     def _bring(self, file: DirectFile, index: int, segment: Bytes) -> bytes:
-        """Writes a segment, with what is in its last page; returns its hash."""
+        """Writes a segment, padded to whole pages; returns its hash."""
         length, data = self._length(index), memoryview(segment)  # type: ignore[arg-type]
         file.write(index * SEGMENT_BYTES, data[: whole_pages(length)])
         digest = segment_digest(data[:length])
@@ -123,17 +123,17 @@ class FileImage:
 
 
 def _segment(nbytes: int) -> Bytes:
-    """Memory of its own for at least `nbytes`, in whole pages."""
+    """New memory for at least `nbytes`, in whole pages."""
     return np.frombuffer(paged_memory(nbytes), dtype=np.uint8)
 
 
 def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Writes a new safetensors file with these tensors and texts, and syncs it. Raises OSError as `FileImage.write`."""
+    """Writes a new safetensors file with these tensors and metadata; syncs it. Raises OSError like `FileImage.write`."""
     return FileImage(items, metadata).write(path)
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Size and hash of a file as it is. Raises CheckpointError if it is missing, a link or no file."""
+    """Size and hash of a file. Raises CheckpointError unless it is a regular file."""
     with open(open_regular(path), "rb") as file, ThreadPoolExecutor(_WRITERS) as readers:
         nbytes = os.fstat(file.fileno()).st_size
         starts = range(0, nbytes, SEGMENT_BYTES)
@@ -142,7 +142,7 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def _read(descriptor: int, start: int) -> memoryview:
-    """The segment from `start` on, as far as there is one."""
+    """The segment at `start`, shorter at the end of the file."""
     segment = memoryview(paged_memory(SEGMENT_BYTES))
     filled = 0
     while count := os.preadv(descriptor, [segment[filled:]], start + filled):
@@ -151,7 +151,7 @@ def _read(descriptor: int, start: int) -> memoryview:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the entries of a directory last."""
+    """Syncs the entries of a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -160,7 +160,7 @@ def sync_directory(path: Path) -> None:
 
 
 class Files:
-    """The files of one checkpoint, opened when they are first read, and read only where they are asked for."""
+    """The files of one checkpoint; each is opened when first needed, and only requested tensors are read."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -171,7 +171,7 @@ class Files:
         path = self._directory / file
         try:
             found = self._handle(file).get_slice(key)
-        except Exception as error:  # the type is safetensors' own, which is not to be imported here
+        except Exception as error:  # safetensors' own error type, which is not imported here
             raise CheckpointError(f"{path}: tensor {key!r} cannot be read: {error}") from error
         if (found.get_dtype(), tuple(found.get_shape())) != (dtype, shape):
             raise CheckpointError(
@@ -180,7 +180,7 @@ class Files:
             )
 
     def read(self, file: str, key: str) -> torch.Tensor:
-        """The tensor, mapped from the file: only what is used of it is read."""
+        """The tensor, memory-mapped: only the parts in use are read."""
         tensor: torch.Tensor = self._handle(file).get_tensor(key)
         return tensor
 
@@ -194,7 +194,7 @@ class Files:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a regular file, for reading. Raises CheckpointError for links and all that is none."""
+    """A descriptor of a regular file, for reading. Raises CheckpointError for links and anything else."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

@@ -1,9 +1,9 @@
-"""Plain values as JSON and back, exactly: what a checkpoint holds besides parameters.
+"""Plain values as JSON and back, exactly: the content of a checkpoint besides parameters.
 
-Owns the encoding. Nothing is ever executed: whatever is in the JSON, reading it makes numbers, texts, lists, dicts,
+Owns the encoding. Decoding never executes anything: it produces only numbers, texts, bytes, lists, tuples, dicts,
 tensors and arrays.
 
-    as they are    None, bool, int, finite float, str, list, dict with str keys
+    unchanged      None, bool, int, finite float, str, list, dict with str keys
     tagged         {"$tuple": [...]}  {"$dict": [[key, value], ...]}  {"$float": "nan"}  {"$bytes": base64}
                    {"$tensor": [dtype, shape, base64]}  {"$array": [dtype, shape, base64]}
 """
@@ -25,7 +25,7 @@ _ARRAY_KINDS = "biuf"
 
 
 def encode(value: Any, where: str) -> Any:
-    """`value` as JSON can hold it. Raises CheckpointError, naming the place in `value`, for any other type."""
+    """`value` in a form that JSON can hold. Raises CheckpointError, which names the place, for any other type."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (bool, int, str)):
@@ -54,7 +54,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any, where: str) -> Any:
-    """The inverse of `encode`. Raises CheckpointError for anything `encode` does not give."""
+    """The inverse of `encode`. Raises CheckpointError for an invalid encoding."""
     if isinstance(value, list):
         return [decode(item, where) for item in value]
     if not isinstance(value, dict):

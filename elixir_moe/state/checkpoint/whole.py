@@ -1,8 +1,8 @@
 """A checkpoint without a model: whole parameters, other files, other formats.
 
-Owns what one process can do with a directory: put each logical parameter together, write all of them as Hugging Face
-or plain torch have them, or write the same checkpoint in another number of files. One tensor is in memory at a time,
-but for the plain torch file.
+Owns the operations of a single process on a checkpoint: join each logical parameter, export for Hugging Face or plain
+torch, and write the same checkpoint in another number of files. One tensor is in memory at a time, except for the plain
+torch file.
 """
 
 import os
@@ -22,26 +22,26 @@ from elixir_moe.state.safetensors_format import DTYPES, INDEX, NAMES, files_of, 
 
 
 class Whole:
-    """The tensors of one checkpoint, whole; its files should have been verified."""
+    """The whole tensors of one checkpoint, whose files should have been verified."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._files = Files(directory)
         self._manifest = manifest
 
     def parameter(self, name: str, kept: str = WEIGHT) -> torch.Tensor:
-        """A whole parameter by its first name, or what the optimizer keeps for its elements, in the dtype saved."""
+        """A whole parameter by its first name, or its optimizer state `kept`, in the saved dtype."""
         entry = self._manifest.parameters[name]
         span = Span(offset=(0,) * len(entry.grid), shape=entry.grid, start=0, stop=entry.numel)
         return self._cell(name, kept, entry.pieces, span).view(entry.shape)
 
     def buffer(self, name: str, rank: int = 0) -> torch.Tensor:
-        """A buffer, as that rank had it."""
+        """A buffer with the values of that rank."""
         buffer = self._manifest.buffers[name]
         self._files.check(buffer.file_of_rank[rank], Buffer.key(name), buffer.dtype, buffer.shape)
         return self._files.read(buffer.file_of_rank[rank], Buffer.key(name))
 
     def state_dict(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Item]]:
-        """(name, tensor to write) of the plain model, in its order; `dtype` replaces those of floating parameters."""
+        """(name, tensor to write) of the plain model's state dict, in its order; `dtype` is for floating parameters."""
         first_of = {name: first for first, entry in self._manifest.parameters.items() for name in entry.names}
         for key in self._manifest.keys:
             if key in self._manifest.buffers:
@@ -54,7 +54,11 @@ class Whole:
                 yield key, Item(key=key, dtype=NAMES[to], shape=entry.shape, tensor=give)
 
     def cells(self, name: str) -> Iterator[tuple[Piece, list[Item]]]:
-        """Each slice of a parameter as one piece, with its tensors; the piece's file is for the caller to say."""
+        """Each slice of a parameter as one piece, with its tensors; the caller sets the piece's file.
+
+        Raises:
+            CheckpointError: the pieces of a slice have different optimizer state.
+        """
         entry = self._manifest.parameters[name]
         slices: dict[tuple[int, ...], list[Piece]] = {}
         for piece in entry.pieces:
@@ -76,7 +80,7 @@ class Whole:
             yield joined, items
 
     def _cell(self, name: str, kept: str, pieces: tuple[Piece, ...], span: Span) -> torch.Tensor:
-        """(numel,): the elements of `span`."""
+        """The elements of `span`, of shape (numel,)."""
         dtype = DTYPES[pieces[0].state[kept]] if pieces else DTYPES[self._manifest.parameters[name].dtype]
         flat = torch.empty(span.numel, dtype=dtype, device="cpu")
         for piece in pieces:
@@ -95,9 +99,9 @@ class Whole:
 def export_huggingface(
     whole: Whole, out: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = 5 * 10**9
 ) -> list[Path]:
-    """Writes a new folder as Hugging Face has weights; returns its files. Tied parameters go under their first name.
+    """Writes a new folder of weights in Hugging Face's form; returns its files. Tied parameters have their first name.
 
-    ``model.safetensors``, or several of at most `shard_bytes` with ``model.safetensors.index.json``.
+    The files are ``model.safetensors``, or several of at most `shard_bytes` with ``model.safetensors.index.json``.
 
     Raises:
         CheckpointError: the folder exists.
@@ -117,7 +121,11 @@ def export_huggingface(
 
 
 def export_torch(whole: Whole, out: Path, *, dtype: torch.dtype | None = None) -> list[Path]:
-    """Writes a new file with the plain model's state dict, which ``torch.load(..., weights_only=True)`` reads."""
+    """Writes a new file with the plain model's state dict, for ``torch.load(..., weights_only=True)``.
+
+    Raises:
+        CheckpointError: the file exists.
+    """
     if os.path.lexists(out):
         raise CheckpointError(f"{out} exists: name another file")
     tensors: dict[str, torch.Tensor] = {}
@@ -133,11 +141,11 @@ def export_torch(whole: Whole, out: Path, *, dtype: torch.dtype | None = None) -
 
 
 def reshard(whole: Whole, target: Path, files: int) -> Manifest:
-    """Writes the same checkpoint anew in `files` files of about equal size.
+    """Rewrites the checkpoint in `files` files of about equal size.
 
     Raises:
         CheckpointError: the target exists.
-        ConfigError: there are more versions of a buffer than files.
+        ConfigError: a buffer has more versions than there are files.
     """
     manifest = whole._manifest
     names = [f"part-{i:05d}.safetensors" for i in range(files)]

@@ -1,0 +1,137 @@
+"""Gradients as a user sees them: clipped by value, and their norms by parameter, as one plain process has them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import elixir_moe as em
+from elixir_moe.models import GPT, GPTConfig, gpt_patterns, lm_loss
+from tests.support.parity import ROWS, TOLERANCE, make_optimizer, mesh_of_world, tokens
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+LIMIT = 2e-3
+"""Many elements of the gradients are beyond it."""
+
+
+def config(ep: int) -> GPTConfig:
+    return GPTConfig(vocab_size=32, seq_len=8, n_layers=2, d_model=16, n_heads=2, experts=(0, 2), ep=(1, ep))
+
+
+def steps(plan: em.Plan | None, by_value: float | None, by_norm: float | None) -> dict[str, Any]:
+    """(rank) Three steps: norms of every parameter's gradient before and after they are clipped, and the weights."""
+    world, rank = (1, 0) if plan is None else (dist.get_world_size(), dist.get_rank())
+    torch.manual_seed(5)
+    mesh = None if plan is None else mesh_of_world()
+    model = GPT(config(world), mesh)
+    optimizer: Any = make_optimizer(model)
+    if plan is not None:
+        em.annotate(model, gpt_patterns(model))
+        model, optimizer = em.wrap(model, optimizer, plan=plan)
+    seen = []
+    for step in range(3):
+        batch = tokens(step, 0, 8, 32)[rank * ROWS // world : (rank + 1) * ROWS // world]
+        lm_loss(model, batch).backward()
+        for clip, limit in (("value", by_value), ("norm", by_norm), ("", None)):
+            seen.append(optimizer.grad_norms() if plan is not None else norms_of(model))
+            if limit is not None and plan is None:
+                getattr(nn.utils, f"clip_grad_{clip}_")(model.parameters(), limit)
+            elif limit is not None:
+                getattr(optimizer, f"clip_grad_{clip}_")(limit)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict() if plan is None else em.full_state_dict(model, all_ranks=True)
+    result = {"norms": seen, "state": {name: value.clone() for name, value in state.items()}}
+    if plan is not None:
+        optimizer.close()
+    return result
+
+
+def norms_of(model: nn.Module) -> dict[str, float]:
+    return {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
+
+
+PLANS = {
+    "ddp": em.Plan.ddp(),
+    "zero3": em.Plan.zero3(rcache_blocks=3, chunk_numel=2048),
+    "offload": em.Plan.offload(chunk_numel=2048),
+}
+
+
+@pytest.mark.parametrize("clips", [(LIMIT, None), (None, 0.05), (LIMIT, 0.05)], ids=["value", "norm", "both"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("plan", PLANS)
+def test_as_in_one_plain_process(plan: str, world: int, clips: tuple[Any, Any], ranks: Ranks) -> None:
+    wanted = steps(None, *clips)
+    for found in ranks(world).run(steps, PLANS[plan], *clips):
+        for mine, expected in zip(found["norms"], wanted["norms"], strict=True):
+            assert mine.keys() == expected.keys()
+            for name, norm in expected.items():
+                assert mine[name] == pytest.approx(norm, rel=2e-4, abs=1e-7), name
+        for name, value in wanted["state"].items():
+            torch.testing.assert_close(found["state"][name], value, rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture
+def pair() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero2())
+    yield model, optimizer
+    optimizer.close()
+
+
+@pytest.mark.parametrize("limit", [-1, "a", None, float("nan")])
+def test_a_limit_that_is_none(pair: Any, limit: Any) -> None:
+    with pytest.raises(em.ConfigError, match=r"clip_grad_value_\(clip_value=.*expected a number of at least 0"):
+        pair[1].clip_grad_value_(limit)
+
+
+def test_a_backward_after_clipping_by_value_is_refused(pair: Any) -> None:
+    model, optimizer = pair
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.clip_grad_value_(0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(em.UsageError, match="backward ran after"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_what_is_not_finite_is_not_hidden_by_clipping(pair: Any) -> None:
+    model, optimizer = pair
+    before = em.full_state_dict(model)
+    (model(torch.ones(2, 8)).sum() * torch.inf).backward()
+    optimizer.clip_grad_value_(0.1)
+    with pytest.raises(em.ElixirError, match="global gradient norm is"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert all(torch.equal(before[name], value) for name, value in em.full_state_dict(model).items())
+
+
+def test_a_parameter_without_a_gradient_has_no_norm(pair: Any) -> None:
+    model, optimizer = pair
+    model[1](torch.ones(2, 8)).sum().backward()
+    assert set(optimizer.grad_norms()) == {"1.weight", "1.bias"}
+    optimizer.zero_grad()
+    assert optimizer.grad_norms() == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_unscaled_first(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = em.wrap(model, optimizer, plan=em.Plan.zero2(), compute_dtype=dtype)
+    before = em.full_state_dict(model)
+    optimizer.scale(model(torch.ones(4, 8, dtype=dtype)).float().sum() * 0.2).backward()
+    optimizer.clip_grad_value_(0.5)
+    norms = optimizer.grad_norms()
+    assert norms == pytest.approx({"weight": 4.0, "bias": 0.5 * 8**0.5}, rel=1e-2)
+    optimizer.step()
+    for name, value in em.full_state_dict(model).items():
+        torch.testing.assert_close(value, before[name] - 0.5, rtol=0, atol=4e-3)
+    optimizer.close()
