@@ -57,9 +57,9 @@ std::size_t parts_of(std::size_t numel, int threads) {
     return std::clamp<std::size_t>(numel / kMinPerThread, 1, static_cast<std::size_t>(std::max(threads, 1)));
 }
 
-// Calls work(part, begin, end) for all parts of `numel` elements, each but the last on a thread of its own, near the
-// part's place in memory. Threads are started per call: a pool would be one more thing to survive a fork, and would
-// save little.
+// Calls work(part, begin, end) for all parts of `numel` elements. Each part but the last runs on its own thread, on a
+// processor near the part's memory. Threads are started per call: a pool would have to survive a fork, and would save
+// little.
 template <class StartOf, class AddressOf, class Work>
 void in_parts(std::size_t parts, std::size_t numel, const StartOf& start_of, const AddressOf& address_of,
               const Work& work) {
@@ -74,7 +74,7 @@ void in_parts(std::size_t parts, std::size_t numel, const StartOf& start_of, con
             });
         }
     } catch (const std::system_error&) {
-        // No more threads to be had: the caller's does the rest.
+        // The system has no more threads: the caller's thread does the rest.
     }
     work(part, start_of(part), numel);
 }

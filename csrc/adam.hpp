@@ -1,8 +1,7 @@
 // One Adam step over a shard in host memory: gradient in, master weight and moments updated, compute weight out, in one
 // pass.
 //
-// Knows nothing of Python. Arrays are plain pointers; the caller vouches for their length. Nothing is allocated
-// but what threads need.
+// Knows nothing of Python. Arrays are plain pointers; the caller guarantees their length. Allocates only for threads.
 //
 // The arithmetic is that of torch.optim.Adam and AdamW (the one-tensor form), operation by operation, with a fused
 // multiply-add wherever torch's AVX2 and AVX-512 kernels use one:
@@ -10,14 +9,13 @@
 //     g = grad * grad_scale                       (negated to maximize)
 //     g = fma(weight_decay, p, g)                 Adam, where weight_decay is not 0
 //     p = p * (1 - lr * weight_decay)             AdamW, where weight_decay is not 0
-//     m = fma(1 - beta1, g - m, m)                torch.lerp; from g's side where 1 - beta1 >= 0.5
+//     m = fma(1 - beta1, g - m, m)                torch.lerp; starts from g where 1 - beta1 >= 0.5
 //     v = fma((1 - beta2) * g, g, beta2 * v)
 //     d = sqrt(v) / sqrt(1 - beta2^step) + eps
 //     p = p + (-lr / (1 - beta1^step) * m) / d
 //     compute = round_to_nearest_even(p)
 //
-// All scalars are worked out in double and rounded once to float, as torch does. Every instruction set gives the same
-// bits.
+// All scalars are computed in double and rounded once to float, as in torch. Every instruction set gives the same bits.
 #pragma once
 
 #include <cstddef>
@@ -30,13 +28,13 @@ enum class Dtype : std::uint8_t { none, float32, bfloat16, float16 };
 enum class Isa : std::uint8_t { scalar, avx2, avx512 };
 
 /// A shard's long-lived state and its gradient, all of `numel` elements, at any alignment.
-/// `compute` may be the very memory of `grad` if both have the same element size; no other two may overlap.
+/// `compute` may be the same memory as `grad` if both have the same element size; no other arrays may overlap.
 struct AdamArrays {
     float* master;
     float* exp_avg;
     float* exp_avg_sq;
     const void* grad;
-    void* compute;  // ignored where compute_dtype is none
+    void* compute;  // ignored if compute_dtype is none
     Dtype grad_dtype;
     Dtype compute_dtype;  // none, bfloat16 or float16
     std::size_t numel;
@@ -54,15 +52,15 @@ struct AdamSettings {
     bool maximize;
 };
 
-/// The best instruction set this CPU (and operating system) has.
+/// The best instruction set of this CPU and operating system.
 Isa best_isa() noexcept;
 
-/// Updates the arrays in place with at most `threads` threads, the caller's among them; small shards use fewer.
+/// Updates the arrays in place with at most `threads` threads, the caller's included; small shards use fewer.
 /// `isa` must be no better than best_isa().
 void adam_step(const AdamArrays& arrays, const AdamSettings& settings, Isa isa, int threads);
 
-/// The sum of squares of `numel` elements of a gradient, of any dtype but none: 16 float sums over kNormRow elements at
-/// a time, element i in sum i % 16, which are added up in double.
+/// The sum of squares of `numel` elements of a gradient, of any dtype but none: per kNormRow elements, 16 float sums
+/// (element i goes to sum i % 16), which are then added in double.
 double sum_of_squares(const void* grad, Dtype dtype, std::size_t numel, Isa isa, int threads);
 
 }  // namespace elixir

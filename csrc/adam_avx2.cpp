@@ -1,4 +1,4 @@
-// Adam on 8 lanes. Compiled with AVX2, FMA and F16C; called only where the CPU has them.
+// Adam on 8 lanes. Compiled with AVX2, FMA and F16C; called only if the CPU has them.
 
 #include <immintrin.h>
 

@@ -1,4 +1,4 @@
-// Adam on 16 lanes. Compiled with AVX-512F; called only where the CPU has it.
+// Adam on 16 lanes. Compiled with AVX-512F; called only if the CPU has it.
 
 #include <immintrin.h>
 
@@ -28,7 +28,7 @@ struct Avx512 {
     static F load_float16(const std::uint16_t* from) {
         return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     }
-    // Not vcvtneps2bf16: that instruction takes subnormals for zero.
+    // Not vcvtneps2bf16: that instruction treats subnormals as zero.
     static __m256i round_bfloat16(F x) {
         const __m512i bits = _mm512_castps_si512(x);
         const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

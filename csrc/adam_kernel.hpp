@@ -1,19 +1,19 @@
-// What the kernels of the three instruction sets share: constants and signatures. Included by csrc/adam*.cpp only.
+// Constants and signatures shared by the kernels of the three instruction sets. Included by csrc/adam*.cpp only.
 //
 // Nothing here may be an inline function: the kernels are compiled for different instruction sets, and the linker keeps
-// one copy of an inline function, which might be the one this CPU cannot run.
+// one copy of an inline function, possibly one that this CPU cannot run.
 #pragma once
 
 #include "adam.hpp"
 
 namespace elixir {
 
-/// AdamSettings as the kernels want them: worked out in double, rounded once.
+/// AdamSettings in the form of the kernels: computed in double, rounded once.
 struct AdamConstants {
     float grad_scale;    // negative to maximize
     float l2_decay;      // Adam's weight decay, 0 for none
     float shrink;        // AdamW's 1 - lr * weight_decay, 1 for none
-    float lerp_weight;   // 1 - beta1, or -beta1 where lerp goes from the gradient's side
+    float lerp_weight;   // 1 - beta1, or -beta1 where lerp starts from the gradient
     bool lerp_from_avg;  // 1 - beta1 < 0.5
     float beta2;
     float one_minus_beta2;
@@ -25,7 +25,7 @@ struct AdamConstants {
 /// Updates elements [begin, end).
 using AdamKernel = void(const AdamArrays& arrays, const AdamConstants& constants, std::size_t begin, std::size_t end);
 
-/// What one row of a sum of squares is.
+/// Elements in one row of a sum of squares.
 constexpr std::size_t kNormRow = 4096;
 constexpr std::size_t kNormLanes = 16;
 

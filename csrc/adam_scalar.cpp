@@ -1,5 +1,5 @@
-// The reference kernel: one element at a time, for any CPU. The SIMD kernels give its bits, and leave it their odd
-// ends.
+// The reference kernel: one element at a time, for any CPU. The SIMD kernels give the same bits, and use this kernel
+// for the elements before and after their blocks.
 
 #include <bit>
 #include <cmath>
@@ -36,12 +36,11 @@ std::uint16_t to_float16(float value) {
     const std::uint32_t magnitude = bits & 0x7fffffff;
     std::uint32_t half;
     if (magnitude > 0x7f800000) {
-        half = 0x7e00 | ((magnitude >> 13) & 0x3ff);  // a quiet NaN with what fits of its payload
+        half = 0x7e00 | ((magnitude >> 13) & 0x3ff);  // a quiet NaN with the upper bits of its payload
     } else if (magnitude >= 0x477ff000) {
         half = 0x7c00;  // 65520 and above round to infinity
     } else if (magnitude < 0x38800000) {
-        // Below 2^-14 a half counts in steps of 2^-24, as does a float just above 0.5: the addition rounds to even for
-        // us.
+        // Below 2^-14, halves are 2^-24 apart, like floats just above 0.5: the addition rounds to even.
         const float aligned = std::bit_cast<float>(magnitude) + 0.5f;
         half = std::bit_cast<std::uint32_t>(aligned) - 0x3f000000;
     } else {

@@ -1,15 +1,15 @@
-// The Adam kernel over vectors, written once. adam_avx2.cpp and adam_avx512.cpp say what a vector is and instantiate
-// it.
+// The Adam kernel over vectors, written once. adam_avx2.cpp and adam_avx512.cpp define the vector and instantiate the
+// kernel.
 //
 // `Vec` is an internal-linkage type of the including file, so each gets its own copy of these templates. It provides
 // `F` (a register of floats), `width`, and load, store, set, add, sub, mul, div, sqrt, fma, and the conversions
 // load_bfloat16, load_float16, round_bfloat16, round_float16, and stream (16-bit values, past the cache) with its
 // fence.
 //
-// The step is memory-bound: 28 bytes an element from a 16-bit gradient to a 16-bit weight. Two things make it run as
-// fast as a plain read-modify-write of as many bytes (measured on arrays of 450 MB, 1 thread, AVX-512; without
-// either: 1.16 times as long): prefetches 1 KB ahead in each array, since five streams outrun the hardware's prefetcher
-// at every page's end (13 %), and stores of the compute weight that do not read its cache lines first (4 %).
+// The step is memory-bound: 28 bytes an element with a 16-bit gradient and a 16-bit weight. Two measures make it as
+// fast as a plain read-modify-write of as many bytes (measured on arrays of 450 MB, 1 thread, AVX-512; with neither:
+// 1.16 times as long): prefetches 1 KB ahead in each array, since five streams outrun the hardware's prefetcher at the
+// end of every page (13 %), and stores of the compute weight that do not read its cache lines first (4 %).
 #pragma once
 
 #include <cstring>
@@ -19,7 +19,7 @@
 namespace elixir::simd {
 
 constexpr std::size_t kLineBytes = 64;
-constexpr std::size_t kBlock = 16;           // elements to a round: a cache line of floats
+constexpr std::size_t kBlock = 16;           // elements in a round: a cache line of floats
 constexpr std::size_t kPrefetchAhead = 256;  // elements; anything from 128 to 384 measured the same
 
 template <class Vec>
@@ -53,7 +53,7 @@ inline void stream_compute(void* compute, std::size_t i, typename Vec::F value) 
     if constexpr (dtype == Dtype::float16) Vec::stream(to, Vec::round_float16(value));
 }
 
-// May point past the array's end: a prefetch of what is not there does nothing.
+// The address may be past the array's end: such a prefetch does nothing.
 template <class Vec>
 inline void prefetch(const void* array, std::size_t i, std::size_t element_bytes) {
     __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(array) + i * element_bytes));
@@ -82,7 +82,7 @@ inline void update(const AdamArrays& a, const AdamConstants& c, const Registers<
 template <class Vec, Dtype grad_dtype, Dtype compute_dtype>
 std::size_t blocks(const AdamArrays& arrays, const AdamConstants& constants, std::size_t begin, std::size_t end) {
     static_assert(kBlock % Vec::width == 0);
-    // Copies of our own, which no store below can be thought to change.
+    // Local copies: the compiler knows that no store below changes them.
     const AdamArrays a = arrays;
     const AdamConstants c = constants;
     const Registers<Vec> r(c);
@@ -122,7 +122,7 @@ std::size_t by_grad(const AdamArrays& a, const AdamConstants& c, std::size_t beg
     }
 }
 
-// How many elements come before `compute` starts a cache line, as a streamed store needs.
+// Number of elements before `compute` is aligned to a cache line, as streamed stores need.
 template <class Vec>
 std::size_t head_numel(const AdamArrays& a, std::size_t begin, std::size_t end) {
     if (a.compute_dtype == Dtype::none) return 0;
@@ -131,13 +131,13 @@ std::size_t head_numel(const AdamArrays& a, std::size_t begin, std::size_t end) 
     return head < end - begin ? head : end - begin;
 }
 
-/// The whole kernel: the scalar one for the ends, blocks of vectors between.
+/// The whole kernel: scalar at both ends, blocks of vectors between.
 template <class Vec>
 void adam(const AdamArrays& a, const AdamConstants& c, std::size_t begin, std::size_t end) {
     const std::size_t first = begin + head_numel<Vec>(a, begin, end);
     adam_scalar(a, c, begin, first);
     const std::size_t rest = by_grad<Vec>(a, c, first, end);
-    Vec::fence();  // orders the streamed stores before whatever tells another thread that they are done
+    Vec::fence();  // orders the streamed stores before any signal to another thread that they are done
     adam_scalar(a, c, rest, end);
 }
 

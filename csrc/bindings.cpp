@@ -1,7 +1,7 @@
 // The one file that knows both Python and the kernels.
 //
-// Arrays come in through DLPack and are constrained here, never converted: a converted copy would lose an in-place
-// update. The GIL is released while a kernel runs.
+// Arrays arrive through DLPack. Their types are checked here and never converted: an in-place update of a converted
+// copy would be lost. The GIL is released while a kernel runs.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -57,7 +57,7 @@ elixir::Dtype dtype_of(const char* what, nb::dlpack::dtype dtype) {
     throw std::invalid_argument(std::string(what) + " must be float32, bfloat16 or float16");
 }
 
-// Pinned memory is host memory too, which is why the device is not part of the arrays' types.
+// Pinned memory is host memory too, so the device is not part of the arrays' types.
 template <class T>
 void on_host(const char* what, const T& array) {
     const int device = array.device_type();

@@ -64,7 +64,7 @@ class Cache {
 
     void load(std::int32_t chunk, std::int64_t now) {
         std::int32_t block, evicted = kNone;
-        // The only empty block may be the one that gradients have just left: what is not used again leaves instead.
+        // If gradients have just left the only empty block, a chunk that is not used again is evicted instead.
         const bool sending = empty_.size() == 1 && empty_.front() == sending_;
         const std::size_t place = empty_.empty() || sending ? farthest(now) : resident_.size();
         if (place == resident_.size() || (sending && next_use(resident_[place], now) != kNever)) {
@@ -82,7 +82,7 @@ class Cache {
         loads_.push_back({chunk, block, evicted});
     }
 
-    // Belady: of what nobody holds, the chunk whose next use lies farthest ahead; of equals, the one that came first.
+    // Belady: of the chunks not held, the one whose next use is farthest ahead; of equals, the one that entered first.
     std::size_t farthest(std::int64_t now) {
         std::size_t best = resident_.size();
         std::int64_t best_use = kNone;
@@ -124,10 +124,10 @@ class Cache {
     std::vector<std::int32_t> block_of_;
     std::vector<std::int64_t> came_;  // when each chunk entered its block
     std::vector<std::vector<std::int64_t>> uses_;
-    std::vector<std::size_t> passed_;  // of its uses, those behind us
+    std::vector<std::size_t> passed_;  // per chunk: number of its uses that are over
     std::vector<std::int32_t> resident_;
     std::deque<std::int32_t> empty_;
-    std::int32_t sending_ = kNone;  // the block that gradients have left last
+    std::int32_t sending_ = kNone;  // the block that gradients left most recently
     std::int64_t clock_ = 0;
 };
 

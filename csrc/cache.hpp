@@ -1,8 +1,7 @@
-// The rCache without its memory: which chunk leaves when another must enter, played over a recorded step.
+// The rCache without its memory: simulates a recorded step and decides which chunk leaves when another must enter.
 //
-// The same decisions as `CacheState` in chunks/cache_policy.py with a schedule and without prefetching, which is what
-// the runtime takes; a test compares the two load by load. The search plays hundreds of steps, the runtime one at a
-// time.
+// The decisions are those of `CacheState` in chunks/cache_policy.py with a schedule and without prefetch; the runtime
+// uses `CacheState`. A test compares the two load by load. The search simulates hundreds of steps.
 
 #pragma once
 
@@ -28,7 +27,7 @@ struct Load {
     std::int32_t evicted;  // -1: the block was empty
 };
 
-// What one step loads on a cache of `blocks` blocks, empty at first; false if at some entry all blocks are held.
+// The loads of one step on a cache of `blocks` blocks, empty at first; false if there are too few blocks.
 bool simulate(const Schedule& schedule, std::int32_t blocks, std::vector<Load>& loads);
 
 }  // namespace elixir

@@ -15,7 +15,7 @@ std::thread::id finalizing;
 std::terminate_handler otherwise;
 
 [[noreturn]] void park() {
-    // An exception that nobody catches is an error like any other; so is whatever ends the finalizing thread.
+    // An uncaught exception is a real error, and so is any termination of the finalizing thread.
     if (!std::current_exception() && std::this_thread::get_id() != finalizing) {
         for (;;) pause();
     }

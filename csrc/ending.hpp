@@ -1,15 +1,15 @@
-// What becomes of a thread that Python ends while the process exits.
+// Keeps threads that Python ends during exit from aborting the process.
 //
-// Before 3.14, once the interpreter is finalizing, Python ends a thread that asks for its lock (the GIL) by unwinding
-// the thread's stack. A C++ destructor lets nothing unwind through it: the whole process dies of SIGABRT ("terminate
-// called without an active exception") and not with its exit code. Torch's gloo workers are such threads: when a
-// collective is done, they free its tensors, which takes the lock.
+// Before 3.14, once the interpreter is finalizing, Python ends a thread that asks for the GIL by unwinding the thread's
+// stack. A C++ destructor does not allow this: the whole process dies of SIGABRT ("terminate called without an active
+// exception") instead of returning its exit code. Torch's gloo workers are such threads: after a collective, they free
+// its tensors, which takes the GIL.
 #pragma once
 
 namespace elixir {
 
-// From now on such a thread stands still until the process has exited, as it does in Python 3.14. To be called by the
-// thread that finalizes the interpreter, which is never held up.
+// From now on, such a thread sleeps until the process has exited, as in Python 3.14. Must be called by the thread that
+// finalizes the interpreter, which is never put to sleep.
 void park_ended_threads();
 
 }  // namespace elixir

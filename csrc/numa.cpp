@@ -1,4 +1,4 @@
-// Linux only; elsewhere nobody is told where memory lies. No library: two system calls and two files.
+// Linux only; elsewhere the node of memory is unknown. Uses system calls and files, no library.
 
 #include "numa.hpp"
 
@@ -15,7 +15,7 @@
 namespace elixir {
 namespace {
 
-// MPOL_F_NODE | MPOL_F_ADDR of <numaif.h>, which belongs to a library.
+// MPOL_F_NODE | MPOL_F_ADDR of <numaif.h>, a header of libnuma.
 constexpr unsigned long kNodeOfAddress = 1UL | 2UL;
 
 // Calls each(first, last) for the ranges of a list such as "0-3,8".

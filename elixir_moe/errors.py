@@ -1,8 +1,8 @@
 """The errors a user can meet.
 
-Owns the exception types, how the nearest right name is suggested, and where names of former versions have gone. Every
-message names the parameter, chunk or rank, what was expected, what was found and what to change. An `assert` elsewhere
-in the package means a bug of ours, never a user's mistake.
+Owns the exception types, the suggestion of the nearest known name, and the new names for those of former versions.
+Every message names the parameter, chunk or rank, what was expected, what was found and what to change. An `assert`
+elsewhere in the package means a bug of ours, never a user's mistake.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ class TierError(ElixirError):
 
 
 class DiskError(TierError):
-    """The disk tier failed while it was used: what lay there is lost, though the plan fits."""
+    """The disk tier failed while it was used: the state on it is lost, though the plan fits."""
 
 
 class CheckpointError(ElixirError):
@@ -42,7 +42,7 @@ class CheckpointError(ElixirError):
 
 
 class OutOfStepError(ElixirError):
-    """Collectives of this rank no longer meet those of others that they belong to."""
+    """Collectives of this rank no longer match those of other ranks."""
 
 
 _FORMER = {
@@ -68,23 +68,23 @@ _FORMER = {
         "budget_gib": "plan.budget, as in budget: 40 GiB",
     },
 }
-"""By what stood before them: names of former versions, and what each is now."""
+"""Names of former versions and their new names, by the text in front of the name."""
 
 
 def former(owner: str, name: str) -> str | None:
-    """Where a name of former versions has gone; None if there never was one."""
+    """The message with the new name for a name of former versions; None if there never was such a name."""
     now = _FORMER.get(owner, {}).get(name)
     return None if now is None else f"{owner}{name} is now {now}"
 
 
 def nothing_called(what: str, name: str, known: Iterable[str]) -> ConfigError:
-    """Says that no `what` ("model") has that name, which one was meant perhaps, and which there are."""
+    """The error for a `name` that no `what` ("model") has, with the nearest known name and all known names."""
     known = list(known)
     hint = meant(name, known)
     return ConfigError(f"no {what} is called {name!r}{f'; {hint}' if hint else '.'} There are: {', '.join(known)}")
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'?``, or nothing if no known name is near."""
+    """``did you mean 'x'?``, or "" if no known name is near."""
     near = get_close_matches(name, list(known), n=1)
     return f"did you mean {near[0]!r}?" if near else ""

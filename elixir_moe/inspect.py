@@ -1,6 +1,6 @@
-"""`inspect`: what a wrapped model is made of, what it holds, and what it has moved.
+"""`inspect`: the plan and chunks of a wrapped model, the bytes it holds, and the bytes it has moved.
 
-Owns the answers, and reads each where it is kept, when it is asked for. Changes nothing, and asks no other rank.
+Owns the answers; each is read at its source when a user asks for it. Changes nothing, and is not collective.
 """
 
 from typing import Any
@@ -23,12 +23,12 @@ class Inspection:
 
     @property
     def plan(self) -> Plan:
-        """The plan it runs under, in numbers; `plan.to_json()` repeats it, `plan.explain()` says why."""
+        """The model's plan, in numbers; `plan.to_json()` repeats it, `plan.explain()` gives the reasons."""
         return self._wrapped.plan
 
     @property
     def layout(self) -> Layout:
-        """Its chunks, with the place of every parameter."""
+        """The model's chunks, with the place of every parameter."""
         return self._wrapped.layout
 
     @property
@@ -38,20 +38,20 @@ class Inspection:
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """By tier: the bytes that the library holds in a backward, gradients counted as if all were there."""
+        """The bytes that the library holds in a backward, by tier; gradients count as if all were there."""
         return self._wrapped.held_bytes()
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """What this rank holds: a row for each chunk group and tier, resident chunks apart.
+        """The state on this rank: a row for each chunk group and tier, with rows of their own for resident chunks.
 
-        `numel` are the elements of their parameters when gathered, `shard_bytes` what this rank has of their state.
+        `numel` counts the elements of the gathered parameters, `shard_bytes` the bytes of their state on this rank.
         """
         return held_rows(self.plan, self.layout, self._wrapped.moments)
 
     @property
     def statistics(self) -> Statistics:
-        """A snapshot of what has been moved so far; subtract two of them."""
+        """A snapshot of the counters of moved data; subtract two for an interval."""
         return self._wrapped.scheduler.statistics.copy()
 
     @property
@@ -61,22 +61,22 @@ class Inspection:
 
     @property
     def prediction(self) -> Prediction | None:
-        """What a step was expected to take, beside what steps take; None for a plan that nobody searched for."""
+        """The expected and the measured time of a step; None for a plan that was not searched for."""
         return self._wrapped.prediction
 
     def __str__(self) -> str:
-        """The plan, and what this rank holds under it, as a table."""
+        """The plan, and the state on this rank under it, as a table."""
         held = ", ".join(f"{tier}: {size_text(nbytes)}" for tier, nbytes in self.held_bytes.items())
         return "\n".join([f"{self.plan}", held, HELD_HEAD, *map(held_line, self.rows)])
 
 
 def inspect(model: nn.Module) -> Inspection:
-    """What `model` is made of, what it holds on this rank, and what it has moved. Not collective.
+    """The plan and chunks of `model`, the bytes it holds on this rank, and the bytes it has moved. Not collective.
 
     Args:
         model: a model that went through `wrap`.
 
     Raises:
-        ConfigError: the model is not wrapped.
+        UsageError: the model is not wrapped.
     """
     return Inspection(require_wrapped(model, "inspect"))

@@ -1,8 +1,8 @@
-"""The optimizer's arithmetic on one shard, wherever it lies.
+"""The optimizer's arithmetic on one shard, in host or device memory.
 
 Owns the choice between the native kernel (csrc/adam.*) and plain torch; never decides when a step is taken, and holds
-no state. The compute shard is written in the same pass as the master shard, which is what keeps an offloaded
-parameter's traffic at six bytes a step.
+no state. The compute shard is written in the same pass as the master shard, which keeps an offloaded parameter's
+traffic at six bytes a step.
 """
 
 import os
@@ -21,10 +21,10 @@ except ImportError:  # a source tree that was never built: all works, the step o
 NORM_ROW_NUMEL = 4096
 """Elements that are squared and summed in fp32 at a time."""
 HOT_NUMEL = 1 << 17
-"""Elements of two arrays that a core's own cache has room for; whole rows."""
+"""Elements of each of two arrays that fit into a core's own cache together; a multiple of `NORM_ROW_NUMEL`."""
 TORCH_SLICE_NUMEL = 1 << 23
-"""The torch path works through a shard in slices of so many elements, so that its float32 temporaries, five at the
-most, never exceed 5 x 32 MiB, whatever the shard's length."""
+"""Elements of a slice on the torch path. Its float32 temporaries, at most five, never exceed 5 x 32 MiB, whatever the
+shard's length."""
 
 _MASTER_DTYPES = (torch.float32,)
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,25 +44,25 @@ class _Settings(TypedDict):
 
 
 def cpu_features() -> str:
-    """What updates shards in host memory: "avx512", "avx2" or "scalar" (native), "torch" where nothing was built."""
+    """The code that updates shards in host memory: "avx512", "avx2" or "scalar" (native), "torch" if none was built."""
     return "torch" if _native is None else _native.cpu_features()
 
 
 def spare_tiles() -> None:
-    """Has torch multiply without matrix tiles (AMX) on a CPU that announces them in vain, as some virtual machines do.
+    """Makes torch multiply without matrix tiles (AMX) on a CPU that announces but refuses them, as in some VMs.
 
-    There its first bf16 product would end the process. To be called before any product, as torch's library (oneDNN)
-    looks once; it is told by the environment, so processes started later know too. What the user has set stays.
+    There its first bf16 product would end the process. Call it before any product: torch's library (oneDNN) reads the
+    environment variable once. Processes started later inherit the variable. A value set by the user stays.
     """
     if _native is not None and _native.tiles_trap():
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
 def host_threads(device: torch.device) -> int:
-    """On how many threads shards in host memory are worked on, where forward runs on `device`.
+    """The number of threads for shards in host memory, if forward runs on `device`.
 
-    On a CPU as many as torch uses. Beside a GPU the cores are free, though torchrun lets torch use one of them: each
-    rank of this machine has its equal part of those that the process may run on.
+    On a CPU it is torch's. With a GPU the cores are free, though torchrun lets torch use only one: each rank of this
+    machine gets an equal share of the cores that the process may run on, or torch's number if that is larger.
     """
     threads = torch.get_num_threads()
     if device.type == "cpu":
@@ -75,7 +75,7 @@ def host_threads(device: torch.device) -> int:
 def sum_of_squares(gradient: Tensor, *, threads: int | None = None) -> float | Tensor:
     """The sum of squares of a flat gradient shard, of any floating dtype; as exact as fp64 to about 1e-6.
 
-    A number in host memory; of a shard on a GPU a scalar there, fp64, for which nobody waits yet.
+    A float for a shard in host memory; for a shard on a GPU an fp64 scalar there, without a wait.
 
     Rows of `NORM_ROW_NUMEL` are summed in fp32 and the rows in fp64: one fp32 sum over tens of millions of elements is
     off by 1e-4, and fp64 throughout takes ten times as long on a CPU. The native kernel runs on `threads`, by default
@@ -93,7 +93,7 @@ def sum_of_squares(gradient: Tensor, *, threads: int | None = None) -> float | T
 def add_and_square(total: Tensor, term: Tensor) -> float | None:
     """Adds `term` to `total`, both flat; returns `sum_of_squares` of the result, or None on a GPU, where it takes time.
 
-    Slice by slice, so that what was added is squared before it leaves the cache: the norm costs no pass over memory.
+    Works slice by slice, so that sums are squared before they leave the cache: the norm costs no pass over memory.
     """
     if total.device.type != "cpu":
         total.add_(term)
@@ -123,7 +123,7 @@ def adam_step(
     maximize: bool = False,
     threads: int | None = None,
 ) -> None:
-    """Take one Adam (or, `decoupled`, AdamW) step on a shard, in place, and write the compute shard.
+    """Takes one Adam (or, `decoupled`, AdamW) step on a shard, in place, and writes the compute shard.
 
     The arithmetic is that of `torch.optim.Adam` and `AdamW` in float32, on the gradient `grad.float() * grad_scale`.
     In host memory the order of operations is that of their one-tensor form: from equal gradients the moments equal
@@ -137,20 +137,20 @@ def adam_step(
         grad: The gradient shard, float32, bfloat16 or float16, same shape and device. Only read.
         compute: Where the new weight goes, bfloat16 or float16, same shape and device, rounded to nearest even as
             `Tensor.to` does; None where the master shard is itself the compute shard. May be the very memory of `grad`
-            if that has 16 bits an element too.
+            if that is of a 16-bit dtype too.
         lr: Learning rate of this step.
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         eps: Added to the denominator.
         weight_decay: Decoupled from the gradient (AdamW) or added to it (Adam), as `decoupled` says.
-        step: How many steps this makes, counted from 1; the bias corrections depend on it.
+        step: Number of this step, counted from 1; the bias corrections depend on it.
         grad_scale: Factor on the gradient: one over the loss scale, the clipping coefficient, or their product.
         decoupled: AdamW's weight decay rather than Adam's.
         maximize: Ascend rather than descend.
-        threads: On how many the native kernel runs; by default as many as torch uses on this thread.
+        threads: Threads of the native kernel; by default as many as torch uses on this thread.
 
     Raises:
-        ValueError: The arrays do not fit together as said above, or `step` is below 1.
+        ValueError: The arrays do not match as described above, or `step` is below 1.
     """
     if step < 1:
         raise ValueError(f"step is {step}; the first step is 1")
@@ -188,7 +188,7 @@ def adam_step(
 
 
 def _check(name: str, array: Tensor, master: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Refuse what neither path can do, in words that name the array."""
+    """Raises ValueError, with the name of the array, for an array that neither path supports."""
     if array.ndim != 1 or not array.is_contiguous():
         found = f"shape {tuple(array.shape)}, strides {array.stride()}"
         raise ValueError(f"{name} must be one-dimensional and contiguous, found {found}")
@@ -220,7 +220,7 @@ def _torch_step(
             [exp_avg[part]],
             [exp_avg_sq[part]],
             [],
-            # torch counts this up itself; on the master's device, so that no kernel waits for a copy.
+            # torch increments the step itself; it is on the master's device, so that no kernel waits for a copy.
             [torch.full((), settings["step"] - 1, dtype=torch.float32, device=master.device)],
             foreach=False,
             fused=master.device.type == "cuda",

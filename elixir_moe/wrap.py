@@ -61,38 +61,38 @@ def wrap(
     replicate process group. Parameters without a pattern are replicated over the world.
 
     Args:
-        model: any module, on any device; what is on "meta" comes from `weights`.
+        model: any module, on any device; tensors on "meta" come from `weights`.
         optimizer: an elementwise `torch.optim` optimizer on its parameters, not yet stepped.
-        plan: where chunks are at home and how many are gathered at once. `Plan.auto` traces one step and finds the
-            fastest plan that fits; `em.inspect(model)` has what was found, why, and what a step is expected to take.
-        sample: with `step`, a batch: ``step(model, sample)`` and its backward run once on tensors without data, to
-            learn the order in which parameters are first used, which is the order they are packed in, and how many
-            blocks of the rCache a step needs. A step that cannot run without data runs once on the model instead,
-            without gradients. By default the order is that of registration. `Plan.auto` has a sample and a step of its
-            own.
+        plan: the tier of each chunk's state and the number of chunks gathered at once. `Plan.auto` traces one step and
+            finds the fastest plan that fits; `em.inspect(model)` has the plan, the reasons for it and the expected time
+            of a step.
+        sample: with `step`, a batch: ``step(model, sample)`` and its backward run once on tensors without data. The run
+            shows the order in which parameters are first used, which is the order of packing, and the number of rCache
+            blocks a step needs. A step that cannot run without data runs once on the model instead, without gradients.
+            By default the order is that of registration. `Plan.auto` has a sample and a step of its own.
         step: the forward of a training step, as in ``step(model, batch).backward()``.
-        compute_dtype: what forward and backward run in; fp32 masters keep the weights as they are now. By default each
+        compute_dtype: the dtype of forward and backward; fp32 masters keep the weights as they are now. By default each
             parameter's own dtype. `Pattern.dtype` overrides it.
-        device: where forward runs; by default this rank's GPU, or the CPU.
+        device: the device of forward; by default this rank's GPU, or the CPU.
         weights: a folder of safetensors, as `save_pretrained` and Hugging Face write them, that every rank can read.
             Parameters and buffers of a model made under ``torch.device("meta")`` are read from it straight into their
             shards; no rank ever holds more than a chunk of full weights.
-        former: names that arguments had before; each is refused, saying where it has gone.
+        former: argument names of former versions; each raises an error with the new name.
 
     Returns:
         The model and a `ShardedOptimizer` with the same `param_groups`.
 
     Raises:
         PlanError: the plan does not fit the model (a chunk too short, an rCache too small), or `Plan.auto` finds none
-            that fits: by how many bytes, in which tier, and what would help.
+            that fits; the message has the missing bytes, their tier, and what would help.
         LayoutError: patterns do not fit the ranks, or ranks disagree.
-        ConfigError: the optimizer is not elementwise, keeps what cannot be cut (8-bit moments in blocks), has been
-            stepped, or does not belong to the model.
+        ConfigError: the optimizer is not elementwise, has a state that cannot be cut (8-bit moments in blocks), has
+            been stepped, or does not belong to the model; or an argument is wrong.
         TierError: host memory or the disk is too small.
-        CheckpointError: `weights` lacks something the model has on meta, or has it in another shape.
+        CheckpointError: `weights` lacks a tensor that the model has on meta, or has it in another shape.
     """
 
-    # 1. What was given: by itself, then among ranks, then the model.
+    # 1. Check the arguments: each by itself, then among ranks, then the model.
     def check() -> None:
         check_names(former)
         check_arguments(model, optimizer, plan, sample, step, compute_dtype)
@@ -112,7 +112,7 @@ def wrap(
 
     raise_on_all_ranks("checked the model", check_model)
 
-    # 2. What the model is, and which plan it gets.
+    # 2. Describe the model and settle its plan.
     moments, staged = moments_of(optimizer), backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
     parts, prediction = find_parts(model), None
     if isinstance(plan, Plan):
@@ -139,7 +139,7 @@ def wrap(
     )
     layout, for_gradients = described.layout(plan)
 
-    # 3. Where bytes live: shards at home, filled one chunk after another, and the rCache.
+    # 3. Allocate memory: the shards, filled one chunk after another, and the rCache.
     pretrained = None if weights is None else Pretrained(model, weights)
     size = footprint(plan, layout, moments=moments, staged=staged)
     check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
@@ -153,7 +153,7 @@ def wrap(
     move_buffers(model, device)
     staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
 
-    # 4. When they move, and who asks.
+    # 4. Build what moves it: the scheduler, the hooks and the optimizer.
     with Wait("the making of process groups by all ranks"):
         groups = ControlGroups(described.ranks, groups_needed(model, layout.chunks))
     agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone

@@ -24,6 +24,7 @@ STOREYS: list[set[str]] = [
     {"chunks.packing"},
     {"chunks.cache_policy"},
     {"chunks.plan", "chunks.step_order", "chunks.statistics"},
+    {"chunks.settle"},
     {"memory"},
     {"runtime"},
     {"optim"},
@@ -38,7 +39,7 @@ STOREYS: list[set[str]] = [
 ]
 """From the ground up: a file imports what lies below it, or its neighbours in one room."""
 PURE = ["parallel.pattern"]
-PURE += [f"chunks.{name}" for name in ("param_spec", "packing", "plan", "cache_policy", "step_order")]
+PURE += [f"chunks.{name}" for name in ("param_spec", "packing", "plan", "cache_policy", "step_order", "settle")]
 PURE += [f"search.{name}" for name in ("cost", "estimate", "hardware", "profile", "simulator", "solve")]
 HEAVY = ["jsonargparse", "megatron", "matplotlib", "rich", "yaml", "safetensors", "transformers"]
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from types import NoneType
 from typing import Any, Literal, Self
 
 import torch
@@ -66,7 +65,7 @@ def size_bytes(name: str, size: int | str | None) -> int | None:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-def _folder(path: str | os.PathLike[str] | None) -> str | None:
+def _path(path: str | os.PathLike[str] | None) -> str | None:
     """A path as text; anything else is returned unchanged, and `Plan` refuses it."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
@@ -241,7 +240,7 @@ class Plan:
             device_bytes=size_bytes("device", device),
             disk_chunks=disk_chunks,
             host_bytes=size_bytes("host", host),
-            disk=_folder(disk),
+            disk=_path(disk),
             verify=verify,
             chunk_numel=chunk_numel,
         )
@@ -274,10 +273,10 @@ class Plan:
         return AutoPlan(
             step=step,
             sample=sample,
-            hardware=hardware if isinstance(hardware, (str, NoneType)) else os.fspath(hardware),
+            hardware=_path(hardware),
             budget_bytes=size_bytes("budget", budget),
             accumulation=accumulation,
-            disk=_folder(disk),
+            disk=_path(disk),
             verify=verify,
         )
 

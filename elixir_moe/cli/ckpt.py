@@ -1,6 +1,6 @@
-"""`elixir-moe ckpt`: what can be asked of checkpoints, and made of them, without a model and on one process.
+"""`elixir-moe ckpt`: lists, verifies, exports and rewrites checkpoints, without a model and on one process.
 
-Owns the arguments of the verb and what is printed.
+Owns the arguments of the verb and its output.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_parser(verbs: "argparse._SubParsersAction[Any]") -> Sequence[argparse.ArgumentParser]:
-    """Adds the verb; returns the parsers that take the options all verbs have."""
+    """Adds the verb; returns the parsers that need the options common to all verbs."""
     parser = verbs.add_parser("ckpt", help="list, verify, export or reshard checkpoints", allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=type(parser))
     ls = actions.add_parser("ls", help="the checkpoints in a directory, the latest last", allow_abbrev=False)
@@ -53,7 +53,7 @@ def add_parser(verbs: "argparse._SubParsersAction[Any]") -> Sequence[argparse.Ar
 
 
 def run(known: argparse.Namespace) -> int:
-    """Carries the action out. Raises ConfigError for wrong arguments, CheckpointError for checkpoints of no use."""
+    """Runs the action. Raises ConfigError for wrong arguments, CheckpointError for unusable checkpoints."""
     if known.action == "ls":
         return _ls(known.directory, known.json)
     if known.action != "verify":
@@ -81,7 +81,7 @@ def run(known: argparse.Namespace) -> int:
 
 
 def _check_settings(known: argparse.Namespace) -> None:
-    """Raises ConfigError for what cannot be written, before the checkpoint is hashed."""
+    """Raises ConfigError if the output cannot be written, before the checkpoint is hashed."""
     if known.action == "export":
         if not 0 < known.shard_gb < math.inf:
             raise ConfigError(f"--shard-gb {known.shard_gb}: expected a finite number above 0")
@@ -100,11 +100,11 @@ def _check_settings(known: argparse.Namespace) -> None:
 
 
 def _chosen(path: Path) -> Path:
-    """The checkpoint that is meant: at `path`, or the latest in that directory.
+    """The checkpoint at `path`, or the latest in that directory.
 
     Raises:
         ConfigError: there is none.
-        CheckpointError: a damaged manifest does not say when its checkpoint was saved.
+        CheckpointError: a damaged manifest in the directory leaves open which checkpoint is the latest.
     """
     if os.path.lexists(path / MANIFEST):
         return path

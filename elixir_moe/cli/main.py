@@ -1,10 +1,15 @@
 """The command line: `elixir-moe VERB ...`, also `python -m elixir_moe VERB ...`.
 
-Owns the arguments, exit codes and what goes to which stream. Trains nothing itself. Exit codes: 0 done; 1 failed while
-running; 2 a setting, file, command-line value or plan is wrong: the same command would end so again; 3 stopped by the
-supervisor, the state saved apart; 75 stopped by a signal, the state saved, to be started again; 130 interrupted.
+Owns the arguments, the exit codes and the choice of output stream. Trains nothing itself. Exit codes:
 
-What only a training needs is imported when one starts: a plan should be there in seconds.
+    0    done
+    1    failed while running
+    2    a setting, file, command-line value or plan is wrong: the same command would fail again
+    3    stopped by the supervisor, with the state saved apart
+    75   stopped by a signal, with the state saved; to be started again
+    130  interrupted
+
+Modules that only training needs are imported when a training starts, so that `plan` answers in seconds.
 """
 
 import argparse
@@ -32,20 +37,20 @@ from elixir_moe.train import launch
 _ABOUT = "Trains mixture-of-experts models, and dense ones, that do not fit the GPUs at hand."
 _SECONDS_FOR_RANK_0 = 10.0
 _OF_SETTINGS = (ConfigError, LayoutError, PlanError, TierError)
-"""Errors that the same command meets again until something is changed."""
+"""Errors that recur until the user changes something."""
 _TRAIN_EXTRA = {"jsonargparse", "matplotlib", "rich", "yaml"}
-"""What only the extra `train` installs."""
+"""Modules that only the extra `train` installs."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with its complaints as ConfigErrors."""
+    """An argparse parser that raises ConfigError."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. A rank that fails beside others ends at once, waiting for nobody."""
+    """Runs one command and returns its exit code. A rank of several that fails ends its process at once."""
     code = _main(arguments)
     if code and launch.under_torchrun() and _number_of_ranks(None) > 1:
         _leave(code)
@@ -59,7 +64,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _end(reason: str) -> None:
-    """Ends this rank though its main thread hangs."""
+    """Ends this rank although its main thread hangs."""
     _tell(ElixirError(reason), 1, traced=False)
     _leave(1)
 
@@ -150,12 +155,12 @@ def _parser(settings_help: str | None) -> _Parser:
 def _train(known: argparse.Namespace, overrides: list[tuple[str, str]], arguments: Sequence[str]) -> int:
     from elixir_moe.train.control import leaving
 
-    with leaving(_requeue):  # until there is something to save, or there are ranks
+    with leaving(_requeue):  # until the run or the launcher sets its own handlers
         return _start(known, overrides, arguments)
 
 
 def _requeue(number: int) -> NoReturn:
-    """Ends this process on a signal that comes so early that there is nothing to save."""
+    """Ends this process on a signal before there is anything to save."""
     from elixir_moe.train import control
 
     text = launch.ended_early(number)
@@ -213,7 +218,7 @@ def _report(known: argparse.Namespace) -> int:
 
 
 def _bench(known: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Hands over to the benchmarks, which are no part of the package: they need its peers."""
+    """Runs the benchmarks, which are not part of the package because they need its peers."""
     root = Path(__file__).parents[2]
     if not (root / "benchmarks/run.py").is_file():
         raise ConfigError("the benchmarks are part of the source tree: use `make bench` or this in a checkout of it")
@@ -267,7 +272,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _number_of_ranks(nproc: int | None) -> int:
-    """Ranks of this run, those that are to be started included."""
+    """Number of ranks of this run, whether they are started yet or not."""
     if not launch.under_torchrun():
         if nproc is not None and nproc < 1:
             raise ConfigError(f"--nproc: expected at least 1, got {nproc}")
@@ -306,13 +311,13 @@ def _settings_help() -> str:
 
 
 def _tell(error: Exception, exit_code: int, traced: bool) -> None:
-    """Shows an error once, though several ranks may meet the same one."""
+    """Prints an error, only once if several ranks have the same one."""
     text = "".join(traceback.format_exception(error)) if traced else f"{type(error).__name__}: {error}"
     if launch.leave_error(text, exit_code):
         return
     rank = _rank()
     if rank and exit_code == 2:
-        # All ranks read the same settings. Rank 0 speaks for them, and torchrun then ends the others; a rank that is
-        # not ended has met something of its own.
+        # All ranks read the same settings. Rank 0 prints their error, and torchrun then ends the others. A rank that
+        # is not ended has an error of its own.
         threading.Event().wait(_SECONDS_FOR_RANK_0)
     print(f"elixir-moe: {f'[rank {rank}] ' if rank else ''}{text}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """The commands `plan` and `estimate`: will it fit, how fast will it be, what should be set?
 
-Owns their arguments and what they print. Decides nothing: `search` finds the plan, `models.presets` makes the model.
+Owns their arguments and their output. Decides nothing: `search` finds the plan, `models.presets` builds the model.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from elixir_moe.search.solve import Choice, Task, price, shortage, solve
 from elixir_moe.search.trace import trace
 
 _MOST_TOKENS = 2**40
-"""Of a batch: more have no size that a tensor could say."""
+"""Most tokens in a batch: the sizes of larger tensors would overflow."""
 _MOST_IMBALANCE = 10**6
 _MOST_FIGURE = 1e60
-"""Of an estimate's figures: products of a few are numbers still."""
+"""Largest figure of an estimate, so that products of a few stay finite."""
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
-    """The arguments of `plan`."""
+    """Adds the arguments of `plan`."""
     model = verb.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(presets.names())}")
     model.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, or its directory")
@@ -51,7 +51,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
 
 
 def add_estimate(verb: argparse.ArgumentParser) -> None:
-    """The arguments of `estimate`."""
+    """Adds the arguments of `estimate`."""
     verb.add_argument("--model", choices=sorted(estimate.BLOG_MODELS), help="a model of the blog; by default all")
     verb.add_argument("--parameters", type=int, metavar="N", help="parameters of another model")
     verb.add_argument("--adamw", action="store_true", help="AdamW instead of stateless SGD")
@@ -61,7 +61,7 @@ def add_estimate(verb: argparse.ArgumentParser) -> None:
 
 
 def run_plan(known: argparse.Namespace) -> int:
-    """Prints the plan and returns 0, or why there is none and 2."""
+    """Prints the plan and returns 0, or prints why there is none and returns 2. Raises ConfigError."""
     for name in ("gpus", "batch", "seq"):
         if getattr(known, name) < 1:
             raise ConfigError(f"--{name}: expected at least 1, got {getattr(known, name)}")
@@ -93,10 +93,10 @@ def run_plan(known: argparse.Namespace) -> int:
 
 
 def _import_compiler() -> None:
-    """Imports what fake tensors and checkpointing import at their first use, half of all that this command does.
+    """Imports the module that fake tensors and checkpointing import at first use, which takes half of the command.
 
-    Python's collector passes over what there is then for good: its last rounds, at the interpreter's end, would take as
-    long as the search.
+    The present objects are then exempt from garbage collection: the last collections, at interpreter exit, would take
+    as long as the search.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -109,7 +109,7 @@ def _import_compiler() -> None:
 
 
 def _task(known: argparse.Namespace, hardware: Hardware) -> tuple[Task, str]:
-    """The traced model on the machine."""
+    """(planning problem of the traced model on the machine, name of the model)."""
     named = known.model is not None
     with _pretended(known.gpus if named and presets.is_mixture(known.model) else 1) as mesh:
         if named:
@@ -139,7 +139,7 @@ def _task(known: argparse.Namespace, hardware: Hardware) -> tuple[Task, str]:
 
 @contextmanager
 def _pretended(ranks: int) -> Iterator[Any]:
-    """A mesh of ranks that do not exist, on which nothing is sent: experts are spread as they would be."""
+    """A mesh of fake ranks, which send nothing, so that experts are distributed as on the real ones; None for one."""
     if ranks == 1:
         yield None
         return
@@ -194,7 +194,7 @@ def _predicted(task: Task, choice: Choice) -> dict[str, Any]:
 
 
 def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
-    """Other strategies on the same chunks. ZeRO-1 is ZeRO-2 with whole gradients: 2 bytes a parameter more."""
+    """Other strategies on the same chunks. ZeRO-1 is ZeRO-2 plus whole gradients in the compute dtype (bf16)."""
     numel = choice.plan.chunk_numel if choice is not None else None
 
     def least(plan: Plan) -> int:
@@ -288,4 +288,4 @@ def _plain_rows(known: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _cell(value: Any) -> str:
-    return f"{value + 1e-9:.2f}" if isinstance(value, float) else str(value)  # halves are rounded up, as papers do
+    return f"{value + 1e-9:.2f}" if isinstance(value, float) else str(value)  # halves are rounded up, as in the papers

@@ -1,4 +1,4 @@
-"""What all ranks do as one: tell each other, and fail.
+"""Exchanges of small values between all ranks, and errors that all ranks raise together.
 
 Owns the rule that an error of one rank is an error of all: of the same type, with the same text, on every rank. Owns
 the gloo process groups on which the ranks of a wrapped model agree.
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def gathered(value: T, process_group: dist.ProcessGroup | None = None) -> list[T]:
-    """The small `value` of every rank, by rank; of the world by default. Collective."""
+    """The small `value` of every rank of `process_group`, by default of the world, in rank order. Collective."""
     return _gathered(value, process_group, "an exchange between all ranks")
 
 
@@ -29,17 +29,17 @@ def raise_on_all_ranks(
     *,
     error: type[ElixirError] | None = None,
 ) -> list[T]:
-    """Runs `work`, which is no collective, on every rank; returns all their small results, by rank. Collective.
+    """Runs `work`, which is no collective, on every rank; returns the small results, in rank order. Collective.
 
     Args:
-        what: what they have done by then, for the message where a rank is gone: "wrote their files".
-        work: whatever it raises, short of an interrupt, is an error of all ranks.
-        process_group: whose ranks; by default those of the world.
-        error: what is raised; by default as the first rank that failed has it, or ElixirError where that is an error of
-            Python, torch or the system.
+        what: the finished work in words, for the message if a rank is gone: "wrote their files".
+        work: any `Exception` it raises is an error of all ranks.
+        process_group: the ranks; by default the world.
+        error: the type to raise; by default that of the first failed rank, or ElixirError for an error of Python, torch
+            or the system.
 
     Raises:
-        ElixirError: on all ranks, if it failed on any: names the first that did, says why, and how many did.
+        ElixirError: on all ranks, if `work` failed on any: names the first failed rank, its error, and how many failed.
     """
     raised: Exception | None = None
     outcome: tuple[type[ElixirError], str] | None = None
@@ -56,16 +56,16 @@ def raise_on_all_ranks(
         return [found for _, found in everyone]
     rank, kind, text = failures[0]
     if error is None and len({failure[1:] for failure in failures}) == 1 and len(failures) == len(ranks):
-        raise kind(text) from raised  # each would have said the same alone
+        raise kind(text) from raised  # every rank alone would have raised the same
     others = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""
     raise (error or kind)(f"[rank {rank}]{others} {text}") from raised
 
 
 class ControlGroups:
-    """The gloo process groups of one wrapped model, for small exchanges. Collective to make."""
+    """The gloo process groups of one wrapped model, for small exchanges. The constructor is collective."""
 
     def __init__(self, peers: tuple[int, ...], wanted: Iterable[tuple[int, ...]]) -> None:
-        """`peers` are the ranks that hold the model; `wanted` are others over which full weights are gathered."""
+        """`peers` are the ranks that hold the model; full weights are gathered over the ranks in `wanted`."""
         self.peers = peers
         self.control = dist.new_group(backend="gloo", timeout=world_timeout())
         """All ranks of the world."""
@@ -78,7 +78,7 @@ class ControlGroups:
         return self.by_ranks.get(self.peers, self.control)
 
     def background(self) -> dist.ProcessGroup:
-        """Another one of all ranks, for a thread beside training; made when first asked for. Collective."""
+        """Another process group of all ranks, for a thread beside training; made by the first call. Collective."""
         if self._background is None:
             self._background = dist.new_group(backend="gloo", timeout=world_timeout())
         return self._background
@@ -89,13 +89,13 @@ class ControlGroups:
             dist.all_reduce(values, group=self.by_ranks[self.peers])
 
     def sum_over_stages(self, values: torch.Tensor) -> None:
-        """Sums what peers agree on over all ranks: other pipeline stages have other parameters. Collective."""
+        """Sums values on which peers agree over all pipeline stages, in place. Collective."""
         if len(self.peers) < dist.get_world_size(self.control):
             values /= len(self.peers)
             dist.all_reduce(values, group=self.control)
 
     def close(self) -> None:
-        """Destroys them all. Collective."""
+        """Destroys all process groups. Collective."""
         with Wait("the agreement of all ranks on the end"):
             dist.barrier(group=self.control)  # a group destroyed while a peer still joins it fails there
         background = () if self._background is None else (self._background,)
@@ -103,10 +103,10 @@ class ControlGroups:
             dist.destroy_process_group(group)
 
     def replace(self, control: Callable[[], dist.ProcessGroup]) -> None:
-        """Lets go of all of them, in the middle of a step; `control` then makes another one of all ranks.
+        """Drops all process groups in the middle of a step; `control` then makes another one of all ranks.
 
-        A gloo connection is closed when nobody holds its process group any more, and not before: the peers that wait
-        for this rank then fail.
+        A gloo connection closes only when nothing references its process group; peers that wait for this rank then
+        fail.
         """
         self.by_ranks.clear()
         self._background = None
@@ -115,7 +115,7 @@ class ControlGroups:
 
 
 class Deferred:
-    """What a rank does between collectives of all: a failure waits for `settle`, for the others are in the next one."""
+    """Work between collectives: its failure waits for `settle`, since the other ranks are in the next collective."""
 
     def __init__(self, what: str, *, error: type[ElixirError] | None = None) -> None:
         """`what` and `error` as in `raise_on_all_ranks`."""
@@ -124,7 +124,7 @@ class Deferred:
         self._failure: Exception | None = None
 
     def run(self, work: Callable[[], object]) -> None:
-        """Does the work, unless some before it has failed."""
+        """Does the work, unless earlier work has failed."""
         if self._failure is None:
             try:
                 work()
@@ -132,7 +132,7 @@ class Deferred:
                 self._failure = error
 
     def settle(self) -> None:
-        """Raises on all ranks of the world, as `raise_on_all_ranks` does, if work of any has failed. Collective."""
+        """Raises on all ranks of the world, as `raise_on_all_ranks`, if work has failed on any. Collective."""
         raise_on_all_ranks(self._what, self._check, error=self._error)
 
     def _check(self) -> None:

@@ -1,11 +1,12 @@
-"""Collectives on chunks: how a gathered chunk comes together and a gradient comes apart.
+"""Collectives on chunks: the all-gather of weights and the reduction of gradients.
 
-Owns the process groups of chunks and what suits each backend. Decides nothing: `scheduler` says what and when.
+Owns the process groups of chunks and the implementation for each backend. Decides nothing: `scheduler` says what and
+when.
 
 Gathers and reductions have process groups of their own, so that a gather never waits behind a reduction on the wire.
-On NCCL both run in place in the block. gloo is slow where it is naive: there a gather is one message to and from every
-peer, in place, and a reduce-scatter is an all-to-all into a staging buffer and a local sum, which also adds
-in fp32 whatever travels, in rank order.
+On NCCL both run in place in the block. gloo's own versions are slow, so there a gather is one message to and from every
+peer, in place, and a reduce-scatter is an all-to-all into a staging buffer and a local sum. That sum is in rank order,
+and in fp32 whatever the dtype of the messages.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from elixir_moe.kernels import add_and_square
 
 
 class Work:
-    """The end of an operation in flight. `wait` orders the current stream of its device (on CPU, the host) after it."""
+    """An operation in flight. `wait` orders the current stream of its device (on CPU, the host) after its end."""
 
     def __init__(
         self,
@@ -38,12 +39,12 @@ class Work:
         self._device: torch.device | None = None
 
     def mark(self, stream: "torch.cuda.Stream") -> None:
-        """Everything issued to `stream` so far belongs to the operation."""
+        """Makes everything issued to `stream` so far part of the operation."""
         self._event, self._device = stream.record_event(), stream.device
 
     @property
     def pending(self) -> bool:
-        """Whether the host has still to wait for it."""
+        """Whether the host still has to wait for the operation."""
         return bool(self._works) or self._finish is not None
 
     def wait(self) -> None:
@@ -51,7 +52,7 @@ class Work:
         while self._works:
             with Wait(self._what, self._ranks):
                 self._works[0].wait()
-            del self._works[0]  # not before: what interrupts the wait leaves it to be waited for
+            del self._works[0]  # not before: after an interrupt it is waited for again
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -66,10 +67,10 @@ class Work:
 
 
 class Land(Protocol):
-    """Takes what a reduction leaves on this rank."""
+    """A function that takes this rank's result of a reduction."""
 
     def __call__(self, reduced: torch.Tensor, squares: float | None = None) -> None:
-        """`squares` is the sum of squares of `reduced`, where it is known."""
+        """`squares` is the sum of squares of `reduced`, if known."""
 
 
 class Communicator:
@@ -91,14 +92,14 @@ class Communicator:
             self._gather_group, self._reduce_group = groups
         self.staged = device is not None and bool(groups) and backend_of(groups[0], device) == "gloo"
         self.tagged = self.staged or not groups
-        """Messages find their place by their tags: the order among process groups may differ from rank to rank."""
+        """Messages are matched by tags, so the order among process groups may differ between ranks."""
 
     @property
     def issued(self) -> list[int]:
-        """How many gathers and reductions this rank has issued, where nothing but their order tells which is which.
+        """Numbers of gathers and reductions this rank has issued, if only their order matches them; else empty.
 
-        When backward begins they are the same on all ranks: what forward used has been updated and gathered, so nothing
-        is in line that waits for an update.
+        When backward begins, the numbers are equal on all ranks: the chunks that forward used have been updated and
+        gathered, so no gather in the queue waits for an update.
         """
         if self.tagged or self._device is None:
             return []
@@ -106,10 +107,10 @@ class Communicator:
         return [backend._get_sequence_number_for_group() for backend in backends]
 
     def all_gather(self, buffer: torch.Tensor, tag: int, *, of: str = "a chunk") -> Work:
-        """In place: slice `index` of `buffer`'s `size` equal slices is ours, the others arrive.
+        """In place: slice `index` of `buffer`'s `size` equal slices is this rank's, the others arrive.
 
-        `tag` is the same on all ranks for the same content: where messages have tags, none takes another's place. `of`
-        is what that is, for messages.
+        `tag` is the same on all ranks for the same content, and matches messages where the backend has tags. `of` is
+        the content in words, for error messages.
         """
         if self._issued is None:
             return Work()
@@ -141,12 +142,12 @@ class Communicator:
         """Sums `buffer` over the ranks and gives `land` this rank's slice when it is complete.
 
         Args:
-            buffer: one gradient of every parameter; must stay as it is until the work is waited for.
-            staging: as large as `buffer`, of two ranks as large as a slice; needed where `needs_staging`, and in use
+            buffer: one gradient of every parameter; must not change until the work is waited for.
+            staging: as large as `buffer`, for two ranks as large as a slice; required if `needs_staging`, and in use
                 until the work is waited for.
-            land: called once, in `wait` on gloo, at once (in stream order) elsewhere; with the sum of squares of what
-                it is given, where that was found on the way.
-            place: where the sum may be written, (numel / size,), so that `land` need not copy it; on gloo.
+            land: called once, in `wait` on gloo, at once (in stream order) elsewhere; gets the sum of squares too, if
+                the reduction has computed it.
+            place: memory for the sum, (numel / size,), so that `land` need not copy it; on gloo only.
             tag: as in `all_gather`.
             of: as in `all_gather`.
         """
@@ -166,7 +167,7 @@ class Communicator:
             received = staging.view(self.size, -1)
             work = dist.all_to_all_single(received.view(torch.uint8), leaving, group=self._reduce_group, async_op=True)
             return Work([work], lambda: land(torch.sum(received, 0, out=place)), what=what, ranks=self.ranks)
-        # Of two ranks each needs one slice of the other, right where the sum is to be; its own is read where it lies.
+        # Each of two ranks receives one slice of the other, right where the sum will be, and reads its own in place.
         if place is None:
             assert staging is not None
             place = staging
@@ -178,7 +179,7 @@ class Communicator:
         return Work(works, lambda: land(theirs, add_and_square(theirs, own)), what=what, ranks=self.ranks)
 
     def needs_staging(self, place: torch.Tensor | None) -> bool:
-        """Whether a reduction into `place` takes a staging buffer."""
+        """Whether a reduction into `place` needs a staging buffer."""
         return self.staged and (self.size > 2 or place is None)
 
     def all_reduce(self, buffer: torch.Tensor, land: Land, *, of: str = "a chunk") -> Work:
@@ -201,11 +202,11 @@ class Communicator:
         self.drop()
 
     def drop(self) -> None:
-        """Lets go of the process groups."""
+        """Drops the process groups without destroying them."""
         self._groups, self._gather_group, self._reduce_group = [], None, None
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """Gives every rank the first rank's `buffer`; blocks."""
+        """Copies the first rank's `buffer` to every rank; blocks."""
         if self.size > 1:
             with Wait(f"the broadcast of a chunk's first weights over {named(self.ranks)}", self.ranks):
                 dist.broadcast(buffer.view(torch.uint8), self.ranks[0], group=self._gather_group)
@@ -215,7 +216,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend that serves tensors on `device`: "gloo" or "nccl".
 
     Raises:
-        ConfigError: none does.
+        ConfigError: no backend serves the device.
     """
     served = sorted({served.type for served in group._device_types})
     if device.type not in served:
@@ -236,13 +237,13 @@ def build_communicators(wanted: Iterable[tuple[int, ...]], device: torch.device)
 
 
 def world_timeout() -> timedelta:
-    """After how long collectives of the default process group give up: those of the library do so too."""
+    """The timeout of the default process group's collectives, which the library's own use too."""
     return timeout_of(dist.group.WORLD)  # type: ignore[arg-type]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """After how long the collectives of `group` give up: those on CPU tensors, if it serves any."""
-    served = min(group._device_types, key=lambda device: device.type != "cpu")  # that of plain "nccl" does not
+    """The timeout of `group`'s collectives: of those on CPU tensors, if it serves any."""
+    served = min(group._device_types, key=lambda device: device.type != "cpu")  # plain "nccl" serves no CPU tensors
     timeout: timedelta = group._get_backend(served).options._timeout
     return timeout
 
@@ -252,7 +253,7 @@ def make_groups(
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """A process group for each wanted tuple of two or more ranks, in one order on all ranks. Collective over the world.
 
-    Each rank names only the groups it is in; their union is made everywhere, as `dist.new_group` asks.
+    Each rank names only the groups it is in; all ranks make the union of them, as `dist.new_group` requires.
     """
     mine = {ranks for ranks in wanted if len(ranks) > 1}
     everyone: list[Any] = [None] * dist.get_world_size()

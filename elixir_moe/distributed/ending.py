@@ -1,10 +1,10 @@
-"""How a process ends that still has process groups, as after an error.
+"""The exit of a process that still has process groups, as after an error.
 
-Owns the last thing that is done before Python finalizes. gloo's workers free the tensors of a collective when it is
-done, and take Python's lock for that; a worker that asks while Python finalizes would end the process with SIGABRT
-(csrc/ending.hpp). Nobody can tell from outside whether a worker is done, and to wait for one whose peers are gone
-would be a hang, so such a worker is left standing. It holds its process group's mutex then, and the destructor of the
-group would wait for both: the groups stay until the process has exited.
+Owns the last action before Python finalizes. gloo's worker threads free the tensors of a finished collective, for which
+they take Python's GIL. A worker that asks for the GIL while Python finalizes would end the process with SIGABRT
+(csrc/ending.hpp). Whether a worker is done cannot be seen from outside, and waiting for a worker whose peers are gone
+would hang, so such a worker is left blocked. It may then hold the mutex of its process group, for which the group's
+destructor would wait, so process groups are kept until the process has exited.
 """
 
 import atexit
@@ -19,7 +19,7 @@ except ImportError:  # a source tree that was never built: the exit code is as t
 
 
 def keep_exit_codes() -> None:
-    """Has this process end with its own exit code, whatever gloo's workers are doing then."""
+    """Makes this process end with its own exit code, whatever gloo's workers are doing then."""
     if _native is not None and dist.is_available():
         atexit.register(lambda: _native.begin_exit(list(_gloo_backends())))
 

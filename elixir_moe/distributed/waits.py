@@ -1,13 +1,13 @@
-"""What this process waits for, and the thread that says so when a wait lasts.
+"""The open waits of this process for other ranks, and the thread that reports long ones.
 
-Owns the list of open waits, where each thread is, and what the ranks tell each other of it. Decides nothing: a wait
-ends when its collective does, or by the timeout of torch.distributed, and no result depends on the clock here.
+Owns the list of open waits, the position of each thread, and the exchange of positions between ranks. Decides nothing:
+a wait ends with its collective, or by the timeout of torch.distributed, and no result depends on the clock here.
 
-Every collective that the library waits for is waited for inside a `Wait`, which costs two entries in a dict. One thread
-a process looks at them a few times in a period (`ELIXIR_WAIT_SECONDS`). A rank that has neither begun nor ended a wait
-between two looks leaves word of where it is in the store that brought the ranks together, never through a process
-group: those are what may hang. A rank in one wait for a whole period warns once, with what the others have left there;
-if the wait fails, its error says the same.
+The library waits for collectives only inside a `Wait`, which costs two updates of a dict. One thread for each process
+looks at the open waits a few times in a period (`ELIXIR_WAIT_SECONDS`). A rank that has begun no wait between two looks
+writes its position to the store of torch.distributed. Positions never go through a process group, which may hang. A
+rank in one wait for a whole period warns once, with the positions of the others; if the wait fails, its error has them
+too.
 """
 
 import atexit
@@ -27,14 +27,14 @@ import torch.distributed as dist
 from elixir_moe.errors import ConfigError, ElixirError
 
 PERIOD = "ELIXIR_WAIT_SECONDS"
-"""The environment variable: after how many seconds a rank that waits says so."""
+"""The environment variable for the period: seconds after which a waiting rank warns."""
 _DEFAULT_SECONDS = "30"
 _LOOKS = 4
-"""In a period: others have left word before a rank that began to wait with them asks."""
+"""Looks in a period; several, so that ranks have written their positions before a waiting rank reads them."""
 _ANSWER_SECONDS = 2.0
-"""How long the store is waited for."""
+"""Longest wait for the store."""
 _MOST = 64
-"""Ranks that are asked, and chunks' ranks that are named."""
+"""Most ranks whose positions are read, and most ranks that a message lists."""
 _COLLECTIVES = ("distributed_c10d.py",)
 _AROUND = ("c10d_logger.py", "contextlib.py", os.path.join("distributed", "all_ranks.py"))
 _LIBRARY = os.path.join("elixir_moe", "")
@@ -43,16 +43,16 @@ _RULE = "every rank must call the same modules, and read the same parameters, in
 
 
 class Wait:
-    """A context in which this thread waits for other ranks. A failure in it is an ElixirError that says in what."""
+    """A context in which this thread waits for other ranks. A RuntimeError in it becomes an ElixirError with `what`."""
 
     __slots__ = ("found", "ranks", "what")
 
     def __init__(self, what: str, ranks: Sequence[int] | None = None) -> None:
-        """`what` is waited for: a collective, in words, over `ranks`, or all of the world."""
+        """`what` is the collective in words; `ranks` take part in it, by default the world."""
         self.what = what
         self.ranks = ranks
         self.found = ""
-        """Where the others were, once it has lasted for a period."""
+        """Positions of the other ranks, once the wait has lasted for a period."""
 
     def __enter__(self) -> None:
         _WATCH.begun += 1
@@ -68,7 +68,7 @@ class Wait:
 
 
 class Issued:
-    """How many collectives a rank has issued in one communicator; told as long as the communicator lives."""
+    """The number of collectives a rank has issued in one communicator; reported as long as the communicator lives."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.over = f"over {named(ranks)}"
@@ -76,12 +76,12 @@ class Issued:
         _WATCH.issued = (*(known for known in _WATCH.issued if known() is not None), weakref.ref(self))
 
     def gather(self, of: str) -> str:
-        """One more gather: in words."""
+        """Counts one more gather; returns it in words."""
         self.gathers += 1
         return f"gather {self.gathers} {self.over}, that of {of}"
 
     def reduction(self, of: str) -> str:
-        """One more reduction: in words."""
+        """Counts one more reduction; returns it in words."""
         self.reductions += 1
         return f"reduction {self.reductions} {self.over}, that of {of}"
 
@@ -91,16 +91,16 @@ class Issued:
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Where a thread is."""
+    """The position of a thread."""
 
     waiting: bool
-    """In a collective."""
+    """The thread is in a collective."""
     what: str
     """The collective, or the line of code."""
 
 
 def place_of(thread: int | None) -> Whereabouts:
-    """Reads a thread's stack: the collective it waits in, or its innermost line outside of installed packages."""
+    """The collective in which a thread waits, or its innermost line outside of installed packages, from its stack."""
     line = "no line of Python"
     function = ""
     wait = _WATCH.open.get(thread or 0)
@@ -126,7 +126,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def watch() -> None:
-    """From now on a wait that lasts is said. Does nothing where there is no other rank.
+    """Starts to report long waits. Does nothing if there is no other rank.
 
     Raises:
         ConfigError: `ELIXIR_WAIT_SECONDS` is no number above 0.
@@ -146,7 +146,7 @@ def watch() -> None:
 
 
 def last_seen(ranks: Sequence[int]) -> dict[int, str]:
-    """Where ranks have last left word that they are, "" if at work; without those that nothing is heard of.
+    """The last reported position of each rank, "" if at work; ranks that have reported none are left out.
 
     Takes 2 s at most.
     """
@@ -158,30 +158,30 @@ class _Watch:
 
     def __init__(self) -> None:
         self.begun = 0
-        """Waits, so far."""
+        """Number of waits begun so far."""
         self.open: dict[int, Wait] = {}
-        """By thread."""
+        """The open wait of each thread."""
         self.issued: tuple[weakref.ref[Issued], ...] = ()
         self._seconds = 0.0
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._ages: dict[Wait, int] = {}
-        """At how many looks in a row a wait was open."""
+        """Number of looks at which each open wait was seen."""
         self._begun = -1
         """`begun` at the last look."""
         self._store: Any = lambda: None
-        """A weak reference to the one the ranks talk through: whoever ends torch.distributed ends it."""
+        """A weak reference to the store of torch.distributed, which ends with torch.distributed."""
         self._mouth: Any = None
-        """A connection of its own to it, which only tells, and so waits for no answer."""
+        """A connection of its own to the store, which only writes, and so waits for no answer."""
         self._ear: Any = None
-        """Another one, which asks."""
+        """Another connection, which reads."""
         self._rank = self._ranks = 0
         self._told = ""
-        """What this rank has left word of."""
+        """The position that this rank has reported last."""
         self._asking: threading.Thread | None = None
 
     def start(self, seconds: float) -> None:
-        """Looks at the waits from now on, or in another rhythm than before."""
+        """Starts the thread that looks at the waits, or changes its period."""
         self._seconds = seconds
         if self._thread is not None and self._thread.is_alive():
             return
@@ -190,7 +190,7 @@ class _Watch:
         atexit.register(self._stop)  # a thread must not outlive the interpreter
 
     def ask(self, ranks: Sequence[int]) -> dict[int, str]:
-        """As `last_seen`; on a thread of its own, since a store whose host stands still never answers."""
+        """As `last_seen`; reads on a thread of its own, since a store whose host hangs never answers."""
         heard: dict[int, str] = {}
         ear = self._ear
         if ear is None or (self._asking is not None and self._asking.is_alive()):
@@ -200,7 +200,7 @@ class _Watch:
             for rank in ranks[:_MOST]:
                 try:
                     heard[rank] = ear.get(str(rank)).decode(errors="replace")
-                except RuntimeError:  # it never wrapped a model, or the store is gone: nothing is heard of it
+                except RuntimeError:  # the rank never wrapped a model, or the store is gone
                     continue
 
         self._asking = threading.Thread(target=listen, name="elixir-waits-ask", daemon=True)
@@ -222,8 +222,8 @@ class _Watch:
         if not self._connect():
             return
         begun, self._begun = self._begun, self.begun
-        # Of a rank that stands still alone: whoever reads a stack keeps its tensors in use meanwhile, and a block in
-        # use is replaced by new memory.
+        # Only for a rank that stands still: reading a stack keeps its tensors in use meanwhile, and a block in use is
+        # replaced by new memory.
         place = self._place() if begun == self._begun else ""
         self._tell(place)
         self._ages = {wait: self._ages.get(wait, 0) + 1 for wait in list(self.open.values())}
@@ -238,7 +238,7 @@ class _Watch:
                 )
 
     def _connect(self) -> bool:
-        """Whether there are other ranks; those of another start than before have another store."""
+        """Whether torch.distributed runs; connects to its store, again after a restart of torch.distributed."""
         try:
             store: Any = dist.distributed_c10d._get_default_store()
             rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -251,9 +251,9 @@ class _Watch:
             try:
                 self._mouth, self._ear = (dist.PrefixStore("elixir waits", store.clone()) for _ in range(2))
                 self._ear.set_timeout(timedelta(seconds=_ANSWER_SECONDS / 2))
-            except RuntimeError:  # its host has ended already: waits are said without the others' places
+            except RuntimeError:  # the store's host has ended: waits are reported without positions
                 return True
-            self._tell("")  # of an earlier start there may be more
+            self._tell("")  # an earlier start may have left a position
         return True
 
     def _tell(self, place: str) -> None:
@@ -261,7 +261,7 @@ class _Watch:
             self._told = place
             try:
                 self._mouth.set(str(self._rank), place)
-            except RuntimeError:  # its host has ended, and nobody can be told any more
+            except RuntimeError:  # the store's host has ended
                 self._mouth = None
 
     def _place(self) -> str:

@@ -1,4 +1,4 @@
-"""The shape of a GPT: its settings, checked, and the shapes that have names.
+"""The configuration of a GPT: checked settings, and configurations with names.
 
 Owns `GPTConfig` and the named configurations. Builds nothing.
 Sources of the named shapes: Elixir v2, table 3 (gpt2-4b to gpt2-20b); PR-MoE's pyramid, DeepSpeed-MoE, section 4.1.
@@ -17,7 +17,7 @@ class GPTConfig:
     """A decoder-only transformer; every layer is dense, or a mixture of experts of its own size and degree."""
 
     vocab_size: int = 256
-    """Distinct tokens; 256 takes bytes as they are."""
+    """Distinct tokens; 256 for bytes as tokens."""
     seq_len: int = 128
     """Longest sequence, in tokens: the number of learned positions."""
     n_layers: int = 4

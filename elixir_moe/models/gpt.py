@@ -28,7 +28,7 @@ from elixir_moe.parallel.pattern import Pattern
 
 
 class GPTOutput(NamedTuple):
-    """What a forward returns."""
+    """The result of a forward."""
 
     logits: Tensor
     """(B, S, V), in the model's dtype."""
@@ -190,7 +190,7 @@ def gpt_patterns(model: GPT) -> dict[str, Pattern]:
 
 
 def tokens_per_expert(model: nn.Module) -> dict[str, list[int]]:
-    """By the name of each mixture layer, how many choices fell on each expert in the last forward, on all ranks."""
+    """By name of mixture layer, the choices that fell on each expert in the last forward, all ranks together."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         return {}
@@ -199,7 +199,7 @@ def tokens_per_expert(model: nn.Module) -> dict[str, list[int]]:
 
 
 def _joined(counts: list[Tensor]) -> Tensor:
-    """All on the device of those that are on one; the zeros of a layer that has not run yet are on the CPU."""
+    """All counts in one tensor, on the GPU if any is there; a layer that has not run yet has zeros on the CPU."""
     device = next((count.device for count in counts if count.device.type != "cpu"), torch.device("cpu"))
     return torch.cat([count.to(device) for count in counts])
 
@@ -211,13 +211,13 @@ def generate(
     """Appends `n` sampled tokens to each sequence of `prompt`.
 
     Every rank must call it with prompts of the same shape and the same `n`: mixture layers communicate. The model is in
-    evaluation mode meanwhile. Of more than ``config.seq_len`` tokens the last ones are the context.
+    evaluation mode during the call. The last ``config.seq_len`` tokens are the context.
 
     Args:
         prompt: (B, S) int64, S at least 1.
         n: tokens to add.
         temperature: divides the logits; 0 takes the most probable token.
-        generator: where the samples come from; by default the global RNG of the device.
+        generator: the source of the samples; by default the global RNG of the device.
 
     Returns:
         (B, S + n) int64.

@@ -1,9 +1,9 @@
-"""Models by name, and Hugging Face models by their config file, on no device: what a plan is made for.
+"""Models to plan for, without data: models by name, and Hugging Face models by their config file.
 
 Owns the names and the construction without data. Trains nothing. Sources of the shapes: GPT-2 of Elixir v2, Table 6;
 OPT, Table 1 of its paper (vocabulary 50272, 2048 + 2 positions). PR-MoE follows DeepSpeed-MoE's recipe, a 1.3 B base of
-24 layers, experts in every other one, twice as many in the last two, with as many experts as give the sizes of v1.
-OPT's ReLU is GPT-2's GELU here; parameters, products and memory are the same.
+24 layers, experts in every other one, about twice as many in the last two, in numbers that give the sizes of v1. OPT
+has GPT-2's GELU here instead of its ReLU; parameters, products and memory are the same.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Planned:
 
 
 def names() -> list[str]:
-    """All models that have a name."""
+    """The names of all named models."""
     return [*GPT2, *OPT, *PR_MOE, *LARGE_MOE]
 
 
@@ -67,7 +67,7 @@ def named_model(name: str, *, batch: int, seq: int, mesh: DeviceMesh | None = No
         name: one of `names`.
         batch: sequences of one rank.
         seq: tokens of a sequence.
-        mesh: where experts are spread; needed by mixtures alone.
+        mesh: the ranks over which experts are spread; needed by mixtures only.
 
     Raises:
         ConfigError: no model has that name; the nearest is suggested. Or `seq` is longer than it allows.
@@ -113,7 +113,7 @@ def named_model(name: str, *, batch: int, seq: int, mesh: DeviceMesh | None = No
 
 
 def of_config(name: str, config: GPTConfig, *, batch: int, seq: int, mesh: DeviceMesh | None = None) -> Planned:
-    """A GPT of any configuration, as `named_model`."""
+    """As `named_model`, for a GPT of any configuration."""
     with torch.device("meta"), _Undrawn():
         model = GPT(config, mesh)
         sample = torch.empty(batch, seq + 1, dtype=torch.int64)
@@ -163,7 +163,7 @@ def _gpt(**shape: Any) -> GPTConfig:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Leaves out `torch.nn.init`: initial values of tensors without data cost time and are nothing."""
+    """Skips `torch.nn.init`, which costs time even for tensors without data."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,8 +1,8 @@
-"""How tokens reach the ranks of their experts and come back.
+"""The way of tokens to the ranks of their experts and back.
 
 Owns the permutations and the all-to-all. Decides nothing about routing, multiplies nothing.
 
-The way of a token, with k = 1, two ranks of two experts each; ``3a`` is token a, bound for expert 3::
+The steps with k = 1 and two ranks of two experts each; ``3a`` is token a, bound for expert 3::
 
     rank 0   3a 0b 2c 0d  --sort-->  0b 0d | 2c 3a  --all-to-all-->  0b 0d | 0f 1e  --regroup-->  0b 0d 0f | 1e
     rank 1   1e 0f 3g 3h  --sort-->  0f 1e | 3g 3h  --all-to-all-->  2c 3a | 3g 3h  --regroup-->  2c | 3a 3g 3h
@@ -25,16 +25,16 @@ from elixir_moe.parallel.dataless import even_counts, has_data
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dispatch:
-    """Where the rows of one rank go, in one forward."""
+    """The destinations of one rank's rows in one forward."""
 
     order: Tensor
-    """(n,) int64: which of the k·T choices each row sent is; choice c of token t is number ``c * T + t``."""
+    """(n,) int64: the number of each sent row among the k·T choices; choice c of token t has number ``c * T + t``."""
     send: list[int]
     """Rows for each rank of the expert-parallel process group."""
     receive: list[int]
     """Rows from each rank of it."""
     regroup: Tensor | None
-    """(m,) int64: which received row stands at each place once rows are grouped by expert; None if they are already."""
+    """(m,) int64: the received row at each place once rows are grouped by expert; None if they already are."""
     counts: Tensor
     """(L,) int64: rows of each expert of this rank."""
     host_counts: list[int]
@@ -44,18 +44,18 @@ class Dispatch:
 def plan_dispatch(
     experts: Tensor, counts: Tensor, kept: Tensor, *, batch_rank: int, ep: int, dropless: bool
 ) -> Dispatch:
-    """Works out one rank's dispatch.
+    """The dispatch of one rank.
 
     Args:
         experts: (T, k) int64, the choices of this rank's tokens.
         counts: (R, k, E) int64, the choices of all ranks.
         kept: (R, k, E) int64, how many of them are admitted.
-        batch_rank: this rank's place among the R; ranks that share experts stand next to each other in it.
-        ep: how many ranks share the experts.
+        batch_rank: this rank's place among the R ranks; ranks that share experts are next to each other.
+        ep: number of ranks that share the experts.
         dropless: nothing is dropped: `kept` equals `counts`.
     """
     row = batch_rank % ep
-    sources = kept[batch_rank - row : batch_rank - row + ep].sum(dim=1)  # (ep, E): who sends how many rows to whom
+    sources = kept[batch_rank - row : batch_rank - row + ep].sum(dim=1)  # (ep, E): rows from each rank to each expert
     table = _to_host(sources, choices=experts.numel())
     local = len(table[0]) // ep
     here = slice(row * local, (row + 1) * local)
@@ -92,10 +92,10 @@ def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
 
 
 class Exchange:
-    """An uneven all-to-all of rows, begun and not awaited: what is computed meanwhile waits for no other rank.
+    """An uneven all-to-all of rows, from `begin` to `end`: the computation between them waits for no other rank.
 
-    In backward it goes the other way: where rows were awaited their gradients are sent off, where rows were sent off
-    the gradients are awaited, and the backward of what was computed meanwhile lies between the two.
+    Backward goes the other way: gradients are sent where forward ended the exchange and awaited where forward began it,
+    with the backward of the computation in between.
     """
 
     def __init__(self, send: list[int], receive: list[int], process_group: dist.ProcessGroup) -> None:
@@ -104,7 +104,7 @@ class Exchange:
         self._under_way: tuple[Any, Tensor, Tensor] | None = None
 
     def begin(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Sends `rows`; what it returns holds the others' when `end` has returned."""
+        """Sends `rows`; returns the tensor that holds the received rows once `end` has returned."""
         arriving, work = rows.new_empty(sum(receive), *rows.shape[1:]), None
         rows = rows.contiguous()
         if has_data(rows):
@@ -114,13 +114,13 @@ class Exchange:
         return arriving
 
     def end(self) -> Tensor:
-        """The rows that `begin` has returned, all there."""
+        """Waits until all rows have come; returns the tensor of `begin`."""
         assert self._under_way is not None, "no rows are under way"
         work, _, arrived = self._under_way
         if work is not None:
             with Wait("an exchange of tokens with the experts", dist.get_process_group_ranks(self._process_group)):
                 work.wait()
-        self._under_way = None  # not before: what interrupts the wait must not let go of the memory
+        self._under_way = None  # not before: an interrupted wait must not free the memory
         return arrived
 
 
@@ -149,13 +149,13 @@ class _End(torch.autograd.Function):
         exchange, (gradient,) = ctx.exchange, grads
         exchange.begin(gradient, exchange.receive, exchange.send)
         stand_in = gradient.new_zeros(()).expand(sum(exchange.send), *gradient.shape[1:])
-        return stand_in, None  # `_Begin` does not look at it; what arrives is nobody's to read yet
+        return stand_in, None  # `_Begin` ignores it; the arriving rows must not be read yet
 
 
 def begin_all_to_all(
     rows: Tensor, send: list[int], receive: list[int], process_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Exchange | None]:
-    """Sends (sum of `send`, d) rows, rank 0's first; returns what `end_all_to_all` takes."""
+    """Sends (sum of `send`, d) rows, rank 0's first; returns the arguments of `end_all_to_all`."""
     if process_group is None:
         return rows, None
     exchange = Exchange(send, receive, process_group)
@@ -163,12 +163,12 @@ def begin_all_to_all(
 
 
 def end_all_to_all(rows: Tensor, exchange: Exchange | None) -> Tensor:
-    """(sum of `receive`, d): the rows that have come; those that were to be sent if there is no process group."""
+    """The received rows, (sum of `receive`, d); without a process group the rows given to `begin_all_to_all`."""
     return rows if exchange is None else _End.apply(rows, exchange)
 
 
 def _admitted(order: Tensor, experts: Tensor, counts: Tensor, kept: Tensor, total: int) -> Tensor:
-    """Of `order` (k·T,), sorted by expert and then by choice and token, the `total` choices that are admitted."""
+    """The `total` admitted choices in `order` (k·T,), which is sorted by expert, then choice, then token."""
     k = experts.shape[1]
     queue = experts.t().flatten()[order] * k + order // max(len(experts), 1)  # (expert, choice): one queue each
     length = counts.t().flatten()
@@ -179,14 +179,14 @@ def _admitted(order: Tensor, experts: Tensor, counts: Tensor, kept: Tensor, tota
 
 
 def _regroup(incoming: Tensor, total: int) -> Tensor:
-    """Rows come as (source, expert), (ep, L) of them; this permutation of (total,) makes them (expert, source)."""
+    """The permutation (total,) of rows from order (source, expert), `incoming` (ep, L) each, to (expert, source)."""
     ep, local = incoming.shape
     experts = torch.arange(local, device=incoming.device).repeat(ep)
     return experts.repeat_interleave(incoming.flatten(), output_size=total).argsort(stable=True)
 
 
 def _to_host(sources: Tensor, choices: int) -> list[list[int]]:
-    """The one wait for the device; without data, every rank routes its `choices` evenly."""
+    """`sources` on the host, the one wait for the device; without data, every rank routes its `choices` evenly."""
     if not has_data(sources):
         return [even_counts(choices, sources.shape[1]) for _ in range(sources.shape[0])]
     return sources.tolist()

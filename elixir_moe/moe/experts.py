@@ -31,7 +31,7 @@ class MLP(nn.Module):
 class GroupedExperts(nn.Module):
     """Experts `first_expert` .. `first_expert + num_local` of a layer, each an MLP, in four stacked parameters.
 
-    ``w_in`` (L, d, h), ``b_in`` (L, h), ``w_out`` (L, h, d), ``b_out`` (L, d): dim 0 is what expert parallelism cuts.
+    ``w_in`` (L, d, h), ``b_in`` (L, h), ``w_out`` (L, h, d), ``b_out`` (L, d): expert parallelism cuts dim 0.
     An expert's initial values depend on the layer's seed and on its number in the layer, never on the layout.
     """
 
@@ -86,8 +86,8 @@ class GroupedExperts(nn.Module):
 class _GroupedLinear(torch.autograd.Function):
     """(n, i) rows sorted by expert, (L, i, o) weight, (L, o) bias -> (n, o): each row times its expert's weight.
 
-    A function of its own so that each expert's product is written where it belongs, and nothing is concatenated: the
-    stack of L weight gradients alone took a fifth of a layer's time on a CPU.
+    An autograd function, so that each expert's product is written in its place and nothing is concatenated: stacking L
+    weight gradients alone took a fifth of a layer's time on a CPU.
     """
 
     @staticmethod
@@ -137,7 +137,7 @@ def _gradients_loop(rows: Tensor, weight: Tensor, grad: Tensor, counts: list[int
 def _gradients_fused(rows: Tensor, weight: Tensor, grad: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ends = _ends(counts)
     grad_rows = F.grouped_mm(grad, weight.transpose(1, 2), offs=ends)
-    # On some GPUs the kernel leaves an expert without rows whatever the memory held.
+    # On some GPUs the kernel does not write the gradient of an expert without rows.
     grad_weight = F.grouped_mm(rows.t(), grad, offs=ends).masked_fill_((counts == 0).view(-1, 1, 1), 0)
     # A product with a one-hot matrix sums each expert's rows in fp32, without atomics.
     experts = torch.arange(len(counts), device=rows.device)
@@ -150,7 +150,7 @@ def _ends(counts: Tensor) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """Writes ``left @ right + bias``; in fp32 and then rounded where the CPU has no product of narrower numbers."""
+    """Writes ``left @ right + bias`` to `out`; in fp32, then rounded, if the CPU has no product of narrower numbers."""
     if out.device.type == "cpu" and has_data(out) and emulates(out.dtype):
         wide = left.float() @ right.float()
         out.copy_(wide if bias is None else wide.add_(bias))
@@ -176,7 +176,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def _expert_seed(seed: int, expert: int) -> int:
-    """Distinct for the experts of a layer; the multiplier, 2^64 over the golden ratio, spreads neighbours."""
+    """A seed distinct for the experts of a layer; the multiplier, 2^64 over the golden ratio, spreads neighbours."""
     return (seed + (expert + 1) * 0x9E3779B97F4A7C15) % 2**63
 
 

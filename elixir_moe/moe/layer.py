@@ -1,7 +1,7 @@
 """The mixture-of-experts layer, in one process or with its experts spread over ranks.
 
 Owns the order of the steps and the process groups they use. The mathematics of a token does not depend on the layout:
-with ``mesh=None`` the same code runs without communication, and is what every layout must agree with.
+with ``mesh=None`` the same code runs without communication, and every layout must agree with it.
 
     router -> gather the statistics -> dispatch -> experts -> combine (-> mix with the residual MLP)
 
@@ -26,16 +26,16 @@ EXPERT_MESH_AXES = ("edp", "ep", "tp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRanks:
-    """Where a rank stands in the ranks that share a layer; copies of a layer share it, as they share process groups."""
+    """A rank's place among the ranks that share a layer; copies of a layer share this, as they share process groups."""
 
     ep: int = 1
     """Ranks that share the experts."""
     batch_rank: int = 0
     """This rank's place in the global batch: ``edp`` major, ``ep`` minor, the order of the ranks."""
     ep_group: dist.ProcessGroup | None = None
-    """The ranks that share the experts; None if there is one."""
+    """The ranks that share the experts; None for a single rank."""
     batch_group: dist.ProcessGroup | None = None
-    """The ranks that share the batch, in the order of the global batch; None if there is one."""
+    """The ranks that share the batch, in the order of the global batch; None for a single rank."""
 
     @classmethod
     def on(cls, mesh: DeviceMesh | None) -> Self:
@@ -57,7 +57,7 @@ class LayerRanks:
         if ep == 1:
             batch_group = mesh.get_group("edp") if edp > 1 else None
         else:
-            # One flattened mesh for each expert mesh: torch hands out the same one to every layer that asks.
+            # One flattened mesh for each expert mesh: torch returns the same one to every layer.
             batch_group = ep_group if edp == 1 else mesh["edp", "ep"]._flatten("edp_ep").get_group()
         return cls(ep=ep, batch_rank=batch_rank, ep_group=ep_group, batch_group=batch_group)
 
@@ -80,8 +80,8 @@ class MoE(nn.Module):
         top_k: experts a token is sent to.
         mesh: an expert mesh ("edp", "ep", "tp") from `expert_mesh`; None puts all experts in this process.
         capacity_factor: each expert takes ``ceil(capacity_factor · top_k · tokens / num_experts)`` of the global
-            batch's tokens, first choices first, then in the order of the batch; what is left over is dropped: that
-            choice contributes zero. None drops nothing.
+            batch's tokens, first choices first, then in the order of the batch; further choices are dropped and
+            contribute zero. None drops nothing.
         residual: add a dense MLP beside the experts; a linear map of the token and a softmax mix the two (PR-MoE).
         normalise: divide a token's top-k probabilities by their sum.
         aux_coefficient: weight of the load-balancing loss.
@@ -171,7 +171,7 @@ class MoE(nn.Module):
         return torch.empty_like(grouped).index_copy(0, regroup, grouped)
 
     def extra_repr(self) -> str:
-        """What `print` shows beside the submodules."""
+        """The text that `print` shows beside the submodules."""
         return f"num_experts={self.num_experts}, ep={self.place.ep}, capacity_factor={self.capacity_factor}"
 
 

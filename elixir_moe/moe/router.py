@@ -1,4 +1,4 @@
-"""Where each token goes: the router, and what all ranks together routed.
+"""The router, and the statistics of the routing on all ranks.
 
 Owns the router's weight, the statistics of a batch that is spread over ranks, the auxiliary losses and the queue of a
 limited capacity. Moves no token: the one collective here gathers a few numbers.
@@ -22,12 +22,12 @@ from elixir_moe.parallel.dataless import has_data
 
 
 class Routing(NamedTuple):
-    """What the router says of the tokens of this rank; everything but `experts` carries gradients."""
+    """The router's result for the tokens of this rank; everything but `experts` carries gradients."""
 
     experts: Tensor
     """(T, k) int64: the chosen experts, the most probable first."""
     weights: Tensor
-    """(T, k) fp32: what each expert's output is multiplied with."""
+    """(T, k) fp32: the factor on each expert's output."""
     probabilities: Tensor
     """(T, E) fp32: the softmax over all experts."""
     log_normaliser: Tensor
@@ -77,7 +77,7 @@ class TopKRouter(nn.Module):
 
 
 class RoutingStatistics(NamedTuple):
-    """What is known on every rank about the routing of the global batch, after one gather."""
+    """Statistics of the routing of the global batch, known on every rank after one gather."""
 
     counts: Tensor
     """(R, k, E) int64: how many tokens rank r sends to expert e as their c-th choice, before any is dropped."""
@@ -94,12 +94,12 @@ def gather_statistics(routing: Routing, process_group: dist.ProcessGroup | None)
 
     The gradient. Let s_r be a sum over the tokens of rank r and M = 1/T · sum_r s_r the global mean, with T tokens and
     R ranks in all. Every rank has the same M in its loss, so the wanted gradient is f'(M) · 1/T · sum_r ds_r/dw, while
-    what the ranks' gradients g_r are averaged to is 1/R · sum_r g_r. The two are equal if g_r = f'(M) · R/T · ds_r/dw:
-    the value is the global M, the gradient is that of s_r · R/T. With equal numbers of tokens R/T is 1/T_r, and
-    backward is the identity with respect to the local mean; with unequal numbers the same formula stays exact.
+    the average of the ranks' gradients g_r is 1/R · sum_r g_r. The two are equal if g_r = f'(M) · R/T · ds_r/dw: the
+    value is the global M, the gradient is that of s_r · R/T. With equal numbers of tokens R/T is 1/T_r, and backward is
+    the identity with respect to the local mean; with unequal numbers the same formula stays exact.
 
     Args:
-        routing: of this rank's tokens.
+        routing: the routing of this rank's tokens.
         process_group: the ranks that share the batch, in the order of the global batch; None for one process.
     """
     T, k = routing.experts.shape
@@ -127,7 +127,7 @@ def gather_statistics(routing: Routing, process_group: dist.ProcessGroup | None)
 def load_balance_loss(statistics: RoutingStatistics) -> Tensor:
     """E · sum_e f_e · P_e: f_e is the fraction of all choices that fell on e, P_e its mean probability; () fp32.
 
-    1 if routing is uniform, whatever k. Tokens that a capacity drops count: it is the router that should learn.
+    1 if routing is uniform, whatever k. Choices that the capacity drops count too, so that the router learns from them.
     """
     counts = statistics.counts.sum(dim=(0, 1))
     fraction = (counts / (statistics.tokens * statistics.counts.shape[1])).float()
@@ -137,9 +137,9 @@ def load_balance_loss(statistics: RoutingStatistics) -> Tensor:
 def kept_counts(counts: Tensor, capacity_factor: float | None) -> Tensor:
     """How many of `counts` (R, k, E) each expert's capacity admits, same shape.
 
-    An expert takes ``ceil(capacity_factor · k · T / E)`` tokens, T of all ranks. It admits first choices before second
-    choices, and each of them in the order of the global batch (rank by rank, each rank's tokens in order), so how many
-    are kept on a rank follows from how many stand before them.
+    An expert takes ``ceil(capacity_factor · k · T / E)`` tokens, with T of all ranks. It admits first choices before
+    second choices, and each of them in the order of the global batch (rank by rank, each rank's tokens in order). So
+    the number kept on a rank follows from the number ahead of them.
     """
     if capacity_factor is None:
         return counts

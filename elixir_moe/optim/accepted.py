@@ -1,7 +1,7 @@
-"""Which optimizers `wrap` takes: those that update each element by itself, with a state that can be cut.
+"""The optimizers that `wrap` accepts: elementwise ones, with a state that can be cut.
 
-Owns the trial of an optimizer on small tensors, the copy of an optimizer for other parameters, and what is known of the
-optimizers of torch.
+Owns the trial of an optimizer on small tensors, the copy of an optimizer for other parameters, and the facts about
+torch's own optimizers.
 """
 
 from collections import OrderedDict, defaultdict
@@ -18,14 +18,14 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.dtensor import local_of
 
 _WHOLE_TENSOR = {"LBFGS", "Adafactor", "SparseAdam", "Muon"}
-"""Optimizers of torch whose update of one element looks at others."""
+"""Optimizers of torch whose update of an element depends on other elements."""
 
 _TRIED_NUMEL = 2**17
-"""Elements of the tensor on which it is seen what an optimizer keeps; those of 8 bits begin at 4096 to keep blocks."""
+"""Elements of the trial tensor that shows an optimizer's state; 8-bit optimizers keep blocks from 4096 elements on."""
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int:
-    """fp32 values that an optimizer keeps for each element; 2 where it is not known."""
+    """fp32 values that an optimizer keeps for each element; 2 for an unknown optimizer."""
 
     def any_group(option: str) -> bool:
         return any(group.get(option) for group in optimizer.param_groups)
@@ -42,7 +42,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError for an optimizer that has been stepped, is not elementwise, or keeps what cannot be cut."""
+    """Raises ConfigError for an optimizer that has been stepped, is not elementwise, or whose state cannot be cut."""
     if any(state and state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer has been stepped, or has loaded a state: wrap it before the first step, and go on from a "
@@ -65,7 +65,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_kept(optimizer: torch.optim.Optimizer, state: dict[str, Any], piece: torch.Tensor) -> None:
-    """Raises ConfigError unless all that is kept for `piece` can be cut with it, or is a value for all of it."""
+    """Raises ConfigError unless each entry of `state` has the shape of `piece`, or is one value for all of it."""
     for name, value in state.items():
         found = local_of(value) if isinstance(value, torch.Tensor) else value
         plain = type(found) in (torch.Tensor, nn.Parameter) and found.layout is torch.strided
@@ -80,7 +80,7 @@ def check_kept(optimizer: torch.optim.Optimizer, state: dict[str, Any], piece: t
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a few updates of a small matrix are those of its two halves, flattened: tried with the user's class."""
+    """Whether updates of a small matrix equal those of its two halves, flattened; tried with the user's class."""
     draw = torch.Generator().manual_seed(0)
     start, gradients = (torch.randn(*shape, generator=draw, device="cpu") for shape in ((4, 6), (3, 4, 6)))
     whole = [nn.Parameter(start.clone())]
@@ -98,7 +98,7 @@ def _tried(
     pieces: list[nn.Parameter],
     gradients: Iterable[torch.Tensor],
 ) -> torch.optim.Optimizer:
-    """One like the user's that has updated `pieces` with each of the `gradients`, of all of them; compiles nothing."""
+    """A copy of the optimizer that has updated `pieces` with each of `gradients`, cut as they are; compiles nothing."""
     twin = like(optimizer, [(piece, _state_alike(optimizer, group, piece)) for piece in pieces], group)
     for gradient in gradients:
         for piece, part in zip(pieces, gradient.flatten().chunk(len(pieces)), strict=True):
@@ -115,7 +115,7 @@ def _tried(
 
 
 def _state_alike(optimizer: torch.optim.Optimizer, group: dict[str, Any], piece: nn.Parameter) -> dict[str, Any]:
-    """What the constructor put into the state of the group's first parameter, in the shape of `piece`."""
+    """The state that the constructor gave the group's first parameter, in the shape of `piece`."""
     state: dict[str, Any] = {}
     for name, value in next((optimizer.state.get(p, {}) for p in group["params"]), {}).items():
         first = group["params"][0]
@@ -133,7 +133,7 @@ def is_adam(optimizer: torch.optim.Optimizer) -> bool:
 def like(
     inner: torch.optim.Optimizer, pieces: list[tuple[nn.Parameter, dict[str, Any]]], group: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class and settings, whatever its constructor takes, on other parameters."""
+    """An optimizer of the same class and settings on other parameters, made without a call of its constructor."""
     twin = object.__new__(type(inner))
     twin.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "step"})  # a scheduler's
     twin.param_groups = [{**group, "params": [piece for piece, _ in pieces]}]

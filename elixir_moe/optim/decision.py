@@ -1,4 +1,4 @@
-"""What all ranks decide before an update: the gradient norm, whether it is finite, and who has a gradient.
+"""The decisions of all ranks before an update: the gradient norm, whether it is finite, and which gradients exist.
 
 Owns the one small all-reduce of a step (and one more between pipeline stages), the clipping and the loss scale. Changes
 no weight.
@@ -22,7 +22,7 @@ from elixir_moe.runtime.scheduler import Scheduler
 
 @dataclass(kw_only=True, slots=True)
 class Facts:
-    """What the ranks agree on before an update."""
+    """The facts on which ranks agree before an update."""
 
     norm: float
     """Global gradient norm, unscaled."""
@@ -31,10 +31,10 @@ class Facts:
 
 
 class StepDecision:
-    """The agreement of one step after another, for one wrapped model."""
+    """The agreement of ranks on each step of one wrapped model."""
 
     def __init__(self, chunks: Sequence[Chunk], scheduler: Scheduler, hooks: Hooks, groups: ControlGroups) -> None:
-        """`chunks` are those that are trained."""
+        """`chunks` are the trainable ones."""
         self._chunks = chunks
         self._scheduler = scheduler
         self._hooks = hooks
@@ -48,12 +48,12 @@ class StepDecision:
     def _forget(self) -> None:
         self._facts: Facts | None = None
         self._counted = 0
-        """The reductions that the facts know of."""
+        """Number of reductions that the facts include."""
         self._clip = 1.0
         self._clipped = self._scaled = False
 
     def forget_gradients(self) -> None:
-        """The step is over, or given up."""
+        """Forgets the gradients and facts of a step that is over or given up."""
         for chunk in self._chunks:
             chunk.clear_gradient()
         self._scheduler.used.clear()
@@ -66,7 +66,7 @@ class StepDecision:
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def clip(self, limit: float) -> float:
-        """Has the next update clip at `limit`; returns the norm before. Collective."""
+        """Makes the next update clip the norm to `limit`; returns the norm before. Collective."""
         self._hooks.check_outside("optimizer.clip_grad_norm_()")
         norm = self.facts().norm * self._clip
         self._clip *= min(1.0, limit / (norm + 1e-6)) if norm == norm else norm
@@ -74,7 +74,7 @@ class StepDecision:
         return norm
 
     def clip_values(self, limit: float) -> None:
-        """Has the next update see no element of a gradient beyond `limit`; what overflowed stays so. Collective."""
+        """Clamps gradients so that the next update sees none beyond `limit`; overflowed ones stay. Collective."""
         self._hooks.check_outside("optimizer.clip_grad_value_()")
         if not math.isfinite(self.facts().norm):
             return
@@ -84,7 +84,7 @@ class StepDecision:
                 for part in chunk.shard.gradients():
                     part.clamp_(-here, here)
                 chunk.shard.squares = None
-        self._facts = None  # the norm is another
+        self._facts = None  # the norm has changed
         self._clipped = False
         self.facts()
         self._clipped = True
@@ -109,11 +109,11 @@ class StepDecision:
         return {self._hooks.name_of(p): norm for p, norm in found if p in used}
 
     def gradient_scale(self, chunk: Chunk) -> float:
-        """What a summed gradient is multiplied with in the update."""
+        """The factor on a summed gradient in the update."""
         return self._unscale(chunk) * self._clip
 
     def facts(self) -> Facts:
-        """What the ranks agree on; found once between two updates. Collective."""
+        """The facts on which ranks agree; found again after new reductions. Collective."""
         if self._facts is not None and self._counted == self._scheduler.reductions_issued:
             return self._facts
         self._scheduler.check_open()
@@ -150,7 +150,7 @@ class StepDecision:
         return names
 
     def blame(self, norm: float) -> str:
-        """Says whose gradient is not finite, from this rank's shards."""
+        """The error message for a norm that is not finite, with parameters from this rank's shards."""
         found = ", ".join(self.not_finite()[:8]) or "none in this rank's shards"
         return (
             f"the global gradient norm is {norm}; gradients that are not finite: {found}. The weights are as before: "
@@ -158,11 +158,11 @@ class StepDecision:
         )
 
     def _unscale(self, chunk: Chunk) -> float:
-        """What a summed gradient is multiplied with to be that of the unscaled mean loss."""
+        """The factor that turns a summed gradient into that of the unscaled mean loss."""
         return 1.0 / chunk.spec.key.divisor / (self.loss_scale.scale if self.loss_scale else 1.0)
 
     def _check_backwards(self) -> None:
-        """Raises UsageError if gradients are not what `step` would take them for."""
+        """Raises UsageError if gradients were lost, came after clipping, or are those of an unscaled fp16 loss."""
         self._hooks.notice_failure()
         if self._scheduler.lost_gradients:
             raise UsageError(
@@ -177,7 +177,7 @@ class StepDecision:
             raise UsageError("fp16 gradients need a scaled loss: call optimizer.scale(loss).backward()")
 
     def _refuse_unseen_writes(self) -> None:
-        """Raises UsageError on all ranks: a module has written where nobody sees it. Collective."""
+        """Raises UsageError on all ranks: a module has written a parameter through ``.data``. Collective."""
         names = gathered(self._scheduler.written_unseen, self._groups.peers_group)
         name = next(name for name in names if name is not None)
         raise UsageError(

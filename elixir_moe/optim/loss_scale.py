@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True, slots=True)
 class LossScale:
-    """Dynamic loss scaling, as `torch.amp.GradScaler` does it: halved on overflow, doubled after a while without."""
+    """Dynamic loss scaling as in `torch.amp.GradScaler`: halved on overflow, doubled after `growth_interval` steps."""
 
     scale: float = 65536.0
     growth_interval: int = 2000
@@ -13,7 +13,7 @@ class LossScale:
     clean_steps: int = 0
 
     def update(self, overflow: bool) -> None:
-        """Takes note of one step."""
+        """Adjusts the scale after one step."""
         self.clean_steps = 0 if overflow else self.clean_steps + 1
         if overflow:
             self.scale /= 2

@@ -1,10 +1,10 @@
 """The sharded optimizer: the user's optimizer on the master shards.
 
-Owns what a user calls, and the order of a step: decide (`decision`), drop what becomes stale, update shard by shard
-(`shard_update`). What it keeps is read and replaced through `state`. Asks for no gather.
+Owns the methods that a user calls, and the order of a step: decide (`decision`), drop weights that become stale, update
+shard by shard (`shard_update`). Its state is read and replaced through `state`. Requests no gather.
 
-A parameter that got no gradient on any rank is left alone, as torch does where ``grad is None``; one that got a
-gradient somewhere counts as zero elsewhere. `step` uses the gradients up: they do not pile up if `zero_grad` is
+A parameter that got no gradient on any rank is not updated, as in torch where ``grad is None``. A gradient that only
+some ranks have counts as zero on the others. `step` clears the gradients, so they do not accumulate if `zero_grad` is
 forgotten.
 """
 
@@ -30,14 +30,14 @@ from elixir_moe.runtime.scheduler import Scheduler
 
 
 class Pending(Protocol):
-    """Work that goes on beside training, such as an asynchronous save."""
+    """Work that runs beside training, such as an asynchronous save."""
 
     def result(self) -> Any:
-        """Returns when it is done; raises what it failed of. Collective."""
+        """Blocks until the work is done; raises its error. Collective."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """What `wrap` returns in the place of the user's optimizer; shares its `param_groups`."""
+    """The optimizer that `wrap` returns in place of the user's; shares its `param_groups`."""
 
     def __init__(
         self,
@@ -61,22 +61,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._update = update_for(inner, self._chunks, pieces, self.param_groups)
         self._decision = StepDecision(self._chunks, scheduler, hooks, groups)
         self.kept = OptimizerState(inner, self._update, self._chunks, self._segments, scheduler, hooks, groups)
-        """What the optimizer keeps, for those who save and load it."""
+        """The optimizer's state, for saving and loading."""
         self._update_thread = None
-        """Updates of chunks that are not at home on the device begin on it, beside the next forward."""
+        """The thread that starts updates of chunks outside the device tier, beside the next forward."""
         if self._update.beside and any(chunk.shard.tier is not Tier.DEVICE for chunk in self._chunks):
             self._update_thread = ThreadPoolExecutor(1, "elixir-update")
         self._grouping = [[id(p) for p in group["params"]] for group in self.param_groups]
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
         self.pending: Pending | None = None
-        """What `close` waits for."""
+        """The work that `close` waits for."""
 
     # -------------------------------------------------------------------------------------------------- user's verbs
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The loss scale of fp16 parameters; None without such."""
+        """The loss scale of fp16 parameters; None if there are none."""
         return self._decision.loss_scale
 
     @loss_scale.setter
@@ -92,8 +92,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Scales the gradients so that their global norm is at most `max_norm`; returns the norm before, a scalar.
 
         The norm is that of the logical model: shards, experts and replicas of all ranks, each element once. The scaling
-        happens in `step`, and a backward in between is an error, whether the limit was reached or not. A limit of
-        infinity clips nothing: it asks for the norm, at any time. Collective.
+        happens in `step`; a backward in between is an error, whether the limit was reached or not. An infinite limit
+        clips nothing and only returns the norm, at any time. Collective.
         """
         limit = _limit("clip_grad_norm_(max_norm", max_norm)
         return torch.tensor(self._decision.clip(limit), device="cpu")
@@ -108,26 +108,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def grad_norms(self) -> dict[str, float]:
-        """The norm of each parameter's gradient by name: of the logical parameter, over all ranks.
+        """The norm of each logical parameter's gradient over all ranks, by name.
 
-        Parameters without a gradient are left out. Call it where `step` could be called; what was clipped counts as
-        clipped. Collective.
+        Parameters without a gradient are left out. Call it where `step` could be called; earlier clipping is included.
+        Collective.
         """
         return self._decision.norms()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters and uses the gradients up. Collective.
+        """Updates the parameters and clears the gradients. Collective.
 
-        Adam's updates of chunks at home in host memory may still be under way when it returns: they go on in the order
-        in which the next forward needs the chunks, and whatever looks at one waits for its update. The result is that
-        of updates one after the other, to the bit.
+        Adam's updates of chunks in host memory or on disk may still run when it returns, in the order in which the next
+        forward needs the chunks; every access to a chunk waits for its update. The result is that of updates one after
+        the other, to the bit.
 
         With fp16 parameters the update is skipped on all ranks if any gradient overflowed.
 
         Raises:
-            UsageError: a parameter frozen in `wrap` is trainable now, or a trainable one has come since; gradients lie
-                where only a plain optimizer would look for them, or came after they were clipped.
+            UsageError: a parameter frozen in `wrap` is trainable now, or a trainable one was added since;
+                ``parameter.grad`` was set by hand; gradients came after clipping, or some were lost.
             ElixirError: a gradient is not finite; on all ranks alike, naming the parameters. No weight has changed.
         """
         loss = None
@@ -140,8 +140,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if overflow and self.loss_scale is None:
             raise ElixirError(self._decision.blame(facts.norm))
         if not overflow:
-            self._scheduler.drop_weights()  # what an interrupted update leaves gathered would be stale
-            self._scheduler.drain()  # what was gathered behind the clipping may still be read from its home
+            self._scheduler.drop_weights()  # weights left gathered by an interrupted update would be stale
+            self._scheduler.drain()  # gathers issued after the clipping may still read the shards
             for chunk in self._in_order_of_use():
                 self._update_chunk(chunk, facts)
             self._update.finish()
@@ -149,27 +149,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.loss_scale.update(overflow)
         self._decision.forget_gradients()
         self._hooks.updated()
-        setattr(self._inner, "_opt_called", True)  # what LR schedulers built before `wrap` ask  # noqa: B010
+        setattr(self._inner, "_opt_called", True)  # read by LR schedulers built before `wrap`  # noqa: B010
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients; parameters that then get none are left alone, whatever `set_to_none`."""
+        """Clears the gradients; parameters that get no new one are not updated, whatever `set_to_none`."""
         self._hooks.check_outside("optimizer.zero_grad()")
         self._scheduler.drain()
         self._hooks.abandon()
         self._decision.forget_gradients()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
-                parameter.grad = None  # what came in a backward that failed, and was not taken away
+                parameter.grad = None  # a failed backward may have left one
 
     def not_finite(self) -> list[str]:
         """Names of the parameters whose gradients are not finite in this rank's shards, in packing order."""
         return self._decision.not_finite()
 
     def close(self) -> None:
-        """Destroys the process groups `wrap` made; model and optimizer are of no use afterwards. Collective.
+        """Destroys the process groups `wrap` made; model and optimizer are unusable afterwards. Collective.
 
-        Raises what an update beside training has failed of, when all else is done.
+        Raises the error of a failed update beside training after everything else is done.
         """
         if self._scheduler.closed:
             return
@@ -188,14 +188,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             chunk.shard.finish_update()
 
     def outlive(self, control: Callable[[], dist.ProcessGroup]) -> None:
-        """Lets go of all process groups, in the middle of a step. What is at home can be saved, over `control`."""
+        """Drops all process groups in the middle of a step. The shards can still be saved, over `control`."""
         self._scheduler.abandon_groups()
         self._decision.forget_gradients()
         self.kept.groups.replace(control)
         self.pending = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: a rank holds only its shards, and their cut is the plan's."""
+        """Refused: a rank holds only its shards, and the plan decides how they are cut."""
         raise UsageError("a sharded optimizer's state is no plain dict: save model and optimizer with em.save")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -209,13 +209,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
-        """Says where an attribute of former versions has gone; any other is missing as always."""
+        """Raises AttributeError, with the new name if former versions had this attribute."""
         raise AttributeError(former("optimizer.", name) or f"{type(self).__name__!r} has no {name!r}")
 
     # ------------------------------------------------------------------------------------------------------- helpers
 
     def _check_parameters(self) -> None:
-        """Raises UsageError for parameters that are not as `wrap` found them, or have gradients of their own."""
+        """Raises UsageError for parameters that have changed since `wrap`, or whose ``grad`` was set by hand."""
         self._hooks.check_outside("optimizer.step()")
         self._scheduler.flush()
         with torch._C.DisableTorchFunctionSubclass():
@@ -262,7 +262,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             segment.steps += segment.parameter in facts.used
 
     def _in_order_of_use(self) -> list[Chunk]:
-        """Chunks as the next forward will ask for them; those that nobody has to ask for come first."""
+        """Chunks in the order in which the next forward requests them; chunks that need no request come first."""
         first: dict[int, int] = {}
         if (schedule := self._scheduler.cache.schedule) is not None:
             for entry in schedule.entries:
@@ -272,7 +272,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _limit(argument: str, given: Any) -> float:
-    """The number that a clipping was given."""
+    """The limit of a clipping as a number. Raises ConfigError for any other value."""
     try:
         limit = float(given)
     except (TypeError, ValueError):

@@ -1,9 +1,9 @@
-"""The update of one shard by the user's optimizer, whichever it is.
+"""The update of one shard by the user's optimizer.
 
-Owns the cut of parameters into the segments of a shard, and the two ways to update them: `torch.optim.Adam` and
-`AdamW` in one pass over a run of segments (`adam`: the gradient is read in the dtype it travelled in and unscaled, the
-values are written along with the master), any other elementwise optimizer as it is, on one tensor for each segment.
-Never decides whether or when.
+Owns the cut of parameters into the segments of a shard, and the two ways to update them. `torch.optim.Adam` and `AdamW`
+run in one pass over a run of segments: it reads the gradient in the dtype of its reduction, unscales it, and writes
+the values along with the master. Any other elementwise optimizer runs as it is, on one tensor for each segment. Never
+decides whether or when to update.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,14 +34,14 @@ class Segment:
     """First element, counted from the start of the shard."""
     stop: int
     offset: int
-    """Where it starts in the parameter, flattened."""
+    """First element, counted in the flattened parameter."""
     steps: int = 0
-    """Updates so far; what Adam's bias correction goes by."""
+    """Updates so far, for Adam's bias correction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """Neighbours in a shard that are updated alike."""
+    """Adjacent segments of a shard with the same settings."""
 
     start: int
     stop: int
@@ -50,15 +50,15 @@ class _Run:
 
 
 class AdamUpdate:
-    """Adam and AdamW: flat moments beside each master shard, one pass a run of segments."""
+    """Adam and AdamW: flat moments beside each master shard, one pass for each run of segments."""
 
     beside = True
-    """Its updates may run beside training, on another thread."""
+    """Updates may run beside training, on another thread."""
 
     def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> None:
         self._groups = groups
         self._state: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Of chunks whose master is in memory."""
+        """(exp_avg, exp_avg_sq) of each chunk whose master is in memory."""
         for chunk in chunks:
             master = chunk.shard.master
             if master is not None:
@@ -67,9 +67,9 @@ class AdamUpdate:
     def prepare(
         self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float
     ) -> "Callable[[], Sequence[Future[None]]]":
-        """The update of a chunk with the options and gradients of now, to be run once, on any thread.
+        """The update of a chunk with the current options and gradients, to be run once, on any thread.
 
-        It returns what it has begun and not ended: the update of slices on disk.
+        The update returns the work it has not finished: the update of slices on disk.
         """
         home = chunk.shard
         compute = home.values_shard
@@ -98,7 +98,7 @@ class AdamUpdate:
         return partial(_at_once, partial(work, 0, [home.master, *self._state[chunk.spec.index]]))
 
     def state(self, chunk: Chunk, segment: Segment) -> dict[str, Any]:
-        """What is kept for a segment: by name its flat elements, or a value for all of it."""
+        """The state of a segment by name: flat elements, or one value for all of it."""
         spilled, wait = chunk.shard.spilled, chunk.shard.wait_for_update
         if spilled is not None:
             ends = segment.start, segment.stop
@@ -110,17 +110,17 @@ class AdamUpdate:
     def replace_state(
         self, chunk: Chunk, segment: Segment, dtypes: dict[str, torch.dtype], values: dict[str, Any]
     ) -> Mapping[str, Elements]:
-        """Makes room for another state of the same names; returns its flat elements, to be written."""
+        """Makes room for another state with the same names; returns its flat elements, which the caller must write."""
         state = self.state(chunk, segment)
         assert state.keys() == dtypes.keys() and not values, "a state that another class of update has left"
         return state
 
     def state_bytes(self, chunk: Chunk) -> int:
-        """Bytes in memory of what is kept for a chunk."""
+        """Bytes in memory of a chunk's state."""
         return sum(t.nbytes for t in self._state.get(chunk.spec.index, ()))
 
     def finish(self) -> None:
-        """Every chunk has had its update."""
+        """Called when every chunk has had its update."""
 
 
 def _adam(
@@ -130,9 +130,9 @@ def _adam(
     first: int,
     arrays: Sequence[torch.Tensor],
 ) -> None:
-    """Updates a part of a shard: `arrays` are master and moments of the elements from `first` on.
+    """Updates a part of a shard: `arrays` are the master and the moments of the elements from `first` on.
 
-    What is `unused` gets its values back, where a gradient of zeros has lain.
+    Elements in `unused` get their values back, which a gradient of zeros has overwritten.
     """
     last = first + arrays[0].numel()
     for run in runs:
@@ -155,7 +155,7 @@ def _adam(
 
 
 class ElementwiseUpdate:
-    """Any other optimizer of torch: an instance of the user's class on views of the master shards."""
+    """Any other optimizer: instances of the user's class on views of the master shards."""
 
     beside = False
 
@@ -182,7 +182,7 @@ class ElementwiseUpdate:
     def prepare(
         self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float
     ) -> "Callable[[], Sequence[Future[None]]]":
-        """As `AdamUpdate.prepare`, but for the thread of the caller, at once."""
+        """As `AdamUpdate.prepare`, but to be run on the caller's thread at once."""
         return partial(_at_once, partial(self._run, chunk, segments, used, scale))
 
     def _run(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
@@ -210,13 +210,13 @@ class ElementwiseUpdate:
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
     def finish(self) -> None:
-        """Every chunk has had its update: gives the user's groups what the optimizer has changed in them (counters)."""
+        """As `AdamUpdate.finish`; gives the user's groups the options that the optimizer has changed (counters)."""
         for index, changed in self._changes.items():
             self._groups[index].update(changed)
         self._changes.clear()
 
     def state(self, chunk: Chunk, segment: Segment) -> dict[str, Any]:
-        """As `AdamUpdate.state`; the names are those of the user's optimizer, none before its first step."""
+        """As `AdamUpdate.state`, with the names of the user's optimizer; most have none before the first step."""
         optimizer, piece = self._optimizers[chunk.spec.index, segment.group], self._pieces[id(segment)]
         state = optimizer.state.get(piece, {})
         check_kept(optimizer, state, piece)
@@ -226,7 +226,7 @@ class ElementwiseUpdate:
     def replace_state(
         self, chunk: Chunk, segment: Segment, dtypes: dict[str, torch.dtype], values: dict[str, Any]
     ) -> Mapping[str, Elements]:
-        """As `AdamUpdate.replace_state`, of any names."""
+        """As `AdamUpdate.replace_state`, with any names."""
         piece = self._pieces[id(segment)]
         tensors = {name: torch.empty_like(piece, dtype=dtype) for name, dtype in dtypes.items()}
         self._optimizers[chunk.spec.index, segment.group].state[piece] = {**tensors, **values}
@@ -234,13 +234,13 @@ class ElementwiseUpdate:
 
 
 def _at_once(work: Callable[[], None]) -> tuple[()]:
-    """Does the work; nothing of it is left to be waited for."""
+    """Does the work and leaves none unfinished."""
     work()
     return ()
 
 
 def _cut_state(state: dict[str, Any], segment: Segment) -> dict[str, Any]:
-    """What the constructor put there (Adagrad's sums), for a piece of the parameter."""
+    """The segment's part of the state that the constructor set (Adagrad's sums)."""
     cut = {}
     shape = local_of(segment.parameter).shape
     for name, value in state.items():
@@ -254,7 +254,7 @@ def _cut_state(state: dict[str, Any], segment: Segment) -> dict[str, Any]:
 def update_for(
     inner: torch.optim.Optimizer, chunks: Sequence[Chunk], segments: list[list[Segment]], groups: list[dict[str, Any]]
 ) -> AdamUpdate | ElementwiseUpdate:
-    """The way to update that suits the user's optimizer."""
+    """The update for the user's optimizer."""
     if is_adam(inner):
         return AdamUpdate(chunks, groups)
     return ElementwiseUpdate(inner, segments, chunks, groups)
@@ -284,9 +284,9 @@ def cut(chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> list[list[Segm
 
 
 def _runs(segments: list[Segment], used: set[nn.Parameter], *, apart: bool) -> Iterator[tuple[int, int, int, int]]:
-    """(start, stop, group, steps): used neighbours with the same settings as one; the zeros between them stay zeros.
+    """(start, stop, group, steps): adjacent used segments with the same settings as one; zeros between them stay zeros.
 
-    `apart` leaves each on its own.
+    `apart` keeps each segment by itself.
     """
     for alike, run in groupby(segments, key=lambda s: (s.parameter in used, s.group, s.steps)):
         pieces = list(run)

@@ -1,6 +1,6 @@
-"""What an optimizer keeps, parameter by parameter, for those who save, load and move it.
+"""The state of an optimizer, parameter by parameter, for code that saves, loads and moves it.
 
-Owns the way from a parameter to its piece of a shard and the state of that piece. Updates nothing.
+Owns the map from a parameter to its segment of a shard and the state of that segment. Updates nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,9 +37,9 @@ class OptimizerState:
         """The process groups on which ranks agree."""
         self._place_of = {s.parameter: (chunk, s) for chunk in chunks for s in segments[chunk.spec.index]}
         self.kind = f"{type(inner).__name__}, {type(update).__name__}"
-        """Tells optimizers apart whose states have other names."""
+        """Optimizers of one kind have states with the same names."""
         self.keeps_always_the_same = isinstance(update, AdamUpdate)
-        """Its state has the same names before the first step as ever after."""
+        """The state has the same names before and after the first step."""
 
     @property
     def has_gradients(self) -> bool:
@@ -47,7 +47,7 @@ class OptimizerState:
         return self._scheduler.has_gradients
 
     def bytes_of(self, chunk: Chunk) -> int:
-        """Bytes of what is kept for a chunk, beside its shard."""
+        """Bytes in memory of the state kept for a chunk beside its shard."""
         return self._update.state_bytes(chunk)
 
     def segment_of(self, parameter: nn.Parameter) -> Segment | None:
@@ -55,18 +55,18 @@ class OptimizerState:
         return self._place_of[parameter][1] if parameter in self._place_of else None
 
     def of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What is kept for `segment_of(parameter)`: by name its flat `Elements`, or a value for all of it."""
+        """The state of `segment_of(parameter)` by name: flat `Elements`, or one value for all of it."""
         return self._update.state(*self._place_of[parameter])
 
     def replace(
         self, parameter: nn.Parameter, dtypes: dict[str, torch.dtype], values: dict[str, Any]
     ) -> Mapping[str, Elements]:
-        """Makes room for another state of an optimizer of the same `kind`; returns its flat elements, to be written."""
+        """Makes room for another state of the same `kind`; returns its flat elements, which the caller must write."""
         return self._update.replace_state(*self._place_of[parameter], dtypes, values)
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
-        """While it is open, shards at home may be written; gradients are forgotten and nothing is gathered."""
+        """A context in which shards may be written; gradients are forgotten and nothing is gathered."""
         self._hooks.check_outside("em.load()")
         self._hooks.updated()
         self._scheduler.drop_weights(frozen=True)

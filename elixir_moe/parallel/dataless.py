@@ -1,6 +1,6 @@
-"""Tensors that have a shape and no data: meta and fake tensors, on which a planner runs a model.
+"""Tensors with a shape and no data: meta and fake tensors, on which the planner runs a model.
 
-Owns the question whether a tensor has data, and the routing assumed where it has none.
+Owns the test whether a tensor has data, and the routing assumed without data.
 """
 
 from torch import Tensor
@@ -13,6 +13,6 @@ def has_data(tensor: Tensor) -> bool:
 
 
 def even_counts(total: int, num_experts: int) -> list[int]:
-    """`total` choices spread over the experts as evenly as whole numbers allow: what balanced routing would give."""
+    """`total` choices spread over the experts as evenly as whole numbers allow, as balanced routing would."""
     share, rest = divmod(total, num_experts)
     return [share + (e < rest) for e in range(num_experts)]

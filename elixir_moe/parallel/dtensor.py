@@ -1,7 +1,7 @@
-"""Parameters that are DTensors: what `parallelize_module` and its like leave in a model.
+"""Parameters that are DTensors, as `parallelize_module` and similar functions make them.
 
-Owns the way between a DTensor and what the rest of the package works with: the local tensor of this rank, a `Pattern`,
-a gradient placed as its parameter is. A plain tensor passes through unchanged, and without one DTensor is not imported.
+Owns the conversion from a DTensor to the types of the rest of the package: the local tensor of this rank, a `Pattern`,
+a gradient placed like its parameter. Plain tensors pass through unchanged. DTensor is imported only when there is one.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wrap_local(local: torch.Tensor, spec: Any) -> torch.Tensor:
-    """A DTensor of that spec around `local`; `local` itself if there is no spec."""
+    """A DTensor with that spec around `local`; `local` itself if there is no spec."""
     if spec is None:
         return local
     from torch.distributed.tensor import DTensor
@@ -39,7 +39,7 @@ def wrap_local(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def placed_as(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor on the mesh of `tensor`, with its shape and placements, around `local` of any dtype; or `local`."""
+    """A DTensor around `local` of any dtype, with mesh, shape and placements of `tensor`; `local` if that is plain."""
     if not is_dtensor(tensor):
         return local
     from torch.distributed.tensor import DTensor
@@ -51,12 +51,12 @@ def placed_as(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spec_of(tensor: torch.Tensor) -> Any:
-    """What `wrap_local` needs to make one like `tensor`; None for a plain tensor."""
+    """The spec with which `wrap_local` makes a DTensor like `tensor`; None for a plain tensor."""
     return tensor._spec if is_dtensor(tensor) else None
 
 
 def recast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Makes a DTensor say that it is of `dtype`; its local tensor is changed by who owns the memory."""
+    """Converts a DTensor and its local tensor to `dtype`; leaves a plain parameter to its chunk."""
     if not is_dtensor(parameter) or parameter.dtype == dtype:
         return
     converted = parameter.detach().to(dtype)
@@ -66,7 +66,7 @@ def recast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def placed_like(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """The local part of `gradient`, placed as its parameter is: what is partial is summed. Collective over its mesh."""
+    """The local part of `gradient`, placed like `parameter`; partial values are summed. Collective over the mesh."""
     if not is_dtensor(gradient):
         return gradient
     assert is_dtensor(parameter)
@@ -74,7 +74,7 @@ def placed_like(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor
 
 
 def whole_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
-    """The full tensor, on the CPU, of which each rank of the DTensor's mesh has its `local` part. Collective."""
+    """The full tensor, on the CPU, from the `local` parts of all ranks of the DTensor's mesh. Collective."""
     mesh, meta = spec.mesh, spec.tensor_meta
     from torch.distributed.tensor import DTensor
 
@@ -91,13 +91,13 @@ def tensor_parallel_degree(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def pattern_of_dtensor(name: str, parameter: "DTensor", tp: int) -> Pattern:
-    """The pattern its placements amount to, on the whole mesh its own is a part of.
+    """The pattern of a DTensor's placements, on the root mesh of its own mesh.
 
     Args:
-        name: of the parameter, for messages.
+        name: the parameter's name, for messages.
         parameter: a DTensor.
-        tp: tensor-parallel degree of the model. Expert-parallel ranks that share a batch in the model's other layers
-            split it between them in these, so their gradients are those of fewer batches than there are ranks.
+        tp: tensor-parallel degree of the model. Expert-parallel ranks that share a batch in the other layers split it
+            between them in expert layers, so their gradients come from fewer batches than there are ranks.
 
     Raises:
         LayoutError: a mesh without names or without some ranks of the world, a placement that neither shards nor

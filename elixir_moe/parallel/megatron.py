@@ -1,10 +1,10 @@
-"""Megatron-core models as they are: patterns from its process groups and parameter attributes.
+"""Unchanged Megatron-core models: patterns from Megatron's process groups and parameter attributes.
 
-Owns the reading of Megatron: which ranks it put together, which parameter it cut where, which ones are experts.
+Owns the reading of Megatron: its process groups, the dim on which it cuts each parameter, and which are experts.
 Megatron is imported only when `annotate` is called, so this file may be imported without it.
 
-What Megatron leaves in `parameter.grad` before its own DistributedDataParallel touches it, and the pattern that says so
-(dp counts context parallelism in; P is the number of ranks of a pipeline stage)::
+The gradient that Megatron leaves in `parameter.grad` before its own DistributedDataParallel touches it, and its pattern
+(dp includes context parallelism; P is the number of ranks of a pipeline stage)::
 
     cut over tp                     the slice's gradient     replicate dp,     shard {tp: dim}     divisor dp
     sequence-parallel, q/k norms    a part on each tp rank   replicate dp, tp, partial tp          divisor dp
@@ -15,13 +15,13 @@ Why dp for experts. A stage has P = dp * tp = edp * ep * etp ranks, and each tok
 replica of its expert, with the gradient of that batch's own mean loss. The sum over edp collects all of them, and the
 mean over the batches is 1 / dp of it, whatever ep and etp are.
 
-What an expert is a slice of. Ranks along ep hold other experts under the same names, so its logical parameter is theirs
-stacked along dim 0, which the pattern algebra can say. `as_one_process` gives the names one process would use.
+The logical parameter of an expert. Ranks along ep hold different experts under the same names, so the logical parameter
+is all of them stacked along dim 0, as a pattern can express. `as_one_process` gives the names one process would use.
 
-What is no slice along a dim of the tensor is one of a `Pattern.view` (F: a rank's part of the hidden features)::
+A slice along no dim of the tensor is one along a dim of a `Pattern.view` (F: a rank's part of the hidden features)::
 
-    first weight of a gated MLP     (2 F, n)          gate and up: seen as (2, F, n), cut on F
-    the same of an expert                             seen as (1, 2, F, n): ep stacks, tp cuts F
+    first weight of a gated MLP     (2 F, n)          gate and up: viewed as (2, F, n), cut on F
+    the same of an expert                             viewed as (1, 2, F, n): ep stacks, tp cuts F
     GroupedMLP.weight1              (hidden, e g F)   whose memory is (e, hidden, g, F), g = 2 if gated: ep e, tp F
     GroupedMLP.weight2              (e F, hidden)     whose memory is (e, F, hidden)
 """
@@ -41,21 +41,21 @@ from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern, RankMesh
 from elixir_moe.parallel.rules import attach, pattern_of, replicated_everywhere
 
 TRIED = "0.16."
-"""Versions of megatron-core whose attributes are read here by test, not by hope."""
+"""Versions of megatron-core with which this file is tested."""
 _CUT = {"ColumnParallel": {"weight": 0, "bias": 0}, "RowParallel": {"weight": 1}, "VocabParallel": {"weight": 0}}
-"""By class: the tensor dim of each parameter that is cut over tensor-parallel ranks; ``weight0`` is a weight too."""
+"""By class: the tensor dim on which each parameter is cut over tensor-parallel ranks; ``weight0`` is a weight too."""
 _EXPERTS = ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
 _UNFIT = {
     "gradient_accumulation_fusion": "it writes gradients to main_grad, which Megatron's own data parallelism owns",
     "calculate_per_token_loss": "gradients are averaged over ranks here: return the mean loss of each micro-batch",
     "delay_wgrad_compute": "weight gradients would come after the backward in which they are awaited",
 }
-"""Settings that move gradients past autograd."""
+"""Settings that move gradients past autograd, with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """The ranks of this pipeline stage, twice: as dense layers see them and as experts do."""
+    """The two meshes of this pipeline stage's ranks: for dense layers and for experts."""
 
     dense: RankMesh
     """("dp", "tp"); ``dp`` includes context parallelism."""
@@ -65,7 +65,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owned:
-    """A parameter under one of its names, with what Megatron says of it."""
+    """A parameter under one of its names, with Megatron's facts about it."""
 
     name: str
     parameter: nn.Parameter
@@ -80,9 +80,8 @@ class Owned:
 def annotate(model: nn.Module) -> None:
     """Gives every parameter of a Megatron-core model (a pipeline stage of one) the pattern Megatron built it by.
 
-    Call it between building the model and `wrap`, with Megatron's ``initialize_model_parallel`` done before both and
-    without Megatron's DistributedDataParallel, whose place `wrap` takes. A pattern a parameter already has stays, if it
-    means the same. Not collective.
+    Call it between building the model and `wrap`, after Megatron's ``initialize_model_parallel`` and without Megatron's
+    DistributedDataParallel, which `wrap` replaces. A pattern given before stays if it means the same. Not collective.
 
     Warns once if this version of megatron-core has not been tried.
 
@@ -117,9 +116,10 @@ def check(model: nn.Module) -> None:
 
 
 def as_one_process(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`state`, as `full_state_dict` gave it for an annotated Megatron model, as one process would name it.
+    """Renames `state`, a `full_state_dict` of an annotated Megatron model, as one process would name it.
 
-    Experts get their number among all of the layer. Layers keep the numbers of their pipeline stage. Local.
+    Experts get their numbers among all experts of the layer. Layers keep the numbers of their pipeline stage. Not
+    collective.
     """
     whole: dict[str, Tensor] = {}
     found = {item.name: item for item in _owned(model)}
@@ -138,7 +138,7 @@ def as_one_process(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tens
 
 
 def _derive(model: nn.Module, *, complete: bool = False) -> dict[nn.Parameter, Pattern]:
-    """The pattern of each parameter; raises with all that does not fit together."""
+    """The pattern of each parameter; raises LayoutError with all contradictions."""
     _refuse_settings(model)
     grid = _grid()
     problems = list(_foreign_groups(model, grid))
@@ -192,7 +192,7 @@ def _grid() -> Grid:
 
 
 def _mesh(**axes: dist.ProcessGroup) -> RankMesh:
-    """The mesh whose axes through this rank are these process groups: those of one kind are all shifts of one."""
+    """The mesh whose axes through this rank are these process groups; others of one kind are shifts of this rank's."""
     rank = dist.get_rank()
     along = {axis: dist.get_process_group_ranks(group) for axis, group in axes.items()}
     ranks = [rank]
@@ -218,7 +218,7 @@ def _owned(model: nn.Module) -> Iterator[Owned]:
 
 
 def _inside_latent_attention(model: nn.Module, path: str) -> bool:
-    """Multi-latent attention norms what all heads share; elsewhere each rank norms the queries of its own heads."""
+    """Whether a norm is of values that all heads share, in multi-latent attention; other ranks norm their own heads."""
     parent = model.get_submodule(path.rpartition(".")[0])
     return path.endswith("kv_layernorm") or _named_so(type(parent), ("MultiLatentAttention",))
 
@@ -242,7 +242,7 @@ def _pattern(item: Owned, grid: Grid) -> Pattern:
 
 
 def _view(item: Owned) -> tuple[tuple[int, ...] | None, int | None]:
-    """`Pattern.view`, and the dim of it that tensor-parallel ranks cut (see the top of this file)."""
+    """`Pattern.view`, and its dim that tensor-parallel ranks cut (see the top of this file)."""
     owner: Any = item.owner
     shape = item.parameter.shape
     gated = bool(getattr(getattr(owner, "config", None), "gated_linear_unit", False))
@@ -259,7 +259,7 @@ def _view(item: Owned) -> tuple[tuple[int, ...] | None, int | None]:
 
 
 def _cut(owner: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
-    """By class where it is known: uninitialised weights have no attributes, Transformer Engine's always have."""
+    """The cut dim by class if known: uninitialised weights have no attributes, Transformer Engine's always have."""
     if _named_so(type(owner), ("GroupedMLP",)):
         return {"weight1": 1, "weight2": 0}.get(name)
     for kind, dims in _CUT.items():
@@ -349,7 +349,7 @@ def _contradictions(item: Owned, grid: Grid) -> Iterator[str]:
 
 
 def _meaning(pattern: Pattern) -> tuple[Any, ...]:
-    """What a pattern says whatever its axes are called."""
+    """The content of a pattern without the names of its axes."""
     mesh = pattern.mesh
     cuts = [(mesh.ranks_along((axis,)), dim) for axis, dim in pattern.shard if mesh.size(axis) > 1]
     return pattern.replicate_ranks, pattern.gradient_divisor, tuple(cuts), pattern.view
@@ -359,7 +359,7 @@ def _meaning(pattern: Pattern) -> tuple[Any, ...]:
 
 
 def _renumber(model: nn.Module, item: Owned, rank: int) -> str:
-    """The name one process gives to what rank `rank` of ep holds under this name."""
+    """The name one process gives to the parameter that rank `rank` of ep holds under this name."""
     parts = item.name.split(".")
     if "local_experts" in parts:  # SequentialMLP: a list of modules
         at = parts.index("local_experts") + 1

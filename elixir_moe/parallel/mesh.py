@@ -1,7 +1,7 @@
-"""Device meshes: which ranks stand together.
+"""Device meshes: the ranks along named axes.
 
-Owns the start of torch.distributed and the two mesh shapes every model uses. A mesh has named axes; what a parameter
-does along them is `pattern`'s question.
+Owns the start of torch.distributed and the two mesh shapes every model uses. `pattern` says how a parameter is placed
+along the axes of a mesh.
 
 Ranks are laid out row-major, tensor-parallel ranks next to each other, then experts, as Megatron-core does::
 
@@ -25,7 +25,7 @@ from elixir_moe.parallel.pattern import EXPERT_AXIS, is_whole
 
 _POLL_SECONDS = 0.01
 _EXPERT_MESHES = "elixir_expert_meshes"
-"""Attribute of a ("dp", "tp") mesh: its expert meshes by (ep, etp), so that they live as long as it does."""
+"""Attribute of a ("dp", "tp") mesh: its expert meshes by (ep, etp), so that they live as long as the mesh."""
 
 
 def init_mesh(
@@ -33,13 +33,13 @@ def init_mesh(
 ) -> DeviceMesh:
     """The world as a mesh ("dp", "tp").
 
-    Starts torch.distributed if nobody has: from torchrun's environment, or as a world of one without it.
+    Starts torch.distributed if it is not running: from torchrun's environment, or as a world of one without it.
 
     Args:
         tp: tensor-parallel degree; must divide the world size.
         device_type: "cuda" or "cpu"; by default CUDA where there is one.
-        backend: what `init_process_group` takes; by default gloo for CPU and NCCL for CUDA tensors.
-        timeout: how long a rank waits for the others in a collective; by default what torch takes.
+        backend: as for `init_process_group`; by default gloo for CPU and NCCL for CUDA tensors.
+        timeout: how long a rank waits for the others in a collective; by default torch's own timeout.
 
     Raises:
         LayoutError: `tp` is no whole number that divides the world size.
@@ -68,18 +68,18 @@ def init_mesh(
 
 
 def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceMesh:
-    """The ranks of `mesh` ("dp", "tp") again, as ("edp", "ep", "tp"): `ep` ranks share the experts of a layer.
+    """The ranks of `mesh` ("dp", "tp") as a mesh ("edp", "ep", "tp"): `ep` ranks share the experts of a layer.
 
-    Collective: every rank of `mesh` must call it, in the same order. Asked again for the same degrees it returns the
+    Collective: every rank of `mesh` must call it, in the same order. Another call with the same degrees returns the
     same mesh, since every process group costs threads or device memory for as long as the process lives.
 
     Args:
-        mesh: what `init_mesh` returned.
+        mesh: a mesh from `init_mesh`.
         ep: expert-parallel degree; with `etp` it must divide the number of ranks.
         etp: tensor-parallel degree inside the experts; by default that of `mesh`.
 
     Raises:
-        LayoutError: `mesh` is another mesh or none, or the degrees are no whole numbers that divide the ranks.
+        LayoutError: `mesh` is no mesh ("dp", "tp"), or the degrees are no whole numbers that divide the ranks.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != ("dp", "tp"):
         raise LayoutError(f"expert_mesh needs a mesh with axes ('dp', 'tp'), got {mesh!r}: use em.init_mesh()")
@@ -98,9 +98,9 @@ def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceM
 def _round(store: Any, rank: int, ranks: int) -> str:
     """A name for this start of the ranks, which all of them learn from rank 0.
 
-    torchrun gives ranks that it starts again the store they had before, with the addresses of dead processes in it, and
-    no number of the start that all its nodes agree on. So each rank says hello with a name of its own, rank 0 answers
-    to that name, and goes on when every rank has thanked it.
+    After a restart, torchrun gives the ranks the same store as before, with the addresses of dead processes, and no
+    restart number on which all nodes agree. So each rank writes a hello with a name of its own, rank 0 answers to that
+    name, and rank 0 returns when every rank has acknowledged the answer.
     """
     name = uuid.uuid4().hex
     if rank:
@@ -131,11 +131,12 @@ def _check_degree(name: str, degree: int, whole: int, what: str) -> None:
 
 
 def start(device: torch.device | str | None) -> torch.device:
-    """Where forward runs; torch.distributed is started if nobody has.
+    """The device of forward; starts torch.distributed if it is not running.
 
-    That makes this rank's GPU the current one, so it is asked for behind it; one that was named stays the current one.
+    The start makes this rank's GPU the current one, so the device is looked up after it; a GPU given by its index
+    becomes the current one instead.
     """
-    _device(device)  # what is not there is refused before anything is started
+    _device(device)  # a missing device is refused before anything is started
     if not dist.is_initialized():
         init_mesh()
     return _device(device)

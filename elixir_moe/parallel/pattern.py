@@ -1,6 +1,6 @@
-"""What one parameter is: the axes it is replicated over, and the axes and tensor dims it is sharded on.
+"""The pattern of a parameter: the axes over which it is replicated, the axes and tensor dims on which it is sharded.
 
-Owns `RankMesh`, a pure picture of a device mesh, and `Pattern` with its algebra. Starts no communication and creates no
+Owns `RankMesh`, a device mesh as plain data, and `Pattern` with its algebra. Starts no communication and creates no
 process group: everything here is arithmetic on ranks, so it can be tested, hashed and planned without a cluster.
 Source: "parallel pattern", Elixir v1, section I; the divisor rule is derived below.
 """
@@ -15,12 +15,12 @@ import torch
 from elixir_moe.errors import LayoutError
 
 EXPERT_AXIS = "ep"
-"""The one sharded axis along which ranks hold different tokens: experts receive tokens of every rank of it."""
+"""The one sharded axis along which ranks hold different tokens: experts receive tokens of every rank along it."""
 
 
 @runtime_checkable
 class MeshLike(Protocol):
-    """What `RankMesh.of` reads of a `torch.distributed.DeviceMesh`."""
+    """The attributes of a `torch.distributed.DeviceMesh` that `RankMesh.of` reads."""
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None: ...
@@ -58,7 +58,7 @@ class RankMesh:
 
     @classmethod
     def of(cls, mesh: "RankMesh | MeshLike") -> "RankMesh":
-        """The picture of a `DeviceMesh` (or the argument itself). Raises LayoutError for no mesh or nameless axes."""
+        """A `DeviceMesh` as a `RankMesh` (or the argument itself). Raises LayoutError for no mesh or nameless axes."""
         if isinstance(mesh, RankMesh):
             return mesh
         if not isinstance(mesh, MeshLike):
@@ -109,10 +109,9 @@ class Pattern:
     them and gradients are reduced over them), and a different slice of tensor dim 0 on each rank of ``ep``.
 
     Gradient divisor. Every rank's loss is the mean over its own tokens, and the wanted gradient is that of the mean
-    over all B ranks that hold different tokens, ``1/B * sum_r dloss_r/dw``. The sum over `replicate` collects them,
-    for experts those of all ranks of ``ep`` included, since their tokens were sent here. So the divisor is B: the
-    product of the replicated axes that are not `partial`, times ``ep`` if sharded over it. For experts that is dp, not
-    edp.
+    over all B ranks that hold different tokens, ``1/B * sum_r dloss_r/dw``. The sum over `replicate` collects them; for
+    experts it includes those of all ranks of ``ep``, whose tokens were sent here. So the divisor is B: the product of
+    the replicated axes that are not `partial`, times ``ep`` if sharded over it. For experts that is dp, not edp.
 
     Raises LayoutError for unknown or repeated axes, an axis of more than one rank that is neither replicated nor
     sharded, a negative dim, a rank outside the mesh, or a value of a wrong type.
@@ -123,7 +122,7 @@ class Pattern:
     replicate: tuple[str, ...] = field(kw_only=True)
     """Axes over which the parameter is the same on every rank: its data-parallel process group."""
     shard: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
-    """(axis, tensor dim) pairs, given as a mapping; of two axes on one dim the first is the outer one."""
+    """(axis, tensor dim) pairs, given as a mapping; if two axes cut one dim, the first is the outer one."""
     partial: tuple[str, ...] = field(default=(), kw_only=True)
     """Replicated axes whose ranks see the same tokens, each with a part of the gradient: summed, not averaged."""
     divisor: int | None = field(default=None, kw_only=True)
@@ -131,12 +130,12 @@ class Pattern:
     dtype: torch.dtype | None = field(default=None, kw_only=True)
     """Compute dtype of this parameter whatever `wrap` says; None follows `wrap`."""
     view: tuple[int, ...] | None = field(default=None, kw_only=True)
-    """Another shape of this rank's slice, whose dims `shard` means; for what is no slice along a dim of the tensor:
+    """Another shape of this rank's slice, whose dims `shard` refers to, for a slice along no dim of the tensor:
     ``(2, n, k)``, cut on dim 1, of a ``(2 n, k)`` weight that holds gate and up one after the other."""
     grows: int = field(default=0, kw_only=True)
     """With a `view`, the tensor dim that is longer in the logical parameter than in the slice."""
 
-    if TYPE_CHECKING:  # what it accepts; the fields above are what it holds
+    if TYPE_CHECKING:  # the types it accepts; the fields above have the types it holds
 
         def __init__(
             self,
@@ -217,7 +216,7 @@ class Pattern:
 
     @property
     def gradient_divisor(self) -> int:
-        """What the gradient summed over `replicate_ranks` is divided by (see the class)."""
+        """The divisor of the gradient summed over `replicate_ranks` (see the class)."""
         if self.divisor is not None:
             return self.divisor
         batch_axes = [a for a in self.replicate if a not in self.partial]
@@ -225,7 +224,7 @@ class Pattern:
         return math.prod(self.mesh.size(a) for a in batch_axes)
 
     def shards_of(self, dim: int) -> int:
-        """Into how many parts tensor dim `dim` of the logical parameter is cut."""
+        """Number of parts into which tensor dim `dim` of the logical parameter is cut."""
         return math.prod(self.mesh.size(axis) for axis, d in self.shard if d == dim)
 
     def global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
@@ -237,11 +236,11 @@ class Pattern:
         return tuple(n * more if dim == self.grows else n for dim, n in enumerate(local_shape))
 
     def grid_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in which the slices of all ranks are equal boxes side by side: with a `view` another one."""
+        """The shape in which the slices of all ranks are equal boxes side by side; with a `view`, no `global_shape`."""
         return tuple(n * self.shards_of(dim) for dim, n in enumerate(self.cell_shape(local_shape)))
 
     def cell_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """That of this rank's slice among them."""
+        """The shape of this rank's box in `grid_shape`."""
         self.check_shape(local_shape)
         return tuple(local_shape) if self.view is None else self.view
 
@@ -269,12 +268,12 @@ class Pattern:
             raise LayoutError(f"{self} shards {missing}, but the tensor has only {dims} dims")
 
     def describe(self) -> str:
-        """The same text on every rank of the mesh: what ranks compare to find out whether they agree."""
+        """The same text on every rank of the mesh; ranks compare it to check that they agree."""
         return f"{self}, divisor={self.gradient_divisor}, ranks={self.mesh.ranks}"
 
 
 def is_whole(value: object, *, least: int) -> bool:
-    """Whether `value` is a whole number of at least `least`; True and 1.0 are none."""
+    """Whether `value` is a whole number of at least `least`; True and 1.0 are not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

@@ -1,4 +1,4 @@
-"""Which parameter has which pattern: glob rules over parameter names.
+"""The patterns of parameters: glob rules over parameter names.
 
 Owns the match of rules to names and the attribute that carries a pattern. Decides nothing about memory.
 """
@@ -16,7 +16,7 @@ from elixir_moe.parallel.pattern import Pattern, RankMesh
 
 _ATTRIBUTE = "_elixir_pattern"
 UNCUT = Pattern(RankMesh.world(1, 0), replicate=("dp",))
-"""Says of shapes what holds where there is no pattern: the slice is the whole."""
+"""The pattern for the shapes of tensors without one: the slice is the whole."""
 
 
 def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
@@ -25,9 +25,10 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
     Names are those of ``model.named_parameters()``; globs are `fnmatch`'s, so ``*`` also matches dots.
 
     Raises:
-        LayoutError: a parameter no rule matches; a rule that matches nothing, or only what earlier rules already took;
-            a tied parameter whose names match rules with different patterns; a sharded dim the parameter lacks.
-            All names concerned are listed. Or `model` is no nn.Module, or `rules` no mapping of globs to patterns.
+        LayoutError: a parameter no rule matches; a rule that matches nothing, or only parameters of earlier rules; a
+            tied parameter whose names match rules with different patterns; a sharded dim the parameter lacks. The
+            message lists all names concerned. Also if `model` is no nn.Module, or `rules` no mapping of globs to
+            patterns.
     """
     if not isinstance(model, nn.Module):
         raise LayoutError(f"annotate: model is a {type(model).__name__}, expected an nn.Module")
@@ -80,15 +81,15 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
 
 
 def attach(parameter: torch.Tensor, pattern: Pattern) -> None:
-    """Makes `pattern` that of `parameter`."""
+    """Sets the pattern of `parameter`."""
     setattr(parameter, _ATTRIBUTE, pattern)
 
 
 def annotate_dtensors(model: nn.Module) -> None:
-    """Gives DTensor parameters that have no pattern yet the one their placements amount to.
+    """Gives DTensor parameters without a pattern that of their placements.
 
     Raises:
-        LayoutError: a placement that no pattern says.
+        LayoutError: a placement that no pattern can express.
     """
     tp = tensor_parallel_degree(model.parameters())
     for name, parameter in model.named_parameters():
@@ -116,11 +117,11 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def logical_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Shape of the logical tensor this rank has a part of; that is a DTensor's own, whatever its pattern."""
+    """Shape of the logical tensor of which this rank has a part; for a DTensor its own shape, whatever its pattern."""
     pattern = UNCUT if is_dtensor(tensor) else pattern_of(tensor) or UNCUT
     return pattern.global_shape(tensor.shape)
 
 
 def replicated_everywhere() -> Pattern:
-    """The pattern of a model nobody annotated: equal on every rank of the world."""
+    """The pattern of parameters without one: equal on every rank of the world."""
     return Pattern(RankMesh.world(dist.get_world_size(), dist.get_rank()), replicate=("dp",))

@@ -1,7 +1,7 @@
-"""Experts that several ranks have drawn alike: one seed on all ranks gives every rank of ``ep`` the same ones.
+"""Equal experts on several ranks: with one seed on all ranks, every rank of ``ep`` draws the same ones.
 
-Owns what a rank tells the others of its experts' first values, and the warning. Copies are nobody's error: a model of E
-experts that begins with E / ep different ones trains, and is worse than it should be.
+Owns the marks of experts' first values that ranks compare, and the warning. Equal experts are no error: a model of E
+experts that begins with E / ep different ones trains, but is worse than it should be.
 """
 
 import warnings
@@ -19,30 +19,30 @@ from elixir_moe.parallel.pattern import EXPERT_AXIS
 from elixir_moe.parallel.rules import pattern_of
 
 _SAMPLE = 16
-"""Elements along each dim that are looked at."""
+"""Most elements that are read along each dim."""
 NOTHING = 0
-"""The mark of values that may well be alike: no experts, none yet (meta), all equal, copies of each other."""
+"""The mark of values that may be equal without a warning: no experts, on meta, constant, or copies of each other."""
 
 
 def marks_of(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """A number for the values of each, for `warn_of_twins`; from 16 elements along each dim, whatever its size."""
+    """A number for the values of each parameter, for `warn_of_twins`; from at most 16 elements along each dim."""
     marks = [_mark(parameter) for parameter in parameters]
     times = Counter(marks)
     return [mark if times[mark] == 1 else NOTHING for mark in marks]
 
 
 def warn_of_twins(parameters: Mapping[nn.Parameter, str], everyone: Sequence[Sequence[int]]) -> None:
-    """Warns on one rank, once, where ranks that share out experts have brought equal ones.
+    """Warns once if ranks along ``ep`` have equal experts, on the first rank of each expert mesh.
 
     Args:
-        parameters: with their names, in the order of the marks.
-        everyone: what `marks_of` gives, by rank.
+        parameters: the parameters with their names, in the order of the marks.
+        everyone: the results of `marks_of`, by rank.
     """
     found: list[tuple[str, list[int]]] = []
     for i, (parameter, name) in enumerate(parameters.items()):
         pattern = pattern_of(parameter)
         if pattern is None or everyone[dist.get_rank()][i] == NOTHING or pattern.mesh.rank != pattern.mesh.ranks[0]:
-            continue  # other lines of ranks along ep get their values from the first
+            continue  # other lines of ranks along ep copy the first line's values
         line = pattern.mesh.ranks_along((EXPERT_AXIS,))
         by_mark: dict[int, list[int]] = {}
         for rank in line:

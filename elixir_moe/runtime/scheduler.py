@@ -63,7 +63,7 @@ class Scheduler:
         self.closed = False
         """The process groups are gone."""
         self.looks_for_writes = True
-        """Writes without a trace (``self.weight.data`` in forward) are looked for until the first backward has ended."""
+        """No backward has ended yet: writes without a trace (``self.weight.data`` in forward) are looked for."""
         self.written_unseen: str | None = None
         """The name of a parameter in which such a write was found."""
         self.failed = False
@@ -215,7 +215,7 @@ class Scheduler:
             until = None if chunk is until else until
 
     def _may_begin(self, chunk: Chunk) -> bool:
-        """Whether the gather may begin; a chunk not needed next waits for no update and no gradient leaving its block."""
+        """Whether the gather may begin: it may make the host wait only if the chunk is needed next."""
         soon = chunk.spec.index in self.cache.upcoming
         if chunk.communicator.tagged:
             updating = chunk.shard.updating
@@ -323,7 +323,7 @@ class Scheduler:
         self._land(chunk)
 
     def reserve_gradients(self, chunks: Sequence[int]) -> None:
-        """Requests blocks for gradients that come on some ranks only, so that all ranks request them at the same time."""
+        """Requests blocks for gradients that only some ranks get, so that all ranks request them at the same time."""
         for index in chunks:
             if self.chunks[index].placement is CACHED and self.reductions.awaits_any(index):
                 self._land(self.chunks[index])

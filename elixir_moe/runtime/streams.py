@@ -3,12 +3,12 @@
 Owns the streams and their order; moves nothing. On a GPU, compute is the current stream, and the others have a higher
 priority. On a CPU everything here does nothing.
 
-    stream    carries                                 waits for                          is waited for by
-    fetch     shard-to-block copies                   the block's last use (`Block`),    gather, compute, writers of
-                                                      the shard's last reduction         the shard
-    gather    all-gathers, in the block               all earlier fetches                compute
-    reduce    reductions, and block-to-shard copies   all earlier compute                fetch of the block or the shard,
-                                                                                         the update
+    stream    carries                                 waits for                         is waited for by
+    fetch     shard-to-block copies                   the block's last use (`Block`),   gather, compute, writers of
+                                                      the shard's last reduction        the shard
+    gather    all-gathers, in the block               all earlier fetches               compute
+    reduce    reductions, and block-to-shard copies   all earlier compute               fetch of the block or the shard,
+                                                                                        the update
 
 The next chunk is copied while the previous one is gathered. `gather` needs no other order: it touches only blocks, and
 compute waits for it before a block is vacated.
@@ -78,7 +78,7 @@ class Streams:
         return partial(self._fetch.wait_stream, torch.cuda.current_stream(self._device))
 
     def compute_after_fetch(self, *, host: bool) -> None:
-        """Orders compute behind earlier fetches and gathers, whose memory it may then write; `host` waits for fetches."""
+        """Orders compute behind earlier fetches and gathers, whose memory it may then write; so `host` for fetches."""
         if self._fetch is not None and self._gather is not None:
             compute = torch.cuda.current_stream(self._device)
             compute.wait_stream(self._fetch)

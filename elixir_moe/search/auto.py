@@ -219,6 +219,6 @@ def _room(peers: tuple[int, ...], request: Request, everyone: list[_Left]) -> Ro
     budget = most if request.wanted.budget_bytes is None else request.wanted.budget_bytes
     if budget > most:
         where = f"{request.device.type} memory for each of its ranks"
-        raise ConfigError(f"budget: {budget} bytes, and there are {most} of {where}; choose at most that, or None")
+        raise ConfigError(f"budget={budget}: there are {most} bytes of {where}; choose at most that, or None")
     disk = min(everyone[rank].disk_bytes for rank in peers)
     return Room(device_bytes=budget, host_bytes=left if cuda else left - budget, disk_bytes=disk)

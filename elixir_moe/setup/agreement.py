@@ -1,6 +1,6 @@
-"""What all ranks have to agree on before a model is wrapped: what they were given, what they hold, what fits a host.
+"""Comparisons between ranks before a model is wrapped: arguments, model and plan, and the memory of each host.
 
-Owns the comparisons and their messages. Collective throughout; what one rank can see by itself is `checks`' matter.
+Owns the comparisons and their messages. All functions are collective; checks on a single rank are in `checks`.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from elixir_moe.parallel.twins import marks_of, warn_of_twins
 from elixir_moe.runtime.model_spec import ModelSpec
 
 _FOR_STATE = 0.8
-"""Of free host memory, the part that chunks may take where nobody said how much: data loaders and saves need some."""
+"""Fraction of free host memory for chunks if the plan does not say: data loaders and saves need some."""
 
 
 def check_alike(optimizer: torch.optim.Optimizer, plan: Plan | AutoPlan, weights: object) -> None:
-    """Raises ConfigError on all ranks if some were given what makes them take another way through `wrap`."""
+    """Raises ConfigError on all ranks if their arguments would make them take different paths through `wrap`."""
     kinds = {"optimizer": type(optimizer).__name__, "plan": type(plan).__name__, "weights": _kind(weights)}
     if isinstance(plan, AutoPlan):
         kinds |= {"hardware": _kind(plan.hardware), "disk": _kind(plan.disk)}
@@ -42,11 +42,11 @@ def _kind(value: object) -> str | None:
 
 
 def agree_on(plan: Plan, model: ModelSpec) -> None:
-    """Compares what the ranks that wrap this model are about to do; raises LayoutError with the first difference.
+    """Compares plan and model between the ranks that wrap this model. Raises LayoutError with the first difference.
 
-    These are all ranks in the meshes of its patterns. Another pipeline stage has ranks and a model of its own.
+    These are all ranks in the meshes of its patterns. Another pipeline stage has other ranks and another model.
     """
-    lines = [f"plan {replace(plan, disk=plan.disk and 'a folder').to_json()}"]  # each host may have another
+    lines = [f"plan {replace(plan, disk=plan.disk and 'a folder').to_json()}"]  # the folder may differ between hosts
     for parameter, spec in zip(model.parameters, model.params, strict=True):
         pattern = pattern_of(parameter) or replicated_everywhere()
         lines.append(
@@ -77,14 +77,14 @@ def _differences(a: list[str], b: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def host_bytes_of_a_rank(ranks: Sequence[int]) -> int:
-    """Host memory for the state of each of `ranks`, where the plan leaves it open: the least of any. Collective."""
+    """Host memory for the state of each rank if the plan does not say: the least of any of `ranks`. Collective."""
     everyone = gathered((socket.gethostname(), host_bytes_left()))
     hosts = [host for host, _ in everyone]
     return min(int(_FOR_STATE * everyone[rank][1]) // hosts.count(hosts[rank]) for rank in ranks)
 
 
 def check_host_memory(nbytes: int) -> None:
-    """Raises TierError on all ranks if those of one host need more than it has left."""
+    """Raises TierError on all ranks if a host's free memory is too small; `nbytes` is the need of this rank."""
     everyone = gathered((socket.gethostname(), nbytes, host_bytes_left()))
     for host in dict.fromkeys(host for host, *_ in everyone):
         needs = [(theirs, left) for name, theirs, left in everyone if name == host]

@@ -1,7 +1,6 @@
-"""What `wrap` refuses before any work has started: arguments and models that cannot mean what was wanted.
+"""Checks of arguments and models before `wrap` starts any work.
 
-Owns the messages. Looks at this rank alone: what ranks have to agree on, and what the machine has room for, `wrap`
-asks.
+Owns the messages. Checks this rank alone; comparisons between ranks, and of memory, are in `agreement`.
 """
 
 from collections.abc import Mapping
@@ -19,11 +18,11 @@ from elixir_moe.runtime.access import ShardedParameter
 from elixir_moe.runtime.model_spec import TRAINED_IN
 
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
-"""Classes of torch that reduce or shard what they wrap."""
+"""Classes of torch that reduce gradients or shard parameters of their own."""
 
 
 def check_names(given: Mapping[str, object]) -> None:
-    """Arguments that `wrap` does not have: one it had is a ConfigError, any other a TypeError, as everywhere."""
+    """Raises for arguments that `wrap` does not have: ConfigError for a former one, TypeError for any other."""
     for name in given:
         if (now := former("em.wrap(", name)) is not None:
             raise ConfigError(now)
@@ -33,7 +32,7 @@ def check_names(given: Mapping[str, object]) -> None:
 def check_arguments(
     model: Any, optimizer: Any, plan: Any, sample: Any, step: Any, compute_dtype: torch.dtype | None
 ) -> None:
-    """Model, optimizer and what every plan goes with."""
+    """Raises ConfigError for wrong arguments of `wrap`, or a model and optimizer that do not fit together."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"wrap needs a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -67,7 +66,7 @@ def check_arguments(
 
 
 def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
-    """What goes with chunks on disk."""
+    """Raises ConfigError if chunks on disk lack a folder, or the optimizer cannot update them."""
     if isinstance(plan, Plan) and plan.disk_chunks and plan.disk is None:
         raise ConfigError(
             f"the plan has disk_chunks={plan.disk_chunks}: say in which folder their file goes, with "
@@ -81,7 +80,7 @@ def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_modules(model: nn.Module) -> None:
-    """What forward does behind the back of autograd and hooks."""
+    """Raises ConfigError for modules whose forward bypasses autograd or hooks."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise ConfigError(
@@ -96,7 +95,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 def check_data(model: nn.Module, weights: Any, step: Any) -> None:
-    """Where the weights come from; `step` is what would run with them before."""
+    """Raises LayoutError if parameters on meta have no source, ConfigError if `step` would run on them."""
     on_meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if on_meta and weights is None:
         raise LayoutError(

@@ -1,7 +1,7 @@
-"""From a model's weights to its shards: each chunk is filled, broadcast and cut, and only then made into a `Chunk`.
+"""From a model's weights to its shards: each chunk is filled, broadcast and cut before its `Chunk` is created.
 
-Owns the way of the values, and the file of those on disk. No rank holds more than one chunk of full weights beside what
-the model came with.
+Owns the copy of the values, and the creation of the file for chunks on disk. No rank holds more than one chunk of full
+weights besides the model as given.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ def build_chunks(
     placeholder: Placeholder,
     pretrained: Pretrained | None,
 ) -> list[Chunk]:
-    """The chunks, one after another, each with the weights of the model at home. Collective.
+    """Creates the chunks one after another, with the weights of the model in their shards. Collective.
 
-    What is on meta comes from `pretrained`, buffers too.
+    Parameters and buffers on meta are read from `pretrained`.
 
     Raises:
-        CheckpointError: it lacks something, or has it in another shape; on all ranks.
+        CheckpointError: `pretrained` could not be read; on all ranks.
     """
     if pretrained is not None:
         pretrained.fill_buffers()
@@ -61,7 +61,7 @@ def _move_in(
     device: torch.device,
     pretrained: Pretrained | None,
 ) -> None:
-    """Fills a chunk's shard from the parameters of the first rank of its group, or from a folder."""
+    """Fills a chunk's shard from the parameters of the first rank of its process group, or from a folder."""
     dtype = torch.float32 if spec.key.trainable else spec.key.dtype
     whole = torch.zeros(spec.numel, dtype=dtype, device=device)
     for slot, parameter in zip(spec.slots, members, strict=True):
@@ -79,7 +79,7 @@ def _move_in(
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """All buffers; one that has several names keeps them."""
+    """Moves all buffers to `device`; a buffer with several names stays shared."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -88,7 +88,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def open_spill(plan: Plan, layout: Layout, arrays: int) -> Spill | None:
-    """The file for chunks on disk; None without such. Raises TierError on all ranks if one of them cannot have it."""
+    """Creates the file for chunks on disk; None without such chunks. Raises TierError on all ranks if one fails."""
     numels = [chunk.shard_numel for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
     if not numels:
         return None

@@ -1,7 +1,7 @@
-"""The checkpoints of a run: one after every so many steps, the last good one, those of another past.
+"""The checkpoints of a run: regular ones, the last good one, and those of an abandoned course of the run.
 
-Owns the directory of checkpoints and the save that is under way. When to save, and when to go back, is `loop`'s
-question. All methods are collective where nothing else is said.
+Owns the directory of checkpoints and the save in progress. `loop` decides when to save and when to go back. Methods are
+collective unless stated otherwise.
 """
 
 import os
@@ -24,12 +24,12 @@ class CheckpointManager:
     """Keeps the checkpoints of one training.
 
     Args:
-        training: what is saved.
+        training: the training to save.
         supervisor: its state is saved too.
-        config: how many are kept, and the like.
-        directory: of the run.
-        event: called with kind and text of what happened.
-        tell: called when there is a new checkpoint.
+        config: settings of checkpoints.
+        directory: directory of the run.
+        event: called with kind and text of each event.
+        tell: called after each new checkpoint.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class CheckpointManager:
 
     @property
     def done(self) -> bool:
-        """Whether this rank's part of a save under way has ended. Not collective."""
+        """Whether this rank's part of the save in progress has ended, or there is none. Not collective."""
         return self._saving is None or self._saving.done()
 
     @property
     def under_way(self) -> bool:
-        """Whether a save has begun and was not settled. Not collective, the same on all ranks."""
+        """Whether a save has begun and is not settled. Not collective, but the same on all ranks."""
         return self._saving is not None
 
     def take(self, source: Path) -> None:
-        """Goes on from, or back to, a checkpoint; what is later in this run's directory is of another past."""
+        """Continues from, or goes back to, a checkpoint; moves later checkpoints of this run apart."""
         source = source.absolute()
         self.settle()
         self.supervisor.restore(self.training.load(source))
@@ -69,7 +69,7 @@ class CheckpointManager:
         self.move_apart(self.training.progress.step)
 
     def save_apart(self) -> Path:
-        """The state of a run that diverged, where none looks for the latest."""
+        """Saves the state of a run that diverged outside the regular checkpoints; returns its path."""
         self.settle()
         box = [self._free_name(self._apart, self.training.progress.step)]
         dist.broadcast_object_list(box, group=self.training.optimizer.kept.groups.control)
@@ -77,13 +77,13 @@ class CheckpointManager:
         return box[0]
 
     def abandon(self) -> None:
-        """Waits for this rank's part of a save under way; the process groups are about to go. Not collective."""
+        """Blocks until this rank's part of a save has ended; process groups are about to end. Not collective."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.join()
 
     def save(self, *, asynchronous: bool, must: bool = False) -> None:
-        """A checkpoint of now, unless there is one. An error is one of the run if it `must` be, or by policy."""
+        """Saves the present state, unless it is saved already. A failure ends the run if `must`, or by policy."""
         self.settle(must=must)
         step = self.training.progress.step
         path = self.room / f"step-{step:08d}"
@@ -102,7 +102,7 @@ class CheckpointManager:
             self._tell()
 
     def settle(self, *, must: bool = False) -> None:
-        """Ends the save that is under way."""
+        """Blocks until the save in progress has ended. A failure ends the run if `must`, or by policy."""
         saving, self._saving = self._saving, None
         if saving is not None:
             try:
@@ -117,7 +117,7 @@ class CheckpointManager:
             raise error
 
     def last_good(self, before: int) -> Path | None:
-        """The latest checkpoint of fewer than `before` steps, by what rank 0 sees."""
+        """The latest checkpoint with fewer than `before` steps, as rank 0 sees the directory; None if there is none."""
         self.settle()
         found: list[Path | None] = [None]
         if self._writes and self.room.is_dir():
@@ -128,9 +128,7 @@ class CheckpointManager:
         return found[0]
 
     def move_apart(self, step: int) -> None:
-        """Checkpoints of steps after `step` are of another past, or what is left of some: rank 0 puts them where none
-        looks for the latest.
-        """
+        """Rank 0 moves checkpoints of steps after `step`, complete or damaged, out of the regular checkpoints."""
         if not self._writes or not self.room.is_dir():
             return
         whole = {path for path, manifest in checkpoints(self.room) if isinstance(manifest, Manifest)}
@@ -144,7 +142,7 @@ class CheckpointManager:
                 self._event("moved apart", f"{path.name}{damaged} is now {target}")
 
     def _free_name(self, room: Path, step: int) -> Path:
-        """A name for a checkpoint in `room` that is not taken."""
+        """An unused path for a checkpoint in `room`."""
         name, number = f"step-{step:08d}", 1
         while (room / name).exists():
             number += 1

@@ -59,8 +59,8 @@ class PlanConfig:
     that fits."""
     rcache: int | str | None = None
     """Device memory for gathered chunks (zero3, offload); null: the least a step needs, plus room to gather ahead."""
-    rcache_blocks: int | None = None
-    """Number of blocks for gathered chunks, instead of rcache."""
+    rcache_blocks: int | Literal["all"] | None = None
+    """Number of blocks for gathered chunks, or all; instead of rcache."""
     device: int | str | None = None
     """Device memory for state that stays on the device (offload); null: none stays."""
     device_chunks: int | None = None
@@ -150,7 +150,7 @@ class RunConfig:
     timeout_seconds: float = 600.0
     """Seconds a rank waits for the others before all ranks end with an error."""
     steps: int = 100
-    """Number of optimizer steps."""
+    """Optimizer steps."""
     global_batch: int = 32
     """Samples per step, over all ranks and micro-batches; a sample has model.seq_len bytes."""
     accumulation: int = 1
@@ -195,8 +195,7 @@ class SaveConfig:
     asynchronous: bool = True
     """Continue training while a checkpoint is written."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """What to do if a checkpoint cannot be written, for example on a full disk; for the last one it is always an
-    error."""
+    """Reaction to a checkpoint that cannot be written, for example on a full disk; for the last one, always stop."""
 
     def __post_init__(self) -> None:
         _check(self.every is None or self.every >= 1, "save.every", self.every, "at least 1 step, or null")

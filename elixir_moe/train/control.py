@@ -1,7 +1,7 @@
-"""What the world outside asks of a run: to end, by a signal; other settings or a save, by `control.yaml`.
+"""Requests from outside to a run: to end, by a signal; new settings or a save, by `control.yaml`.
 
-Owns the signal handlers and the reading of the file. Answers nothing: `loop` asks between two steps, on all ranks; and
-before there are steps, a signal ends the process.
+Owns the signal handlers and the reading of the file. `loop` acts on requests between two steps, on all ranks. Before
+the first step, a signal ends the process.
 """
 
 import os
@@ -19,21 +19,21 @@ from elixir_moe.train import settings
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 REQUEUE = 75
-"""Exit code of a run that a signal has ended and that has lost nothing: to be started again."""
+"""Exit code of a run ended by a signal without loss of work, to be started again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Control:
-    """What `control.yaml` may say; what it leaves out stays as it is."""
+    """The settings in `control.yaml`; those left out do not change."""
 
     lr: float | None = None
-    """Highest learning rate from now on; the schedule goes on below it."""
+    """New peak learning rate; the schedule stays the same."""
     clip_norm: float | None = None
-    """Bound of the global gradient norm from now on."""
+    """New bound on the global gradient norm."""
     save: bool = False
-    """Save now; once, when the file changes."""
+    """Save now; once per change of the file."""
     stop: bool = False
-    """Save and end now; when the file changes."""
+    """Save and end now, when the file changes."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip_norm"):
@@ -50,7 +50,7 @@ class ControlFile:
         self._seen: tuple[int, int, int] | None = None
 
     def changed(self) -> Control | None:
-        """What the file says, if it has changed since the last call. Raises ConfigError, once, if it makes no sense."""
+        """The contents if the file has changed since the last call, else None. Raises ConfigError, once per change."""
         try:
             now = self._path.stat()
         except OSError:
@@ -65,9 +65,9 @@ class ControlFile:
 
 @contextmanager
 def answering(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """While it is open, SIGTERM and SIGUSR1 call `handler`; in threads other than the first, nothing."""
+    """While open, SIGTERM and SIGUSR1 call `handler`; does nothing outside the main thread."""
     before: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # Python takes handlers from no other
+    if threading.current_thread() is threading.main_thread():  # Python accepts handlers from no other
         before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
@@ -78,9 +78,9 @@ def answering(handler: Callable[[int, FrameType | None], object]) -> Iterator[No
 
 @contextmanager
 def leaving(leave: Callable[[int], object]) -> Iterator[None]:
-    """While it is open, and no other handler is in its place, SIGTERM and SIGUSR1 call `leave` at once, on a thread.
+    """While open, unless another handler is set, SIGTERM and SIGUSR1 call `leave` at once, on another thread.
 
-    The main thread may wait in a library, for other ranks perhaps, where it hears of no signal.
+    The main thread may be blocked in a library, where Python runs no signal handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -108,11 +108,11 @@ def leaving(leave: Callable[[int], object]) -> Iterator[None]:
 
 
 class Signals:
-    """SIGTERM and SIGUSR1 are noted and change nothing else; a context. A second one finds the first one noted."""
+    """A context in which SIGTERM and SIGUSR1 are only recorded: the first one."""
 
     def __init__(self) -> None:
         self.received = 0
-        """Number of the first signal; 0 if there was none."""
+        """Number of the first signal received; 0 if none."""
         self._answering = answering(self._note)
 
     def __enter__(self) -> "Signals":

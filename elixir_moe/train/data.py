@@ -1,9 +1,9 @@
-"""Bytes to train on: the text, its two splits, and which samples belong to which step.
+"""The training text: its two splits, and the samples of each step.
 
-Owns reading, splitting and sampling. Starts no communication: what a rank gets is arithmetic on its index, so that the
-samples of a step are the same however many ranks share them.
+Owns reading, splitting and sampling. Starts no communication: a rank computes its samples from its index, so the
+samples of a step do not depend on the number of ranks.
 
-The text is a row of bytes, the vocabulary is 256. The last part of it is kept for validation::
+The text is a sequence of bytes; the vocabulary has 256 tokens. The last part of the text is kept for validation::
 
     |<------------------ train ------------------>|<-- validation -->|
     0                                            cut              length
@@ -24,15 +24,15 @@ import torch
 from elixir_moe.errors import ConfigError
 
 VOCABULARY = 256
-"""One token for each value of a byte."""
+"""One token per value of a byte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteText:
-    """A text in two parts. Both lie in host memory, one byte a token, on each rank."""
+    """A text in two parts, both in host memory on each rank, one byte per token."""
 
     train: torch.Tensor
-    """uint8, 1-D: what steps draw their samples from."""
+    """uint8, 1-D: the text that samples are drawn from."""
     validation: torch.Tensor
     """uint8, 1-D: the end of the text, never trained on."""
 
@@ -41,9 +41,9 @@ def load_text(paths: Sequence[str], validation_fraction: float, seq_len: int) ->
     """Reads and splits the text.
 
     Args:
-        paths: files, or globs of files, joined in the order given and within a glob by name; none means the English
-            text that comes with Python, the topics of its own help.
-        validation_fraction: share of the bytes, from the end, kept for validation.
+        paths: files or glob patterns, joined in order, and within a pattern by name; if empty, the English text of
+            Python's own help topics.
+        validation_fraction: fraction of the bytes, from the end, kept for validation.
         seq_len: S; each part must hold at least one window of S + 1 bytes.
 
     Raises:
@@ -65,8 +65,8 @@ def load_text(paths: Sequence[str], validation_fraction: float, seq_len: int) ->
 def python_help_text() -> bytes:
     """The English text in Python's `pydoc_data.topics`, by topic name.
 
-    Topics quote each other at length. Each paragraph is kept once, where it first stands, so that the end of the text,
-    which becomes the validation part, does not repeat what training has seen.
+    Topics quote each other at length. Only the first occurrence of each paragraph is kept, so that the end of the text,
+    which is the validation part, does not repeat the training part.
     """
     paragraphs: dict[str, str] = {}
     for name in sorted(topics):
@@ -76,8 +76,8 @@ def python_help_text() -> bytes:
 
 
 def batch_at(tokens: torch.Tensor, *, seed: int, step: int, rows: int, seq_len: int) -> torch.Tensor:
-    """The samples of one step, int64 (rows, seq_len + 1): a function of the arguments and of nothing else."""
-    # torch's CPU generator keeps 32 bits of a seed; numpy's mixes all of both numbers.
+    """The samples of one step, int64 (rows, seq_len + 1), determined by the arguments alone."""
+    # torch's CPU generator keeps 32 bits of a seed; numpy's uses all bits of both numbers.
     starts = np.random.default_rng((seed, step)).integers(0, tokens.numel() - seq_len, size=rows)
     return torch.stack([tokens[start : start + seq_len + 1] for start in starts.tolist()]).long()
 
@@ -85,11 +85,11 @@ def batch_at(tokens: torch.Tensor, *, seed: int, step: int, rows: int, seq_len: 
 def validation_batches(tokens: torch.Tensor, *, batches: int, rows: int, seq_len: int) -> torch.Tensor:
     """The first windows of the validation part, int64 (batches, rows, seq_len + 1); neighbours share one byte.
 
-    Window i holds bytes i * S ... (i + 1) * S, so that each byte but the first is predicted once. If the text holds
-    fewer than `batches` whole batches, all whole ones are returned.
+    Window i holds bytes i * S ... (i + 1) * S, so each byte but the first is predicted once. Returns fewer than
+    `batches` batches if the text has fewer complete ones.
 
     Raises:
-        ConfigError: there is not even one whole batch.
+        ConfigError: there is no complete batch.
     """
     available = (tokens.numel() - 1) // seq_len // rows
     if not available:
@@ -102,7 +102,7 @@ def validation_batches(tokens: torch.Tensor, *, batches: int, rows: int, seq_len
 
 
 def rows_of(batch: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """The rows of a global batch that belong to one of `ranks` ranks: contiguous, in rank order."""
+    """The rows of a global batch for one of `ranks` ranks: contiguous, in rank order."""
     share = batch.shape[0] // ranks
     assert share * ranks == batch.shape[0], "the settings were checked before: ranks divide the batch"
     return batch[rank * share : (rank + 1) * share]

@@ -1,20 +1,20 @@
-"""The run directory: whose it is, what lies in it, and from which checkpoint the run in it goes on.
+"""The run directory: its owner, its files, and the checkpoint from which its run continues.
 
-Owns the names of its files, the lock of the process that trains in it, and what `elixir-moe clean` takes away. Starts
-no communication; rank 0 alone claims a directory.
+Owns the names of the files, the lock of the process that trains in the directory, and the cleanup of `elixir-moe
+clean`. Starts no communication; only rank 0 claims a directory.
 
-    runs/x/   config.yaml           the settings, ready to be used again; also the mark that the directory is a run's
-              plan.json             where everything was held
-              metrics.jsonl         one object a step
-              events.jsonl          what happened besides: saves, faults, new settings; missing if nothing did
+    runs/x/   config.yaml           the settings, ready to be used again; also marks the directory as a run's
+              plan.json             the plan
+              metrics.jsonl         one object per step
+              events.jsonl          other events: faults, new settings, failed saves; missing if there were none
               status.json           running, stopped, failed or done; the step and the latest checkpoint
               checkpoints/          step-00000100, ...: see `elixir_moe.state.checkpoint`
-              apart/                the state of a run that diverged
-              control.yaml          the user's: new settings while it runs
-              loss.png              the losses against the steps
-              sample.txt            text the trained model wrote
+              apart/                checkpoints of an abandoned course, and the state of a run that diverged
+              control.yaml          written by the user: new settings during the run
+              loss.png              losses against steps
+              sample.txt            text that the trained model wrote
               weights.safetensors   full weights, named as in the model without this library
-              summary.json          what `--json` prints
+              summary.json          the output of `--json`
 """
 
 import fcntl
@@ -40,13 +40,13 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 class Claim:
-    """A run directory that this process has taken, until it ends or `release` is called."""
+    """A run directory locked by this process, until the process ends or `release` is called."""
 
     def __init__(self, path: Path, source: Path | None) -> None:
         """Locks `path`. Raises ConfigError if another process trains in it."""
         self.path = path
         self.source = source
-        """The checkpoint to go on from; None for a new run."""
+        """The checkpoint to continue from; None for a new run."""
         self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,17 +57,17 @@ class Claim:
             ) from error
 
     def release(self) -> None:
-        """Lets others have it."""
+        """Releases the lock."""
         os.close(self._lock)
 
 
 def restarted() -> bool:
-    """Whether a launcher has started this process in the place of one that failed."""
+    """Whether a launcher restarted this process after a failure."""
     return any(os.environ.get(name, "0") != "0" for name in _RESTARTS)
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a run has made this directory its own: its settings lie in it, or are about to."""
+    """Whether a run owns this directory: its `config.yaml` is there, perhaps still empty."""
     mark = directory / "config.yaml"
     if not mark.is_file():
         return False
@@ -79,7 +79,7 @@ def is_run(directory: Path) -> bool:
 
 
 def check_directory(config: TrainConfig, text: ByteText) -> Path | None:
-    """Refuses where `claim_directory` would, but changes nothing; returns the checkpoint the run would go on from."""
+    """Raises like `claim_directory`, but changes nothing; returns the checkpoint the run would continue from."""
     run, directory = config.run, Path(config.run.out)
     try:
         used = directory.exists() and bool(set(os.listdir(directory)) - {CONTROL})
@@ -111,13 +111,13 @@ def check_directory(config: TrainConfig, text: ByteText) -> Path | None:
 
 
 def claim_directory(config: TrainConfig, text: ByteText) -> Claim:
-    """Makes the run directory this run's own, or refuses.
+    """Takes the run directory for this run, or raises.
 
-    A directory with an unfinished run of the same settings goes on from its latest checkpoint, or from the start if it
-    has none; with ``run.overwrite`` an earlier run's files, and no others, are removed first.
+    An unfinished run with the same settings continues from its latest checkpoint, or from the start if it has none.
+    With ``run.overwrite``, the files of an earlier run, and no others, are removed first.
 
     Raises:
-        ConfigError: the directory holds something else, a run that has ended or has other settings, or another process
+        ConfigError: the directory holds something else, a finished run, or a run with other settings; another process
             trains in it; or it cannot be written.
         CheckpointError: the manifest of a checkpoint in it is damaged.
     """
@@ -134,7 +134,7 @@ def claim_directory(config: TrainConfig, text: ByteText) -> Claim:
 
 
 def extra_of(checkpoint: Path) -> dict[str, Any]:
-    """What a training saved beside weights and optimizer. Raises ConfigError if another program saved it."""
+    """The `extra` that a training saved in a checkpoint. Raises ConfigError if another program saved the checkpoint."""
     extra = decode(read_manifest(checkpoint).extra, str(checkpoint / MANIFEST))
     if not isinstance(extra, dict) or {"progress", "settings"} - extra.keys():
         raise ConfigError(f"run.resume: {str(checkpoint)!r} was not saved by elixir-moe train: load it with em.load")
@@ -142,7 +142,7 @@ def extra_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def leftovers(directory: Path) -> Iterator[Path]:
-    """What dead processes have left under `directory`: halves of checkpoints and of files; nothing of live ones."""
+    """Removes partial checkpoints and files of dead processes under `directory`, and yields their paths."""
     for path in (directory, *sorted(directory.rglob("*"))):
         if path.is_dir() and not path.is_symlink() and partials(path):
             yield from collect(path)
@@ -161,7 +161,7 @@ def leftovers(directory: Path) -> Iterator[Path]:
 
 
 def _chosen(config: TrainConfig, text: ByteText) -> Path | None:
-    """The checkpoint named by ``run.resume``, if one is."""
+    """The checkpoint named by ``run.resume``; None if it names none."""
     named = config.run.resume
     if named in ("auto", "fall_back", "never"):
         return None

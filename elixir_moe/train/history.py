@@ -1,7 +1,6 @@
-"""What a run's directory tells afterwards, or while it runs: `elixir-moe report`.
+"""`elixir-moe report`: reads the directories of runs, finished or not, and shows them side by side.
 
-Owns how the files of a run are read back and shown beside those of other runs. Changes nothing; a record that is cut
-short or damaged is left out, as a run that goes on would leave it out.
+Changes nothing. Truncated or damaged records are left out, as a resumed run leaves them out.
 """
 
 import json
@@ -36,25 +35,25 @@ _SHOWN = {
     "events": "events",
     "checkpoint": "checkpoint",
 }
-"""Of an account, what the table shows, and what it calls it."""
+"""The keys of an account that the table shows, with their labels."""
 
 
 def records_of(metrics: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(line, record) of each whole record in ``metrics.jsonl``; none if there is no such file."""
+    """(line, record) of each complete record in ``metrics.jsonl``; empty if there is no such file."""
     lines = _text(metrics).splitlines(keepends=True)
     found = [(line, _object(line)) for line in lines if line.endswith("\n")]
     return [(line, record) for line, record in found if _is_record(record)]
 
 
 def losses_of(records: Iterable[Mapping[str, Any]]) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """(step, loss) of each step, and of each evaluation, where there is one."""
+    """(step, loss) of each step, and of each evaluation."""
     records = list(records)
     train, validation = ([(r["step"], r[k]) for r in records if r[k] is not None] for k in ("loss", "val_loss"))
     return train, validation
 
 
 def finite(value: Any) -> Any:
-    """What JSON can say of it: in plain data, however nested, floats that are not finite become None."""
+    """Nested plain data with non-finite floats replaced by None, since JSON has none."""
     if isinstance(value, dict):
         return {key: finite(inside) for key, inside in value.items()}
     if isinstance(value, list):
@@ -68,18 +67,18 @@ def _is_record(found: Mapping[str, Any]) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one that can be shown and drawn."""
+    """Whether `value` is a number that can be shown and drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def account(directory: Path) -> dict[str, Any]:
-    """What a run was so far, ready for JSON; what its files do not tell is None.
+    """A summary of a run so far, ready for JSON; values missing from its files are None.
 
-    Losses are in nats a byte, times medians over all steps but the first, which also records the schedule; bytes and
-    hits are rank 0's, as in `StepRecord`. Bytes fetched and offloaded are those between the device and the host.
+    Losses are in nats per byte. Times are medians over all steps but the first, which also records the schedule. Bytes
+    and hits are those of rank 0, as in `StepRecord`; fetched and offloaded bytes are those between device and host.
 
     Raises:
-        ConfigError: `directory` is no run's.
+        ConfigError: `directory` does not belong to a run.
     """
     if not is_run(directory):
         raise ConfigError(f"{str(directory)!r} is no run's directory (by its config.yaml): name one of `train`'s")
@@ -116,7 +115,7 @@ def account(directory: Path) -> dict[str, Any]:
 
 
 def show(console: Console, accounts: Sequence[Mapping[str, Any]]) -> None:
-    """Prints runs side by side, and below them what happened in each besides training."""
+    """Prints runs side by side, and below them the events of each."""
     table = Table(title_justify="left")
     table.add_column("")
     for one in accounts:
@@ -137,7 +136,7 @@ def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
     """Draws the losses of a run, finished or not, as PNG.
 
     Raises:
-        ConfigError: it has none yet, or `path` cannot be written.
+        ConfigError: the run has no losses yet, or `path` is not a PNG file that can be written.
     """
     from elixir_moe.train.picture import draw_losses  # matplotlib takes a second to load
 
@@ -158,7 +157,7 @@ def _words(value: Any) -> str | None:
 
 
 def _state(directory: Path, status: Mapping[str, Any]) -> str:
-    """What the run last said of itself, unless it says that it runs and does not."""
+    """The last recorded state of the run; if that is "running" and no process holds the directory, says so."""
     state = str(status.get("state", "not begun"))
     if state != "running":
         return state
@@ -187,7 +186,7 @@ def _median(values: Any) -> float | None:
 
 
 def _beyond_device(by_tier: Any) -> Any:
-    """Of bytes by tier, those that crossed the link: a shard at home on the device is copied on the device."""
+    """Bytes by tier without the device's own: a shard at home on the device does not cross the link."""
     return {t: n for t, n in by_tier.items() if t != Tier.DEVICE} if isinstance(by_tier, dict) else None
 
 
@@ -203,7 +202,7 @@ def _text(path: Path) -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A JSON object; an empty one for what is cut short, or what a loss of power has left as something else."""
+    """The JSON object in `text`; empty if `text` is truncated, damaged or anything else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

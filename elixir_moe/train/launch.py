@@ -1,9 +1,9 @@
 """Several ranks on this machine: the short form of `torchrun --standalone --nproc-per-node N -m elixir_moe ...`.
 
-Owns the start of the ranks through torchrun's own agent, and how a rank's error reaches the user: each rank leaves its
-error in the file torchrun gave it, and the launcher prints the one that came first, once. SIGTERM and SIGUSR1 to the
-launcher go to the ranks, which save and end with an exit code that says so; torchrun's own agent would give them 30
-seconds and forget the code. Never restarts anything.
+Owns the start of the ranks through torchrun's own agent, and the path of a rank's error to the user: each rank writes
+its error to the file torchrun gave it, and the launcher prints the first one, once. The launcher passes SIGTERM and
+SIGUSR1 on to the ranks, which save and end with a special exit code; torchrun's own agent would give them 30 seconds
+and lose the code. Never restarts anything.
 """
 
 import json
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _LAUNCHED = "ELIXIR_LAUNCHED"
-"""Set in the environment of ranks whose launcher prints their errors for them."""
+"""Environment variable of ranks whose launcher prints their errors."""
 
 
 class RanksFailed(Exception):  # noqa: N818 (it passes on an error that has a name of its own)
-    """Carries the first failure of a rank, as text, to the place that prints it."""
+    """The first failure of a rank, as text for the user."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -34,26 +34,26 @@ class RanksFailed(Exception):  # noqa: N818 (it passes on an error that has a na
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank that torchrun, or something like it, has started."""
+    """Whether this process is a rank started by torchrun or a similar launcher."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def has_launcher() -> bool:
-    """Whether this process is a rank of `launch`, which speaks for all of them."""
+    """Whether this process is a rank started by `launch`, which prints the errors of its ranks."""
     return _LAUNCHED in os.environ and under_torchrun()
 
 
 def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
-    """Runs ``python -m elixir_moe ARGUMENTS`` on that many ranks and waits for them.
+    """Runs ``python -m elixir_moe ARGUMENTS`` on `ranks` ranks and waits for them.
 
     Args:
-        ranks: processes to start.
+        ranks: number of processes to start.
         arguments: the command line, without the program's name.
-        threads: CPU threads of each.
+        threads: CPU threads per rank.
 
     Raises:
-        RanksFailed: a rank failed, or stopped as a signal asked it to; the others have been ended.
-        KeyboardInterrupt: the launcher was interrupted; so were the ranks.
+        RanksFailed: a rank failed, or stopped at a signal; the others were ended.
+        KeyboardInterrupt: launcher and ranks were interrupted.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -72,7 +72,7 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
             with suppress(ProcessLookupError):
                 os.kill(rank, number)
 
-    # The agent logs each failure, with a traceback of its own; what went wrong is told by the exception below.
+    # The agent logs each failure with its own traceback; the exception below reports the cause.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ[_LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -91,7 +91,7 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
             elastic_launch(config, sys.executable)("-m", "elixir_moe", *arguments)
     except ChildFailedError as error:
         failure = _first_failure(error.failures, asked=bool(received))
-        if failure is None:  # they had not come so far as to answer it
+        if failure is None:  # the signal came before the ranks could handle it
             failure = RanksFailed(ended_early(received[0]), REQUEUE)
         raise failure from None
     except (SignalException, KeyboardInterrupt) as error:
@@ -101,12 +101,12 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
 
 
 def ended_early(number: int) -> str:
-    """What is said of a run that a signal ended while it started."""
+    """The message for a run that a signal ended before its first step."""
     return f"ended by signal {number} before the first step; the same command starts it again"
 
 
 def _children() -> list[int]:
-    """Processes whose parent is this one, but for those that have ended."""
+    """Living child processes of this process."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -116,12 +116,12 @@ def _children() -> list[int]:
 
 
 def leave_error(text: str, exit_code: int) -> bool:
-    """Writes this rank's error where the launcher looks for it; False if nobody will look."""
+    """Writes this rank's error to the launcher's error file; False if there is no such launcher."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not has_launcher() or not path:
         return False
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    # torchrun's own fields know whole seconds only, too coarse to tell cause from consequence.
+    # torchrun's own fields have whole seconds only, too coarse to tell cause from consequence.
     own = {"seconds": time.time(), "text": text, "exit_code": exit_code}
     temporary = Path(path).with_suffix(".part")
     temporary.write_text(
@@ -132,10 +132,10 @@ def leave_error(text: str, exit_code: int) -> bool:
 
 
 def _first_failure(failures: dict[int, "ProcessFailure"], *, asked: bool) -> RanksFailed | None:
-    """The failure that the others follow from: a rank that was killed, or else the one that raised first.
+    """The failure that caused the others: a killed rank, or else the first rank that raised.
 
-    Last comes one that has answered a signal by dying of it: with SIGTERM the others are ended. If the ranks were
-    `asked` to end, it is one that says so, and None if none does.
+    Ranks killed by SIGTERM or SIGUSR1 come last, because SIGTERM ends the other ranks. If the ranks were `asked` to
+    end, the failure is that of a rank that reports it; None if none does.
     """
 
     from elixir_moe.train.control import REQUEUE, SIGNALS
@@ -160,5 +160,5 @@ def _first_failure(failures: dict[int, "ProcessFailure"], *, asked: bool) -> Ran
 
 
 def _own(failure: "ProcessFailure") -> dict[str, Any]:
-    """What `leave_error` wrote; empty if the rank did not get so far."""
+    """The data written by `leave_error`; empty if the rank wrote none."""
     return failure.error_file_data.get("elixir", {})

@@ -1,9 +1,8 @@
-"""The training loop: text in, trained model out, whatever happens in between.
+"""The training loop: from the text to the trained model, faults included.
 
-Owns the order of things. Each step: gradients, one small agreement of all ranks on what happened, the supervisor's
-verdict, the update; then evaluation, a checkpoint and an end where they are due. Whatever communicates is called by all
-ranks, in the same order, and every decision follows from what all have agreed on; only what is told and written is rank
-0's.
+Owns the order of a step: gradients, one small all-gather of the ranks' findings, the supervisor's verdict, the update;
+then evaluation, checkpoint and end where due. All ranks call everything that communicates in the same order, and every
+decision follows from what they agreed on. Only rank 0 prints and writes.
 """
 
 import math
@@ -41,11 +40,11 @@ from elixir_moe.train.training import Training
 from elixir_moe.train.watchdog import Watchdog, is_broken_collective
 
 DIVERGED = 3
-"""Exit code of a run that the supervisor has stopped with its state saved."""
+"""Exit code of a run that the supervisor stopped, with its state saved."""
 
 
 class Stopped(Exception):  # noqa: N818 (no error: it was asked for, or decided)
-    """The run has ended before its last step, with its state saved; the same on all ranks."""
+    """The run ended before its last step, with its state saved; raised on all ranks."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -54,16 +53,16 @@ class Stopped(Exception):  # noqa: N818 (no error: it was asked for, or decided)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreed:
-    """What all ranks know after the gradients of a step."""
+    """The facts that all ranks share after the gradients of a step."""
 
     losses: tuple[float, ...]
     busy_seconds: tuple[float, ...]
     signal: int
-    """A signal that some rank has received; 0 for none."""
+    """A signal that some rank received; 0 for none."""
     saved: bool
-    """The save that was under way has ended on all ranks."""
+    """The save in progress has ended on all ranks."""
     control: Control | None
-    """New settings."""
+    """New settings; None if there are none."""
 
 
 def train(
@@ -77,17 +76,18 @@ def train(
 
     Args:
         config: the settings, already checked against the number of ranks.
-        text: what to train on.
+        text: the training text.
         claim: the run directory on rank 0; None on the others.
-        console: where rank 0 writes.
-        end: ends the process, on another thread, when the main thread hangs: with the reason. By default at once.
+        console: the output of rank 0.
+        end: called on another thread, with the reason, to end the process when the main thread hangs. By default prints
+            the reason and exits.
 
     Returns:
-        How it ended, on rank 0; None on the others.
+        The summary on rank 0; None on the others.
 
     Raises:
-        Stopped: it ended early, with its state saved.
-        ElixirError: whatever the library finds wrong.
+        Stopped: the run ended early, with its state saved.
+        ElixirError: any error of the library.
     """
     torch.set_num_threads(config.run.threads)
     with ExitStack() as stack:
@@ -108,7 +108,7 @@ def train(
                 if not loops or not _is_short(error, watchdog, loops[0]):
                     raise _explained(error, watchdog) from error
             del mesh
-            memory.release()  # the error, and with it the step's tensors, is gone
+            memory.release()  # the error no longer refers to the step's tensors
             config = loops[0].rescue(scarcity, watchdog.store)
             if claim is not None:
                 claim.source = loops[0].keeper.latest
@@ -127,7 +127,7 @@ def _train(
     watchdog: Watchdog,
     loops: list["Loop"],
 ) -> Summary | None:
-    """Runs a training to its end; puts its `Loop` into `loops`, where it can be found if it fails."""
+    """Runs a training to its end; appends its `Loop` to `loops`, so that the caller has it after a failure."""
     with ExitStack() as stack:
         source = [str(claim.source) if claim is not None and claim.source is not None else None]
         dist.broadcast_object_list(source)
@@ -164,7 +164,7 @@ def _is_short(error: Exception, watchdog: Watchdog, loop: "Loop") -> bool:
 
 
 def _explained(error: Exception, watchdog: Watchdog) -> Exception:
-    """The error of this rank, and who else it comes from; tells the others."""
+    """The error of this rank, with its cause on other ranks if a collective failed; reports it to the others."""
     if not is_broken_collective(error):
         watchdog.failed(f"{type(error).__name__}: {error}")
         return error
@@ -179,7 +179,7 @@ def _end(reason: str) -> None:
 
 
 class Loop:
-    """One training, from where it stands to its end."""
+    """One training, from its present step to its end."""
 
     def __init__(
         self, training: Training, report: Report | None, signals: Signals, watchdog: Watchdog, directory: Path
@@ -198,7 +198,7 @@ class Loop:
     # -------------------------------------------------------------------------------------------------- start and end
 
     def run(self, source: Path | None) -> Summary | None:
-        """All steps that are left, and what comes after the last."""
+        """Runs all remaining steps, the last save and the conclusion."""
         self._begin(source)
         begin = time.perf_counter()
         while self.training.progress.step < self.config.run.steps:
@@ -231,13 +231,13 @@ class Loop:
             self._stop(f"stopped before step {self._first + 1} by signal {agreed.signal}", REQUEUE)
 
     def _conclude(self) -> Summary | None:
-        """The sample, the weights and the summary; whatever communicates comes before rank 0 goes its own way."""
+        """Writes sample, weights and summary; all communication comes before rank 0 writes alone."""
         self._watchdog.at("the end")
         training, last = self.training, self._last
         val_loss = training.evaluate() if last is None or last.val_loss is None else last.val_loss
         sample, weights = training.sample(), full_state_dict(training.model)
         training.optimizer.close()
-        self._watchdog.pause()  # nobody waits for rank 0 while it writes
+        self._watchdog.pause()  # no rank waits while rank 0 writes
         if self.report is None:
             return None
         steps = self.config.run.steps
@@ -258,7 +258,8 @@ class Loop:
         return summary
 
     def rescue(self, scarcity: Scarcity, store: Any) -> TrainConfig:
-        """Out of memory in a step: saves what was before it; the settings to go on with. Every rank comes here."""
+        """After out of memory: saves the state before the step; returns the settings to continue with. Called on every
+        rank."""
         training = self.training
         self._watchdog.pause()
         self.keeper.abandon()
@@ -281,7 +282,7 @@ class Loop:
     # ---------------------------------------------------------------------------------------------------------- a step
 
     def step(self) -> None:
-        """One step, and what is due after it."""
+        """Runs one step, and the evaluation, save and end that are due after it."""
         training, run = self.training, self.config.run
         before, start = inspect(training.model).statistics, time.perf_counter()
         self._watchdog.at(f"step {training.progress.step + 1}")
@@ -317,7 +318,7 @@ class Loop:
         self._follow(agreed)
 
     def _agree(self, loss: float, seconds: float) -> Agreed:
-        """One small all-gather: what each rank found in a step and what it was asked. Collective."""
+        """One small all-gather of each rank's loss, time, signal and requests. Collective."""
         asked: Control | ConfigError | None = None
         if self.report is not None:
             try:
@@ -360,7 +361,7 @@ class Loop:
         )
 
     def _depart(self, action: Action) -> bool:
-        """Does what a verdict other than GO asks for; whether the step counts as done."""
+        """Carries out a verdict other than GO; returns whether the step counts as done."""
         training = self.training
         reason = action.reason + (training.name_not_finite() if action.not_finite else "")
         if action.verdict is Verdict.SKIP:
@@ -393,7 +394,7 @@ class Loop:
     # ------------------------------------------------------------------------------------------------- after the step
 
     def _follow(self, agreed: Agreed) -> None:
-        """Saves and ends where that is due."""
+        """Saves and ends the run if due."""
         step, every = self.training.progress.step, self.config.save.every
         if self.keeper.under_way and agreed.saved:
             self.keeper.settle()
@@ -413,7 +414,7 @@ class Loop:
         raise Stopped(f"{text}; {again} goes on from there", exit_code)
 
     def _apply(self, control: Control | None, *, first: bool = False) -> Control:
-        """Takes over new settings. What the file asks for once (save, stop) it cannot have asked of this start."""
+        """Applies new settings. On the `first` call, ignores save and stop, which were meant for an earlier start."""
         if control is None:
             return Control()
         progress = self.training.progress

@@ -1,9 +1,9 @@
-"""Too little memory on any rank: all get out of the step, save it as it began, and come together again with less.
+"""Recovery from out of memory on any rank: all ranks leave the step, save its start, and restart it with less memory.
 
-Owns what counts as out of memory, which setting is made smaller next, and the new beginning of the process groups. A
-rank that runs out of memory in the middle of a step cannot join its peers' collectives any more: it says so in the
-store that brought the ranks together and destroys its process groups, at which those of the others fail. Those of gloo
-do; NCCL waits for what was begun when it is destroyed, so there the ranks end instead, and a new start goes on.
+Owns the detection, the choice of the next smaller setting, and the restart of the process groups. A rank that runs out
+of memory in a step cannot join the collectives of its peers any more: it says so in the ranks' store and destroys its
+process groups, which makes those of the others fail. This works with gloo. NCCL, when destroyed, waits for collectives
+in flight, so there the ranks end instead, and the next start continues.
 """
 
 import gc
@@ -35,14 +35,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 def smaller(
     plan: PlanConfig, blocks: int, least: int, rows: int, accumulation: int
 ) -> Iterator[tuple[PlanConfig, int]]:
-    """(plan, micro-batches) that need less and less memory: half the rCache, and so on; then half the micro-batch.
+    """Yields (plan, micro-batches) with less and less memory: first the rCache is halved, then micro-batches.
 
     Args:
-        plan: as it is.
-        blocks: of the rCache now.
-        least: blocks without which no step can run.
+        plan: the present plan.
+        blocks: present blocks of the rCache.
+        least: the fewest blocks a step needs.
         rows: samples of a rank in a step, over all its micro-batches.
-        accumulation: micro-batches now.
+        accumulation: present number of micro-batches.
     """
     while plan.kind not in ("ddp", "auto") and blocks > least:
         blocks = max(least, blocks // 2)
@@ -58,7 +58,7 @@ def smaller(
 
 
 class Scarcity:
-    """What becomes smaller, try by try."""
+    """The sequence of settings with less memory."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.tries = 0
@@ -66,7 +66,7 @@ class Scarcity:
         self._steps: Iterator[tuple[PlanConfig, int]] | None = None
 
     def next(self, training: Training) -> TrainConfig:
-        """Settings for the next try. Raises TierError when there is none left."""
+        """Settings for the next try. Raises TierError if none are left."""
         config, found = self._config, inspect(training.model)
         rows, blocks = config.run.global_batch // training.ranks, found.plan.blocks(found.layout)
         if self._steps is None:
@@ -84,12 +84,12 @@ class Scarcity:
 
 
 def say_so(store: Any, rank: int, *, redoable: bool) -> None:
-    """Tells the other ranks that this one is out of memory."""
+    """Tells the other ranks that this rank is out of memory, and whether the step can be redone."""
     store.set(_KEY, f"{int(redoable)} rank {rank}")
 
 
 def who(store: Any) -> tuple[str, bool] | None:
-    """Which rank has said so, and whether the step can be redone; None if nobody has."""
+    """(rank that is out of memory, whether the step can be redone); None if there is none."""
     if not store.check([_KEY]):
         return None
     redoable, _, rank = store.get(_KEY).decode().partition(" ")
@@ -97,14 +97,14 @@ def who(store: Any) -> tuple[str, bool] | None:
 
 
 def forget(store: Any, process_group: dist.ProcessGroup) -> None:
-    """What was said is heard by all. Collective."""
+    """Removes the message of `say_so` once all ranks have read it. Collective."""
     dist.barrier(group=process_group)
     store.delete_key(_KEY)
     dist.barrier(group=process_group)
 
 
 def regroup(store: Any, attempt: int) -> dist.ProcessGroup:
-    """Ends all process groups and starts torch.distributed anew, with the same ranks. Every rank calls it.
+    """Ends all process groups and restarts torch.distributed with the same ranks. Every rank calls it.
 
     Returns:
         A gloo process group of all ranks.
@@ -113,7 +113,7 @@ def regroup(store: Any, attempt: int) -> dist.ProcessGroup:
     backend, rank, ranks = dist.get_backend_config(), dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     release()
-    # A peer may hear of it only when its collective has timed out: something below Python can keep a connection open.
+    # A peer may notice only when its collective times out: code below Python can keep a connection open.
     store.set(f"here {attempt} {rank}", "")
     store.wait([f"here {attempt} {other}" for other in range(ranks)], 2 * timeout)
     again = dist.PrefixStore(f"attempt {attempt}", store.clone())
@@ -122,7 +122,7 @@ def regroup(store: Any, attempt: int) -> dist.ProcessGroup:
 
 
 def release() -> None:
-    """Gives back what nobody holds any more."""
+    """Frees unreferenced memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
-"""The picture of a run: losses against steps, with the line the model has to get below.
+"""The picture of a run: losses against steps, with the bigram model's loss as a line.
 
-Owns `loss.png` and its looks. matplotlib draws off screen and is asked for nothing global.
+Owns `loss.png` and its appearance. Draws off screen and uses no global state of matplotlib.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ def draw_losses(
     """Draws the losses of a run as PNG.
 
     Args:
-        path: where the picture goes.
-        title: what stands above it.
-        train: (step, loss) of each step, nats a byte; at least one.
-        validation: (step, loss) of each evaluation, if there were any.
-        bigram: loss of the bigram model on the validation bytes, where it is known.
+        path: the file to write.
+        title: title of the picture.
+        train: (step, loss) of each step in nats per byte; at least one.
+        validation: (step, loss) of each evaluation.
+        bigram: loss of the bigram model on the validation bytes, if known.
     """
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -52,7 +52,7 @@ def draw_losses(
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Mean of the neighbours up to half a window away, on both sides alike, so that a falling curve is not delayed."""
+    """Mean of the neighbours up to half a window away, equally many on both sides, so that the curve is not delayed."""
     smooth = []
     for i in range(len(values)):
         reach = min(_WINDOW // 2, i, len(values) - 1 - i)

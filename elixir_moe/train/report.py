@@ -1,6 +1,6 @@
-"""What a run tells and leaves behind: lines or a bar on the screen, and the files of its directory.
+"""The output of a run: lines or a progress bar on the screen, and the files of its directory.
 
-Owns the form of every record in the run directory. Rank 0 alone has a `Report`. Computes nothing about training.
+Owns the form of every record in the run directory. Only rank 0 has a `Report`. Computes nothing about training.
 """
 
 import json
@@ -25,52 +25,52 @@ __all__ = ["Console", "Report", "StepRecord", "Summary"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One line of ``metrics.jsonl``. Counters are rank 0's; a number that is not finite becomes null."""
+    """One line of ``metrics.jsonl``. Counters are those of rank 0; numbers that are not finite become null."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     loss: float
-    """Training loss, auxiliary losses of the routers included: mean over micro-batches and ranks, nats a byte."""
+    """Training loss with the routers' auxiliary losses, mean over micro-batches and ranks, in nats per byte."""
     grad_norm: float | None
-    """Global gradient norm before clipping; null without clipping, and where fp16 overflowed."""
+    """Global gradient norm before clipping; null if it is not finite."""
     lr: float
     """Learning rate of this step."""
     step_seconds: float
-    """Wall time of the step, evaluation not included."""
+    """Wall time of the step, without evaluation."""
     tokens_per_second: float
-    """Bytes of text trained on, over all ranks, in a second."""
+    """Bytes of text per second, over all ranks."""
     statistics: dict[str, Any]
-    """What the step added to the library's counters: of the rCache, and bytes moved by tier and by chunk group."""
+    """The step's part of the library's counters: rCache, and bytes moved by tier and by chunk group."""
     tokens_per_expert: dict[str, list[int]]
-    """By mixture layer, how many tokens of the last micro-batch chose each expert, all ranks together."""
+    """By mixture layer: tokens of the last micro-batch that chose each expert, over all ranks."""
     val_loss: float | None
-    """Validation loss after this step, nats a byte; null where none was taken."""
+    """Validation loss after this step, in nats per byte; null without evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """How a run ended."""
+    """The result of a run."""
 
     steps: int
-    """Optimizer steps taken."""
+    """Number of optimizer steps."""
     ranks: int
-    """Processes."""
+    """Number of processes."""
     parameters: int
     """Elements of the whole model, each counted once."""
     train_loss: float
-    """Of the last step, auxiliary losses included, nats a byte."""
+    """Training loss of the last step, auxiliary losses included, in nats per byte."""
     val_loss: float
-    """After the last step, nats a byte."""
+    """Validation loss after the last step, in nats per byte."""
     bigram_loss: float
-    """Of the bigram model, on the same validation bytes."""
+    """Loss of the bigram model on the same validation bytes."""
     train_seconds: float
-    """Wall time of all steps and evaluations."""
+    """Wall time of this process's steps, with evaluations and saves between them."""
     tokens_per_second: float
-    """Bytes trained on a second, over all steps."""
+    """Bytes of text per second, over these steps."""
     out: str
     """The run's directory."""
     prediction: dict[str, Any] | None = None
-    """With plan auto: what was predicted of a step, and what was measured."""
+    """With plan auto: predicted and measured cost of a step."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -83,7 +83,7 @@ class Report:
     def __init__(
         self, console: Console, directory: Path, *, steps: int, log_every: int, bigram_loss: float, done: int = 0
     ) -> None:
-        """`done`: steps a run that goes on has behind it; what was written of later ones is dropped."""
+        """`done`: steps already done by a resumed run; records of later steps are dropped."""
         self._console, self._directory = console, directory
         self._steps, self._log_every, self.bigram_loss = steps, log_every, bigram_loss
         self._first = done + 1
@@ -110,13 +110,13 @@ class Report:
         self._metrics.close()
 
     def say(self, text: str) -> None:
-        """A line for the reader."""
+        """Prints a line."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def plan(self, rows: Sequence[Mapping[str, Any]], plan_json: str) -> str | None:
-        """Shows the plan as a table, a row for each chunk group, and keeps it as it is.
+        """Shows the plan as a table, one row per chunk group, and writes it to a file.
 
-        Returns the plan of the run's start before this one, in JSON, if that was another; else None.
+        Returns the plan of the run's previous start in JSON, if it differs; else None.
         """
         table = Table(title="plan, on rank 0", title_justify="left")
         for name, value in rows[0].items() if rows else ():
@@ -130,7 +130,7 @@ class Report:
         return before if before != plan_json else None
 
     def step(self, record: StepRecord) -> None:
-        """Keeps a step and shows it where it is due."""
+        """Records a step, and shows it if due."""
         self._metrics.write(json.dumps(finite(asdict(record)), allow_nan=False) + "\n")
         self._metrics.flush()
         self._train_losses.append((record.step, record.loss))
@@ -142,7 +142,7 @@ class Report:
             self.say(self._line(record))
 
     def go_back(self, step: int) -> None:
-        """What follows `step` will be done again."""
+        """Drops the records of steps after `step`, which will be run again."""
         self._metrics.close()
         self._go_back(step)
 
@@ -154,24 +154,24 @@ class Report:
         self._metrics = path.open("a", encoding="utf-8")
 
     def event(self, step: int, kind: str, text: str) -> None:
-        """Keeps what happened in a step besides training, and shows it."""
+        """Records an event, and shows it."""
         line = json.dumps({"step": step, "time": time.time(), "kind": kind, "text": text})
         with (self._directory / "events.jsonl").open("a", encoding="utf-8") as events:
             events.write(line + "\n")
         self.say(f"{kind}: {text}")
 
     def status(self, state: str, step: int, checkpoint: str | None, reason: str = "") -> None:
-        """Says how the run stands: running, stopped, failed or done."""
+        """Writes the state of the run: running, stopped, failed or done."""
         facts = {"state": state, "step": step, "checkpoint": checkpoint, "reason": reason}
         self.write("status.json", json.dumps(facts) + "\n")
 
     def finish(self, summary: Summary, sample: str, weights: Mapping[str, torch.Tensor]) -> None:
-        """Writes what is only known at the end."""
+        """Writes the results of a finished run."""
         from elixir_moe.train.picture import draw_losses  # matplotlib takes a second to load; only this rank draws
 
         self._progress.stop()
         self.write("sample.txt", sample)
-        # A copy each: safetensors refuses tensors that share memory, as tied weights do under their two names.
+        # Copies, since safetensors refuses tensors that share memory, such as tied weights under two names.
         tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
         temporary = self._directory / "weights.safetensors.part"
         save_file(tensors, temporary)
@@ -192,7 +192,7 @@ class Report:
             self.say(_beside(summary.prediction))
 
     def write(self, name: str, text: str) -> None:
-        """Puts a text file into the run directory, whole or not at all."""
+        """Writes a text file in the run directory atomically."""
         temporary = self._directory / f"{name}.part"
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(self._directory / name)
@@ -207,7 +207,7 @@ class Report:
 
 
 def _beside(prediction: dict[str, Any]) -> str:
-    """Predicted beside measured."""
+    """A table of predicted and measured values."""
     lines = [f"{'':24} {'predicted':>14} {'measured':>14}"]
     took = prediction["measured_step_seconds"]
     shown = "too few steps" if took is None else f"{took:.3f} s"

@@ -1,8 +1,8 @@
 """Settings: from YAML and the command line into frozen dataclasses, and back; jsonargparse reads the values.
 
-Owns the walk from plain data to dataclasses. jsonargparse sees one value and its type at a time, so it opens no file
-and imports no class, whatever the YAML says; it is imported when settings are read. Knows no setting by name: what a
-setting means and which values make sense is said by the dataclass that holds it.
+Owns the conversion of plain data to dataclasses. jsonargparse sees one value and its type at a time, so it opens no
+file and imports no class, whatever the YAML contains; it is imported only when settings are read. Knows no setting by
+name: the dataclass of a setting defines its meaning and its valid values.
 """
 
 import argparse
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ConfigError if there is none, or a key stands twice."""
+    """The mapping in a YAML file. Raises ConfigError if the file is unreadable, not a mapping, or has a key twice."""
     try:
-        if Path(path).is_fifo():  # which would be waited for
+        if Path(path).is_fifo():  # reading a pipe would block
             raise OSError("it is a pipe")
         return parse_yaml(Path(path).read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
@@ -35,7 +35,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, path: str | Path) -> dict[str, Any]:
-    """The same, of a file that has been read."""
+    """The mapping in the text of a YAML file; `path` is for messages. Raises ConfigError like `read_yaml`."""
     try:
         values = yaml.load(text, Loader=_OnceLoader)
     except (yaml.YAMLError, RecursionError) as error:
@@ -51,11 +51,11 @@ def build(cls: type[T], values: Mapping[str, Any], overrides: Sequence[tuple[str
     Args:
         cls: the dataclass.
         values: plain data, with a mapping for each nested dataclass.
-        overrides: dotted keys and the text typed for them, laid over `values`; of two, the last one counts.
+        overrides: (dotted key, text) pairs that override `values`; the last one of a key counts.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a missing key, a value of the wrong type, or whatever
-            the dataclasses find wrong themselves.
+        ConfigError: an unknown key (with the nearest known one), a missing key, a value of the wrong type, or an error
+            from the dataclasses' own checks.
     """
     known = list(_keys(cls))
     typed = {key: None if text in ("null", "None") else text for key, text in overrides}
@@ -66,12 +66,12 @@ def build(cls: type[T], values: Mapping[str, Any], overrides: Sequence[tuple[str
 
 
 def to_yaml(config: Any) -> str:
-    """The settings as YAML that `build` reads back to an equal object."""
+    """The settings as YAML, from which `build` makes an equal object."""
     return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False)
 
 
 def help_of(cls: type) -> str:
-    """Every setting of a dataclass of sections: the docstring under its field, its type and its default."""
+    """Help text for every setting of a dataclass of sections: the docstring under its field, its type and default."""
     import jsonargparse
 
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -83,7 +83,7 @@ def help_of(cls: type) -> str:
 
 
 def _flaw(error: yaml.YAMLError | RecursionError, text: str) -> str:
-    """Where `text` is no YAML, and why, in one line."""
+    """Place and cause of a YAML error in `text`, in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         why = ": ".join(filter(None, (error.context, error.problem)))
         return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {why}"
@@ -95,9 +95,9 @@ def _flaw(error: yaml.YAMLError | RecursionError, text: str) -> str:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """YAML's safe loader, except that a key given twice is an error: one of the two would be ignored silently.
+    """YAML's safe loader, but a duplicate key is an error, since one of its values would be ignored silently.
 
-    A text that is none of its type, as the 30th of February is no date, is an error with a place, too.
+    A value that is invalid for its type, such as the 30th of February, is an error with its place, too.
     """
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -117,14 +117,14 @@ class _OnceLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML's safe dumper, with tuples as lists on one line."""
+    """YAML's safe dumper, but tuples become lists on one line."""
 
 
 _Dumper.add_representer(tuple, lambda dumper, values: dumper.represent_sequence("tag:yaml.org,2002:seq", values, True))
 
 
 def _build(cls: Any, values: Any, typed: Mapping[str, str | None], where: str, known: Sequence[str]) -> Any:
-    """A `cls` from `values` and, before them, from what was typed; `where` is the section's key with a dot."""
+    """A `cls` from `values`, overridden by `typed`; `where` is the section's key with a dot."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where.rstrip('.')}: expected a section with keys, got {values!r}")
     hints, arguments = typing.get_type_hints(cls), {}
@@ -133,18 +133,18 @@ def _build(cls: Any, values: Any, typed: Mapping[str, str | None], where: str, k
             raise _unknown(f"{where}{name}", known)
     for field in dataclasses.fields(cls):
         key, hint = where + field.name, hints[field.name]
-        if dataclasses.is_dataclass(hint):  # a section nobody mentions is checked like one that is there but empty
+        if dataclasses.is_dataclass(hint):  # a missing section is checked like an empty one
             arguments[field.name] = _build(hint, values.get(field.name, {}), typed, f"{key}.", known)
         elif key in typed or field.name in values:
             arguments[field.name] = _converted(key, hint, typed.get(key, values.get(field.name)))
-        elif field.default is field.default_factory:  # there is neither
+        elif field.default is field.default_factory:  # there is no default
             raise ConfigError(f"setting {key!r} is missing and has no default: give {inspect.formatannotation(hint)}")
     return cls(**arguments)
 
 
 @functools.cache
 def _parser(hint: Any) -> Any:
-    """What reads a value of the type `hint`; there are few types, and a parser takes longer to make than to use."""
+    """A parser for values of type `hint`; cached, since there are few types and parsers are slow to create."""
     import jsonargparse
 
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
@@ -153,7 +153,7 @@ def _parser(hint: Any) -> Any:
 
 
 def _converted(key: str, hint: Any, value: Any) -> Any:
-    """`value` as the type `hint`; raises ConfigError if it is of another type."""
+    """`value` converted to the type `hint`. Raises ConfigError if it has another type."""
     wrong = ConfigError(f"{key}: expected {inspect.formatannotation(hint)}, got {value!r}")
     if value is None and types.NoneType in typing.get_args(hint):
         return None
@@ -163,7 +163,7 @@ def _converted(key: str, hint: Any, value: Any) -> Any:
         found = _parser(hint).parse_object({"value": value}).value
     except (argparse.ArgumentError, ValueError, OverflowError):
         raise wrong from None
-    if found is None:  # which jsonargparse takes for any type
+    if found is None:  # jsonargparse accepts None for any type
         raise wrong
     for number in found if isinstance(found, tuple) else (found,):
         if isinstance(number, float) and not math.isfinite(number):
@@ -181,7 +181,7 @@ def _keys(cls: Any, where: str = "") -> Iterator[str]:
 
 
 def _unknown(key: str, known: Sequence[str]) -> ConfigError:
-    """Names the setting or section most like `key`; a setting whose last part is the same goes before all others."""
+    """The error for an unknown `key`, with the nearest setting or section; settings with the same last part first."""
     if (now := former(key[: key.rfind(".") + 1], key.rpartition(".")[2])) is not None:
         return ConfigError(now)
     likely = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]

@@ -1,12 +1,13 @@
-"""What a step's figures mean, and what follows from them.
+"""Decides what to do with a step, from its loss, gradient norm and other figures.
 
-Owns the decisions and nothing else: it is given what all ranks have agreed on, so that all ranks decide alike, and
-returns what to do; `loop` does it. Reads no clock, file or tensor. Source: the supervision layer of HTMS (3.2.1):
-trends of the loss, scales of tensors, resources that exceed the allowable time, and a divergence that is identified,
-logged and ended with its state saved.
+Owns the decisions and nothing else. Its input is agreed on by all ranks, so all ranks decide alike; `loop` carries the
+decision out. Reads no clock, file or tensor. Source: the supervision layer of HTMS (3.2.1): trends of the loss, scales
+of tensors, resources that exceed the allowable time, and a divergence that is identified, logged and ended with its
+state saved.
 
-A loss is *off* if it lies more than `deviations` robust standard deviations (1.4826 times the median distance from the
-median, at least 2 % of it) above the median of the last good ones; `patience` such steps in a row are a divergence.
+A loss is *off* if it is more than `deviations` robust standard deviations above the median of the last good losses. The
+robust standard deviation is 1.4826 times the median distance from the median, and at least 2 % of the median.
+`patience` consecutive steps with such a loss are a divergence.
 """
 
 import math
@@ -25,52 +26,52 @@ _LEAST_SPREAD = 0.02
 _NORM_GROWTH = 100.0
 _SCALE_GROWTH = 10.0
 _LONGEST_OVERFLOW = 32
-"""Halvings of the loss scale in a row, after which no scale can be the reason."""
+"""Consecutive overflows, each of which halves the loss scale, after which the scale cannot be the cause."""
 
 
 class Verdict(StrEnum):
-    """What becomes of a step's gradients."""
+    """The decision about a step's gradients."""
 
     GO = "go"
-    """They are applied."""
+    """Apply the gradients."""
     SKIP = "skip"
-    """They are forgotten; the next step takes the next batch."""
+    """Drop the gradients; the next step takes the next batch."""
     BACK = "back"
-    """So is all since the last good checkpoint."""
+    """Drop everything since the last good checkpoint."""
     STOP = "stop"
-    """They are forgotten, the state is saved apart, and the run ends."""
+    """Drop the gradients, save the state apart, and end the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """What all ranks know of a step whose gradients wait to be applied."""
+    """The facts that all ranks share about a step whose gradients are not applied yet."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     batch: int
     """Number of its batch of samples."""
     losses: tuple[float, ...]
-    """By rank."""
+    """Loss of each rank."""
     norm: float
     """Global gradient norm before clipping."""
     scaled: bool = False
-    """Whether the loss was scaled (fp16): the optimizer skips gradients that have overflowed."""
+    """Whether the loss was scaled (fp16): the optimizer then skips gradients that overflowed."""
     busy_seconds: tuple[float, ...] = ()
-    """By rank, how long it did not wait for others."""
+    """Time of each rank without its waits for other ranks."""
     tokens_per_expert: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """By mixture layer."""
+    """{mixture layer: tokens of each expert}."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """Root mean square of each parameter; empty in steps that did not look."""
+    """Root mean square of each parameter; empty in steps without this check."""
 
     @property
     def loss(self) -> float:
-        """Mean over the ranks."""
+        """Mean loss over the ranks."""
         return sum(self.losses) / len(self.losses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
-    """Something worth a line in the log."""
+    """An event for the log."""
 
     kind: str
     text: str
@@ -78,20 +79,20 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """What to do with a step."""
+    """The decision about a step, with its details."""
 
     verdict: Verdict = Verdict.GO
     reason: str = ""
-    """Why, where it is not GO."""
+    """The reason if the verdict is not GO."""
     not_finite: bool = False
     """The reason is a loss or gradient that is not finite."""
     notes: tuple[Note, ...] = ()
     before: int = 0
-    """With BACK: only checkpoints of fewer steps than this are good."""
+    """With BACK: only checkpoints with fewer steps than this are good."""
     avoid: tuple[int, ...] = ()
     """With BACK: batches not to be drawn again."""
     rate: float = 1.0
-    """With BACK: what the learning rate is multiplied with from now on."""
+    """With BACK: factor on the learning rate from now on."""
 
 
 class Supervisor:
@@ -102,7 +103,7 @@ class Supervisor:
         self._losses: deque[float] = deque(maxlen=config.window)
         self._norms: deque[float] = deque(maxlen=config.window)
         self._off: list[tuple[int, int]] = []
-        """(step, batch) of the steps in a row whose losses were off."""
+        """(step, batch) of the latest consecutive steps whose losses were off."""
         self._overflows = 0
         self._backs = 0
         self._busy: deque[tuple[float, ...]] = deque(maxlen=config.window)
@@ -111,7 +112,7 @@ class Supervisor:
         self._said: set[str] = set()
 
     def observe(self, seen: Observation) -> Action:
-        """Takes note of a step; says what to do with it."""
+        """Records a step and returns the decision about it."""
         notes = tuple(self._notes(seen))
         finite = all(map(math.isfinite, seen.losses))
         if finite and math.isfinite(seen.norm):
@@ -125,7 +126,7 @@ class Supervisor:
         return replace(action, not_finite=True)
 
     def scores(self) -> list[float]:
-        """By rank, its busy time over that of the median rank; empty until there are enough steps."""
+        """Busy time of each rank relative to the median rank; empty until there are enough steps."""
         if len(self._busy) < min(_FEWEST, self._config.window):
             return []
         means = [sum(times) / len(times) for times in zip(*self._busy, strict=True)]
@@ -133,11 +134,11 @@ class Supervisor:
         return [mean / middle for mean in means] if middle > 0 else []
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, so that a run that goes on is judged as the unbroken one."""
+        """The state for a checkpoint, so that a resumed run is judged like an uninterrupted one."""
         return {"losses": list(self._losses), "norms": list(self._norms), "off": list(self._off), "backs": self._backs}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`. How often the run went back is not forgotten by going back."""
+        """The inverse of `state`, but the number of times the run went back never decreases."""
         self._losses = deque(state["losses"], maxlen=self._config.window)
         self._norms = deque(state["norms"], maxlen=self._config.window)
         self._off = [(step, batch) for step, batch in state["off"]]
@@ -237,7 +238,7 @@ class Supervisor:
             yield from self._once(f"scale {name}", grown, Note(kind="scale", text=text))
 
     def _once(self, what: str, holds: bool, note: Note) -> Iterator[Note]:
-        """The note when it begins to hold, and not again until it has ceased to."""
+        """Yields the note when the condition `holds` begins, and not again before it has ended."""
         if holds and what not in self._said:
             yield note
         (self._said.add if holds else self._said.discard)(what)

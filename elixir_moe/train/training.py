@@ -1,7 +1,7 @@
-"""What is trained: a model, its optimizer and its text, and where in the run they are.
+"""The training state: a model, its optimizer, its text, and the progress of the run.
 
-Owns one step (forward and backward over the micro-batches, clipping, update), evaluation, the text sample, and what
-of a run must be saved to go on exactly. Decides nothing: which step comes next, and when to save, is `loop`'s question.
+Owns one step (forward and backward over the micro-batches, clipping, update), evaluation, the text sample, and the
+state that must be saved to resume exactly. Decides nothing: `loop` chooses the next step and when to save.
 """
 
 import math
@@ -36,25 +36,25 @@ _MOST_NAMED = 8
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """Where a run is; the same on all ranks, and part of every checkpoint."""
+    """Progress of a run; the same on all ranks, and part of every checkpoint."""
 
     step: int = 0
-    """Steps done."""
+    """Number of steps done."""
     batch: int = 0
-    """Number of the last batch of samples that was drawn."""
+    """Number of the last batch of samples drawn."""
     avoid: tuple[int, ...] = ()
     """Numbers of batches that are never drawn again."""
     lr: float
-    """Highest learning rate of the schedule."""
+    """Peak learning rate of the schedule."""
     rate: float = 1.0
-    """What the schedule is multiplied with: lowered when a run goes back."""
+    """Factor on the learning rate; lowered when a run goes back."""
     clip_norm: float | None
-    """Bound of the global gradient norm; None does not clip."""
+    """Bound on the global gradient norm; None: no clipping."""
     accumulation: int
-    """Micro-batches a rank runs in a step; doubled when memory is short."""
+    """Micro-batches that each rank runs per step; raised when memory is short."""
 
     def next_batch(self) -> int:
-        """The number of the batch that comes next."""
+        """The number of the next batch."""
         number = self.batch + 1
         while number in self.avoid:
             number += 1
@@ -62,7 +62,7 @@ class Progress:
 
 
 class Training:
-    """A model, its optimizer and its text, between the first step and the last."""
+    """A model, its optimizer and its text during a run."""
 
     def __init__(self, config: TrainConfig, text: ByteText, mesh: DeviceMesh) -> None:
         self.config, self.text = config, text
@@ -72,14 +72,14 @@ class Training:
         self.device = torch.device(mesh.device_type)
         optimizer = config.optimizer
         self.progress = Progress(lr=optimizer.lr, clip_norm=optimizer.clip_norm, accumulation=config.run.accumulation)
-        torch.manual_seed(config.run.seed)  # the same on all ranks: replicated weights start out equal
+        torch.manual_seed(config.run.seed)  # the same on all ranks, so that replicated weights start equal
         model = GPT(config.model, mesh).to(self.device)
         annotate(model, gpt_patterns(model))
         self.parameters = _count_parameters(model)
         self.model, self.optimizer = self._wrap(model)
-        torch.manual_seed(config.run.seed + 1 + self.rank)  # from here on chance is dropout, and differs between ranks
+        torch.manual_seed(config.run.seed + 1 + self.rank)  # from here on for dropout, which differs between ranks
         self.updating = False
-        """Weights are being written: a step that is cut short here cannot be forgotten."""
+        """Whether weights are being written: a step interrupted now cannot be undone."""
         self.mark()
         self.validation = validation_batches(
             text.validation, batches=config.run.eval_batches, rows=config.micro_batch, seq_len=config.model.seq_len
@@ -98,7 +98,7 @@ class Training:
     # ---------------------------------------------------------------------------------------------------------- a step
 
     def forward_backward(self) -> float:
-        """Gradients of the mean loss over the next batch of samples; returns this rank's mean loss."""
+        """Computes the gradients of the mean loss over the next batch of samples; returns this rank's mean loss."""
         progress = self.progress
         progress.batch = progress.next_batch()
         losses = []
@@ -109,14 +109,14 @@ class Training:
         return torch.stack(losses).mean().item()
 
     def _batch(self) -> Tensor:
-        """The samples of the step, of all ranks."""
+        """The samples of the step for all ranks."""
         rows, seq_len = self.config.run.global_batch, self.config.model.seq_len
         return batch_at(
             self.text.train, seed=self.config.run.seed, step=self.progress.batch, rows=rows, seq_len=seq_len
         )
 
     def norm(self) -> float:
-        """The global gradient norm before clipping; clips in passing. Collective."""
+        """Clips the gradients; returns their global norm before clipping. Collective."""
         clip = self.progress.clip_norm
         return float(self.optimizer.clip_grad_norm_(math.inf if clip is None else clip))
 
@@ -131,31 +131,31 @@ class Training:
         self.mark()
 
     def skip(self) -> None:
-        """Counts the step, and leaves weights and moments as they are."""
+        """Drops the gradients and counts the step; weights and moments do not change."""
         self.optimizer.zero_grad()
         self.progress.step += 1
         self.mark()
 
     def mark(self) -> None:
-        """Between two steps: where `rewind` comes back to."""
+        """Marks the point between two steps to which `rewind` returns."""
         self.updating = False
         self._mark = replace(self.progress), random_states()
 
     def rewind(self) -> None:
-        """Forgets a step that has begun; weights and moments are those before it."""
+        """Returns to the last `mark`; weights and moments have not changed since."""
         progress, states = self._mark
         self.progress = replace(progress)
         set_random_states(read_random_states(states, "the beginning of the step"))
 
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """The learning rate of the next update."""
         progress = self.progress
         return progress.lr * progress.rate * lr_factor(progress.step, self.config.run.steps, self.config.optimizer)
 
     # ---------------------------------------------------------------------------------------------- go and come back
 
     def disconnect(self) -> None:
-        """Lets go of the meshes: no step can be run any more, but the model can be saved."""
+        """Drops all references to meshes: no step can run any more, but the model can be saved."""
         self.mesh = None
         for module in self.model.modules():
             if isinstance(module, GPT):
@@ -166,12 +166,12 @@ class Training:
     def save(
         self, path: Path, supervisor: dict[str, Any], *, keep: int | None = None, asynchronous: bool = False
     ) -> Saving:
-        """Saves all that is needed to go on from here. Collective; raises CheckpointError."""
+        """Saves everything needed to resume from here. Collective. Raises CheckpointError."""
         extra = {"progress": asdict(self.progress), "settings": self.identity, "supervisor": supervisor}
         return save(path, self.model, self.optimizer, extra=extra, keep=keep, asynchronous=asynchronous)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Goes back, or on, to what was saved; returns the supervisor's state. Collective; raises CheckpointError."""
+        """Restores the state in a checkpoint; returns the supervisor's state. Collective. Raises CheckpointError."""
         extra = load(path, self.model, self.optimizer)
         self.progress = Progress(**extra["progress"])
         unit = self.ranks * self.progress.accumulation
@@ -196,9 +196,9 @@ class Training:
         return dict(zip(rows, (table[:, 0] / table[:, 1].clamp(min=1)).sqrt().tolist(), strict=True))
 
     def name_not_finite(self) -> str:
-        """Where what is not finite comes from: a weight, a module's output, or else the gradient nearest to the loss.
+        """Names the origin of values that are not finite: weights, a module's output, or the gradient nearest the loss.
 
-        Collective, while the gradients of the step are there; they are forgotten.
+        Collective. Needs the gradients of the step, and drops them.
         """
         gradients = self._union(self.optimizer.not_finite())
         self.optimizer.zero_grad()
@@ -215,7 +215,7 @@ class Training:
 
     @torch.no_grad()
     def _first_not_finite(self) -> list[str]:
-        """The first module whose output is not finite when the batch runs forward once more."""
+        """The first module whose output is not finite in another forward of the batch; empty if there is none."""
         found: list[str] = []
 
         def look(name: str, output: Any) -> None:
@@ -241,13 +241,13 @@ class Training:
 
     @property
     def validation_text(self) -> Tensor:
-        """uint8: the bytes an evaluation sees, each but the first predicted once."""
+        """The bytes of an evaluation, uint8; each but the first is predicted once."""
         batches, rows = self.validation.shape[:2]
         return self.text.validation[: batches * rows * self.config.model.seq_len + 1]
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean cross-entropy over the validation batches, in nats a byte, without auxiliary losses. Collective."""
+        """Mean cross-entropy over the validation batches in nats per byte, without auxiliary losses. Collective."""
         self.model.eval()
         losses = []
         for batch in self.validation:
@@ -260,7 +260,7 @@ class Training:
         return total.item() / self.ranks
 
     def sample(self) -> str:
-        """Text the model writes after the start of the validation part; all ranks write the same. Collective."""
+        """Text that the model writes after the start of the validation part; the same on all ranks. Collective."""
         run = self.config.run
         if not run.sample_bytes:
             return ""
@@ -275,7 +275,7 @@ class Training:
         return bytes(tokens[0].tolist()).decode(errors="replace")
 
     def description(self) -> Iterator[str]:
-        """What is trained, in a few lines."""
+        """Lines that describe model, text and step."""
         model, run = self.config.model, self.config.run
         kinds = (f"{n} experts (ep {ep})" if n else "dense" for n, ep in zip(model.experts, model.ep, strict=True))
         batches, rows = self.validation.shape[:2]
@@ -291,7 +291,7 @@ class Training:
 
 
 def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Share of the learning rate at a step counted from 0: a linear rise, then half a cosine down to `final_lr`."""
+    """Factor on the peak learning rate at a step counted from 0: linear warm-up, then cosine decay to `final_lr`."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     done = min(1.0, (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps))
@@ -309,5 +309,5 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 
 
 def _count_parameters(model: nn.Module) -> int:
-    """Elements of the whole model: a parameter that ranks share out counts with all its parts, a tied one once."""
+    """Elements of the whole model: sharded parameters count with all their slices, tied ones once."""
     return sum(math.prod(logical_shape(p)) for p in model.parameters())

@@ -1,11 +1,11 @@
-"""A thread beside the training of each rank: is it waiting, for whom, and does anybody still live there?
+"""A thread on each rank that watches the training: whether it waits, for which ranks, and whether they live.
 
-Owns what a rank tells the others of itself (a beat a second, where it is, and its end), the share of time it waits, and
-the end of a rank whose peers are gone. Talks through the store that brought the ranks together, never through a process
-group: those are what may hang.
+Owns a rank's messages to the others (a heartbeat every second with its position, and its failure), the share of time it
+waits, and the end of a rank whose peers are gone. Uses the store with which the ranks met, never a process group, which
+may hang.
 
-Where a rank is, is read off the stack of its main thread, so nothing needs to announce itself and nothing is slower for
-being watched. A stopped or dead process stops beating; a rank in an endless loop beats, and its place gives it away.
+The position of a rank is read from the stack of its main thread, so the training neither reports it nor slows down.
+Heartbeats of a stopped or dead process cease; those of a rank in an endless loop continue, and show its position.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from elixir_moe.errors import ElixirError
 _SAMPLE_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
-"""How long a rank that should meet an error by itself is given for it."""
+"""Time for a rank to fail by itself before the watchdog ends it."""
 _ANSWER_SECONDS = 2.0
-"""How long the store is waited for."""
+"""Time to wait for an answer of the store."""
 _BROKEN = ("gloo", "onnection", "Timed out", "timed out", "Broken pipe", "Socket")
 T = TypeVar("T")
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Whether a collective failed, its peers being gone or late: as torch raises it, or as the library passes it on."""
+    """Whether the error, or its cause, is a collective that failed because peers are gone or late."""
     if isinstance(error, ElixirError):
         return error.__cause__ is not None and is_broken_collective(error.__cause__)
     return isinstance(error, dist.DistError) or (
@@ -43,17 +43,17 @@ def is_broken_collective(error: BaseException) -> bool:
 
 
 class _Line:
-    """Asks the store on a thread of its own: one whose host is stopped never answers."""
+    """Queries the store on its own thread, because a store whose host is stopped never answers."""
 
     def __init__(self) -> None:
         self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._open: Future[Any] = Future()
-        """The last one that was not answered in time; `ask` waits no more until it has been."""
+        """The last question not answered in time; `ask` does not wait until it is answered."""
         self._open.cancel()
         threading.Thread(target=self._run, name="elixir-store", daemon=True).start()
 
     def ask(self, question: Callable[[], T]) -> T:
-        """What `question` returns or raises. Raises TimeoutError when there is no answer, and forgets the question."""
+        """Returns or raises what `question` does. Raises TimeoutError without an answer, and drops the question."""
         answer: Future[T] = Future()
         self._questions.put((question, answer))
         try:
@@ -64,7 +64,7 @@ class _Line:
             raise TimeoutError(f"no answer within {_ANSWER_SECONDS:g} s") from None
 
     def close(self) -> None:
-        """Nothing will be asked any more: the thread ends after what has been, if that is ever answered."""
+        """Ends the thread after the pending questions, if they are ever answered."""
         self._questions.put(None)
 
     def _run(self) -> None:
@@ -78,26 +78,26 @@ class _Line:
 
 
 class Watchdog:
-    """Watches the main thread of this rank; a context.
+    """A context that watches the main thread of this rank.
 
     Args:
-        store: of the process group; None in a world of one, where there is nobody to tell.
-        rank: of this process.
-        ranks: how many there are.
-        timeout_seconds: how long a rank may stay in one phase.
-        end: called on the thread when the process must end though its main thread does not return: with the reason.
+        store: store of the process group; may be None in a world of one.
+        rank: rank of this process.
+        ranks: number of ranks.
+        timeout_seconds: longest time in one phase.
+        end: called on the thread, with the reason, when the process must end although its main thread is blocked.
     """
 
     def __init__(self, store: Any, rank: int, ranks: int, timeout_seconds: float, end: Callable[[str], None]) -> None:
         self.store = store
-        """For others: what the main thread says and hears beside the process groups."""
+        """The store, for messages of the main thread outside the process groups."""
         self._store: Any = None
-        if store is not None and ranks > 1:  # what an earlier run in these processes has left there is not ours
+        if store is not None and ranks > 1:  # without the keys of earlier runs in these processes
             self._store = dist.PrefixStore(f"run {store.add(f'runs of rank {rank}', 1)}", store.clone())
         self._line = _Line()
         self._rank, self._ranks, self._timeout, self._end = rank, ranks, timeout_seconds, end
         self._main = threading.main_thread().ident
-        self._phase, self._since = "the start", math.inf  # which is as long as the model is large
+        self._phase, self._since = "the start", math.inf  # no limit: it depends on the size of the model
         self._samples = self._waits = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elixir-watchdog", daemon=True)
@@ -116,21 +116,21 @@ class Watchdog:
         self._line.close()
 
     def at(self, phase: str) -> None:
-        """The main thread begins `phase`: the clock starts anew."""
+        """The main thread begins `phase`: restarts the clock."""
         self._phase, self._since = phase, time.monotonic()
 
     def pause(self) -> None:
-        """What the main thread begins may take as long as it does."""
+        """Stops the clock: the next phase may take any time."""
         self._since = math.inf
 
     def waited(self) -> float:
-        """Share of its samples since the last call in which the main thread was in a collective."""
+        """The fraction of samples since the last call in which the main thread was in a collective."""
         share = self._waits / self._samples if self._samples else 0.0
         self._samples = self._waits = 0
         return share
 
     def ask(self, question: Callable[[], T]) -> T:
-        """What `question`, which talks to a store, returns. Raises TimeoutError when the store's host is stopped."""
+        """The result of `question`, which talks to a store. Raises TimeoutError if the store does not answer."""
         return self._line.ask(question)
 
     def failed(self, text: str) -> None:
@@ -141,7 +141,7 @@ class Watchdog:
                 self.ask(lambda: self._store.compare_set("failed", "", told))
 
     def explain(self) -> str:
-        """After the failure of a collective: which ranks have ended, stand still, or are elsewhere. Takes 2 s."""
+        """After the failure of a collective: which ranks failed or stopped, and where the others are. Takes 2 s."""
         if self._store is None:
             return ""
         try:
@@ -167,7 +167,7 @@ class Watchdog:
                 told = self.ask(self._told)
                 if told:
                     self._give_up(told)
-            except TimeoutError:  # it may be slow: the clock decides
+            except TimeoutError:  # the store may be slow: the clock decides
                 pass
             except RuntimeError as error:
                 self._give_up(_silent(error))
@@ -183,7 +183,7 @@ class Watchdog:
         self._store.set(f"beat {self._rank}", f"{time.monotonic_ns()} {self._phase}, {verb} {place.what}")
 
     def _told(self) -> str:
-        """Which rank has said that it is about to end, and why; nothing if none has."""
+        """The message of a rank about to end, with its reason; empty if there is none."""
         return self._store.get("failed").decode(errors="replace") if self._store.check(["failed"]) else ""
 
     def _late(self) -> None:
@@ -193,7 +193,7 @@ class Watchdog:
         self._leave(f"{text}. {found}")
 
     def _give_up(self, reason: str) -> None:
-        """The main thread should fail by itself, its peer being gone; where it cannot, the process ends here."""
+        """The main thread should fail by itself, since a peer is gone; if it does not, ends the process."""
         place = self._place()
         if not self._closing.wait(_GRACE_SECONDS):
             self._leave(f"{self._phase}, in {place.what}: {reason}")

@@ -66,7 +66,7 @@ def test_json_round_trip(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rcache_blocks": 0}, "rcache_blocks=0: expected a whole number of at least 1 or None"),
+        ({"rcache_blocks": 0}, "rcache_blocks=0: expected a whole number of at least 1 or all or None"),
         ({"rcache_blocks": 2.0}, "rcache_blocks=2.0"),
         ({"rcache_blocks": True}, "rcache_blocks=True"),
         ({"device_chunks": -1}, "device_chunks=-1: expected a whole number of at least 0$"),
@@ -79,7 +79,7 @@ def test_json_round_trip(plan: Plan) -> None:
         ({"prefetch": True}, "prefetch=True"),
         ({"offloaded": False, "device_chunks": 2}, "device_chunks=2 needs offloaded=True"),
         ({"offloaded": False, "disk_chunks": 2}, "disk_chunks=2 needs offloaded=True"),
-        ({"disk_chunks": -1}, "disk_chunks=-1: expected a whole number of at least 0$"),
+        ({"disk_chunks": -1}, "disk_chunks=-1: expected a whole number of at least 0 or None"),
     ],
 )
 def test_wrong_fields_are_named(change: dict[str, Any], message: str) -> None:

@@ -382,13 +382,16 @@ def steps_of_a_clock() -> tuple[int, float | None]:
     """(rank) After how many steps there is a measurement, and it, if step k takes k seconds."""
     expected = SimpleNamespace(seconds=SimpleNamespace(step=5.0), device_bytes=0, host_bytes=0, disk_bytes=0)
     measuring = prediction.Prediction(expected, None, None)  # type: ignore[arg-type]
-    groups = [{"params": [torch.zeros(1)]}]
     kept = SimpleNamespace(groups=SimpleNamespace(control=dist.group.WORLD))
-    optimizer = SimpleNamespace(held_bytes=dict, kept=kept, param_groups=groups)
+    wrapped: Any = SimpleNamespace(
+        held_bytes=dict,
+        optimizer=SimpleNamespace(kept=kept),
+        model=SimpleNamespace(parameters=[torch.zeros(1)]),
+    )
     taken, clock = 0, SimpleNamespace(perf_counter=accumulate(range(1, 20)).__next__)
     with mock.patch.object(prediction, "time", clock):
         while measuring.measured_seconds is None:
-            measuring(optimizer)
+            measuring.observe(wrapped)
             taken += 1
     return taken, measuring.measured_seconds
 

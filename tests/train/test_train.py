@@ -98,7 +98,7 @@ def test_overrides_win_over_the_file_and_are_read_by_their_settings_type() -> No
         (lambda: OptimizerConfig(betas=(0.9, 1.0)), r"optimizer.betas\[1\]"),
         (lambda: RunConfig(out=" "), "run.out"),
         (lambda: RunConfig(out="x", steps=0), "run.steps"),
-        (lambda: PlanConfig(kind="zero3"), "plan.rcache_blocks"),
+        (lambda: PlanConfig(kind="zero3", rcache_blocks=0), "plan: rcache_blocks=0: expected a whole number"),
         (lambda: PlanConfig(kind="zero2", device_chunks=2), "plan.device_chunks"),
     ],
 )

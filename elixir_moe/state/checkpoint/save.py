@@ -104,7 +104,7 @@ class Saving:
             self._copied.wait()
 
     def poll(self) -> bool:
-        """Whether the checkpoint is complete; the same on all ranks. Raises CheckpointError like `result`. Collective."""
+        """Whether the checkpoint is complete, the same on all ranks. Raises CheckpointError on failure. Collective."""
         if self._future is None:
             return True
         done = raise_on_all_ranks("asked whether a save has ended", self.done, self._optimizer.kept.groups.control)

@@ -113,7 +113,7 @@ def retain(directory: Path, keep: int) -> list[Path]:
 
 
 def moment_after_all(directory: Path) -> int:
-    """The time in nanoseconds since 1970, or later: later than every checkpoint in `directory`, even if clocks differ."""
+    """Nanoseconds since 1970, raised to be later than every checkpoint in `directory` if clocks differ."""
     moments = [time.time_ns()]
     for path in directory.glob(f"[!.]*/{MANIFEST}"):
         if path.is_symlink():

@@ -128,7 +128,7 @@ def _segment(nbytes: int) -> Bytes:
 
 
 def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Writes a new safetensors file with these tensors and metadata; syncs it. Raises OSError like `FileImage.write`."""
+    """Writes and syncs a new safetensors file of these tensors. Raises OSError like `FileImage.write`."""
     return FileImage(items, metadata).write(path)
 
 
