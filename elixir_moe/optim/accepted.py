@@ -135,7 +135,8 @@ def like(
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and settings on other parameters, made without a call of its constructor."""
     twin = object.__new__(type(inner))
-    twin.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "step"})  # a scheduler's
+    # An LR scheduler has put a `step` of its own on the optimizer.
+    twin.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "step"})
     twin.param_groups = [{**group, "params": [piece for piece, _ in pieces]}]
     twin.state = defaultdict(dict, {piece: state for piece, state in pieces if state})
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

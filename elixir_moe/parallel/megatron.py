@@ -218,7 +218,7 @@ def _owned(model: nn.Module) -> Iterator[Owned]:
 
 
 def _inside_latent_attention(model: nn.Module, path: str) -> bool:
-    """Whether a norm is of values that all heads share, in multi-latent attention; other ranks norm their own heads."""
+    """Whether the norm at `path` is of values that all heads share; other q/k norms are of a rank's own heads."""
     parent = model.get_submodule(path.rpartition(".")[0])
     return path.endswith("kv_layernorm") or _named_so(type(parent), ("MultiLatentAttention",))
 

@@ -86,7 +86,7 @@ def attach(parameter: torch.Tensor, pattern: Pattern) -> None:
 
 
 def annotate_dtensors(model: nn.Module) -> None:
-    """Gives DTensor parameters without a pattern that of their placements.
+    """Gives DTensor parameters that have no pattern the pattern of their placements.
 
     Raises:
         LayoutError: a placement that no pattern can express.

@@ -209,7 +209,7 @@ class ReadOnly(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, ShardedParameter) for kind in types):
-            return NotImplemented  # the sharded parameter is gathered first, then `func` is called again
+            return NotImplemented  # `ShardedParameter` gathers its parameter and calls `func` again
         kwargs = kwargs or {}
         name, _ = _name(func)
         written = kwargs.get("out") if "out" in kwargs else (args[0] if args and _writes(name, args) else None)

@@ -35,7 +35,7 @@ def in_backward() -> bool:
 
 
 def hook_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
-    """Has backward call `hook` with the gradient of each tensor in a module's `output`."""
+    """Makes backward call `hook` with the gradient of each tensor in a module's `output`."""
     for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
         if tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(hook)

@@ -244,7 +244,7 @@ class Chunk:
         return written
 
     def store(self, index: int) -> None:
-        """Stores this rank's part of parameter `index`, as it is in the buffer, in the shard."""
+        """Copies this rank's part of parameter `index` from the buffer to the shard."""
         assert self.buffer is not None
         local, place = self.locals[index], self.place_in(self.buffer, index)
         with torch._C.DisableTorchFunctionSubclass():

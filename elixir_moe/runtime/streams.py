@@ -78,7 +78,10 @@ class Streams:
         return partial(self._fetch.wait_stream, torch.cuda.current_stream(self._device))
 
     def compute_after_fetch(self, *, host: bool) -> None:
-        """Orders compute behind earlier fetches and gathers, whose memory it may then write; so `host` for fetches."""
+        """Orders compute behind earlier fetches and gathers, whose memory it may then write.
+
+        With `host`, the host waits for the fetches too, and may then write the shards.
+        """
         if self._fetch is not None and self._gather is not None:
             compute = torch.cuda.current_stream(self._device)
             compute.wait_stream(self._fetch)

@@ -54,7 +54,7 @@ def config(tmp_path: Path) -> str:
         (["--optimizer.betas", "0.9"], "optimizer.betas: expected tuple[float, float], got '0.9'"),
         (["--watch.on_nan", "halt"], "watch.on_nan: expected Literal['skip', 'back', 'stop'], got 'halt'"),
         (["--plan.kind", "ddp"], "plan.rcache_blocks means nothing for plan.kind=ddp"),
-        (["--plan.rcache_blocks", "0"], "plan.rcache_blocks: expected at least 1 block, got 0"),
+        (["--plan.rcache_blocks", "0"], "plan: rcache_blocks=0: expected a whole number of at least 1"),
         (["--model.vocab_size", "300"], "model.vocab_size: expected 256, since tokens are bytes, got 300"),
         (["--model.n_heads", "3"], "d_model=16 is not a multiple of n_heads=3"),
         (["--model.ep", "1,3"], "layer 1: ep=3 does not divide 2 experts, choose among [1, 2]"),

@@ -239,7 +239,7 @@ def test_an_update_that_fails_is_told_to_whoever_looks(tmp_path: Path) -> None:
         with pytest.raises(MemoryError, match="no room"):
             look()
     with pytest.raises(em.CheckpointError, match="no room"):
-        em.save(tmp_path / "a", model, optimizer, asynchronous=True).wait()
+        em.save(tmp_path / "a", model, optimizer, asynchronous=True).result()
     assert not list(tmp_path.iterdir())
     with pytest.raises(MemoryError, match="no room"):
         optimizer.close()

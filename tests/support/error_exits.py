@@ -132,7 +132,7 @@ def full(rank: int, path: Path, pair: Pair, **options: Any) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500 if rank else before[0], before[1]))
     try:
-        em.save(path, *pair, **options).wait()
+        em.save(path, *pair, **options).result()
     finally:  # the error is written to a file, too
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
