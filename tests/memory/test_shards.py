@@ -256,7 +256,7 @@ def test_this_host_has_something_left() -> None:
 
 
 def test_a_device_that_refuses_is_a_tier_error() -> None:
-    with pytest.raises(TierError, match=r"(?s)device memory: cannot allocate .* GiB.*keep fewer chunks on the device"):
+    with pytest.raises(TierError, match=r"(?s)device memory: cannot allocate .* GiB.*keep less on the device"):
         Slab(1 << 55, torch.float32, Tier.DEVICE, CPU)
 
 
