@@ -74,9 +74,9 @@ class Event:
     traffic: int = 0
 
 
-def peak_of(tape: Iterable[Event]) -> int:
+def peak_of(events: Iterable[Event]) -> int:
     """The most bytes allocated at once."""
-    return max(accumulate((mark.nbytes for mark in tape if mark.kind is Kind.MEMORY), initial=0))
+    return max(accumulate((event.nbytes for event in events if event.kind is Kind.MEMORY), initial=0))
 
 
 class Recorder(TorchDispatchMode):
@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, parts: Parts, boundaries: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         super().__init__()
-        self.marks: list[Event] = []
+        self.events: list[Event] = []
         self.alive = 0
         """Number of storages allocated inside it that are still alive."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -131,10 +131,10 @@ class Recorder(TorchDispatchMode):
         made = [t for t in tensors_in(out) if self._take(t)]
         packet = func._overloadpacket
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.marks += _sent(func, args, out)
+            self.events += _sent(func, args, out)
             return out
         if packet in flop_registry or packet in _UNREGISTERED:
-            self.marks.append(Event(Kind.OPERATOR, flops=_flops(packet, args, kwargs, out)))
+            self.events.append(Event(Kind.OPERATOR, flops=_flops(packet, args, kwargs, out)))
         elif made or func._schema.is_mutable:
             written = sum(_nbytes(t) for t in tensors_in(out))
             read = (
@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):
                 else sum(_nbytes(t) for t in tensors_in((args, tuple(kwargs.values()))))
             )
             if "empty" not in packet.__name__:
-                self.marks.append(Event(Kind.OPERATOR, traffic=read + written))
+                self.events.append(Event(Kind.OPERATOR, traffic=read + written))
         return out
 
     def _take(self, tensor: Tensor) -> bool:
@@ -154,20 +154,20 @@ class Recorder(TorchDispatchMode):
         self._known.add(storage)
         self.alive += 1
         nbytes = storage.nbytes()
-        self.marks.append(Event(Kind.MEMORY, nbytes=nbytes))
+        self.events.append(Event(Kind.MEMORY, nbytes=nbytes))
         weakref.finalize(storage, self._give_back, nbytes).atexit = False
         return True
 
     def _give_back(self, nbytes: int) -> None:
         self.alive -= 1
         if self._listening:
-            self.marks.append(Event(Kind.MEMORY, nbytes=-nbytes))
+            self.events.append(Event(Kind.MEMORY, nbytes=-nbytes))
 
     def _listen(self, module: nn.Module, name: str, forward: Kind, backward: Kind) -> None:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
             rows = args[0].numel() // args[0].shape[-1] if forward is Kind.MIX else 0
             kind = backward if in_backward() else forward
-            self.marks.append(Event(kind, name, with_grad=torch.is_grad_enabled(), nbytes=rows))
+            self.events.append(Event(kind, name, with_grad=torch.is_grad_enabled(), nbytes=rows))
 
         self._handles.append(module.register_forward_pre_hook(enter))
 
@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):
         def read(parameters: Sequence[Tensor]) -> None:
             names = tuple(name_of[p] for p in parameters)
             kind = Kind.READ_AGAIN if in_backward() else Kind.READ
-            self.marks.append(Event(kind, params=names, with_grad=torch.is_grad_enabled()))
+            self.events.append(Event(kind, params=names, with_grad=torch.is_grad_enabled()))
 
         owned = zip(self._parts.modules, self._parts.parameters, strict=True)
         return reads_heard([(module, [present[p] for p in mine]) for module, mine in owned], read)
@@ -188,7 +188,7 @@ class Recorder(TorchDispatchMode):
     def _leaves(self, name: str) -> Any:
         def leave(*_: object) -> None:
             if not in_backward():
-                self.marks.append(Event(Kind.LEAVE, name))
+                self.events.append(Event(Kind.LEAVE, name))
 
         return leave
 
@@ -197,19 +197,19 @@ class Recorder(TorchDispatchMode):
 
         def enter(*_: object) -> None:
             if not in_backward():
-                self.marks.append(Event(Kind.BOUNDARY, "forward", nbytes=number))
+                self.events.append(Event(Kind.BOUNDARY, "forward", nbytes=number))
 
         def leave(_: nn.Module, args: object, output: object) -> None:
             whose = [t for t in tensors_in(output) if t.requires_grad] if not in_backward() else []
             if whose:
-                whose[0].register_hook(lambda _: self.marks.append(Event(Kind.BOUNDARY, "backward", nbytes=number)))
+                whose[0].register_hook(lambda _: self.events.append(Event(Kind.BOUNDARY, "backward", nbytes=number)))
 
         self._handles += [first.register_forward_pre_hook(enter), last.register_forward_hook(leave)]
 
     def _landed(self, parameter: Tensor) -> None:
         """Frees the gradient, as the runtime does by moving it into its block at once."""
         parameter.grad = None
-        self.marks.append(Event(Kind.GRADIENT))
+        self.events.append(Event(Kind.GRADIENT))
 
 
 def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Event]:

@@ -1,6 +1,6 @@
 """Identical layers: which of them a trace may leave out, and how the missing events are filled in.
 
-Owns the comparison of layers, the shortened lists of layers, and the repetition of a period of the tape.
+Owns the comparison of layers, the shortened lists of layers, and the repetition of a period of the events.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ class Cut:
         finally:
             self.layers._modules = everything
 
-    def renamed(self, marks: Sequence[Event], k: int) -> list[Event]:
+    def renamed(self, events: Sequence[Event], k: int) -> list[Event]:
         """The events of the second period, renamed to those of period `k`."""
         names = {
             f"{self.name}.{self.start + self.period + j}": f"{self.name}.{self.start + k * self.period + j}"
@@ -64,10 +64,10 @@ class Cut:
             return name
 
         return [
-            replace(mark, name=rename(mark.name), params=tuple(map(rename, mark.params)))
-            if mark.name or mark.params
-            else mark
-            for mark in marks
+            replace(event, name=rename(event.name), params=tuple(map(rename, event.params)))
+            if event.name or event.params
+            else event
+            for event in events
         ]
 
 
@@ -89,38 +89,38 @@ def cuts_of(model: nn.Module) -> list[Cut]:
     return found
 
 
-def made_whole(marks: Sequence[Event], cuts: Sequence[Cut]) -> list[Event] | None:
-    """The tape as if every layer had been traced; None if the traced periods do not determine the others."""
+def made_whole(events: Sequence[Event], cuts: Sequence[Cut]) -> list[Event] | None:
+    """The events as if every layer had been traced; None if the traced periods do not determine the others."""
     insertions: list[tuple[int, list[Event]]] = []
     for number, cut in enumerate(cuts):
         where: dict[tuple[str, int], int] = {}
-        for position, mark in enumerate(marks):
-            if mark.kind is Kind.BOUNDARY and mark.nbytes // 3 == number:
-                if (mark.name, mark.nbytes % 3) in where:
+        for position, event in enumerate(events):
+            if event.kind is Kind.BOUNDARY and event.nbytes // 3 == number:
+                if (event.name, event.nbytes % 3) in where:
                     return None  # a layer runs twice
-                where[mark.name, mark.nbytes % 3] = position
+                where[event.name, event.nbytes % 3] = position
         order = [("forward", 0), ("forward", 1), ("forward", 2), ("backward", 2), ("backward", 1), ("backward", 0)]
-        if sorted(where, key=where.__getitem__) != order or _read_elsewhere(marks, cut, where):
+        if sorted(where, key=where.__getitem__) != order or _read_elsewhere(events, cut, where):
             return None
         extra = range(2, cut.periods - 1)
-        forward = marks[where["forward", 1] : where["forward", 2]]
-        backward = marks[where["backward", 1] : where["backward", 0]]
+        forward = events[where["forward", 1] : where["forward", 2]]
+        backward = events[where["backward", 1] : where["backward", 0]]
         insertions.append((where["forward", 2], [m for k in extra for m in cut.renamed(forward, k)]))
         insertions.append((where["backward", 1], [m for k in reversed(extra) for m in cut.renamed(backward, k)]))
-    whole = list(marks)
+    whole = list(events)
     for position, more in sorted(insertions, key=lambda item: -item[0]):
         whole[position:position] = more
     return whole
 
 
-def _read_elsewhere(marks: Sequence[Event], cut: Cut, where: Mapping[tuple[str, int], int]) -> bool:
+def _read_elsewhere(events: Sequence[Event], cut: Cut, where: Mapping[tuple[str, int], int]) -> bool:
     """Whether parameters of a traced period are read outside it: parameters of other periods may be read too."""
     for number, period in enumerate((0, 1, cut.periods - 1)):
         first = cut.start + period * cut.period
         prefixes = tuple(f"{cut.name}.{layer}." for layer in range(first, first + cut.period))
-        inside = range(where["forward", number], where.get(("forward", number + 1), len(marks)))
-        for position, mark in enumerate(marks):
-            its = mark.kind is Kind.READ and any(name.startswith(prefixes) for name in mark.params)
+        inside = range(where["forward", number], where.get(("forward", number + 1), len(events)))
+        for position, event in enumerate(events):
+            its = event.kind is Kind.READ and any(name.startswith(prefixes) for name in event.params)
             if its and position not in inside:
                 return True
     return False

@@ -1,11 +1,11 @@
 """Traces one training step on tensors without data: the uses of parameters, and the cost.
 
-Owns the run of forward and backward under torch's fake tensors, and the tape of its events. The model is restored
+Owns the run of forward and backward under torch's fake tensors, and the list of its events. The model is restored
 afterwards. Nothing is computed and nothing is sent, so a model of any size is traced in seconds.
 Sources: Elixir v2, 3.1 (pre-runtime profiler) and A.3 (the detector of checkpointed regions).
 
 Identical layers are traced once. A run of layers with equal modules, shapes and settings is cut to its first two
-periods and the last one; the second period's part of the tape then stands for all omitted periods. In forward, that
+periods and the last one; the second period's part of the list then stands for all omitted periods. In forward, that
 part reaches from the entry of the period to the entry of the next, in backward from the gradient of its output to the
 gradient of its input. Memory that one period allocates and another frees is thus counted as often as in the whole run.
 """
@@ -71,19 +71,18 @@ def trace(
     parts = find_parts(model)
     cuts = [] if whole else cuts_of(model)
     try:
-        marks = _run(model, step, sample, specs, parts, cuts)
-        tape = made_whole(marks, cuts)
+        events = made_whole(_run(model, step, sample, specs, parts, cuts), cuts)
     except ConfigError:
         if not cuts:
             raise
-        tape = None  # perhaps the model depends on the number of its layers
-    if tape is None:
+        events = None  # perhaps the model depends on the number of its layers
+    if events is None:
         return trace(
             model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype, tokens=tokens, whole=True
         )
     numbers = {name: i for i, name in enumerate(parts.names)}
     index_of = {p: i for i, p in enumerate(specs)}
-    found = list(_uses(tape, numbers, {name: index_of[p] for name, p in model.named_parameters()}))
+    found = list(_uses(events, numbers, {name: index_of[p] for name, p in model.named_parameters()}))
     order, part_specs, uses = by_first_use(parts.specs, found, len(listed))
     return Profile(
         params=tuple(listed[i] for i in order),
@@ -92,12 +91,12 @@ def trace(
         uses=uses,
         parameters=sum(math.prod(logical_shape(p)) for p in specs),
         tokens=_tokens(sample) if tokens is None else tokens,
-        flops=sum(mark.flops for mark in tape),
-        traffic_bytes=sum(mark.traffic for mark in tape),
-        activation_bytes=peak_of(tape),
+        flops=sum(event.flops for event in events),
+        traffic_bytes=sum(event.traffic for event in events),
+        activation_bytes=peak_of(events),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        exchanges=tuple(_exchanges(model, tape, compute_dtype)),
-        sent=tuple(_sent(tape)),
+        exchanges=tuple(_exchanges(model, events, compute_dtype)),
+        sent=tuple(_sent(events)),
     )
 
 
@@ -141,7 +140,7 @@ def _run(
             "the step keeps tensors it has made outside the model (in a list, a cache of a function), which have no "
             "data here and would be read later as if they had: keep none of them, or give a plan"
         )
-    return recorder.marks
+    return recorder.events
 
 
 @contextmanager
@@ -195,57 +194,57 @@ def _fake(value: Any) -> Any:
     return value
 
 
-def _uses(tape: Sequence[Event], parts: Mapping[str, int], params: Mapping[str, int]) -> Iterator[Use]:
+def _uses(events: Sequence[Event], parts: Mapping[str, int], params: Mapping[str, int]) -> Iterator[Use]:
     """The runs of parts and the reads outside them in forward, each with the region that recomputes it.
 
     If some uses of one name ran without gradients, those are the ones that reentrant checkpoints recompute.
     """
     regions: dict[tuple[str, tuple[str, ...]], int] = {}
     count, fresh = 0, True
-    for mark in tape:
-        if mark.kind is Kind.GRADIENT:
+    for event in events:
+        if event.kind is Kind.GRADIENT:
             fresh = True
-        elif mark.kind in (Kind.AGAIN, Kind.READ_AGAIN):
+        elif event.kind in (Kind.AGAIN, Kind.READ_AGAIN):
             count, fresh = count + fresh, False
-            regions.setdefault((mark.name, mark.params), count - 1)
+            regions.setdefault((event.name, event.params), count - 1)
     ungraded = {
-        (mark.name, mark.params) for mark in tape if mark.kind in (Kind.ENTER, Kind.READ) and not mark.with_grad
+        (event.name, event.params) for event in events if event.kind in (Kind.ENTER, Kind.READ) and not event.with_grad
     }
     running: list[tuple[int, bool]] = []
     clock = itertools.count()
-    for mark in tape:
-        if mark.kind in (Kind.ENTER, Kind.READ):
-            running.append((next(clock), mark.with_grad))
-        if mark.kind in (Kind.LEAVE, Kind.READ):
+    for event in events:
+        if event.kind in (Kind.ENTER, Kind.READ):
+            running.append((next(clock), event.with_grad))
+        if event.kind in (Kind.LEAVE, Kind.READ):
             entered, with_grad = running.pop()
-            key = mark.name, mark.params
+            key = event.name, event.params
             yield Use(
                 entered=entered,
                 left=next(clock),
-                part=parts[mark.name] if mark.kind is Kind.LEAVE else None,
-                params=tuple(params[name] for name in mark.params),
+                part=parts[event.name] if event.kind is Kind.LEAVE else None,
+                params=tuple(params[name] for name in event.params),
                 with_grad=with_grad,
                 region=None if with_grad and key in ungraded else regions.get(key),
             )
 
 
-def _exchanges(model: nn.Module, tape: Sequence[Event], dtype: torch.dtype | None) -> Iterator[SentCollective]:
+def _exchanges(model: nn.Module, events: Sequence[Event], dtype: torch.dtype | None) -> Iterator[SentCollective]:
     """The all-to-alls and matrix products of the mixture layers under balanced routing."""
     modules = dict(model.named_modules())
     calls: dict[str, list[Event]] = {}
-    for mark in tape:
-        if mark.kind in (Kind.MIX, Kind.MIX_AGAIN):
-            calls.setdefault(mark.name, []).append(mark)
-    for name, marks in calls.items():
+    for event in events:
+        if event.kind in (Kind.MIX, Kind.MIX_AGAIN):
+            calls.setdefault(event.name, []).append(event)
+    for name, its in calls.items():
         layer = modules[name]
         if not isinstance(layer, MoE):
-            yield _megatron_exchange(layer, marks, dtype)
+            yield _megatron_exchange(layer, its, dtype)
             continue
         _, width, inner = layer.experts.w_in.shape
-        rows = max(mark.nbytes for mark in marks) * layer.router.top_k
+        rows = max(event.nbytes for event in its) * layer.router.top_k
         itemsize = (dtype or layer.experts.w_in.dtype).itemsize
-        again = sum(mark.kind is Kind.MIX_AGAIN for mark in marks)
-        forward = len(marks) - again
+        again = sum(event.kind is Kind.MIX_AGAIN for event in its)
+        forward = len(its) - again
         yield SentCollective(
             ep=layer.place.ep,
             nbytes=rows * width * itemsize,
@@ -255,30 +254,30 @@ def _exchanges(model: nn.Module, tape: Sequence[Event], dtype: torch.dtype | Non
         )
 
 
-def _megatron_exchange(layer: Any, marks: Sequence[Event], dtype: torch.dtype | None) -> SentCollective:
-    """The load-dependent cost of a Megatron-core mixture layer; its collectives are on the tape already."""
-    config, rows = layer.config, max(mark.nbytes for mark in marks) * layer.config.moe_router_topk
+def _megatron_exchange(layer: Any, events: Sequence[Event], dtype: torch.dtype | None) -> SentCollective:
+    """The load-dependent cost of a Megatron-core mixture layer; its collectives are among the events already."""
+    config, rows = layer.config, max(event.nbytes for event in events) * layer.config.moe_router_topk
     width, inner = config.hidden_size, config.moe_ffn_hidden_size
-    again = sum(mark.kind is Kind.MIX_AGAIN for mark in marks)
+    again = sum(event.kind is Kind.MIX_AGAIN for event in events)
     products = 2 + config.gated_linear_unit
     return SentCollective(
         ep=layer.token_dispatcher.ep_size,
         nbytes=0,
         times=0,
-        expert_flops=2 * products * rows * width * inner * (3 * (len(marks) - again) + again),
+        expert_flops=2 * products * rows * width * inner * (3 * (len(events) - again) + again),
         row_bytes=rows * (2 * width + products * inner) * (dtype or config.params_dtype).itemsize,
     )
 
 
-def _sent(tape: Sequence[Event]) -> Iterator[Sent]:
+def _sent(events: Sequence[Event]) -> Iterator[Sent]:
     """The model's own collectives, by process group."""
     found: dict[str, list[Event]] = {}
-    for mark in tape:
-        if mark.kind is Kind.SENT:
-            found.setdefault(mark.name, []).append(mark)
-    for name, marks in found.items():
+    for event in events:
+        if event.kind is Kind.SENT:
+            found.setdefault(event.name, []).append(event)
+    for name, its in found.items():
         ranks = tuple(int(rank) for rank in name.split())
-        yield Sent(ranks=ranks, nbytes=sum(mark.nbytes for mark in marks), times=len(marks))
+        yield Sent(ranks=ranks, nbytes=sum(event.nbytes for event in its), times=len(its))
 
 
 def _tokens(sample: Any) -> int:

@@ -65,7 +65,7 @@ def profiled(case: Case) -> dict[str, Any]:
         if world == 1:
             with Recorder(model, find_parts(model), []) as recorder:
                 lm_loss(model, sample).backward()
-            held = peak_of(recorder.marks)
+            held = peak_of(recorder.events)
         return {"sent": profile.sent, "expected": profile.activation_bytes, "held": held}
 
 

@@ -90,7 +90,7 @@ def test_the_activation_peak_is_what_a_real_step_holds(name: str) -> None:
     expected = trace(model, step, sample).activation_bytes
     with Recorder(model, find_parts(model), []) as recorder:
         step(model, sample).backward()
-    assert expected == pytest.approx(peak_of(recorder.marks), rel=0.05)
+    assert expected == pytest.approx(peak_of(recorder.events), rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["dense", "dense, checkpointed", "mlp"])
