@@ -11,7 +11,7 @@ mesh = em.init_mesh()  # the ranks torchrun started, or this process alone
 rank, ranks, device = mesh.get_local_rank("dp"), mesh.size(0), mesh.device_type
 expert_mesh = em.expert_mesh(mesh, ep=ranks)  # the same ranks, sharing out the experts of a layer
 torch.manual_seed(0)
-model = GPT(GPTConfig(experts=(0, 4, 0, 4), ep=(1, ranks, 1, ranks)), mesh).to(device)
+model = GPT(GPTConfig(experts=(0, 4, 0, 4), ep=(1, ranks, 1, ranks)), mesh)
 rules = {
     "*.experts.*": em.Pattern(expert_mesh, replicate=("edp",), shard={"ep": 0}),
     "*": em.Pattern(mesh, replicate=("dp",)),

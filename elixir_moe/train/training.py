@@ -73,7 +73,7 @@ class Training:
         optimizer = config.optimizer
         self.progress = Progress(lr=optimizer.lr, clip_norm=optimizer.clip_norm, accumulation=config.run.accumulation)
         torch.manual_seed(config.run.seed)  # the same on all ranks, so that replicated weights start equal
-        model = GPT(config.model, mesh).to(self.device)
+        model = GPT(config.model, mesh)  # in host memory: `wrap` brings each chunk to its home
         annotate(model, gpt_patterns(model))
         self.parameters = _count_parameters(model)
         self.model, self.optimizer = self._wrap(model)
