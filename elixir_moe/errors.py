@@ -46,7 +46,7 @@ class OutOfStepError(ElixirError):
 
 
 _FORMER = {
-    "em.wrap(": {
+    "em.wrap: ": {
         "hardware": "em.Plan.auto(step, sample, hardware=...)",
         "budget_bytes": "em.Plan.auto(step, sample, budget=...)",
         "accumulation": "em.Plan.auto(step, sample, accumulation=...)",

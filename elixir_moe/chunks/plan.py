@@ -6,6 +6,7 @@ element, and L_os * F_os the bytes of its master and moments.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -49,7 +50,7 @@ def size_text(nbytes: float) -> str:
 
 
 _UNITS = {
-    "b": 1,
+    **{"": 1, "b": 1},
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
 }
@@ -59,10 +60,16 @@ def size_bytes(name: str, size: int | str | None) -> int | None:
     """Bytes from a number or a text such as ``20 GiB`` or ``1.5 GB``. Raises PlanError, which names `name`."""
     if size is None or is_whole(size, least=0):
         return size  # type: ignore[return-value]
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", size, re.ASCII | re.I) if isinstance(size, str) else None
-    if match is None or match[2].lower() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size, re.ASCII | re.I) if isinstance(size, str) else None
+    nbytes = math.nan if match is None else float(match[1]) * _UNITS.get(match[2].lower(), math.nan)
+    if not nbytes < math.inf:
         raise PlanError(f"{name}={size!r}: expected bytes, or a text such as '20 GiB' or '512 MiB'")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return int(nbytes)
+
+
+def _check_folder(disk: Any) -> None:
+    if disk is not None and (not isinstance(disk, str) or not disk or "\0" in disk):
+        raise PlanError(f"disk={disk!r}: expected a folder, or None")
 
 
 def _path(path: str | os.PathLike[str] | None) -> str | None:
@@ -146,19 +153,16 @@ class Plan:
             if not is_whole(value, least=least) and value not in others:
                 also = "".join(f" or {other}" for other in others)
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{also}")
-        if self.disk is not None and (not isinstance(self.disk, str) or not self.disk or "\0" in self.disk):
-            raise PlanError(f"disk={self.disk!r}: expected a folder, or None")
+        _check_folder(self.disk)
         for name in ("device_chunks", "device_bytes", "disk_chunks", "host_bytes", "disk"):
             if getattr(self, name) not in (0, None) and not self.offloaded:
                 raise PlanError(
                     f"{name}={getattr(self, name)} needs offloaded=True: all chunks are on the device as it is"
                 )
-        counts = {"rcache_bytes": "rcache_blocks", "device_bytes": "device_chunks", "host_bytes": "disk_chunks"}
-        for nbytes, count in counts.items():
-            if getattr(self, nbytes) is not None and getattr(self, count) not in (0, None):
-                raise PlanError(
-                    f"{nbytes}={getattr(self, nbytes)} and {count}={getattr(self, count)}: give one of them"
-                )
+        for size, count in (("rcache", "rcache_blocks"), ("device", "device_chunks"), ("host", "disk_chunks")):
+            nbytes = getattr(self, f"{size}_bytes")
+            if nbytes is not None and getattr(self, count) not in (0, None):
+                raise PlanError(f"{size}={size_text(nbytes)} and {count}={getattr(self, count)}: give one of them")
         if self.disk is None and (self.host_bytes is not None or self.disk_chunks is None):
             raise PlanError("what does not fit in host memory goes to disk: say with disk= in which folder")
         if self.disk is None and self.verify:
@@ -368,6 +372,7 @@ class AutoPlan:
             )
         if not isinstance(self.verify, bool):
             raise PlanError(f"verify={self.verify!r}: expected True or False")
+        _check_folder(self.disk)
         if self.verify and self.disk is None:
             raise PlanError("verify=True means nothing without disk=, the folder of what is on disk")
 

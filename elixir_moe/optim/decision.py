@@ -80,14 +80,16 @@ class StepDecision:
             return
         for chunk in self._chunks:
             if chunk.shard.has_gradient:
-                here = limit / self.gradient_scale(chunk)
+                scale = self.gradient_scale(chunk)
                 for part in chunk.shard.gradients():
-                    part.clamp_(-here, here)
+                    most = torch.finfo(part.dtype).max
+                    bound = min(limit / scale, most) if scale else most
+                    part.clamp_(-bound, bound)
                 chunk.shard.squares = None
-        self._facts = None  # the norm has changed
-        self._clipped = False
+        clipped, self._clipped = self._clipped or limit < math.inf, False
+        self._facts = None  # the norm is another
         self.facts()
-        self._clipped = True
+        self._clipped = clipped
 
     def norms(self) -> dict[str, float]:
         """The norm of each parameter's gradient, by name, as the next update sees it. Collective."""
@@ -170,8 +172,8 @@ class StepDecision:
             )
         if self._clipped:
             raise UsageError(
-                "backward ran after clip_grad_norm_: clip when all gradients of the step have come, or call "
-                "zero_grad() and begin the step anew"
+                "backward ran after clip_grad_norm_ or clip_grad_value_: clip when all gradients of the step have "
+                "come, or call zero_grad() and begin the step anew"
             )
         if self.loss_scale is not None and self._scheduler.used and not self._scaled:
             raise UsageError("fp16 gradients need a scaled loss: call optimizer.scale(loss).backward()")

@@ -11,7 +11,7 @@ forgotten.
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from elixir_moe.optim.decision import Facts, StepDecision
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.shard_update import AdamUpdate, cut, update_for
 from elixir_moe.optim.state import OptimizerState
+from elixir_moe.runtime.access import refuse_copy
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.scheduler import Scheduler
@@ -212,6 +213,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Raises AttributeError, with the new name if former versions had this attribute."""
         raise AttributeError(former("optimizer.", name) or f"{type(self).__name__!r} has no {name!r}")
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuses copies and pickles, as the model does."""
+        refuse_copy()
+
     # ------------------------------------------------------------------------------------------------------- helpers
 
     def _check_parameters(self) -> None:
@@ -275,7 +280,7 @@ def _limit(argument: str, given: Any) -> float:
     """The limit of a clipping as a number. Raises ConfigError for any other value."""
     try:
         limit = float(given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         limit = math.nan
     if not limit >= 0:
         raise ConfigError(f"{argument}={given!r}): expected a number of at least 0")

@@ -22,11 +22,11 @@ _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPM
 
 
 def check_names(given: Mapping[str, object]) -> None:
-    """Raises for arguments that `wrap` does not have: ConfigError for a former one, TypeError for any other."""
+    """Raises ConfigError for arguments that `wrap` does not have, and says where a former one has gone."""
     for name in given:
-        if (now := former("em.wrap(", name)) is not None:
+        if (now := former("em.wrap: ", name)) is not None:
             raise ConfigError(now)
-        raise TypeError(f"wrap() got an unexpected keyword argument {name!r}")
+        raise ConfigError(f"em.wrap has no argument {name!r}; help(em.wrap) lists them")
 
 
 def check_arguments(

@@ -86,6 +86,8 @@ class PlanConfig:
             if getattr(self, name) is not None and name not in _MEANINGFUL[self.kind]:
                 meant = f"plan.{name} means nothing for plan.kind={self.kind}"
                 raise ConfigError(f"{meant}: remove it, or choose another kind")
+        if self.disk_chunks and self.disk is None:
+            raise ConfigError(f"plan.disk_chunks={self.disk_chunks}: say with plan.disk in which folder they go")
         try:
             self.plan(_no_step, (), 1)
         except PlanError as error:

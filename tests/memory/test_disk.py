@@ -265,7 +265,7 @@ PLAN = em.Plan.offload(rcache_blocks=3, disk_chunks=2, chunk_numel=2 * D * D)
         ({"disk": "/tmp", "verify": 1}, r"verify=1: expected True or False"),
         ({"verify": True}, r"means nothing without disk="),
         ({"host": "1 GiB"}, r"say with disk= in which folder"),
-        ({"disk": "/tmp", "host": "1 GiB", "disk_chunks": 2}, r"host_bytes=1073741824 and disk_chunks=2: give one"),
+        ({"disk": "/tmp", "host": "1 GiB", "disk_chunks": 2}, r"host=1.00 GiB and disk_chunks=2: give one"),
     ],
 )
 def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> None:

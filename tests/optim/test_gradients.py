@@ -1,5 +1,7 @@
 """Gradients as a user sees them: clipped by value, and their norms by parameter, as one plain process has them."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +87,7 @@ def pair() -> Any:
     optimizer.close()
 
 
-@pytest.mark.parametrize("limit", [-1, "a", None, float("nan")])
+@pytest.mark.parametrize("limit", [-1, "a", None, float("nan"), 10**400])
 def test_a_limit_that_is_none(pair: Any, limit: Any) -> None:
     with pytest.raises(em.ConfigError, match=r"clip_grad_value_\(clip_value=.*expected a number of at least 0"):
         pair[1].clip_grad_value_(limit)
@@ -110,6 +112,43 @@ def test_what_is_not_finite_is_not_hidden_by_clipping(pair: Any) -> None:
         optimizer.step()
     optimizer.zero_grad()
     assert all(torch.equal(before[name], value) for name, value in em.full_state_dict(model).items())
+
+
+@pytest.mark.parametrize("limit", [1.0, 1e30])
+def test_a_limit_that_no_fp16_gradient_reaches_clips_nothing(limit: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    model, optimizer = em.wrap(
+        model, torch.optim.SGD(model.parameters()), plan=em.Plan.zero2(), compute_dtype=torch.float16
+    )
+    optimizer.scale(model(torch.ones(4, 8, dtype=torch.float16)).float().sum() * 0.2).backward()
+    before = optimizer.grad_norms()
+    optimizer.clip_grad_value_(limit)
+    assert optimizer.grad_norms() == before
+    optimizer.close()
+
+
+def test_clipping_by_value_after_a_norm_of_nothing(pair: Any) -> None:
+    model, optimizer = pair
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.clip_grad_norm_(0.0)
+    optimizer.clip_grad_value_(0.1)
+    assert set(optimizer.grad_norms().values()) == {0.0}
+    optimizer.zero_grad()
+
+
+def test_an_infinite_limit_clips_nothing_at_any_time(pair: Any) -> None:
+    model, optimizer = pair
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.clip_grad_value_(float("inf"))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_optimizer_is_not_copied(pair: Any, act: Callable[[Any], Any]) -> None:
+    with pytest.raises(em.UsageError, match="neither be copied nor pickled"):
+        act(pair[1])
 
 
 def test_a_parameter_without_a_gradient_has_no_norm(pair: Any) -> None:

@@ -205,7 +205,7 @@ def beside_training(directory: Path) -> dict[str, Any]:
         synchronous = failing(lambda: run.save(directory / "failed"))
     dist.barrier()  # rank 0 clears up
     left = sorted(path.name for path in directory.iterdir())
-    assert failed.poll() and failed.exception() is None, "an error is told once"
+    assert failing(failed.poll) == failing(failed.result) == str(failed.exception()) == text, "a failure stays one"
     run.train(1)
     at_once, beside = everything(directory / "at-once"), everything(directory / "beside")
     assert_same(at_once, beside, "a save beside the training holds the moment it began")

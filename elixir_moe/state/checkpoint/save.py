@@ -69,7 +69,8 @@ UPDATES = "updates"
 class Saving:
     """A save in progress, with the methods of a `concurrent.futures.Future`: `done`, `result`, `exception`.
 
-    A failure is raised once, on all ranks. Training and later saves can continue after it.
+    A failure is one of all ranks. Training and later saves can continue after it; the next `save`, `load` or
+    ``optimizer.close()`` raises it if nobody has asked for it before.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Saving:
         self._optimizer = optimizer
         self._future = future
         self._copied = copied
+        self._failure: CheckpointError | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Raises AttributeError; for a method of former versions, the message has its present name."""
@@ -106,7 +108,7 @@ class Saving:
     def poll(self) -> bool:
         """Whether the checkpoint is complete, the same on all ranks. Raises CheckpointError on failure. Collective."""
         if self._future is None:
-            return True
+            return self.result() == self.path
         done = raise_on_all_ranks("asked whether a save has ended", self.done, self._optimizer.kept.groups.control)
         if not all(done):
             return False
@@ -126,9 +128,13 @@ class Saving:
         future, self._future = self._future, None
         if future is not None:
             self._optimizer.pending = None
-            raise_on_all_ranks(
-                "saved a checkpoint", future.result, self._optimizer.kept.groups.control, error=CheckpointError
-            )
+            control = self._optimizer.kept.groups.control
+            try:
+                raise_on_all_ranks("saved a checkpoint", future.result, control, error=CheckpointError)
+            except CheckpointError as error:
+                self._failure = error
+        if self._failure is not None:
+            raise self._failure
         return self.path
 
 
@@ -172,15 +178,15 @@ def save(
         raise ConfigError(f"keep={keep!r}: expected a whole number of at least 1, or None to keep all")
     if optimizer.pending is not None:
         optimizer.pending.result()
-    target = Path(os.path.abspath(path))
     control = optimizer.kept.groups.control
     facts = raise_on_all_ranks(
         "looked at what to save",
-        lambda: _facts(target, model, optimizer, extra, wrapped),
+        lambda: _facts(path, model, optimizer, extra, wrapped),
         control,
         error=CheckpointError,
     )
     _compare(facts)
+    target = Path(facts[dist.get_rank()].target)
     contents: list[_Contents] = []
     drafts: list[Draft] = []
 
@@ -262,7 +268,9 @@ class _Facts:
     """Fields of the manifest that are the same on all ranks; filled on rank 0 only."""
 
 
-def _facts(target: Path, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, wrapped: Wrapped) -> _Facts:
+def _facts(path: Any, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, wrapped: Wrapped) -> _Facts:
+    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
+        raise ConfigError(f"em.save({path!r}): expected the path of a directory to be made")
     if optimizer.kept.has_gradients:
         raise UsageError("gradients wait for a step: save after optimizer.step(), or call optimizer.zero_grad() first")
     wrapped.hooks.check_outside("em.save()")
@@ -290,7 +298,7 @@ def _facts(target: Path, model: nn.Module, optimizer: ShardedOptimizer, extra: A
             "extra": encoded,
         }
     return _Facts(
-        target=str(target),
+        target=os.path.abspath(path),
         extra_digest=digest_of(repr(encoded).encode()),
         buffer_digests={name: digest_of(_bytes(buffer)) for name, buffer in buffers_of(model, wrapped).items()},
         rng=random_states(),
