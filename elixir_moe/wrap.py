@@ -30,6 +30,7 @@ from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.model_spec import describe
 from elixir_moe.runtime.reduction_order import Peers, alone
 from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.units import build_units, find_parts, registered_uses
 from elixir_moe.search.auto import Request, forecast, uses_of
 from elixir_moe.search.prediction import Prediction
@@ -147,8 +148,8 @@ def wrap(
     communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
     shards = build_shards([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device, file)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
-    statistics, placeholder = Statistics(cache=cache.counts), Placeholder(device)
-    blocks = Blocks(layout, plan.blocks(layout), for_gradients, shards, device, statistics)
+    statistics, placeholder, streams = Statistics(cache=cache.counts), Placeholder(device), Streams(device)
+    blocks = Blocks(layout, plan.blocks(layout), for_gradients, shards, device, statistics, streams.allocating)
     chunks = build_chunks(layout, described, shards, communicators, placeholder, pretrained)
     move_buffers(model, device)
     staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
@@ -157,7 +158,7 @@ def wrap(
     with Wait("the making of process groups by all ranks"):
         groups = ControlGroups(described.ranks, groups_needed(model, layout.chunks))
     agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone
-    scheduler = Scheduler(chunks, cache, blocks, staging, device, statistics, agreement)
+    scheduler = Scheduler(chunks, cache, blocks, staging, streams, statistics, agreement)
     hooks = Hooks(model, build_units(described.parts, described.parameters, layout), scheduler, placeholder)
     sharded = ShardedOptimizer(optimizer, scheduler, hooks, groups, file)
     wrapped = Wrapped(

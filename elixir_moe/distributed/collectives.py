@@ -35,12 +35,15 @@ class Work:
         self._works = list(works)
         self._finish = finish
         self._what, self._ranks = what, ranks  # for messages
-        self._event: torch.cuda.Event | None = None
+        self._events: list[torch.cuda.Event] = []
         self._device: torch.device | None = None
+        self._behind: list[torch.cuda.Stream] = []
+        """Streams that have waited."""
 
     def mark(self, stream: "torch.cuda.Stream") -> None:
         """Makes everything issued to `stream` so far part of the operation."""
-        self._event, self._device = stream.record_event(), stream.device
+        self._events.append(stream.record_event())
+        self._device = stream.device
 
     @property
     def pending(self) -> bool:
@@ -48,7 +51,7 @@ class Work:
         return bool(self._works) or self._finish is not None
 
     def wait(self) -> None:
-        """Orders the caller after the operation; a second wait costs nothing."""
+        """Orders the caller after the operation; a second wait on the same stream costs nothing."""
         while self._works:
             with Wait(self._what, self._ranks):
                 self._works[0].wait()
@@ -56,14 +59,16 @@ class Work:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
-        if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+        if self._events and (current := torch.cuda.current_stream(self._device)) not in self._behind:
+            for event in self._events:
+                current.wait_event(event)
+            self._behind.append(current)
 
     def synchronize(self) -> None:
         """Blocks the host until the operation is done."""
         self.wait()
-        if self._event is not None:
-            self._event.synchronize()
+        for event in self._events:
+            event.synchronize()
 
 
 class Land(Protocol):

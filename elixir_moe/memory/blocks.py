@@ -10,6 +10,7 @@ storage blocks of the same length").
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
@@ -19,13 +20,16 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.shard_state import MixedShard, ShardState
 
+Allocating = Callable[[], AbstractContextManager[object]]
+
 
 class Block:
     """Device memory for the weights or the gradients of one chunk at a time."""
 
-    def __init__(self, memory: torch.Tensor, statistics: Statistics) -> None:
-        """A block on `memory`, flat uint8, whose storage nobody else uses."""
+    def __init__(self, memory: torch.Tensor, statistics: Statistics, allocating: Allocating) -> None:
+        """A block on `memory`, flat uint8, whose storage nobody else uses; `allocating` as in `Blocks`."""
         self._statistics = statistics
+        self._allocating = allocating
         self._memory = memory
         self._wire = _own_storage(memory)
         self._idle_uses = _storage_uses(self._memory)
@@ -54,11 +58,13 @@ class Block:
             self.busy.wait()
             self.busy = None
         kept = _storage_uses(self._memory) > self._idle_uses
+        if kept:
+            self._replace()
         if kept or self._read_later:
             wait_for_compute()
             self._read_later = False
         if kept:
-            self._replace()
+            self._memory.zero_()
         return self._memory[: spec.nbytes].view(spec.key.dtype)
 
     def wire(self, spec: ChunkSpec) -> torch.Tensor:
@@ -72,15 +78,16 @@ class Block:
 
     def _replace(self) -> None:
         self._statistics.blocks_replaced += 1
-        self._memory = torch.zeros_like(self._memory)
+        with self._allocating():
+            self._memory = torch.empty_like(self._memory)
         self._wire = _own_storage(self._memory)
 
 
 class ShardBlock(Block):
     """The shard of a chunk used in place, as a block that holds the values already."""
 
-    def __init__(self, shard: ShardState, statistics: Statistics) -> None:
-        super().__init__(_own_storage(shard.shown), statistics)
+    def __init__(self, shard: ShardState, statistics: Statistics, allocating: Allocating) -> None:
+        super().__init__(_own_storage(shard.shown), statistics, allocating)
         self._shard = shard
 
     def claim(self, spec: ChunkSpec, wait_for_compute: Callable[[], None] = lambda: None) -> torch.Tensor:
@@ -120,9 +127,12 @@ class Blocks:
         shards: Sequence[ShardState],
         device: torch.device,
         statistics: Statistics,
+        allocating: Allocating = nullcontext,
     ) -> None:
+        """`allocating`: a context in which memory is allocated that its last reader on the device frees."""
+
         def block(nbytes: int) -> Block:
-            return Block(torch.zeros(nbytes, dtype=torch.uint8, device=device), statistics)
+            return Block(torch.zeros(nbytes, dtype=torch.uint8, device=device), statistics, allocating)
 
         self.shared = [block(layout.block_bytes) for _ in range(count)]
         self.for_gradients = for_gradients
@@ -130,7 +140,7 @@ class Blocks:
         self.foreseen_gradients = layout.open_gradients or 0
         """Shared blocks that gradients keep even when weights need more."""
         self.own = {
-            spec.index: ShardBlock(shard, statistics) if spec.in_place else block(spec.nbytes)
+            spec.index: ShardBlock(shard, statistics, allocating) if spec.in_place else block(spec.nbytes)
             for spec, shard in zip(layout.chunks, shards, strict=True)
             if spec.resident
         }

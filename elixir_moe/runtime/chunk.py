@@ -180,6 +180,8 @@ class Chunk:
         """The block of the weights; a chunk that shares no blocks always has the same one."""
         self.arriving: Work | None = None
         """The gather in flight."""
+        self.arrived: Work | None = None
+        """The gather that has brought the weights; each stream waits for it before it uses them."""
         self.leaving: Work | None = None
         """The last reduction; on a GPU it may still run on its stream."""
         self.gradients: Gradients | None = None
@@ -224,7 +226,7 @@ class Chunk:
     def detach(self) -> None:
         """Makes the parameters placeholders and drops the buffer."""
         self._show(self._placeholders)
-        self.buffer = None
+        self.buffer = self.arrived = None
 
     def _show(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunctionSubclass():

@@ -24,14 +24,17 @@ from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import LayoutError, OutOfStepError
 from elixir_moe.runtime.chunk import Chunk
 
-Agreement = Callable[[Sequence[int], Sequence[int]], Callable[[], list[int]]]
+Answer = tuple[list[int], bool]
+"""All chunks to reduce, in the order of all ranks, and whether every rank used them, in this order."""
+
+Agreement = Callable[[Sequence[int], Sequence[int]], Callable[[], Answer]]
 """Starts the exchange, given the chunks this rank used, in its order, and those it gathered since the last backward.
-The function it returns waits for the answer: all chunks to reduce, in the order of all ranks."""
+The function it returns waits for the answer."""
 
 
-def alone(used: Sequence[int], gathered: Sequence[int]) -> Callable[[], list[int]]:
+def alone(used: Sequence[int], gathered: Sequence[int]) -> Callable[[], Answer]:
     """The agreement of a single rank."""
-    return lambda: list(used)
+    return lambda: (list(used), True)
 
 
 _WHAT = "the agreement on a backward"
@@ -52,7 +55,7 @@ class Peers:
         self._names = [chunk.label for chunk in chunks]
         self._ranks = dist.get_process_group_ranks(process_group)
 
-    def __call__(self, used: Sequence[int], gathered: Sequence[int]) -> Callable[[], list[int]]:
+    def __call__(self, used: Sequence[int], gathered: Sequence[int]) -> Callable[[], Answer]:
         """The first rank's order, then chunks that only others used. Collective, as is the returned function.
 
         Raises:
@@ -70,7 +73,7 @@ class Peers:
         kept = tuple(gathered)
         return lambda: self._answer(Work([work], what=_WHAT, ranks=self._ranks), table, kept)
 
-    def _answer(self, work: Work, table: torch.Tensor, gathered: Sequence[int]) -> list[int]:
+    def _answer(self, work: Work, table: torch.Tensor, gathered: Sequence[int]) -> Answer:
         work.wait()
         orders = [row[4 : 4 + row[3]] for row in table.tolist()]
         scattered = [{chunk for chunk in order if self._scattered[chunk]} for order in orders]
@@ -90,7 +93,7 @@ class Peers:
                 f"{found}: weights that are scattered must be used by all ranks, in one order. Run the same modules on "
                 f"every rank (multiply by zero what is not wanted), or keep weights whole with Plan.ddp()"
             )
-        return list(dict.fromkeys(chunk for order in orders for chunk in order))
+        return list(dict.fromkeys(chunk for order in orders for chunk in order)), all(o == orders[0] for o in orders)
 
     def _difference(self, verb: str, chunks: Sequence[int]) -> str:
         """The first difference between ranks, in words. Collective."""
@@ -114,15 +117,24 @@ def _digest(numbers: Sequence[int]) -> int:
 
 
 class Reductions:
-    """The order of one backward's reductions."""
+    """The order of one backward's reductions.
 
-    def __init__(self, agreement: Agreement) -> None:
+    Where only the order of collectives matches them (`in_order`), it must not differ between ranks that run different
+    modules, collectives of these modules included. Reductions then wait for the end of backward.
+    """
+
+    def __init__(self, agreement: Agreement, *, in_order: bool = False) -> None:
         self._agreement = agreement
+        self._in_order = in_order
+        self._at_end = False
+        """Reductions wait for the end of this backward."""
+        self._over = False
+        """No further gradient can come in this backward."""
         self.gathered: list[int] = []
         """Chunks whose shards were gathered since the last backward."""
         self.out_of_step = ""
         """Why collectives of these ranks can no longer be matched; empty if they can."""
-        self._answer: Callable[[], list[int]] | None = None
+        self._answer: Callable[[], Answer] | None = None
         self._order: deque[int] = deque()
         self._awaited: dict[int, set[int]] = {}
         self._news = False
@@ -159,7 +171,7 @@ class Reductions:
         """Records that no further gradient can come in this backward."""
         for positions in self._awaited.values():
             positions.clear()
-        self._news = True
+        self._news = self._over = True
 
     def ready(self) -> Iterator[int]:
         """The next complete chunks, in order; chunks that only other ranks used are among them."""
@@ -169,10 +181,13 @@ class Reductions:
         if self._answer is not None:
             answer, self._answer = self._answer, None
             try:
-                self._order = deque(answer())
+                order, alike = answer()
             except OutOfStepError as error:
                 self.out_of_step = str(error)
                 raise
+            self._order, self._at_end = deque(order), self._in_order and not alike
+        if self._at_end and not self._over:
+            return
         while self._order and not self._awaited.get(self._order[0]):
             yield self._order.popleft()
 
@@ -181,4 +196,4 @@ class Reductions:
         self._answer = None
         self._order.clear()
         self._awaited = {}
-        self._news = False
+        self._news = self._over = self._at_end = False

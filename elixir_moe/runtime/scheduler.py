@@ -10,8 +10,8 @@ Ranks that run the same scattered modules cannot deadlock: gathers follow reques
 `chunks.cache_policy` decides evictions from the requests alone, and `reduction_order` gives the order of reductions.
 
 Overlap. Compute waits for a gather when it needs the weights, an update waits for reductions, and a refill waits for
-the last use of its block. A prefetched gather begins when the update of its shard has ended; until then it delays only
-the prefetches behind it.
+the last use of its block. On gloo a prefetched gather begins when the update of its shard has ended; until then it
+delays only the prefetches behind it.
 Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the calling order).
 """
 
@@ -53,7 +53,7 @@ class Scheduler:
         cache: CacheState,
         blocks: Blocks,
         staging: torch.Tensor | None,
-        device: torch.device,
+        streams: Streams,
         statistics: Statistics,
         agreement: Agreement = alone,
     ) -> None:
@@ -70,7 +70,9 @@ class Scheduler:
         """A request has failed, so decisions of the cache may not have been carried out."""
         self.used: set[tuple[int, int]] = set()
         """(chunk, index in the chunk) of parameters that got a gradient since the last update, on this rank."""
-        self.reductions = Reductions(agreement)
+        self._in_order = not all(chunk.communicator.tagged for chunk in chunks)
+        """Only their order matches collectives, over all process groups together, so it must be the same on all ranks."""
+        self.reductions = Reductions(agreement, in_order=self._in_order)
         """The reductions of the running backward."""
         self.shown_at: dict[int, Chunk] = {}
         """The gathered chunk at each memory address."""
@@ -80,7 +82,7 @@ class Scheduler:
         """A backward or a reduction has failed, and some of its gradients are lost."""
         self._blocks = blocks
         self._staging = staging
-        self._streams = Streams(device)
+        self._streams = streams
         self._cached: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._record: list[CacheRequest] = []
         self._rounds_missed = 0
@@ -93,6 +95,7 @@ class Scheduler:
         """The last reduction that only streams, not the host, wait for."""
         for chunk in chunks:
             chunk.block = blocks.own.get(chunk.spec.index)
+        streams.fetch_after_compute()  # shards and blocks were filled on the current stream
 
     # ------------------------------------------------------------------------------------------------------- unshard
 
@@ -109,6 +112,7 @@ class Scheduler:
             UsageError: `optimizer.close` was called.
         """
         self.check_open()
+        self._streams.enter_compute()
         cached = self._cached_of(chunks)
         if cached:
             self._ask(ACQUIRE, cached, tracked=tracked, who=who)
@@ -121,6 +125,8 @@ class Scheduler:
                         self._queue_gather(chunk)
                 if chunk.state is GATHERING:
                     self._wait_for_unshard(chunk)
+                elif chunk.arrived is not None:
+                    chunk.arrived.wait()  # for the first time, if this is another stream
         except BaseException:  # an update that failed, a rank that is gone, an interrupt
             self.failed = True
             raise
@@ -215,23 +221,23 @@ class Scheduler:
             until = None if chunk is until else until
 
     def _may_begin(self, chunk: Chunk) -> bool:
-        """Whether the gather may begin: it may make the host wait only if the chunk is needed next."""
-        soon = chunk.spec.index in self.cache.upcoming
-        if chunk.communicator.tagged:
-            updating = chunk.shard.updating
-        else:  # updates end at different times on each rank, and the order among process groups must not differ
-            updating = chunk.shard.has_update and not soon
+        """Whether the gather may begin.
+
+        Where only the order of collectives matches them, it begins at once, and the host waits for the update of its
+        shard: updates end at other times on each rank. Elsewhere the host waits only if the chunk is needed next.
+        """
         assert chunk.block is not None
-        return not updating and (chunk.block.quiet or soon)
+        if self._in_order:
+            return True
+        return not chunk.shard.updating and (chunk.block.quiet or chunk.spec.index in self.cache.upcoming)
 
     def _begin_gather(self, chunk: Chunk) -> None:
         self.check_open()
         assert chunk.block is not None
-        behind_compute = self._streams.fetch_behind()
         with torch.inference_mode(False), torch.no_grad(), self._streams.fetching():
             self._order_behind_reduction(chunk)
             values = chunk.shard.values()
-            chunk.buffer = chunk.block.claim(chunk.spec, behind_compute)
+            chunk.buffer = chunk.block.claim(chunk.spec, self._streams.fetch_after_compute)
             if not chunk.spec.in_place:
                 start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
                 chunk.buffer[start:stop].copy_(values, non_blocking=True)
@@ -250,7 +256,7 @@ class Scheduler:
         with torch.inference_mode(False), torch.no_grad():
             chunk.attach()
         self.shown_at[chunk.buffer.data_ptr()] = chunk
-        chunk.arriving = None
+        chunk.arriving, chunk.arrived = None, chunk.arriving
         chunk.transition(GATHERED)
 
     def _reshard(self, chunk: Chunk) -> None:
@@ -266,7 +272,7 @@ class Scheduler:
         chunk.transition(SHARDED)
         with torch.inference_mode(False), torch.no_grad():
             chunk.detach()
-        chunk.block.vacate(self._streams.marked(Work()))
+        chunk.block.vacate(self._streams.all_compute())
 
     # --------------------------------------------------------------------------------------------------------- writes
 
@@ -277,6 +283,8 @@ class Scheduler:
         """
         if chunk.state is not GATHERED:
             return
+        if chunk.arrived is not None:
+            chunk.arrived.wait()
         with torch.inference_mode(False), torch.no_grad():
             self._store(chunk, [])
             if self.looks_for_writes and self.written_unseen is None:
@@ -293,6 +301,7 @@ class Scheduler:
         positions = list(dict.fromkeys([*positions, *chunk.take_written()]))
         if positions:
             self._order_behind_reduction(chunk)  # it may still be writing in the values' place
+            self._streams.join_compute()
             for position in positions:
                 chunk.store(position)
             self._streams.fetch_after_compute()
@@ -334,6 +343,7 @@ class Scheduler:
         While there is no block for them, gradients stay the tensors autograd made. `at_once`: they get temporary memory
         outside the rCache instead, since the plan did not foresee the order in which they have come.
         """
+        self._streams.enter_compute()
         with torch.inference_mode(False), torch.no_grad():
             if chunk.gradients is None:
                 if chunk.placement is CACHED and not self._has_gradient_block(chunk):
@@ -342,6 +352,7 @@ class Scheduler:
                     self.statistics.blocks_replaced += 1
                 self._order_behind_reduction(chunk)  # a second sum in one backward is added to the first
                 chunk.open_gradients()
+            self._streams.join_compute(gradient for _, gradient in chunk.loose)
             chunk.land_loose()
 
     def _has_gradient_block(self, chunk: Chunk) -> bool:
@@ -366,7 +377,7 @@ class Scheduler:
         self.statistics.blocks_replaced += 1
         with torch.inference_mode(False), torch.no_grad():
             chunk.gradients.move_out()
-        self._leave_gradient_block(chunk, self._streams.marked(Work()))
+        self._leave_gradient_block(chunk, self._streams.all_compute())
         return True
 
     def _leave_gradient_block(self, chunk: Chunk, work: Work) -> None:
@@ -519,7 +530,7 @@ class Scheduler:
             self.keep_writes(chunk)
             for block in (chunk.block, chunk.gradient_block):
                 if block is not None:
-                    block.vacate(self._streams.marked(Work()))
+                    block.vacate(self._streams.all_compute())
             with torch.inference_mode(False), torch.no_grad():
                 chunk.reset()
         self._gradient_blocks = 0

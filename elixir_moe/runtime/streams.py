@@ -1,7 +1,7 @@
 """The streams of one device and the order between them.
 
-Owns the streams and their order; moves nothing. On a GPU, compute is the current stream, and the others have a higher
-priority. On a CPU everything here does nothing.
+Owns the streams and their order; moves nothing. On a GPU, compute is every stream on which the model has run since the
+last step, most often one; the other streams have a higher priority. On a CPU everything here does nothing.
 
     stream    carries                                 waits for                         is waited for by
     fetch     shard-to-block copies                   the block's last use (`Block`),   gather, compute, writers of
@@ -11,12 +11,12 @@ priority. On a CPU everything here does nothing.
                                                                                         the update
 
 The next chunk is copied while the previous one is gathered. `gather` needs no other order: it touches only blocks, and
-compute waits for it before a block is vacated.
+compute waits for it before a block is vacated. Each compute stream waits for the weights it uses, and for the others
+where it takes over what they have written.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 
@@ -32,10 +32,41 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._compute: list[torch.cuda.Stream] = []
         self._fetch, self._gather, self._reduce = (
             torch.cuda.Stream(device, priority=_FIRST) if device.type == "cuda" else None for _ in range(3)
         )
-        self.fetch_after_compute()  # shards and blocks were written on the current stream
+        self.enter_compute()
+
+    # ------------------------------------------------------------------------------------------------------- compute
+
+    def enter_compute(self) -> None:
+        """Records that the model computes on the current stream."""
+        if self._fetch is not None and (current := torch.cuda.current_stream(self._device)) not in self._compute:
+            self._compute.append(current)
+
+    def join_compute(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        """Orders the current stream behind all other compute; each compute stream may then read and drop `tensors`."""
+        if len(self._compute) > 1:
+            current = torch.cuda.current_stream(self._device)
+            for stream in self._compute:
+                current.wait_stream(stream)
+            for tensor in tensors:
+                for stream in self._compute:
+                    tensor.record_stream(stream)
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """A context whose new memory is compute's when its last reader drops it."""
+        return torch.cuda.stream(self._compute[0]) if self._compute else _HOST
+
+    def all_compute(self) -> Work:
+        """An operation that ends with all compute issued so far."""
+        work = Work()
+        for stream in self._compute:
+            work.mark(stream)
+        return work
+
+    # -------------------------------------------------------------------------------------------------- other streams
 
     def fetching(self) -> AbstractContextManager[object]:
         """A context whose work goes to `fetch`."""
@@ -52,7 +83,8 @@ class Streams:
         """A context whose work goes to `reduce`, behind all compute issued so far."""
         if self._reduce is None:
             return _HOST
-        self._reduce.wait_stream(torch.cuda.current_stream(self._device))
+        for stream in self._compute:
+            self._reduce.wait_stream(stream)
         return torch.cuda.stream(self._reduce)
 
     def keep_for_reducing(self, memory: torch.Tensor) -> None:
@@ -69,26 +101,19 @@ class Streams:
     def fetch_after_compute(self) -> None:
         """Orders later fetches behind all compute issued so far."""
         if self._fetch is not None:
-            self._fetch.wait_stream(torch.cuda.current_stream(self._device))
-
-    def fetch_behind(self) -> Callable[[], None]:
-        """Returns `fetch_after_compute` for use inside `fetching`, where compute is no longer the current stream."""
-        if self._fetch is None:
-            return _nothing
-        return partial(self._fetch.wait_stream, torch.cuda.current_stream(self._device))
+            for stream in self._compute:
+                self._fetch.wait_stream(stream)
 
     def compute_after_fetch(self, *, host: bool) -> None:
-        """Orders compute behind earlier fetches and gathers, whose memory it may then write.
+        """Orders the current stream, the only compute from now on, behind earlier compute, fetches and gathers.
 
-        With `host`, the host waits for the fetches too, and may then write the shards.
+        It may then write their memory. With `host`, the host waits for the fetches too, and may then write the shards.
         """
         if self._fetch is not None and self._gather is not None:
+            self.join_compute()
             compute = torch.cuda.current_stream(self._device)
             compute.wait_stream(self._fetch)
             compute.wait_stream(self._gather)
+            self._compute = [compute]
             if host:
                 self._fetch.synchronize()
-
-
-def _nothing() -> None:
-    """Does nothing: there are no streams."""

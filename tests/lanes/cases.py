@@ -1,0 +1,274 @@
+"""Models, plans and habits drawn at random, and the run of one of them on a machine.
+
+Owns what is drawn. What a run uses is recorded by `machine`.
+"""
+
+import gc
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import elixir_moe as em
+from elixir_moe.memory.shard_state import ShardState
+from tests.lanes.machine import GPU, Machine
+from tests.support.cases import least_said
+
+WIDTH = 8
+PARTS = ("plain", "bias", "tied", "reused", "checkpointed", "reentrant", "mixture", "residual", "frozen", "beside")
+HABITS = ("evaluation", "view", "failing", "late", "read", "write", "save", "clip", "norms", "value")
+PLANS = {
+    "ddp": em.Plan.ddp(),
+    "zero2": em.Plan.zero2(),
+    "zero3": em.Plan.zero3(chunk_numel=4 * WIDTH * WIDTH + 64),
+    "offload": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64),
+    "half": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64, device_chunks=2),
+    "disk": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64, disk=tempfile.gettempdir(), disk_chunks=2, verify=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run."""
+
+    parts: tuple[str, ...]
+    plan: str
+    blocks: int | None = None
+    """More blocks than the least; None for the plan's own."""
+    half: bool = False
+    """bf16 instead of fp32."""
+    accumulation: int = 1
+    habits: frozenset[str] = frozenset()
+    delays: int = 0
+    """Seed of the delays of updates."""
+    steps: int = 3
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Runs, small ones first."""
+    return Case(
+        parts=("plain", *draw(st.lists(st.sampled_from(PARTS), min_size=1, max_size=5))),
+        plan=draw(st.sampled_from(sorted(PLANS))),
+        blocks=draw(st.sampled_from((None, 0, 1, 3))),
+        half=draw(st.booleans()),
+        accumulation=draw(st.integers(1, 2)),
+        habits=draw(st.frozensets(st.sampled_from(HABITS), max_size=3)),
+        delays=draw(st.integers(0, 99)),
+    )
+
+
+class _Mlp(nn.Module):
+    keeps = False
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH, bias=bias)
+        self.outer = nn.Linear(2 * WIDTH, WIDTH, bias=bias)
+        self.kept: Tensor | None = None
+        """A view of a weight, from the last forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keeps:
+            self.kept = self.inner.weight[:1]
+        return x + self.outer(self.inner(x).tanh())
+
+
+class _Tied(nn.Module):
+    """One weight, used by two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.first(x).tanh())
+
+
+class _Beside(nn.Module):
+    """Two branches, one of them on a stream of its own, as Megatron-core runs its shared experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.side = _Mlp(bias=True), _Mlp(bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: list[Tensor] = []
+        with Machine.running().beside(x, made):
+            made.append(self.side(x))
+        return self.main(x) + made[0]
+
+
+class _Failure(RuntimeError):
+    """What a failing backward raises."""
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        raise _Failure
+
+
+class _Model(nn.Module):
+    def __init__(self, case: Case, mesh: Any) -> None:
+        super().__init__()
+        self.kinds = case.parts
+        self.parts = nn.ModuleList(self._part(kind, mesh) for kind in case.parts)
+        self.fails = False
+        self.parts[0].keeps = bool(case.habits & {"view", "late"})  # type: ignore[assignment]
+        self.aux: Tensor | float = 0.0
+
+    def _part(self, kind: str, mesh: Any) -> nn.Module:
+        if kind in ("mixture", "residual"):
+            own = em.expert_mesh(mesh, dist.get_world_size() if kind == "mixture" else 1)
+            return em.MoE(
+                d_model=WIDTH, d_hidden=WIDTH, num_experts=4, top_k=2, mesh=own, residual=kind == "residual"
+            )
+        part: nn.Module = _Tied() if kind == "tied" else _Beside() if kind == "beside" else _Mlp(bias=kind != "bias")
+        return part.requires_grad_(kind != "frozen")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = 0.0
+        for place, (kind, part) in enumerate(zip(self.kinds, self.parts, strict=True)):
+            if self.fails and place == len(self.kinds) // 2:
+                x = _Fails.apply(x)  # type: ignore[no-untyped-call]
+            if kind in ("mixture", "residual"):
+                out, aux = part(x)
+                x, self.aux = x + out, self.aux + aux
+            elif kind in ("checkpointed", "reentrant"):
+                x = checkpoint(part, x, use_reentrant=kind == "reentrant")
+            else:
+                x = part(x)
+            if kind == "reused":
+                x = part(x)
+        return x
+
+
+def build(case: Case) -> tuple[nn.Module, Any]:
+    """The wrapped model of a case and its optimizer, on the machine that is on."""
+    plan = PLANS[case.plan]
+    if case.blocks is not None and case.plan not in ("ddp", "zero2"):
+        try:
+            _wrapped(case, replace(plan, rcache_blocks=1))[1].close()
+            least = 1
+        except em.PlanError as error:
+            least = least_said(error)
+        plan = replace(plan, rcache_blocks=least + case.blocks)
+    return _wrapped(case, plan)
+
+
+def _wrapped(case: Case, plan: em.Plan) -> tuple[nn.Module, Any]:
+    mesh = em.init_mesh(device_type="cpu")
+    torch.manual_seed(1)
+    model = _Model(case, mesh)
+    rules = {}
+    for place, kind in enumerate(case.parts):
+        if kind in ("mixture", "residual"):
+            own = em.expert_mesh(mesh, dist.get_world_size() if kind == "mixture" else 1)
+            rules[f"parts.{place}.experts.*"] = em.Pattern(own, replicate=("edp",), shard={"ep": 0})
+    em.annotate(model, rules | {"*": em.Pattern(mesh, replicate=("dp",))})
+    dtype = torch.bfloat16 if case.half else None
+    return em.wrap(model, torch.optim.AdamW(model.parameters(), 1e-2), plan=plan, compute_dtype=dtype, device=GPU)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a machine has seen of one rank's run."""
+
+    races: list[str]
+    issued: list[tuple[tuple[int, ...], str, int]]
+    waits: list[list[str]]
+    """What the host waited for, by step."""
+    refused: str = ""
+    """The PlanError, where the rCache is too small for what the run does."""
+
+
+def run(case: Case) -> Outcome:
+    """Runs a case on this rank."""
+    machine, waits, refused = Machine(), [], ""
+    with tempfile.TemporaryDirectory() as folder, _delayed(case.delays), machine.on():
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        (folder,) = folders
+        try:
+            model, optimizer = build(case)
+        except em.PlanError as error:
+            return Outcome(races=[], issued=[], waits=[], refused=str(error))
+        try:
+            for step in range(case.steps):
+                before = len(machine.waits)
+                _step(case, model, optimizer, step, f"{folder}/{step}")
+                waits.append(machine.waits[before:])
+        except em.PlanError as error:
+            refused = str(error)
+        optimizer.close()
+        del model, optimizer
+        gc.collect()
+    return Outcome(races=sorted(set(machine.memory.races)), issued=machine.issued, waits=waits, refused=refused)
+
+
+def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> None:
+    has = case.habits.__contains__
+    first = model.parts[0]
+    for micro in range(case.accumulation):
+        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
+        if case.half:
+            inputs = inputs.bfloat16()
+        if has("failing") and step == 1:
+            model.fails = True
+            try:
+                model(inputs).float().square().mean().backward()
+            except _Failure:
+                optimizer.zero_grad()
+            model.fails = False
+        loss = model(inputs).float().square().mean() + model.aux
+        if has("late") and getattr(first, "kept", None) is not None:
+            loss = loss + first.kept.float().square().sum()
+        if has("read"):
+            loss = loss + next(model.parameters()).float().square().sum()
+        loss.backward()
+        if has("evaluation"):
+            with torch.no_grad():
+                model(inputs)
+    if has("clip"):
+        optimizer.clip_grad_norm_(1.0)
+    if has("norms"):
+        optimizer.grad_norms()
+    if has("value"):
+        optimizer.clip_grad_value_(0.5)
+    kept = getattr(first, "kept", None)
+    optimizer.step()
+    if has("view") and kept is not None:
+        kept.detach().sum().item()
+    if has("write"):
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.9)
+    if has("save") and step == 0:
+        em.save(folder, model, optimizer, asynchronous=True)
+
+
+@contextmanager
+def _delayed(seed: int) -> Iterator[None]:
+    """A context in which an update that has ended may still seem to run, on each rank at other times."""
+    draw, updating = random.Random(1000 * seed + dist.get_rank()), ShardState.updating
+
+    def seems(shard: ShardState) -> bool:
+        return updating.__get__(shard) or (shard.has_update and draw.random() < 0.5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardState, "updating", property(seems))
+        yield
