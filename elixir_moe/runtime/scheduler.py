@@ -304,7 +304,6 @@ class Scheduler:
             self._streams.join_compute()
             for position in positions:
                 chunk.store(position)
-            self._streams.fetch_after_compute()
 
     def fingerprint(self, index: int, position: int) -> tuple[int, int]:
         """As `Chunk.fingerprint`; two of them show whether and how a gathered parameter was written in between."""
@@ -471,7 +470,7 @@ class Scheduler:
         self._in_flight.clear()
         for chunk in self.chunks:
             chunk.land_waiting()
-        self._streams.compute_after_fetch(host=host)  # a gather may still read a shard that is about to be updated
+        self._streams.end_step(host=host)  # a fetch may still read a shard that the host is about to update
 
     # --------------------------------------------------------------------------------------------------- between steps
 
@@ -533,6 +532,7 @@ class Scheduler:
                     block.vacate(self._streams.all_compute())
             with torch.inference_mode(False), torch.no_grad():
                 chunk.reset()
+        self._streams.fetch_after_compute()
         self._gradient_blocks = 0
         self.shown_at.clear()
         self.reductions.clear()

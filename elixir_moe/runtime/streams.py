@@ -4,10 +4,10 @@ Owns the streams and their order; moves nothing. On a GPU, compute is every stre
 last step, most often one; the other streams have a higher priority. On a CPU everything here does nothing.
 
     stream    carries                                 waits for                         is waited for by
-    fetch     shard-to-block copies                   the block's last use (`Block`),   gather, compute, writers of
-                                                      the shard's last reduction        the shard
+    fetch     shard-to-block copies                   the block's last use (`Block`),   gather, compute, the host
+                                                      the shard's last reduction        before it writes shards
     gather    all-gathers, in the block               all earlier fetches               compute
-    reduce    reductions, and block-to-shard copies   all earlier compute               fetch of the block or the shard,
+    reduce    reductions, and block-to-shard copies   compute                           fetch of the block or the shard,
                                                                                         the update
 
 The next chunk is copied while the previous one is gathered. `gather` needs no other order: it touches only blocks, and
@@ -80,17 +80,17 @@ class Streams:
         return torch.cuda.stream(self._gather)
 
     def reducing(self) -> AbstractContextManager[object]:
-        """A context whose work goes to `reduce`, behind all compute issued so far."""
+        """A context whose work goes to `reduce`, behind all that was issued to the current stream so far."""
         if self._reduce is None:
             return _HOST
-        for stream in self._compute:
-            self._reduce.wait_stream(stream)
+        self._reduce.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._reduce)
 
     def keep_for_reducing(self, memory: torch.Tensor) -> None:
-        """Keeps `memory`, allocated for compute, from being reused before the work issued to `reduce` has ended."""
+        """Keeps `memory`, allocated for compute, from being reused before `reduce` and compute are done with it."""
         if self._reduce is not None:
-            memory.record_stream(self._reduce)
+            for stream in (self._reduce, *self._compute):
+                memory.record_stream(stream)
 
     def marked(self, work: Work) -> Work:
         """Returns `work`, which now ends with everything issued to the current stream so far."""
@@ -104,16 +104,13 @@ class Streams:
             for stream in self._compute:
                 self._fetch.wait_stream(stream)
 
-    def compute_after_fetch(self, *, host: bool) -> None:
-        """Orders the current stream, the only compute from now on, behind earlier compute, fetches and gathers.
+    def end_step(self, *, host: bool) -> None:
+        """Orders the current stream, the only compute from now on, behind all other compute.
 
-        It may then write their memory. With `host`, the host waits for the fetches too, and may then write the shards.
+        With `host`, the host waits for all fetches: it may then write the shards.
         """
-        if self._fetch is not None and self._gather is not None:
+        if self._fetch is not None:
             self.join_compute()
-            compute = torch.cuda.current_stream(self._device)
-            compute.wait_stream(self._fetch)
-            compute.wait_stream(self._gather)
-            self._compute = [compute]
+            self._compute = [torch.cuda.current_stream(self._device)]
             if host:
                 self._fetch.synchronize()

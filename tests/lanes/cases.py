@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.memory.shard_state import ShardState
+from tests.lanes.faults import FAULTS
 from tests.lanes.machine import GPU, Machine
 from tests.support.cases import least_said
 
@@ -100,16 +101,16 @@ class _Beside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.main, self.side = _Mlp(bias=True), _Mlp(bias=True)
+        self.side, self.main = _Mlp(bias=True), _Mlp(bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
         made: list[Tensor] = []
         with Machine.running().beside(x, made):
             made.append(self.side(x))
-        return self.main(x) + made[0]
+        return self.main(x) + Machine.running().join(made[0])
 
 
-class _Failure(RuntimeError):
+class _BackwardError(RuntimeError):
     """What a failing backward raises."""
 
 
@@ -120,7 +121,7 @@ class _Fails(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Tensor:
-        raise _Failure
+        raise _BackwardError
 
 
 class _Model(nn.Module):
@@ -135,9 +136,7 @@ class _Model(nn.Module):
     def _part(self, kind: str, mesh: Any) -> nn.Module:
         if kind in ("mixture", "residual"):
             own = em.expert_mesh(mesh, dist.get_world_size() if kind == "mixture" else 1)
-            return em.MoE(
-                d_model=WIDTH, d_hidden=WIDTH, num_experts=4, top_k=2, mesh=own, residual=kind == "residual"
-            )
+            return em.MoE(d_model=WIDTH, d_hidden=WIDTH, num_experts=4, top_k=2, mesh=own, residual=kind == "residual")
         part: nn.Module = _Tied() if kind == "tied" else _Beside() if kind == "beside" else _Mlp(bias=kind != "bias")
         return part.requires_grad_(kind != "frozen")
 
@@ -197,8 +196,15 @@ class Outcome:
     """The PlanError, where the rCache is too small for what the run does."""
 
 
-def run(case: Case) -> Outcome:
-    """Runs a case on this rank."""
+def run(case: Case, fault: str = "") -> Outcome:
+    """Runs a case on this rank, with a fault of `faults` in the library."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            FAULTS[fault](patch.setattr)
+        return _run(case)
+
+
+def _run(case: Case) -> Outcome:
     machine, waits, refused = Machine(), [], ""
     with tempfile.TemporaryDirectory() as folder, _delayed(case.delays), machine.on():
         folders = [folder]
@@ -232,12 +238,13 @@ def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> Non
             model.fails = True
             try:
                 model(inputs).float().square().mean().backward()
-            except _Failure:
+            except _BackwardError:
                 optimizer.zero_grad()
             model.fails = False
         loss = model(inputs).float().square().mean() + model.aux
         if has("late") and getattr(first, "kept", None) is not None:
             loss = loss + first.kept.float().square().sum()
+            first.kept = None
         if has("read"):
             loss = loss + next(model.parameters()).float().square().sum()
         loss.backward()
@@ -250,10 +257,15 @@ def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> Non
         optimizer.grad_norms()
     if has("value"):
         optimizer.clip_grad_value_(0.5)
+    if has("write"):
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.9)
+            model(inputs)
     kept = getattr(first, "kept", None)
     optimizer.step()
     if has("view") and kept is not None:
-        kept.detach().sum().item()
+        kept.detach().sum()
+        first.kept = None
     if has("write"):
         with torch.no_grad():
             next(model.parameters()).mul_(0.9)

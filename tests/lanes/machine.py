@@ -1,6 +1,6 @@
 """A GPU's order of events on a CPU: the library runs as it is, and every use of memory is noted on its lane.
 
-Owns the stand-ins for streams and events, the marks of device and host memory, and the lanes of threads and collectives.
+Owns the stand-ins for streams and events, the marks of device and host memory, the lanes of threads and collectives.
 Decides nothing: `memory` says what is a race.
 
 ``cpu:0`` stands for the GPU and ``cpu`` for the host: torch takes both for the CPU and keeps the index in the arguments
@@ -166,17 +166,15 @@ class Machine:
     def beside(self, given: torch.Tensor, made: list[torch.Tensor]) -> Iterator[None]:
         """A context whose forward and backward run on a second compute stream, as in Megatron-core's shared experts.
 
-        `given` goes in; what comes out is to be appended to `made`. As in torch, the backward of an operator runs on the
-        stream of its forward, and waits for the stream of the gradient it gets.
+        `given` goes in; what comes out is to be appended to `made`, and used after `join`. As in torch, the backward of
+        an operator runs on the stream of its forward, and waits for the stream of the gradient it gets.
         """
         main, side = self.stream, self.side
         side.wait_stream(main)
         given.record_stream(side)  # type: ignore[arg-type]
         with self.on_stream(side):
             yield
-        main.wait_stream(side)
         (out,) = made
-        out.record_stream(main)  # type: ignore[arg-type]
         before = {given.grad_fn}
         todo, seen = [out.grad_fn], set()
         while todo:
@@ -191,6 +189,12 @@ class Machine:
             first, last = node is out.grad_fn, not before.isdisjoint(following)
             node.register_prehook(partial(self._enter_side, main, first))
             node.register_hook(partial(self._leave_side, main, last))
+
+    def join(self, made: torch.Tensor) -> torch.Tensor:
+        """What the second compute stream has made, for use on the current one."""
+        self.stream.wait_stream(self.side)
+        made.record_stream(self.stream)  # type: ignore[arg-type]
+        return made
 
     def _enter_side(self, main: Stream, first: bool, gradients: Any) -> None:
         if first:
@@ -457,6 +461,8 @@ class Machine:
         for name in _COLLECTIVES:
             if hasattr(dist, name):
                 set_to(dist, name, self.collective(name, getattr(dist, name)))
+        for name in ("all_gather_object", "broadcast_object_list", "gather_object"):
+            set_to(dist, name, self._hushed(getattr(dist, name)))  # they are the host's alone
         self._patch_places(set_to)
         self._patch_threads(set_to)
         self._patch_native(set_to)
@@ -470,6 +476,14 @@ class Machine:
             communicator.tagged = not groups
 
         set_to(Communicator, "__init__", make)
+
+    def _hushed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def hushed(*args: Any, **kwargs: Any) -> Any:
+            with self.quiet():
+                return run(*args, **kwargs)
+
+        return hushed
+
     def _patch_hooks(self, set_to: Callable[..., None]) -> None:
         """A hook in backward runs on the stream of its unit's forward; what ends a backward waits for all of them."""
         enter, reach, landed, end = Hooks._enter, Hooks.reach, Hooks.landed, Hooks._end_backward
@@ -503,10 +517,12 @@ class Machine:
 
         def device(tensor: torch.Tensor) -> torch.device:
             found = get_device.__get__(tensor)
-            plain = found.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            return found if not plain else HOST if self.on_host(tensor) else GPU
+            seen = found.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter) and not self.is_quiet
+            return found if not seen else HOST if self.on_host(tensor) else GPU
 
         def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self.is_quiet:
+                return to(tensor, *args, **kwargs)
             rest = list(args)
             place = next((i for i, arg in enumerate(rest) if isinstance(arg, (str, torch.device))), None)
             target = kwargs.pop("device", None) if place is None else rest.pop(place)
@@ -536,7 +552,7 @@ class Machine:
         return made
 
     def _read_by_host(self, tensor: torch.Tensor, what: str) -> None:
-        if tensor.numel():
+        if tensor.numel() and not self.is_quiet:
             host = self.on_host(tensor)
             lane = self.begin(host=host)
             self.use(lane, tensor, writes=False, what=what)
@@ -566,7 +582,9 @@ class Machine:
 
         def waited(shard: ShardState) -> None:
             wait_for_update(shard)
-            self.thread.after(self._finished.get(id(shard), {}))  # `_update` is None: the thread that said so has waited
+            self.thread.after(
+                self._finished.get(id(shard), {})
+            )  # `_update` is None: the thread that said so has waited
 
         set_to(ShardState, "finish_update", finished)
         set_to(ShardState, "wait_for_update", waited)

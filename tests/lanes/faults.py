@@ -1,0 +1,202 @@
+"""Each wait of the ordering code, left out: what the checker must notice.
+
+Owns the faults. A fault takes one order away and changes nothing else.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from elixir_moe.distributed.collectives import Work
+from elixir_moe.memory.blocks import Block
+from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.runtime.streams import Streams
+from tests.lanes.machine import Stream
+
+Patch = Callable[..., None]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _no_gather_behind_fetch(patch: Patch) -> None:
+    patch(Streams, "gathering", lambda streams: torch.cuda.stream(streams._gather))
+
+
+def _no_reduction_behind_compute(patch: Patch) -> None:
+    patch(Streams, "reducing", lambda streams: torch.cuda.stream(streams._reduce))
+
+
+def _unmarked_on(lane: str) -> Callable[[Patch], None]:
+    """The end of what runs on one stream is not recorded."""
+
+    def fault(patch: Patch) -> None:
+        marked = Streams.marked
+
+        def mark(streams: Any, work: Work) -> Work:
+            here = torch.cuda.current_stream() is getattr(streams, lane)
+            return work if here else marked(streams, work)
+
+        patch(Streams, "marked", mark)
+
+    return fault
+
+
+def _blocks_vacated_at_once(patch: Patch) -> None:
+    patch(Streams, "all_compute", lambda streams: Work())
+
+
+def _blocks_vacated_behind_the_current_stream_alone(patch: Patch) -> None:
+    patch(Streams, "all_compute", lambda streams: streams.marked(Work()))
+
+
+def _blocks_claimed_while_busy(patch: Patch) -> None:
+    claim = Block.claim
+
+    def claimed(block: Any, *args: Any) -> Any:
+        block.busy = None
+        return claim(block, *args)
+
+    patch(Block, "claim", claimed)
+
+
+def _blocks_claimed_under_late_readers(patch: Patch) -> None:
+    claim = Block.claim
+    patch(Block, "claim", lambda block, spec, *_: claim(block, spec))
+
+
+def _no_fetch_behind_an_update(patch: Patch) -> None:
+    updated = Scheduler.updated
+
+    def without(scheduler: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Streams, "fetch_after_compute", _nothing)
+            updated(scheduler)
+
+    patch(Scheduler, "updated", without)
+
+
+def _no_fetch_behind_the_start(patch: Patch) -> None:
+    start = Scheduler.__init__
+
+    def without(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Streams, "fetch_after_compute", _nothing)
+            start(scheduler, *args, **kwargs)
+
+    patch(Scheduler, "__init__", without)
+
+
+def _host_not_behind_fetches(patch: Patch) -> None:
+    end = Streams.end_step
+    patch(Streams, "end_step", lambda streams, *, host: end(streams, host=False))
+
+
+def _host_not_behind_reductions(patch: Patch) -> None:
+    patch(Work, "synchronize", Work.wait)
+
+
+def _no_wait_for_the_gather(patch: Patch) -> None:
+    wait = Scheduler._wait_for_unshard
+
+    def without(scheduler: Any, chunk: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Stream, "wait_event", _nothing)
+            wait(scheduler, chunk)
+
+    patch(Scheduler, "_wait_for_unshard", without)
+
+
+def _no_wait_of_a_second_stream(patch: Patch) -> None:
+    wait = Work.wait
+
+    def once(work: Any) -> None:
+        if not work._behind:
+            wait(work)
+
+    patch(Work, "wait", once)
+
+
+def _no_order_behind_the_last_reduction(patch: Patch) -> None:
+    patch(Scheduler, "_order_behind_reduction", _nothing)
+
+
+def _gradients_taken_over_unordered(patch: Patch) -> None:
+    patch(Streams, "join_compute", _nothing)
+
+
+def _gradients_dropped_unrecorded(patch: Patch) -> None:
+    join = Streams.join_compute
+    patch(Streams, "join_compute", lambda streams, tensors=(): join(streams))
+
+
+def _memory_of_a_reduction_not_kept(patch: Patch) -> None:
+    patch(Streams, "keep_for_reducing", _nothing)
+
+
+def _memory_of_a_kept_view_is_not_computes(patch: Patch) -> None:
+    patch(Streams, "allocating", lambda streams: nullcontext())
+
+
+def _readers_do_not_wait_for_updates(patch: Patch) -> None:
+    patch(ShardState, "wait_for_update", _nothing)
+
+
+def _updates_do_not_wait_for_a_save(patch: Patch) -> None:
+    patch(ShardState, "wait_for_reader", _nothing)
+
+
+def _gathers_begin_when_updates_have_ended(patch: Patch) -> None:
+    start = Scheduler.__init__
+
+    def out_of_order(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        start(scheduler, *args, **kwargs)
+        scheduler._in_order = False
+
+    patch(Scheduler, "__init__", out_of_order)
+
+
+def _updates_not_behind_reductions(patch: Patch) -> None:
+    step = ShardedOptimizer.step
+
+    def without(optimizer: Any, closure: Any = None) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Work, "wait", _nothing)
+            inner.setattr(Work, "synchronize", _nothing)
+            return step(optimizer, closure)
+
+    patch(ShardedOptimizer, "step", without)
+
+
+FAULTS: dict[str, Callable[[Patch], None]] = {
+    "a gather does not wait for its fetch": _no_gather_behind_fetch,
+    "a reduction does not wait for compute": _no_reduction_behind_compute,
+    "the end of a fetch is not recorded": _unmarked_on("_fetch"),
+    "the end of a gather is not recorded": _unmarked_on("_gather"),
+    "the end of a reduction is not recorded": _unmarked_on("_reduce"),
+    "a block is free at once": _blocks_vacated_at_once,
+    "a block is free when one compute stream is": _blocks_vacated_behind_the_current_stream_alone,
+    "a block is taken while it is in use": _blocks_claimed_while_busy,
+    "a block is taken from a late reader": _blocks_claimed_under_late_readers,
+    "a fetch does not wait for the update": _no_fetch_behind_an_update,
+    "a fetch does not wait for the start": _no_fetch_behind_the_start,
+    "a host's update does not wait for fetches": _host_not_behind_fetches,
+    "a host's update does not wait for reductions": _host_not_behind_reductions,
+    "compute does not wait for a gather": _no_wait_for_the_gather,
+    "a second compute stream does not wait for a gather": _no_wait_of_a_second_stream,
+    "a fetch does not wait for the reduction before": _no_order_behind_the_last_reduction,
+    "a gradient of another compute stream is not waited for": _gradients_taken_over_unordered,
+    "a gradient of another compute stream is dropped": _gradients_dropped_unrecorded,
+    "the memory of a reduction is not kept": _memory_of_a_reduction_not_kept,
+    "the memory of a kept view is the fetch stream's": _memory_of_a_kept_view_is_not_computes,
+    "nobody waits for an update": _readers_do_not_wait_for_updates,
+    "an update does not wait for a save": _updates_do_not_wait_for_a_save,
+    "an update does not wait for reductions": _updates_not_behind_reductions,
+    "a gather begins when its update has ended": _gathers_begin_when_updates_have_ended,
+}

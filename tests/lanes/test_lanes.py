@@ -1,0 +1,112 @@
+"""Order among streams, threads and ranks, as a GPU would have it: nothing reads what is still being written."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.lanes.cases import Case, Outcome, cases, run
+from tests.lanes.faults import FAULTS
+from tests.support.ranks import RankError, RankPool
+
+Ranks = Callable[[int], RankPool]
+QUICK, MANY = 12, 250
+TELLING = [
+    (2, Case(parts=("plain", "bias", "checkpointed", "tied"), plan="zero3", blocks=0, half=True, accumulation=2)),
+    (1, Case(parts=("plain", "beside", "plain", "beside"), plan="offload", blocks=0, half=True, accumulation=2)),
+    (1, Case(parts=("plain", "plain", "plain"), plan="disk", blocks=1, half=True, habits=frozenset({"save", "read"}))),
+    (1, Case(parts=("plain", "beside"), plan="ddp", accumulation=2)),
+    (1, Case(parts=("plain", "tied", "beside"), plan="zero2", half=True, habits=frozenset({"view", "late"}))),
+    (
+        2,
+        Case(
+            parts=("plain", "reentrant", "reused", "tied", "beside"),
+            plan="zero3",
+            blocks=3,
+            half=True,
+            accumulation=2,
+            habits=frozenset({"evaluation", "failing"}),
+            delays=11,
+        ),
+    ),
+    (
+        1,
+        Case(
+            parts=("plain", "mixture", "plain", "reentrant"),
+            plan="offload",
+            blocks=3,
+            habits=frozenset({"evaluation", "clip", "view"}),
+        ),
+    ),
+    (
+        1,
+        Case(
+            parts=("plain", "residual", "frozen", "mixture", "beside", "plain"),
+            plan="offload",
+            blocks=0,
+            accumulation=2,
+            habits=frozenset({"write", "failing"}),
+        ),
+    ),
+    (2, Case(parts=("plain", "mixture", "plain", "mixture"), plan="half", blocks=1, half=True, delays=3)),
+]
+"""Runs that between them need every wait: (ranks, case)."""
+
+
+def divergence(outcomes: list[Outcome]) -> str:
+    """The first place at which ranks issue different collectives; empty if they agree."""
+    orders = [[issue for issue in outcome.issued if len(issue[0]) > 1] for outcome in outcomes]
+    for place, issues in enumerate(zip(*orders, strict=False)):
+        if any(issue != issues[0] for issue in issues):
+            return f"issue {place}: {issues}"
+    return "" if len({len(order) for order in orders}) == 1 else f"{[len(order) for order in orders]} issues"
+
+
+def faults_of(outcomes: list[Outcome]) -> list[str]:
+    """All that is wrong with a run."""
+    found = sorted({race for outcome in outcomes for race in outcome.races})
+    return found + [text for text in (divergence(outcomes),) if text]
+
+
+def drawn(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs a test on that many cases, the same ones each time."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+        rules = settings(
+            max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=checks
+        )
+        return rules(given(case=cases())(test))  # type: ignore[no-any-return]
+
+    return decorate
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@drawn(QUICK)
+def test_no_race_and_one_order_on_all_ranks(world: int, ranks: Ranks, case: Case) -> None:
+    assert not faults_of(ranks(world).run(run, case)), case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
+@drawn(MANY)
+def test_no_race_and_one_order_on_all_ranks_in_many_cases(world: int, ranks: Ranks, case: Case) -> None:
+    assert not faults_of(ranks(world).run(run, case)), case
+
+
+@pytest.mark.parametrize(("world", "case"), TELLING)
+def test_the_telling_runs_are_sound(world: int, case: Case, ranks: Ranks) -> None:
+    assert not faults_of(ranks(world).run(run, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wait_left_out_is_noticed(fault: str, ranks: Ranks) -> None:
+    for world, case in TELLING:
+        try:
+            if faults_of(ranks(world).run(run, case, fault)):
+                return
+        except RankError as error:  # ranks that issue other collectives may wait for each other without end
+            assert "Timed out" in str(error)
+            return
+    pytest.fail("nothing was noticed")
