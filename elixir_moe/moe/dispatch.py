@@ -8,7 +8,11 @@ The steps with k = 1 and two ranks of two experts each; ``3a`` is token a, bound
     rank 1   1e 0f 3g 3h  --sort-->  0f 1e | 3g 3h  --all-to-all-->  2c 3a | 3g 3h  --regroup-->  2c | 3a 3g 3h
 
 and the same steps backwards for the experts' outputs. Every split is computed from the gathered statistics, so sizes
-need no exchange of their own, and the host waits for the device once.
+need no exchange of their own. The host waits for the device once, and not at all where it knows the sizes: with all
+experts here and without a capacity.
+
+No row is ever added to another by an index: rows are placed, and then summed over the choices of their token. So the
+order of the additions is always that of the choices, in forward and in backward.
 """
 
 from dataclasses import dataclass
@@ -20,6 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from elixir_moe.distributed.waits import Wait
+from elixir_moe.moe.experts import Groups
+from elixir_moe.moe.host import begin_to_host
+from elixir_moe.moe.router import Choices
 from elixir_moe.parallel.dataless import even_counts, has_data
 
 
@@ -28,67 +35,112 @@ class Dispatch:
     """The destinations of one rank's rows in one forward."""
 
     order: Tensor
-    """(n,) int64: the number of each sent row among the k·T choices; choice c of token t has number ``c * T + t``."""
+    """(n,) int64: the number of each sent row among the k·T choices (see `Choices`)."""
     send: list[int]
     """Rows for each rank of the expert-parallel process group."""
     receive: list[int]
     """Rows from each rank of it."""
     regroup: Tensor | None
     """(m,) int64: the received row at each place once rows are grouped by expert; None if they already are."""
-    counts: Tensor
-    """(L,) int64: rows of each expert of this rank."""
-    host_counts: list[int]
-    """`counts` on the host."""
+    groups: Groups
+    """The grouped rows of each expert of this rank."""
 
 
-def plan_dispatch(
-    experts: Tensor, counts: Tensor, kept: Tensor, *, batch_rank: int, ep: int, dropless: bool
-) -> Dispatch:
-    """The dispatch of one rank.
+def dispatch_tokens(
+    tokens: Tensor, choices: Choices, kept: Tensor, *, batch_rank: int, ep: int, dropless: bool
+) -> tuple[Tensor, Dispatch]:
+    """The rows to send, (n, d), sorted by expert, and their way.
 
     Args:
-        experts: (T, k) int64, the choices of this rank's tokens.
-        counts: (R, k, E) int64, the choices of all ranks.
-        kept: (R, k, E) int64, how many of them are admitted.
+        tokens: (T, d), the tokens of this rank.
+        choices: their choices, sorted.
+        kept: (R, E, q), whole numbers of any dtype: the choices of all ranks that are admitted.
         batch_rank: this rank's place among the R ranks; ranks that share experts are next to each other.
         ep: number of ranks that share the experts.
-        dropless: nothing is dropped: `kept` equals `counts`.
+        dropless: all choices are admitted.
     """
+    total, (_, num_experts, queues) = len(choices.order), kept.shape
+    if dropless and ep == 1:
+        groups = Groups(experts=choices.queue, bounds=choices.starts)
+        way = Dispatch(order=choices.order, send=[total], receive=[total], regroup=None, groups=groups)
+        return permute(tokens, choices.order, total), way
     row = batch_rank % ep
-    sources = kept[batch_rank - row : batch_rank - row + ep].sum(dim=1)  # (ep, E): rows from each rank to each expert
-    table = _to_host(sources, choices=experts.numel())
-    local = len(table[0]) // ep
+    sources = kept[batch_rank - row : batch_rank - row + ep]
+    sources = sources.squeeze(2) if queues == 1 else sources.sum(dim=2)  # (ep, E): rows from each rank to each expert
+    sizes = begin_to_host(sources) if has_data(sources) else lambda: [even_counts(total, num_experts)] * ep
+    if dropless:  # a GPU does this while the host waits
+        rows = permute(tokens, choices.order, total)
+    table = [[int(count) for count in source] for source in sizes()]
+    local = num_experts // ep
     here = slice(row * local, (row + 1) * local)
-    incoming = sources[:, here]
     send = [sum(table[row][i * local : (i + 1) * local]) for i in range(ep)]
-    received = [source[here] for source in table]
-    receive = [sum(source) for source in received]
-    order = experts.t().flatten().argsort(stable=True)
+    receive = [sum(source[here]) for source in table]
+    order, experts, regroup = choices.order, choices.queue, None
     if not dropless:
-        order = _admitted(order, experts, counts[batch_rank], kept[batch_rank], sum(send))
-    return Dispatch(
-        order=order,
-        send=send,
-        receive=receive,
-        regroup=None if ep == 1 else _regroup(incoming, sum(receive)),
-        counts=incoming.sum(dim=0),
-        host_counts=[sum(column) for column in zip(*received, strict=True)],
-    )
+        admitted = _admitted(choices, kept[batch_rank], sum(send))
+        order, experts = order[admitted], experts[admitted] // queues
+        rows = permute(tokens, order, total)
+    if ep > 1:
+        experts, regroup = _regroup(sources[:, here], sum(receive))
+    bounds = torch.searchsorted(experts, choices.numbers[: local + 1], out_int32=True)
+    groups = Groups(experts=experts, bounds=bounds, counts=[sum(column) for column in zip(*table, strict=True)][here])
+    return rows, Dispatch(order=order, send=send, receive=receive, regroup=regroup, groups=groups)
 
 
-def permute(tokens: Tensor, dispatch: Dispatch) -> Tensor:
-    """(T, d) tokens -> (n, d) rows, sorted by expert."""
-    return tokens.index_select(0, dispatch.order % max(len(tokens), 1))
+def permute(tokens: Tensor, order: Tensor, total: int) -> Tensor:
+    """(T, d) tokens -> (n, d): the token of each choice in `order`, out of `total` = k·T choices."""
+    return _Permute.apply(tokens, order, total)
+
+
+def place(rows: Tensor, order: Tensor, into: Tensor) -> Tensor:
+    """(n, d) rows -> `into`, with each row written at its number in `order`; no gradient goes to `into`."""
+    return _Place.apply(rows, order, into)
 
 
 def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
     """(n, d) rows and (T, k) weights -> (T, d): the weighted sum of each token's rows, in the weights' fp32.
 
-    A dropped choice adds zero. Rows are placed, not added, so the order of the additions is always that of the choices.
+    A dropped choice adds zero.
     """
-    T, k = weights.shape
-    placed = rows.new_zeros(k * T, rows.shape[1]).index_copy(0, dispatch.order, rows)
-    return (placed.view(k, T, rows.shape[1]) * weights.t().unsqueeze(-1)).sum(dim=0)
+    placed = place(rows, dispatch.order, _new_rows(rows, weights.numel()))
+    weighted = placed.view(*weights.shape, rows.shape[1]) * weights.unsqueeze(2)
+    return weighted.squeeze(1) if weights.shape[1] == 1 else weighted.sum(dim=1)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, total: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.shape, ctx.total = tokens.shape, total
+        top_k = total // max(len(tokens), 1)
+        return tokens.index_select(0, order // top_k if top_k > 1 else order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (order,), (T, d) = ctx.saved_tensors, ctx.shape
+        placed = _new_rows(grads[0], ctx.total).index_copy_(0, order, grads[0])
+        return placed if ctx.total == T else placed.view(T, -1, d).sum(dim=1), None, None
+
+
+class _Place(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, into: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.mark_dirty(into)
+        return into.index_copy_(0, order, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return grads[0].index_select(0, order), None, None
+
+
+def _new_rows(rows: Tensor, total: int) -> Tensor:
+    """(total, d) for `rows` (n, d) to be placed in: zeros where some of the rows were dropped."""
+    size = total, rows.shape[1]
+    return rows.new_empty(size) if len(rows) == total else rows.new_zeros(size)
 
 
 class Exchange:
@@ -167,26 +219,19 @@ def end_all_to_all(rows: Tensor, exchange: Exchange | None) -> Tensor:
     return rows if exchange is None else _End.apply(rows, exchange)
 
 
-def _admitted(order: Tensor, experts: Tensor, counts: Tensor, kept: Tensor, total: int) -> Tensor:
-    """The `total` admitted choices in `order` (k·T,), which is sorted by expert, then choice, then token."""
-    k = experts.shape[1]
-    queue = experts.t().flatten()[order] * k + order // max(len(experts), 1)  # (expert, choice): one queue each
-    length = counts.t().flatten()
-    start = length.cumsum(0) - length
-    place = torch.arange(len(order), device=order.device) - start[queue]
-    dropped = place >= kept.t().flatten()[queue]
-    return order[dropped.to(torch.uint8).argsort(stable=True)[:total]]
+def _admitted(choices: Choices, kept: Tensor, total: int) -> Tensor:
+    """The places of the `total` choices that are admitted: in each queue the first of `kept` (E, k)."""
+    queue = choices.queue
+    position = torch.arange(len(queue), device=queue.device) - choices.starts[queue]
+    dropped = position >= kept.flatten()[queue]
+    return dropped.to(torch.uint8).argsort(stable=True)[:total]
 
 
-def _regroup(incoming: Tensor, total: int) -> Tensor:
-    """The permutation (total,) of rows from order (source, expert), `incoming` (ep, L) each, to (expert, source)."""
-    ep, local = incoming.shape
-    experts = torch.arange(local, device=incoming.device).repeat(ep)
-    return experts.repeat_interleave(incoming.flatten(), output_size=total).argsort(stable=True)
+def _regroup(incoming: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Of rows in the order (source, expert), `incoming` (ep, L) each, to the order (expert, source).
 
-
-def _to_host(sources: Tensor, choices: int) -> list[list[int]]:
-    """`sources` on the host, the one wait for the device; without data, every rank routes its `choices` evenly."""
-    if not has_data(sources):
-        return [even_counts(choices, sources.shape[1]) for _ in range(sources.shape[0])]
-    return sources.tolist()
+    Returns the expert of each row in the new order, and the row at each place of it, both (total,).
+    """
+    blocks = incoming.long().flatten()
+    experts = torch.repeat_interleave(blocks, output_size=total) % incoming.shape[1]
+    return experts.sort(stable=True)

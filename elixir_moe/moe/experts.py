@@ -4,7 +4,9 @@ Owns their parameters, their initial values and their products. Knows nothing of
 """
 
 import math
+from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from elixir_moe.parallel.dataless import has_data
+from elixir_moe.moe.host import begin_to_host
+from elixir_moe.parallel.dataless import even_counts, has_data
 
 
 class MLP(nn.Module):
@@ -26,6 +29,27 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., d)."""
         return self.w_out(gelu(self.w_in(x)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """Rows sorted by expert."""
+
+    experts: Tensor
+    """(n,) int64: the expert of each row, counted from this rank's first."""
+    bounds: Tensor
+    """(L + 1,) int32: expert e has the rows from ``bounds[e]`` to ``bounds[e + 1]``."""
+    counts: list[int] | None = None
+    """Rows of each expert; None where the host has not needed them so far."""
+
+    def on_host(self) -> list[int]:
+        """`counts`; waits for the device if nobody has before."""
+        if self.counts is not None:
+            return self.counts
+        if not has_data(self.bounds):
+            return even_counts(len(self.experts), len(self.bounds) - 1)
+        bounds = begin_to_host(self.bounds)()
+        return [end - start for start, end in pairwise(bounds)]
 
 
 class GroupedExperts(nn.Module):
@@ -66,25 +90,22 @@ class GroupedExperts(nn.Module):
             nn.init.normal_(self.w_in[i], std=std_in or 1 / math.sqrt(d), generator=generator)
             nn.init.normal_(self.w_out[i], std=std_out or 1 / math.sqrt(h), generator=generator)
 
-    def forward(self, rows: Tensor, counts: Tensor, host_counts: list[int]) -> Tensor:
-        """(n, d) rows, the first ``counts[0]`` of them for expert 0 and so on -> (n, d).
+    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
+        """(n, d) rows, sorted by expert -> (n, d).
 
         An expert without rows gets a gradient of zeros. One fused kernel where `torch.nn.functional.grouped_mm` has one
         (see `_has_grouped_kernel`); else a loop, which on a CPU is no slower: grouped_mm loops there too.
-
-        Args:
-            rows: (n, d), sorted by expert.
-            counts: (L,) int64 on the rows' device.
-            host_counts: `counts` on the host, so that nothing waits for the device here.
         """
         rows = rows.to(self.w_in.dtype)
-        fused = _has_grouped_kernel(rows, self.w_in)
-        hidden = _GroupedLinear.apply(rows, self.w_in, self.b_in, counts, host_counts, fused)
-        return _GroupedLinear.apply(gelu(hidden), self.w_out, self.b_out, counts, host_counts, fused)
+        counts = None if _has_grouped_kernel(rows, self.w_in) else groups.on_host()
+        hidden = _GroupedLinear.apply(rows, self.w_in, self.b_in, groups, counts)
+        return _GroupedLinear.apply(gelu(hidden), self.w_out, self.b_out, groups, counts)
 
 
 class _GroupedLinear(torch.autograd.Function):
     """(n, i) rows sorted by expert, (L, i, o) weight, (L, o) bias -> (n, o): each row times its expert's weight.
+
+    One fused product if `counts` is None, else a loop over experts with `counts` rows each.
 
     An autograd function, so that each expert's product is written in its place and nothing is concatenated: stacking L
     weight gradients alone took a fifth of a layer's time on a CPU.
@@ -92,35 +113,29 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        counts: Tensor,
-        host_counts: list[int],
-        fused: bool,
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, counts: list[int] | None
     ) -> Tensor:
-        ctx.save_for_backward(rows, weight, counts)
-        ctx.has_bias, ctx.host_counts, ctx.fused = bias is not None, host_counts, fused
-        if fused:
-            out = F.grouped_mm(rows, weight, offs=_ends(counts))
-            return out if bias is None else out.add_(bias.repeat_interleave(counts, dim=0, output_size=len(rows)))
+        ctx.save_for_backward(rows, weight, groups.experts, groups.bounds)
+        ctx.has_bias, ctx.counts = bias is not None, counts
+        if counts is None:
+            out = F.grouped_mm(rows, weight, offs=groups.bounds[1:])
+            return out if bias is None else out.add_(bias.index_select(0, groups.experts))
         out = rows.new_empty(len(rows), weight.shape[2])
-        for e, (part, here) in enumerate(zip(rows.split(host_counts), out.split(host_counts), strict=True)):
+        for e, (part, here) in enumerate(zip(rows.split(counts), out.split(counts), strict=True)):
             _product(part, weight[e], here, None if bias is None else bias[e])
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, counts = ctx.saved_tensors
+        rows, weight, experts, bounds = ctx.saved_tensors
         grad = grads[0].contiguous()
-        if ctx.fused:
-            got = _gradients_fused(rows, weight, grad, counts)
+        if ctx.counts is None:
+            got = _gradients_fused(rows, weight, grad, experts, bounds)
         else:
-            got = _gradients_loop(rows, weight, grad, ctx.host_counts)
+            got = _gradients_loop(rows, weight, grad, ctx.counts)
         grad_rows, grad_weight, grad_bias = got
-        return grad_rows, grad_weight, grad_bias if ctx.has_bias else None, None, None, None
+        return grad_rows, grad_weight, grad_bias if ctx.has_bias else None, None, None
 
 
 def _gradients_loop(rows: Tensor, weight: Tensor, grad: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,19 +149,16 @@ def _gradients_loop(rows: Tensor, weight: Tensor, grad: Tensor, counts: list[int
     return grad_rows, grad_weight, grad_bias
 
 
-def _gradients_fused(rows: Tensor, weight: Tensor, grad: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    ends = _ends(counts)
-    grad_rows = F.grouped_mm(grad, weight.transpose(1, 2), offs=ends)
+def _gradients_fused(
+    rows: Tensor, weight: Tensor, grad: Tensor, experts: Tensor, bounds: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_rows = F.grouped_mm(grad, weight.transpose(1, 2), offs=bounds[1:])
     # On some GPUs the kernel does not write the gradient of an expert without rows.
-    grad_weight = F.grouped_mm(rows.t(), grad, offs=ends).masked_fill_((counts == 0).view(-1, 1, 1), 0)
+    idle = (bounds[1:] == bounds[:-1]).view(-1, 1, 1)
+    grad_weight = F.grouped_mm(rows.t(), grad, offs=bounds[1:]).masked_fill_(idle, 0)
     # A product with a one-hot matrix sums each expert's rows in fp32, without atomics.
-    experts = torch.arange(len(counts), device=rows.device)
-    member = experts.unsqueeze(1) == experts.repeat_interleave(counts, output_size=len(rows))
+    member = torch.arange(len(weight), device=rows.device).unsqueeze(1) == experts
     return grad_rows, grad_weight, member.to(grad.dtype) @ grad
-
-
-def _ends(counts: Tensor) -> Tensor:
-    return counts.cumsum(0, dtype=torch.int32)
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None = None) -> None:

@@ -17,9 +17,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import LayoutError
-from elixir_moe.moe.dispatch import Dispatch, begin_all_to_all, combine, end_all_to_all, permute, plan_dispatch
+from elixir_moe.moe.dispatch import (
+    Dispatch,
+    begin_all_to_all,
+    combine,
+    dispatch_tokens,
+    end_all_to_all,
+    permute,
+    place,
+)
 from elixir_moe.moe.experts import MLP, GroupedExperts
-from elixir_moe.moe.router import TopKRouter, gather_statistics, kept_counts, load_balance_loss
+from elixir_moe.moe.router import (
+    TopKRouter,
+    auxiliary_loss,
+    gather_statistics,
+    kept_counts,
+    sort_choices,
+    tokens_per_expert,
+)
 
 EXPERT_MESH_AXES = ("edp", "ep", "tp")
 
@@ -134,23 +149,19 @@ class MoE(nn.Module):
         """(..., d) -> (..., d) of the same dtype, and the auxiliary loss, () fp32, already times its coefficients.
 
         The auxiliary loss has the same value on every rank, that of the global batch; its gradient is this rank's part,
-        right once gradients are averaged over the ranks that share the batch (see `gather_statistics`).
+        right once gradients are averaged over the ranks that share the batch (see `auxiliary_loss`).
         """
-        tokens, place = x.flatten(0, -2), self.place
-        routing = self.router(tokens)
-        statistics = gather_statistics(routing, place.batch_group)
-        kept = kept_counts(statistics.counts, self.capacity_factor)
-        dispatch = plan_dispatch(
-            routing.experts,
-            statistics.counts,
-            kept,
-            batch_rank=place.batch_rank,
-            ep=place.ep,
-            dropless=self.capacity_factor is None,
+        tokens, ranks, top_k, capacity = x.flatten(0, -2), self.place, self.router.top_k, self.capacity_factor
+        routing = self.router(tokens, self.z_coefficient != 0)
+        choices = sort_choices(routing.experts, self.num_experts, 1 if capacity is None else top_k)
+        statistics = gather_statistics(routing, choices, ranks.batch_group)
+        kept = statistics.counts if capacity is None else kept_counts(statistics.counts, capacity)
+        rows, dispatch = dispatch_tokens(
+            tokens, choices, kept, batch_rank=ranks.batch_rank, ep=ranks.ep, dropless=capacity is None
         )
-        rows, exchange = begin_all_to_all(permute(tokens, dispatch), dispatch.send, dispatch.receive, place.ep_group)
+        rows, exchange = begin_all_to_all(rows, dispatch.send, dispatch.receive, ranks.ep_group)
         rows = self._apply_experts(end_all_to_all(rows, exchange), dispatch)
-        rows, exchange = begin_all_to_all(rows, dispatch.receive, dispatch.send, place.ep_group)
+        rows, exchange = begin_all_to_all(rows, dispatch.receive, dispatch.send, ranks.ep_group)
         beside = None  # the dense branch needs no other rank: it runs while rows are on their way
         if self.mlp is not None and self.coefficient is not None:
             beside = self.coefficient(x).softmax(dim=-1, dtype=torch.float32).to(x.dtype), self.mlp(x)
@@ -158,17 +169,20 @@ class MoE(nn.Module):
         if beside is not None:
             share, dense = beside
             out = share[..., 0:1] * out + share[..., 1:2] * dense
-        self.tokens_per_expert = statistics.counts.sum(dim=(0, 1))
-        aux_loss = self.aux_coefficient * load_balance_loss(statistics)
-        return out, aux_loss + self.z_coefficient * statistics.squared_log_normaliser
+        self.tokens_per_expert = tokens_per_expert(statistics)
+        aux_loss = auxiliary_loss(
+            routing, statistics, load_balance=self.aux_coefficient, z=self.z_coefficient, top_k=top_k
+        )
+        return out, aux_loss
 
     def _apply_experts(self, rows: Tensor, dispatch: Dispatch) -> Tensor:
         """(m, d) received rows -> (m, d) outputs in the order in which the rows came."""
         regroup = dispatch.regroup
         if regroup is None:
-            return self.experts(rows, dispatch.counts, dispatch.host_counts)
-        grouped = self.experts(rows.index_select(0, regroup), dispatch.counts, dispatch.host_counts)
-        return torch.empty_like(grouped).index_copy(0, regroup, grouped)
+            return self.experts(rows, dispatch.groups)
+        outputs = self.experts(permute(rows, regroup, len(rows)), dispatch.groups)
+        # The outputs take the memory of the received rows, which nothing reads any more.
+        return place(outputs, regroup, rows.detach() if rows.dtype == outputs.dtype else torch.empty_like(outputs))
 
     def extra_repr(self) -> str:
         """The text that `print` shows beside the submodules."""

@@ -1,20 +1,24 @@
 """The router, and the statistics of the routing on all ranks.
 
-Owns the router's weight, the statistics of a batch that is spread over ranks, the auxiliary losses and the queue of a
-limited capacity. Moves no token: the one collective here gathers a few numbers.
+Owns the router's weight, the order of the choices, the statistics of a batch that is spread over ranks, the auxiliary
+losses and the queues of a limited capacity. Moves no token: the one collective here gathers a few numbers.
 Sources: Switch Transformer, eq. 4 (load balance); ST-MoE, eq. 5 (z-loss); GShard, algorithm 1 (capacity).
 
 Shape letters, here and in `dispatch`, `experts` and `layer`: T tokens of this rank, k choices a token, E experts of the
-layer, L of them on this rank, R ranks that share the batch, d width of the model, h of an expert.
+layer, L of them on this rank, q queues an expert, R ranks that share the batch, d width of the model, h of an expert.
+
+With a capacity each expert has k queues, since it admits first choices before second choices. Without one it has a
+single queue, which holds the choices in the order of the tokens.
 """
 
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import LayoutError
@@ -28,10 +32,10 @@ class Routing(NamedTuple):
     """(T, k) int64: the chosen experts, the most probable first."""
     weights: Tensor
     """(T, k) fp32: the factor on each expert's output."""
-    probabilities: Tensor
-    """(T, E) fp32: the softmax over all experts."""
-    log_normaliser: Tensor
-    """(T,) fp32: logsumexp of the logits."""
+    probability: Tensor
+    """(E,) float64: the sum of each expert's probability over the tokens."""
+    squared_log_normaliser: Tensor | None
+    """() float64: the sum of the squared logsumexp of the logits over the tokens; None without a z-loss."""
 
 
 class TopKRouter(nn.Module):
@@ -64,33 +68,119 @@ class TopKRouter(nn.Module):
         """Draws the weight from the global RNG."""
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, tokens: Tensor) -> Routing:
-        """(T, d) -> Routing."""
+    def forward(self, tokens: Tensor, z_loss: bool = True) -> Routing:
+        """(T, d) -> Routing; without `z_loss` nothing is computed for it."""
         # Meta tensors know no autocast; on every other device it would make this product bf16 again.
         with nullcontext() if tokens.is_meta else torch.autocast(tokens.device.type, enabled=False):
             logits = F.linear(tokens.float(), self.weight.float())
-        probabilities = logits.softmax(dim=-1)
-        weights, experts = probabilities.topk(self.top_k, dim=-1)
+        experts, weights, probability, squared = _Route.apply(logits, self.top_k, z_loss)
         if self.normalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        return Routing(experts, weights, probabilities, logits.logsumexp(dim=-1))
+        return Routing(experts, weights, probability, squared)
+
+
+class _Route(torch.autograd.Function):
+    """(T, E) fp32 logits -> the fields of `Routing`; one backward for the softmax and all that is taken from it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, top_k: int, z_loss: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        probabilities = logits.softmax(dim=-1)
+        weights, experts = probabilities.topk(top_k, dim=-1)
+        log_normaliser = logits.logsumexp(dim=-1) if z_loss else None
+        ctx.save_for_backward(probabilities, experts, log_normaliser)
+        ctx.mark_non_differentiable(experts)
+        ctx.set_materialize_grads(False)
+        squared = None if log_normaliser is None else log_normaliser.square().sum(dtype=torch.float64)
+        return experts, weights, probabilities.sum(dim=0, dtype=torch.float64), squared
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+        probabilities, experts, log_normaliser = ctx.saved_tensors
+        _, of_weights, of_probability, of_squared = grads
+        grad = torch.zeros_like(probabilities)
+        if of_weights is not None:
+            grad.scatter_(1, experts, of_weights)  # the experts of a token differ: nothing is written twice
+        if of_probability is not None:
+            grad.add_(of_probability.float())
+        grad = torch._softmax_backward_data(grad, probabilities, -1, torch.float32)
+        if of_squared is not None:
+            grad.addcmul_(probabilities, (log_normaliser * of_squared).unsqueeze(-1), value=2)
+        return grad, None, None
+
+
+class Choices(NamedTuple):
+    """The choices of this rank's tokens, sorted by queue and then by token."""
+
+    order: Tensor
+    """(k·T,) int64: the number of each choice; choice c of token t has number ``t * k + c``."""
+    queue: Tensor
+    """(k·T,) int64, ascending: the queue of each; queue c of expert e has number ``e * q + c``."""
+    starts: Tensor
+    """(E·q + 1,) int32: the place of each queue's first choice; the last is k·T."""
+    numbers: Tensor
+    """(E·q + 1,) int64: 0, 1, 2, ..."""
+
+
+def sort_choices(experts: Tensor, num_experts: int, queues: int) -> Choices:
+    """The choices (T, k) sorted into `queues` queues for each expert: 1 or k."""
+    numbers = torch.arange(num_experts * queues + 1, device=experts.device)
+    if queues > 1:
+        experts = torch.add(numbers[:queues], experts, alpha=queues)
+    queue, order = experts.flatten().sort(stable=True)
+    return Choices(order, queue, torch.searchsorted(queue, numbers, out_int32=True), numbers)
 
 
 class RoutingStatistics(NamedTuple):
     """Statistics of the routing of the global batch, known on every rank after one gather."""
 
     counts: Tensor
-    """(R, k, E) int64: how many tokens rank r sends to expert e as their c-th choice, before any is dropped."""
-    tokens: Tensor
-    """() float64: T of all ranks together."""
-    probability: Tensor
-    """(E,) fp32: mean probability of each expert over the global batch; carries this rank's gradient."""
-    squared_log_normaliser: Tensor
-    """() fp32: mean square of the log normaliser over the global batch; carries this rank's gradient."""
+    """(R, E, q) float64, whole numbers: the choices of rank r in each queue, before any is dropped."""
+    totals: Tensor
+    """(E·q + 1 + E + z,) float64, sums over all ranks: the counts, k·T, and the sums in `Routing`; z is 0 or 1."""
 
 
-def gather_statistics(routing: Routing, process_group: dist.ProcessGroup | None) -> RoutingStatistics:
-    """Adds up the routing of all ranks that share the batch: one all-gather of k·E + E + 2 numbers, none in backward.
+def gather_statistics(routing: Routing, choices: Choices, process_group: dist.ProcessGroup | None) -> RoutingStatistics:
+    """Adds up the routing of all ranks that share the batch: one all-gather of ``totals``' length, none in backward.
+
+    Args:
+        routing: the routing of this rank's tokens.
+        choices: its choices, sorted.
+        process_group: the ranks that share the batch, in the order of the global batch; None for one process.
+    """
+    num_experts = len(routing.probability)
+    num_queues = len(choices.starts) - 1
+    # One message carries both kinds of numbers: float64 holds counts up to 2^53 exactly.
+    numbers = [choices.starts.diff(), choices.starts[-1:], routing.probability.detach()]
+    if routing.squared_log_normaliser is not None:
+        numbers.append(routing.squared_log_normaliser.detach().view(1))
+    mine = torch.cat(numbers)
+    if process_group is None:
+        table, totals = mine.unsqueeze(0), mine
+    else:
+        table = mine.new_empty(process_group.size(), len(mine))
+        if has_data(mine):
+            with Wait("the all-gather of the router's statistics", dist.get_process_group_ranks(process_group)):
+                dist.all_gather(list(table), mine, group=process_group)
+        totals = table.sum(dim=0)
+    return RoutingStatistics(table[:, :num_queues].unflatten(1, (num_experts, -1)), totals)
+
+
+def tokens_per_expert(statistics: RoutingStatistics) -> Tensor:
+    """(E,) int64: the choices that fell on each expert, all ranks together, before any is dropped."""
+    _, num_experts, queues = statistics.counts.shape
+    counts = statistics.totals[: num_experts * queues]
+    return (counts if queues == 1 else counts.view(num_experts, queues).sum(dim=1)).long()
+
+
+def auxiliary_loss(
+    routing: Routing, statistics: RoutingStatistics, *, load_balance: float, z: float, top_k: int
+) -> Tensor:
+    """The load-balancing loss and the z-loss of the global batch, each times its coefficient; () fp32.
+
+    The load-balancing loss is E · sum_e f_e · P_e: f_e is the fraction of all choices that fell on e, P_e its mean
+    probability. It is 1 if routing is uniform, whatever k. Choices that the capacity drops count too, so that the
+    router learns from them. The z-loss is the mean square of the log normaliser.
 
     The gradient. Let s_r be a sum over the tokens of rank r and M = 1/T · sum_r s_r the global mean, with T tokens and
     R ranks in all. Every rank has the same M in its loss, so the wanted gradient is f'(M) · 1/T · sum_r ds_r/dw, while
@@ -100,60 +190,62 @@ def gather_statistics(routing: Routing, process_group: dist.ProcessGroup | None)
 
     Args:
         routing: the routing of this rank's tokens.
-        process_group: the ranks that share the batch, in the order of the global batch; None for one process.
+        statistics: those of all ranks.
+        load_balance: the coefficient of the load-balancing loss.
+        z: the coefficient of the z-loss; 0 if the router computed nothing for it.
+        top_k: choices a token.
     """
-    T, k = routing.experts.shape
-    E = routing.probabilities.shape[1]
-    sums = torch.cat([routing.probabilities.sum(dim=0), routing.log_normaliser.square().sum().view(1)])  # (E + 1,)
-    counts = _count(routing.experts, E)
-    ranks = 1 if process_group is None else process_group.size()
-    if process_group is None:
-        counts, tokens, total = counts.unsqueeze(0), sums.new_full((), T, dtype=torch.float64), sums.detach()
-    else:
-        # float64 holds counts up to 2^53 exactly, so one message carries both kinds of numbers.
-        numbers = sums.new_full((1,), T, dtype=torch.float64)
-        mine = torch.cat([counts.flatten().double(), sums.detach().double(), numbers])
-        table = mine.new_empty(ranks, mine.numel())
-        if has_data(mine):
-            with Wait("the all-gather of the router's statistics", dist.get_process_group_ranks(process_group)):
-                dist.all_gather(list(table), mine, group=process_group)
-        gathered, others, numbers = table.split([k * E, E + 1, 1], dim=1)
-        counts, tokens, total = gathered.long().view(ranks, k, E), numbers.sum(), others.sum(dim=0)
-    local = sums * (ranks / tokens).float()
-    mean = (total / tokens).float() + (local - local.detach())  # value of the first, gradient of the second
-    return RoutingStatistics(counts, tokens, mean[:E], mean[E])
+    return _AuxiliaryLoss.apply(
+        routing.probability, routing.squared_log_normaliser, statistics, load_balance, z * top_k, top_k
+    )
 
 
-def load_balance_loss(statistics: RoutingStatistics) -> Tensor:
-    """E · sum_e f_e · P_e: f_e is the fraction of all choices that fell on e, P_e its mean probability; () fp32.
+class _AuxiliaryLoss(torch.autograd.Function):
+    """The value comes from the totals of all ranks, the gradient goes to this rank's sums (see `auxiliary_loss`)."""
 
-    1 if routing is uniform, whatever k. Choices that the capacity drops count too, so that the router learns from them.
-    """
-    counts = statistics.counts.sum(dim=(0, 1))
-    fraction = (counts / (statistics.tokens * statistics.counts.shape[1])).float()
-    return counts.numel() * (fraction * statistics.probability).sum()
+    @staticmethod
+    def forward(
+        ctx: Any,
+        probability: Tensor,
+        squared: Tensor | None,
+        statistics: RoutingStatistics,
+        load_balance: float,
+        z: float,
+        top_k: int,
+    ) -> Tensor:
+        ranks, num_experts, queues = statistics.counts.shape
+        choices = statistics.totals[num_experts * queues]  # k·T of all ranks
+        shares = statistics.totals / choices
+        fraction, mean = shares[: num_experts * queues], shares[num_experts * queues + 1 :][:num_experts]
+        if queues > 1:
+            fraction = fraction.view(num_experts, queues).sum(dim=1)
+        ctx.save_for_backward(fraction, choices)
+        weight = load_balance * num_experts * top_k  # `mean` is the sum over k·T, not T
+        ctx.weights = weight * ranks, None if squared is None else z * ranks
+        # Without a z-loss `shares[-1:]` is another number: a `beta` of 0 leaves it out.
+        return torch.addmv(shares[-1:], mean.unsqueeze(0), fraction, beta=z, alpha=weight)[0].float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        fraction, choices = ctx.saved_tensors
+        of_probability, of_squared = ctx.weights
+        grad = grads[0] / choices
+        squared = None if of_squared is None else grad * of_squared
+        return fraction * (grad * of_probability), squared, None, None, None, None
 
 
-def kept_counts(counts: Tensor, capacity_factor: float | None) -> Tensor:
-    """How many of `counts` (R, k, E) each expert's capacity admits, same shape.
+def kept_counts(counts: Tensor, capacity_factor: float) -> Tensor:
+    """How many of `counts` (R, E, k) each expert's capacity admits, same shape, int64.
 
     An expert takes ``ceil(capacity_factor · k · T / E)`` tokens, with T of all ranks. It admits first choices before
     second choices, and each of them in the order of the global batch (rank by rank, each rank's tokens in order). So
     the number kept on a rank follows from the number ahead of them.
     """
-    if capacity_factor is None:
-        return counts
-    R, k, E = counts.shape
-    tokens = counts[:, 0].sum()
-    capacity = torch.ceil(capacity_factor * k * tokens.double() / E).long()
-    queue = counts.transpose(0, 1).reshape(k * R, E)
+    R, E, k = counts.shape
+    tokens = counts[..., 0].sum()
+    capacity = torch.ceil(capacity_factor * k * tokens / E).long()
+    # int64, since torch calls a cumulative sum of floats on a GPU nondeterministic, whole numbers or not.
+    queue = counts.long().permute(2, 0, 1).reshape(k * R, E)
     ahead = queue.cumsum(dim=0) - queue
-    return (capacity - ahead).clamp(min=0).minimum(queue).view(k, R, E).transpose(0, 1)
-
-
-def _count(experts: Tensor, num_experts: int) -> Tensor:
-    """(T, k) choices -> (k, E) counts; integer additions, so their order does not matter."""
-    k = experts.shape[1]
-    slots = (experts + num_experts * torch.arange(k, device=experts.device)).flatten()
-    counts = torch.zeros(k * num_experts, dtype=torch.int64, device=experts.device)
-    return counts.scatter_add_(0, slots, torch.ones_like(slots)).view(k, num_experts)
+    return (capacity - ahead).clamp(min=0).minimum(queue).view(k, R, E).permute(1, 2, 0)

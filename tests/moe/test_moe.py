@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from elixir_moe.errors import LayoutError
 from elixir_moe.moe import experts as experts_module
 from elixir_moe.moe.dispatch import begin_all_to_all, end_all_to_all
-from elixir_moe.moe.experts import GroupedExperts
+from elixir_moe.moe.experts import GroupedExperts, Groups
 from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from tests.support.ranks import RankPool
@@ -331,9 +331,11 @@ def compare_grouped(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.d
         rows = torch.randn(sum(host_counts), D, device=device, dtype=dtype, requires_grad=True)
         grad = torch.randn_like(rows)
         counts = torch.tensor(host_counts, device=device)
+        bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+        groups = Groups(experts=torch.arange(5, device=device).repeat_interleave(counts), bounds=bounds)
         leaves = [rows, *experts.parameters()]
         monkeypatch.setattr(experts_module, "_has_grouped_kernel", lambda rows, weight: True)
-        out = experts(rows, counts, host_counts)
+        out = experts(rows, groups)
         got = torch.autograd.grad(out, leaves, grad)
         loop = torch.cat([_loop(experts, e, part) for e, part in enumerate(rows.split(host_counts))])
         want = torch.autograd.grad(loop, leaves, grad)

@@ -1,0 +1,30 @@
+"""The way of a few numbers from the device to the host.
+
+Owns the only wait of the mixture layer for its device. Decides nothing, and is never asked for numbers that the host
+knows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def begin_to_host(numbers: Tensor) -> Callable[[], list[Any]]:
+    """Begins to copy `numbers` to the host; the returned function waits for the copy and returns them as lists.
+
+    On a GPU the wait is for the copy alone: work issued after the call runs on.
+    """
+    if not numbers.is_cuda:
+        return numbers.tolist
+    copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+    copy.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(numbers.device))
+
+    def end() -> list[Any]:
+        copied.synchronize()
+        return copy.tolist()
+
+    return end
