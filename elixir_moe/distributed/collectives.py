@@ -248,6 +248,23 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return timeout
 
 
+def abort_nccl() -> None:
+    """Ends the NCCL collectives of this process that are under way, and makes later ones fail; from any thread.
+
+    A kernel that waits for a rank which will not come ends as well, so that a host that waits for its GPU goes on. The
+    results of what was under way are undefined.
+    """
+    groups = list(dist.distributed_c10d._world.pg_map)
+    found = {group._get_backend(device): None for group in groups for device in group._device_types}
+    backends: list[Any] = [backend for backend in found if backend.name() == "nccl"]
+    if not backends:
+        return
+    backends[0]._group_start()  # one after another, each might wait for the kernels of the others
+    for backend in backends:
+        backend.abort()
+    backends[0]._group_end()
+
+
 def make_groups(
     wanted: Iterable[tuple[int, ...]], backend: str | None = None
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:

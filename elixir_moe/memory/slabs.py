@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from elixir_moe.chunks.plan import Tier, size_text
-from elixir_moe.errors import TierError
+from elixir_moe.errors import TierError, is_out_of_memory
 
 _CGROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
@@ -42,6 +42,8 @@ class Slab:
         try:
             self._memory = torch.zeros(numel, dtype=dtype, device=device if tier is Tier.DEVICE else "cpu")
         except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise TierError(
                 f"{tier} memory: cannot allocate {size_text(nbytes)} for shards: {error}; {_RELIEF[tier]}, or use "
                 f"more ranks"

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.errors import ConfigError, ElixirError, is_out_of_memory
 from elixir_moe.inspect import inspect
 from elixir_moe.models.gpt import tokens_per_expert
 from elixir_moe.parallel.mesh import init_mesh
@@ -95,7 +95,9 @@ def train(
         signals = stack.enter_context(Signals())
         store = dist.distributed_c10d._get_default_store()
         watchdog = stack.enter_context(
-            Watchdog(store, dist.get_rank(), dist.get_world_size(), config.run.timeout_seconds, end or _end)
+            Watchdog(
+                store, dist.get_rank(), dist.get_world_size(), config.run.timeout_seconds, end or _end, memory.Abort()
+            )
         )
         scarcity = Scarcity(config)
         while True:
@@ -151,7 +153,7 @@ def _train(
 
 def _is_short(error: Exception, watchdog: Watchdog, loop: "Loop") -> bool:
     """Whether some rank is out of memory, and the step can be redone."""
-    short, store = memory.is_out_of_memory(error), watchdog.store
+    short, store = is_out_of_memory(error), watchdog.store
     if not short and not is_broken_collective(error):
         return False
     try:

@@ -86,16 +86,27 @@ class Watchdog:
         ranks: number of ranks.
         timeout_seconds: longest time in one phase.
         end: called on the thread, with the reason, when the process must end although its main thread is blocked.
+        look: called on the thread every second, with a function that answers questions to the store, as `ask` does.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: int, timeout_seconds: float, end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int,
+        timeout_seconds: float,
+        end: Callable[[str], None],
+        look: Callable[[Callable[[Callable[[Any], Any]], Any]], None] = lambda _: None,
+    ) -> None:
         self.store = store
         """The store, for messages of the main thread outside the process groups."""
         self._store: Any = None
         if store is not None and ranks > 1:  # without the keys of earlier runs in these processes
-            self._store = dist.PrefixStore(f"run {store.add(f'runs of rank {rank}', 1)}", store.clone())
+            number, self._shared = store.add(f"runs of rank {rank}", 1), store.clone()
+            self._store = dist.PrefixStore(f"run {number}", self._shared)
         self._line = _Line()
-        self._rank, self._ranks, self._timeout, self._end = rank, ranks, timeout_seconds, end
+        self._rank, self._ranks, self._timeout = rank, ranks, timeout_seconds
+        self._end, self._look = end, look
         self._main = threading.main_thread().ident
         self._phase, self._since = "the start", math.inf  # no limit: it depends on the size of the model
         self._samples = self._waits = 0
@@ -164,6 +175,7 @@ class Watchdog:
             beat = time.monotonic()
             try:
                 self.ask(self._tell)
+                self._look(lambda question: self.ask(lambda: question(self._shared)))
                 told = self.ask(self._told)
                 if told:
                     self._give_up(told)
