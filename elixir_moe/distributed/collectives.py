@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from elixir_moe.distributed.waits import Issued, Wait, named
+from elixir_moe.distributed.waits import Issued, Wait, named, wait_for_event
 from elixir_moe.errors import ConfigError
 from elixir_moe.kernels import add_and_square
 
@@ -57,7 +57,7 @@ class Work:
         if finish is not None:
             finish()
         if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+            wait_for_event(self._event, self._device)
 
     def synchronize(self) -> None:
         """Blocks the host until the operation is done."""

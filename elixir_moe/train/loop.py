@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from elixir_moe.distributed.waits import BusyTime
 from elixir_moe.errors import ConfigError, ElixirError, is_out_of_memory
 from elixir_moe.inspect import inspect
 from elixir_moe.models.gpt import tokens_per_expert
@@ -193,6 +194,7 @@ class Loop:
         self._control = ControlFile(directory / CONTROL)
         tell = partial(self._status, "running")
         self.keeper = CheckpointManager(training, self.supervisor, self.config.save, directory, self._event, tell)
+        self._busy = BusyTime(training.device)
         self._last: StepRecord | None = None
         self._seconds = 0.0
         self._first = 0
@@ -289,9 +291,13 @@ class Loop:
         before, start = inspect(training.model).statistics, time.perf_counter()
         self._watchdog.at(f"step {training.progress.step + 1}")
         self._watchdog.waited()
+        self._busy.start()
         loss = training.forward_backward()
+        busy = self._busy.stop()
         norm = training.norm()
-        agreed = self._agree(loss, (time.perf_counter() - start) * (1 - self._watchdog.waited()))
+        if busy is None:
+            busy = (time.perf_counter() - start) * (1 - self._watchdog.waited())
+        agreed = self._agree(loss, busy)
         experts = tokens_per_expert(training.model)
         action = self.supervisor.observe(self._observation(agreed, norm, experts))
         for note in action.notes:

@@ -4,7 +4,8 @@ Owns a rank's messages to the others (a heartbeat every second with its position
 waits, and the end of a rank whose peers are gone. Uses the store with which the ranks met, never a process group, which
 may hang.
 
-The position of a rank is read from the stack of its main thread, so the training neither reports it nor slows down.
+The position of a rank is read from the stack of its main thread, or of the thread on which autograd runs backward on a
+GPU, so the training neither reports it nor slows down.
 Heartbeats of a stopped or dead process cease; those of a rank in an endless loop continue, and show its position.
 """
 
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from elixir_moe.distributed.waits import Whereabouts, place_of
+from elixir_moe.distributed.waits import Whereabouts, place_here
 from elixir_moe.errors import ElixirError
 
 _SAMPLE_SECONDS = 0.05
@@ -78,7 +79,7 @@ class _Line:
 
 
 class Watchdog:
-    """A context that watches the main thread of this rank.
+    """A context that watches the training of this rank.
 
     Args:
         store: store of the process group; may be None in a world of one.
@@ -107,7 +108,6 @@ class Watchdog:
         self._line = _Line()
         self._rank, self._ranks, self._timeout = rank, ranks, timeout_seconds
         self._end, self._look = end, look
-        self._main = threading.main_thread().ident
         self._phase, self._since = "the start", math.inf  # no limit: it depends on the size of the model
         self._samples = self._waits = 0
         self._closing = threading.Event()
@@ -135,7 +135,7 @@ class Watchdog:
         self._since = math.inf
 
     def waited(self) -> float:
-        """The fraction of samples since the last call in which the main thread was in a collective."""
+        """The fraction of samples since the last call in which the training was in a collective."""
         share = self._waits / self._samples if self._samples else 0.0
         self._samples = self._waits = 0
         return share
@@ -187,7 +187,7 @@ class Watchdog:
                 self._late()
 
     def _place(self) -> Whereabouts:
-        return place_of(self._main)
+        return place_here()
 
     def _tell(self) -> None:
         place = self._place()
