@@ -19,7 +19,14 @@ import elixir_moe as em
 from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.chunks.param_spec import ChunkGroupKey
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.distributed.collectives import Communicator, Work, backend_of, build_communicators, timeout_of
+from elixir_moe.distributed.collectives import (
+    Communicator,
+    Work,
+    backend_of,
+    build_communicators,
+    make_groups,
+    timeout_of,
+)
 from elixir_moe.kernels import host_threads
 from elixir_moe.memory.shard_state import build_shards
 from elixir_moe.models.gpt import _joined
@@ -487,3 +494,103 @@ def test_ranks_that_are_out_of_step_stop(ranks: Callable[[int], RankPool]) -> No
         assert len(said) == 3
         assert all("more gathers or reductions than others" in text for text in said)
         assert all(text.endswith("start all ranks again, from the latest checkpoint") for text in said)
+
+
+class Started(Exception):  # noqa: N818 (no error: what a test waits for)
+    """torch.distributed would be started now."""
+
+
+def test_a_rank_takes_its_gpu_before_torch_distributed_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL goes by the current device. No group is bound to it: torch would split the world's communicator for each."""
+    chosen: list[int] = []
+    asked: dict[str, Any] = {}
+
+    def begin(*_: Any, **settings: Any) -> None:
+        asked.update(settings, gpu=list(chosen))
+        raise Started
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", begin)
+    for name, value in (("RANK", "6"), ("LOCAL_RANK", "2"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(Started):
+        em.init_mesh()
+    assert asked["gpu"] == [2] and "device_id" not in asked
+
+
+def groups_in_a_bound_world() -> list[int]:
+    """Ranks of a gloo group of two, where torch.distributed was started with a device_id."""
+    world: Any = dist.group.WORLD
+    world.bound_device_id = torch.device("cuda", 0)
+    try:
+        made = make_groups([(0, 1)] if dist.get_rank() < 2 else [], backend="gloo")
+        assert world.bound_device_id == torch.device("cuda", 0)
+    finally:
+        world.bound_device_id = None
+    total = torch.ones(1)
+    for group in made.values():
+        dist.all_reduce(total, group=group)
+    return [int(total), *(group.bound_device_id is not None for group in made.values())]
+
+
+def test_a_world_bound_to_a_device_makes_groups_of_some_ranks(ranks: Callable[[int], RankPool]) -> None:
+    """The ranks outside would join a split of the world's communicator, and the members of a gloo group would not."""
+    assert ranks(3).run(groups_in_a_bound_world) == [[2, False], [2, False], [1]]
+
+
+def connected() -> list[str]:
+    """The collectives of a communicator as on NCCL when it is made; of one on gloo there are none."""
+    build_communicators([(0, 1)], torch.device("cpu"))[0, 1].close()
+    communicator = Communicator((0, 1), (dist.group.WORLD,) * 2, torch.device("cpu"))  # type: ignore[arg-type]
+    assert communicator.staged
+    communicator.staged, communicator._device = False, torch.device("cuda", 0)
+    issued: list[str] = []
+
+    def noting(name: str) -> Callable[..., Work]:
+        return lambda buffer, *_, **__: (issued.append(f"{name} {buffer.numel()}"), Work())[1]
+
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        setattr(communicator, name, noting(name))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+        communicator.connect()
+        communicator.staged = True
+        communicator.connect()
+    return issued
+
+
+def test_communicators_are_connected_when_they_are_made(ranks: Callable[[int], RankPool]) -> None:
+    """With the collectives that chunks take: their memory is taken before a plan measures what is left."""
+    for issued in ranks(2).run(connected):
+        assert issued == ["all_gather 2", "reduce_scatter 2", "all_reduce 2"]
+
+
+def connections_before_a_plan() -> list[str]:
+    """The order in which `wrap` connects and plans, and how many process groups a refused plan leaves behind."""
+    order: list[str] = []
+    wrapping = import_module("elixir_moe.wrap")
+    model = nn.Linear(4, 4)
+    before = len(dist.distributed_c10d._world.pg_map)
+
+    def plan(*_: Any) -> Any:
+        order.append("plan")
+        raise em.PlanError("nothing fits")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Communicator, "connect", lambda self: order.append(f"connect {self.ranks}"))
+        monkeypatch.setattr(wrapping, "forecast", plan)
+        with pytest.raises(em.PlanError, match="nothing fits"):
+            em.wrap(
+                model, torch.optim.AdamW(model.parameters()), plan=em.Plan.auto(lambda m, b: m(b), torch.ones(1, 4))
+            )
+    return [*order, str(len(dist.distributed_c10d._world.pg_map) - before)]
+
+
+def test_a_plan_is_searched_for_when_communicators_have_their_memory(ranks: Callable[[int], RankPool]) -> None:
+    for order in ranks(2).run(connections_before_a_plan):
+        assert order == ["connect (0, 1)", "plan", "0"]
