@@ -594,3 +594,21 @@ def connections_before_a_plan() -> list[str]:
 def test_a_plan_is_searched_for_when_communicators_have_their_memory(ranks: Callable[[int], RankPool]) -> None:
     for order in ranks(2).run(connections_before_a_plan):
         assert order == ["connect (0, 1)", "plan", "0"]
+
+
+def test_a_cuda_graph_of_a_wrapped_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a forward and in a read, with nothing begun; on a CPU nobody asks."""
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: asked.append(True) or True)
+    model = nn.Linear(4, 4)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload(rcache_blocks=2))
+    model(torch.ones(2, 4)).square().mean().backward()
+    assert not asked
+    optimizer._hooks._on_gpu = True
+    for run in (lambda: model(torch.ones(2, 4)), lambda: model.weight + 1):
+        with pytest.raises(em.UsageError, match="a CUDA graph cannot capture a wrapped model"):
+            run()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    optimizer.step()  # the gradients of before are still there
+    assert model(torch.ones(2, 4)).isfinite().all()
+    optimizer.close()
