@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,9 @@ from elixir_moe.parallel import mesh
 from elixir_moe.parallel.mesh import start
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.streams import Streams
+from elixir_moe.train.training import Training
 from tests.support.ranks import RankPool
+from tests.support.train_cases import settings_of
 
 saving = import_module("elixir_moe.state.checkpoint.save")
 Log = list[tuple[str, int, int, frozenset[str]]]
@@ -612,3 +615,41 @@ def test_a_cuda_graph_of_a_wrapped_model_is_refused(monkeypatch: pytest.MonkeyPa
     optimizer.step()  # the gradients of before are still there
     assert model(torch.ones(2, 4)).isfinite().all()
     optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "experts", "capacity_factor", "setting", "said"),
+    [
+        ("cuda", (0, 4), None, "", True),
+        ("cuda", (0, 4), None, "max_split_size_mb:128", True),
+        ("cuda", (0, 4), None, "expandable_segments:False", False),
+        ("cuda", (0, 4), 1.25, "", False),
+        ("cuda", (0, 0), None, "", False),
+        ("cpu", (0, 4), None, "", False),
+    ],
+)
+def test_a_mixture_that_drops_no_token_asks_for_expandable_segments(
+    device: str,
+    experts: tuple[int, ...],
+    capacity_factor: float | None,
+    setting: str,
+    said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    model = {"experts": list(experts), "ep": [1, 1], "residual": False, "capacity_factor": capacity_factor}
+    config = settings_of(tmp_path, model=model)
+    training: Any = SimpleNamespace(
+        config=config,
+        device=torch.device(device),
+        text=SimpleNamespace(train=b"", validation=b""),
+        validation=torch.zeros(1, 1, 2),
+        validation_text=b"",
+        parameters=1,
+        ranks=1,
+        progress=SimpleNamespace(accumulation=1),
+    )
+    lines = list(Training.description(training))
+    assert any("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in line for line in lines) == said
