@@ -336,18 +336,58 @@ def test_squares_that_are_tensors_make_the_norm(backwards: int) -> None:
     optimizer.close()
 
 
-def test_host_updates_beside_a_gpu_take_the_cores_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun sets one thread a rank; on CPUs that is what the rank has."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert (host_threads(torch.device("cpu")), host_threads(torch.device("cuda"))) == (1, 4)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert (host_threads(torch.device("cpu")), host_threads(torch.device("cuda"))) == (8, 8)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert host_threads(torch.device("cuda")) == 8
+class Cores:
+    """The cores of a machine, of a rank on it and of its launcher, and how many threads torch has."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        for name in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+            monkeypatch.delenv(name, raising=False)
+
+    def threads(
+        self,
+        machine: int,
+        mine: int,
+        *,
+        launcher: int | None = None,
+        ranks: int | None = 4,
+        torchs: int = 1,
+        gpus: int = 4,
+    ) -> int:
+        """`host_threads` beside a GPU; `launcher` are the cores of torchrun, where that has started the ranks."""
+        self._patch.setattr(os, "cpu_count", lambda: machine)
+        cores = {0: mine, os.getppid(): launcher or machine}
+        self._patch.setattr(os, "sched_getaffinity", lambda process: set(range(cores[process])), raising=False)
+        self._patch.setattr(torch, "get_num_threads", lambda: torchs)
+        self._patch.setattr(torch.cuda, "device_count", lambda: gpus)
+        for name, value in (("LOCAL_WORLD_SIZE", ranks), ("TORCHELASTIC_RUN_ID", launcher)):
+            if value is None:
+                self._patch.delenv(name, raising=False)
+            else:
+                self._patch.setenv(name, str(value))
+        assert host_threads(torch.device("cpu")) == torchs
+        return host_threads(torch.device("cuda"))
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Cores:
+    return Cores(monkeypatch)
+
+
+def test_host_updates_beside_a_gpu_take_the_cores_that_are_free(cores: Cores) -> None:
+    """torchrun sets one thread a rank; on CPUs that is what the rank has. Kernels are launched on one or two more."""
+    assert cores.threads(16, 16, launcher=16) == 4 - 1
+    assert cores.threads(64, 64, launcher=64) == 16 - 2
+    assert cores.threads(4, 4, launcher=4) == 1  # never none
+    assert cores.threads(16, 16, ranks=None, gpus=2) == 8 - 2
+    assert cores.threads(16, 16, launcher=16, torchs=8) == 8  # the user wants more than a share
+    assert cores.threads(16, 16, ranks=1, torchs=16) == 16 - 2
+
+
+def test_cores_that_a_rank_has_been_bound_to_are_not_divided_again(cores: Cores) -> None:
+    assert cores.threads(64, 16, launcher=64) == 16 - 2  # torchrun has bound it, or numactl
+    assert cores.threads(64, 16) == 16 - 2  # Slurm or MPI has
+    assert cores.threads(64, 16, launcher=16) == 4 - 1  # a job of 16 cores, which torchrun's ranks share
 
 
 def test_both_passes_over_a_host_shard_run_on_the_threads_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
