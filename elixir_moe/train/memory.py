@@ -117,7 +117,8 @@ def regroup(store: Any, attempt: int) -> dist.ProcessGroup:
     """
     timeout = world_timeout()
     backend, rank, ranks = dist.get_backend_config(), dist.get_rank(), dist.get_world_size()
-    abort_nccl()  # destroyed alone, they would wait for what is under way
+    if ranks > 1:
+        abort_nccl()  # destroyed alone, they would wait for what is under way
     dist.destroy_process_group()
     release()
     # A peer may notice only when its collective times out: code below Python can keep a connection open.

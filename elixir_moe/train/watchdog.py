@@ -181,6 +181,8 @@ class Watchdog:
                     self._give_up(told)
             except TimeoutError:  # the store may be slow: the clock decides
                 pass
+            except dist.DistBackendError as error:  # of what `look` did, not of the store
+                self._give_up(str(error))
             except RuntimeError as error:
                 self._give_up(_silent(error))
             if time.monotonic() - self._since > self._timeout + _GRACE_SECONDS:

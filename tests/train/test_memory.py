@@ -161,8 +161,26 @@ def test_groups_are_aborted_before_they_are_destroyed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(memory, "abort_nccl", lambda: order.append("abort"))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: order.append("destroy"))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: order.append("init"))
-    for name, value in (("get_backend_config", "nccl"), ("get_rank", 0), ("get_world_size", 1), ("new_group", None)):
+    for name, value in (("get_backend_config", "nccl"), ("get_rank", 0), ("get_world_size", 2), ("new_group", None)):
         monkeypatch.setattr(dist, name, lambda *_, value=value, **__: value)
     monkeypatch.setattr(memory, "world_timeout", lambda: collectives.timedelta(seconds=60))
-    memory.regroup(dist.HashStore(), 1)
+    store = dist.HashStore()
+    store.set("here 1 1", "")
+    memory.regroup(store, 1)
     assert order == ["abort", "destroy", "init"]
+
+
+def test_collectives_that_cannot_be_aborted_end_the_rank_with_their_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not as a store that does not answer."""
+
+    def fail() -> None:
+        raise dist.DistBackendError("ncclCommAbort failed")
+
+    monkeypatch.setattr("elixir_moe.train.watchdog._GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(memory, "abort_nccl", fail)
+    ended, reasons = threading.Event(), list[str]()
+    store = dist.HashStore()
+    with Watchdog(store, 0, 2, 60.0, lambda reason: (reasons.append(reason), ended.set())[1], memory.Abort()):
+        memory.say_so(store, 1, redoable=True)
+        assert ended.wait(60)
+    assert reasons[0].endswith(": ncclCommAbort failed")
