@@ -6,6 +6,7 @@ traffic at six bytes a step.
 """
 
 import os
+from collections.abc import Collection
 from typing import TypedDict, Unpack
 
 import torch
@@ -26,6 +27,9 @@ TORCH_SLICE_NUMEL = 1 << 23
 """Elements of a slice on the torch path. Its float32 temporaries, at most five, never exceed 5 x 32 MiB, whatever the
 shard's length."""
 
+_CORES_FOR_TWO = 8
+"""Cores of a rank from which on two are left to launching: autograd launches on a thread of its own, and so does NCCL.
+"""
 _MASTER_DTYPES = (torch.float32,)
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
@@ -62,14 +66,34 @@ def host_threads(device: torch.device) -> int:
     """The number of threads for shards in host memory, if forward runs on `device`.
 
     On a CPU it is torch's. With a GPU the cores are free, though torchrun lets torch use only one: each rank of this
-    machine gets an equal share of the cores that the process may run on, or torch's number if that is larger.
+    machine has the cores that its launcher has bound it to, or else an equal share of all. One or two of them are left
+    to the threads that launch kernels. It is torch's number if that is larger, as far as cores are left.
     """
     threads = torch.get_num_threads()
     if device.type == "cpu":
         return threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(1, torch.cuda.device_count())
-    return max(threads, cores // ranks)
+    cores = len(_cores_of(0))
+    ranks = 1 if _is_bound(cores) else int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(1, torch.cuda.device_count())
+    return max(1, _without_launching(cores // ranks), min(threads, _without_launching(cores)))
+
+
+def _without_launching(cores: int) -> int:
+    return cores - (1 if cores < _CORES_FOR_TWO else 2)
+
+
+def _is_bound(cores: int) -> bool:
+    """Whether this rank's `cores` are its own: fewer than its launcher has, as numactl, Slurm and MPI bind them.
+
+    torchrun is the parent of its ranks, and may itself be confined to a part of the machine, which they share. Others
+    launch on a whole machine.
+    """
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    return cores < (len(_cores_of(os.getppid())) if under_torchrun else os.cpu_count() or 1)
+
+
+def _cores_of(process: int) -> Collection[int]:
+    """The cores on which a process may run, 0 being this one; all of them where the system does not bind any."""
+    return os.sched_getaffinity(process) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def sum_of_squares(gradient: Tensor, *, threads: int | None = None) -> float | Tensor:

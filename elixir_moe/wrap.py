@@ -32,7 +32,7 @@ from elixir_moe.runtime.reduction_order import Peers, alone
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.units import build_units, find_parts, registered_uses
-from elixir_moe.search.auto import Request, forecast, uses_of
+from elixir_moe.search.auto import Request, forecast, groups_of, uses_of
 from elixir_moe.search.prediction import Prediction
 from elixir_moe.setup.agreement import agree_on, check_alike, check_host_memory, host_bytes_of_a_rank
 from elixir_moe.setup.checks import check_arguments, check_data, check_disk, check_modules, check_names
@@ -115,7 +115,7 @@ def wrap(
 
     # 2. Describe the model and settle its plan.
     moments, staged = moments_of(optimizer), backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
-    parts, prediction = find_parts(model), None
+    parts, prediction, communicators = find_parts(model), None, {}
     if isinstance(plan, Plan):
         uses = registered_uses(parts) if step is None else uses_of(model, parts, step, sample, compute_dtype)
     else:
@@ -127,7 +127,13 @@ def wrap(
             moments=moments,
             staged=staged,
         )
-        prediction = Prediction(*forecast(model, request))
+        communicators = build_communicators(groups_of(model), device)  # their memory is not free for the plan
+        try:
+            prediction = Prediction(*forecast(model, request))
+        except BaseException:
+            for communicator in communicators.values():
+                communicator.close()
+            raise
         plan, uses = prediction.forecast.plan, prediction.forecast.uses
     described = describe(model, parts, uses, compute_dtype)
     agree_on(plan, described)
@@ -145,7 +151,7 @@ def wrap(
     size = footprint(plan, layout, moments=moments, staged=staged)
     check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
     file = open_spill(plan, layout, 1 + moments)
-    communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
+    communicators = communicators or build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
     shards = build_shards([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device, file)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
     statistics, placeholder, streams = Statistics(cache=cache.counts), Placeholder(device), Streams(device)

@@ -20,7 +20,7 @@ from torch import nn
 from elixir_moe.chunks.cache_policy import LOOKAHEAD
 from elixir_moe.chunks.packing import ChunkSpec, Layout, best_chunk_numel, build_layout
 from elixir_moe.chunks.param_spec import ParamSpec
-from elixir_moe.errors import PlanError
+from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.parallel.pattern import is_whole
 
 
@@ -67,14 +67,23 @@ def size_bytes(name: str, size: int | str | None) -> int | None:
     return int(nbytes)
 
 
-def _check_folder(disk: Any) -> None:
+def _folder(disk: Any) -> str | None:
+    """The folder that `disk` names, with the user's home for ``~``. Raises PlanError if it can be none."""
     if disk is not None and (not isinstance(disk, str) or not disk or "\0" in disk):
         raise PlanError(f"disk={disk!r}: expected a folder, or None")
+    return None if disk is None else os.path.expanduser(disk)
 
 
-def _path(path: str | os.PathLike[str] | None) -> str | None:
-    """A path as text; anything else is returned unchanged, and `Plan` refuses it."""
-    return os.fspath(path) if isinstance(path, os.PathLike) else path
+def _path(name: str, path: str | os.PathLike[str] | None) -> str | None:
+    """A path as text; what is no path is returned unchanged, and `Plan` refuses it.
+
+    Raises:
+        ConfigError: a path that does not say which; the message names it `name`.
+    """
+    try:
+        return os.fspath(path) if isinstance(path, os.PathLike) else path
+    except Exception as error:
+        raise ConfigError(f"{name}={path!r}: its __fspath__ gives no path: {error}; give a text") from error
 
 
 DISK_THREADS = 4
@@ -153,7 +162,7 @@ class Plan:
             if not is_whole(value, least=least) and value not in others:
                 also = "".join(f" or {other}" for other in others)
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{also}")
-        _check_folder(self.disk)
+        object.__setattr__(self, "disk", _folder(self.disk))
         for name in ("device_chunks", "device_bytes", "disk_chunks", "host_bytes", "disk"):
             if getattr(self, name) not in (0, None) and not self.offloaded:
                 raise PlanError(
@@ -244,7 +253,7 @@ class Plan:
             device_bytes=size_bytes("device", device),
             disk_chunks=disk_chunks,
             host_bytes=size_bytes("host", host),
-            disk=_path(disk),
+            disk=_path("disk", disk),
             verify=verify,
             chunk_numel=chunk_numel,
         )
@@ -277,10 +286,10 @@ class Plan:
         return AutoPlan(
             step=step,
             sample=sample,
-            hardware=_path(hardware),
+            hardware=_path("hardware", hardware),
             budget_bytes=size_bytes("budget", budget),
             accumulation=accumulation,
-            disk=_path(disk),
+            disk=_path("disk", disk),
             verify=verify,
         )
 
@@ -372,7 +381,7 @@ class AutoPlan:
             )
         if not isinstance(self.verify, bool):
             raise PlanError(f"verify={self.verify!r}: expected True or False")
-        _check_folder(self.disk)
+        object.__setattr__(self, "disk", _folder(self.disk))
         if self.verify and self.disk is None:
             raise PlanError("verify=True means nothing without disk=, the folder of what is on disk")
 

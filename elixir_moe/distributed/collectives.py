@@ -9,14 +9,15 @@ peer, in place, and a reduce-scatter is an all-to-all into a staging buffer and 
 and in fp32 whatever the dtype of the messages.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from elixir_moe.distributed.waits import Issued, Wait, named
+from elixir_moe.distributed.waits import Issued, Wait, named, wait_for_event
 from elixir_moe.errors import ConfigError
 from elixir_moe.kernels import add_and_square
 
@@ -61,7 +62,7 @@ class Work:
             finish()
         if self._events and (current := torch.cuda.current_stream(self._device)) not in self._behind:
             for event in self._events:
-                current.wait_event(event)
+                wait_for_event(event, self._device)
             self._behind.append(current)
 
     def synchronize(self) -> None:
@@ -200,6 +201,17 @@ class Communicator:
         work = dist.all_reduce(buffer, group=self._reduce_group, async_op=True)
         return Work([work], lambda: land(buffer), what=what, ranks=self.ranks)
 
+    def connect(self) -> None:
+        """Has NCCL make its communicators now rather than in the first backward; nothing on other backends. Collective.
+
+        Their buffers belong to the kind of collective, so a few bytes take the way of chunks.
+        """
+        if self._device is not None and self._device.type == "cuda" and not self.staged:
+            buffer = torch.zeros(self.size, device=self._device)
+            self.all_gather(buffer, 0, of="no chunk, to connect").wait()
+            self.reduce_scatter(buffer, None, lambda *_: None, of="no chunk, to connect").wait()
+            self.all_reduce(buffer, lambda *_: None, of="no chunk, to connect").wait()
+
     def close(self) -> None:
         """Destroys the process groups."""
         for group in self._groups:
@@ -234,11 +246,21 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def build_communicators(wanted: Iterable[tuple[int, ...]], device: torch.device) -> dict[tuple[int, ...], Communicator]:
-    """One communicator for each distinct tuple of ranks this rank is in. Collective over the world."""
+    """One communicator for each distinct tuple of ranks this rank is in, connected. Collective over the world."""
     wanted = set(wanted)
     pairs = zip(make_groups(wanted).items(), make_groups(wanted).values(), strict=True)
     several = {ranks: Communicator(ranks, (gather, reduce), device) for (ranks, gather), reduce in pairs}
+    for communicator in several.values():  # in one order on all ranks
+        communicator.connect()
     return {ranks: several.get(ranks) or Communicator(ranks) for ranks in wanted}
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """As `Communicator.connect`, for a process group of a mesh: by an all-reduce and an all-to-all. Collective."""
+    if device.type == "cuda" and backend_of(group, device) == "nccl":
+        token = torch.zeros(group.size(), device=device)
+        dist.all_reduce(token, group=group)
+        dist.all_to_all_single(torch.empty_like(token), token, group=group)
 
 
 def world_timeout() -> timedelta:
@@ -253,6 +275,23 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return timeout
 
 
+def abort_nccl() -> None:
+    """Ends the NCCL collectives of this process that are under way, and makes later ones fail; from any thread.
+
+    A kernel that waits for a rank which will not come ends as well, so that a host that waits for its GPU goes on. The
+    results of what was under way are undefined.
+    """
+    groups = list(dist.distributed_c10d._world.pg_map)
+    found = {group._get_backend(device): None for group in groups for device in group._device_types}
+    backends: list[Any] = [backend for backend in found if backend.name() == "nccl"]
+    if not backends:
+        return
+    backends[0]._group_start()  # one after another, each might wait for the kernels of the others
+    for backend in backends:
+        backend.abort()
+    backends[0]._group_end()
+
+
 def make_groups(
     wanted: Iterable[tuple[int, ...]], backend: str | None = None
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -262,8 +301,25 @@ def make_groups(
     """
     mine = {ranks for ranks in wanted if len(ranks) > 1}
     everyone: list[Any] = [None] * dist.get_world_size()
-    with Wait("the making of process groups by all ranks"):
+    with Wait("the making of process groups by all ranks"), _unbound(backend):
         dist.all_gather_object(everyone, sorted(mine))
         union = sorted({tuple(ranks) for theirs in everyone for ranks in theirs})
         made = {ranks: dist.new_group(list(ranks), backend=backend, timeout=world_timeout()) for ranks in union}
     return {ranks: group for ranks, group in made.items() if ranks in mine}
+
+
+@contextmanager
+def _unbound(backend: str | None) -> Iterator[None]:
+    """Groups of `backend` can be made though torch.distributed was started with a `device_id`.
+
+    For each new group torch then makes the ranks outside of it join a split of the world's NCCL communicator, whatever
+    the backend. The members of a gloo group take no part in it, so the others would hang.
+    """
+    world: Any = dist.group.WORLD
+    bound = world.bound_device_id
+    if backend == "gloo":
+        world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound

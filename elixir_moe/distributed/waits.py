@@ -1,7 +1,8 @@
-"""The open waits of this process for other ranks, and the thread that reports long ones.
+"""The open waits of this process for other ranks, the thread that reports long ones, and the time they take on a GPU.
 
-Owns the list of open waits, the position of each thread, and the exchange of positions between ranks. Decides nothing:
-a wait ends with its collective, or by the timeout of torch.distributed, and no result depends on the clock here.
+Owns the list of open waits, the position of each thread, the exchange of positions between ranks, and the time in which
+a GPU's stream waits. Decides nothing: a wait ends with its collective, or by the timeout of torch.distributed, and no
+result depends on the clock here.
 
 The library waits for collectives only inside a `Wait`, which costs two updates of a dict. One thread for each process
 looks at the open waits a few times in a period (`ELIXIR_WAIT_SECONDS`). A rank that has begun no wait between two looks
@@ -22,6 +23,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from elixir_moe.errors import ConfigError, ElixirError
@@ -45,7 +47,7 @@ _RULE = "every rank must call the same modules, and read the same parameters, in
 class Wait:
     """A context in which this thread waits for other ranks. A RuntimeError in it becomes an ElixirError with `what`."""
 
-    __slots__ = ("found", "ranks", "what")
+    __slots__ = ("begun", "found", "ranks", "what")
 
     def __init__(self, what: str, ranks: Sequence[int] | None = None) -> None:
         """`what` is the collective in words; `ranks` take part in it, by default the world."""
@@ -53,18 +55,76 @@ class Wait:
         self.ranks = ranks
         self.found = ""
         """Positions of the other ranks, once the wait has lasted for a period."""
+        self.begun: torch.cuda.Event | None = None
 
     def __enter__(self) -> None:
         _WATCH.begun += 1
         _WATCH.open[threading.get_ident()] = self
+        if _WATCH.timer is not None:
+            self.begun = _WATCH.timer.begun()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         _WATCH.open.pop(threading.get_ident(), None)
+        if self.begun is not None and _WATCH.timer is not None and error is None:
+            _WATCH.timer.ended(self.begun)
         if isinstance(error, RuntimeError):
             raise ElixirError(
                 f"{self.what} failed on rank {dist.get_rank()}: {error}. {self.found}Another rank has stopped, or runs "
                 f"other modules: {_RULE}"
             ) from error
+
+
+def wait_for_event(event: torch.cuda.Event, device: torch.device | None) -> None:
+    """Orders the current stream of `device` behind `event`, the end of a collective. The host does not wait."""
+    begun = None if _WATCH.timer is None else _WATCH.timer.begun()
+    torch.cuda.current_stream(device).wait_event(event)
+    if begun is not None and _WATCH.timer is not None:
+        _WATCH.timer.ended(begun)
+
+
+class BusyTime:
+    """The time a GPU's stream takes for some work, without that in which it waits for other ranks; nothing on a CPU.
+
+    Every rank of a step with collectives takes as long as the slowest, also where the host only sees itself wait for
+    its GPU (`.item()`). So events are recorded on the stream around the work and around each wait in it. A wait of the
+    host counts as far as the stream has run out of work meanwhile.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._start: torch.cuda.Event | None = None
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        """The work begins, on the current stream."""
+        if self._device.type == "cuda":
+            self._stream, self._waits = torch.cuda.current_stream(self._device), []
+            self._start = self._now()
+            _WATCH.timer = self
+
+    def stop(self) -> float | None:
+        """The work is issued: waits for its end and returns the busy seconds; None on a CPU."""
+        if self._start is None:
+            return None
+        _WATCH.timer = None
+        end = self._now()
+        end.synchronize()
+        waited = sum(begun.elapsed_time(ended) for begun, ended in self._waits)
+        return (self._start.elapsed_time(end) - waited) / 1000
+
+    def begun(self) -> torch.cuda.Event | None:
+        """A wait begins; None if the thread works on another stream, whose waits delay nothing by themselves."""
+        return self._now() if torch.cuda.current_stream(self._device) == self._stream else None
+
+    def ended(self, begun: torch.cuda.Event) -> None:
+        """The wait has ended that began with the event `begun`."""
+        self._waits.append((begun, self._now()))
+
+    def _now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
 
 
 class Issued:
@@ -99,12 +159,35 @@ class Whereabouts:
     """The collective, or the line of code."""
 
 
+def place_here() -> Whereabouts:
+    """The position of the training: that of the main thread, or of a thread of autograd that works for it.
+
+    On a GPU, autograd runs backward on threads of its own while the main thread stands still. They are seen while they
+    run hooks of the library. Python has not started them, so their stacks do not begin in `threading`.
+    """
+    main = threading.main_thread().ident
+    frames = sys._current_frames()
+    others = [thread for thread, frame in frames.items() if thread != main and _is_autograd(frame)]
+    places = [_place(frames.get(thread), _WATCH.open.get(thread)) for thread in others]
+    return next((place for place in places if place.waiting), next(iter(places), place_of(main)))
+
+
+def _is_autograd(frame: FrameType) -> bool:
+    names = [frame.f_code.co_filename]
+    while frame.f_back is not None:
+        frame = frame.f_back
+        names.append(frame.f_code.co_filename)
+    return not names[-1].endswith("threading.py") and any(_LIBRARY in name for name in names)
+
+
 def place_of(thread: int | None) -> Whereabouts:
     """The collective in which a thread waits, or its innermost line outside of installed packages, from its stack."""
+    return _place(sys._current_frames().get(thread or 0), _WATCH.open.get(thread or 0))
+
+
+def _place(frame: FrameType | None, wait: Wait | None) -> Whereabouts:
     line = "no line of Python"
     function = ""
-    wait = _WATCH.open.get(thread or 0)
-    frame = sys._current_frames().get(thread or 0)
     while frame is not None:
         code = frame.f_code
         if code.co_filename.endswith(_COLLECTIVES):
@@ -162,6 +245,8 @@ class _Watch:
         self.open: dict[int, Wait] = {}
         """The open wait of each thread."""
         self.issued: tuple[weakref.ref[Issued], ...] = ()
+        self.timer: BusyTime | None = None
+        """What times the waits of a GPU's stream at present."""
         self._seconds = 0.0
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -269,7 +354,7 @@ class _Watch:
         frames = sys._current_frames()
         places = [f"in {wait.what}{_caller(frames.get(thread))}" for thread, wait in waits]
         if not places:
-            place = place_of(threading.main_thread().ident)
+            place = place_here()
             places = [f"{'in' if place.waiting else 'at'} {place.what}"]
         counts = [str(issued) for known in self.issued if (issued := known()) is not None]
         return ", ".join(places) + (f", with {', '.join(counts)}" if counts else "")

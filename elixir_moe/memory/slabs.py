@@ -7,12 +7,14 @@ import contextlib
 import sys
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from elixir_moe.chunks.plan import Tier, size_text
-from elixir_moe.errors import TierError
+from elixir_moe.errors import TierError, is_out_of_memory
+from elixir_moe.kernels import host_threads
 
 _CGROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
@@ -40,8 +42,13 @@ class Slab:
         self._taken = 0
         nbytes = numel * dtype.itemsize
         try:
-            self._memory = torch.zeros(numel, dtype=dtype, device=device if tier is Tier.DEVICE else "cpu")
+            if tier is Tier.DEVICE:
+                self._memory = torch.zeros(numel, dtype=dtype, device=device)
+            else:
+                self._memory = _zeros(numel, dtype, host_threads(device))
         except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise TierError(
                 f"{tier} memory: cannot allocate {size_text(nbytes)} for shards: {error}; {_RELIEF[tier]}, or use "
                 f"more ranks"
@@ -55,6 +62,19 @@ class Slab:
         assert piece.numel() == numel, "slab handed out beyond its size"
         self._taken += numel
         return piece
+
+
+def _zeros(numel: int, dtype: torch.dtype, threads: int) -> torch.Tensor:
+    """Zeros in host memory, whose pages that many threads touch first: the system finds and clears each page then.
+
+    torch uses its own number of threads, which torchrun sets to one, and page-locking touches pages on a single thread.
+    """
+    if threads <= torch.get_num_threads():
+        return torch.zeros(numel, dtype=dtype, device="cpu")
+    memory = torch.empty(numel, dtype=dtype, device="cpu")
+    with ThreadPoolExecutor(threads, "elixir-zeros") as pool:
+        list(pool.map(torch.Tensor.zero_, memory.chunk(threads)))
+    return memory
 
 
 def _page_lock(memory: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
+from elixir_moe.distributed.collectives import connect
 from elixir_moe.errors import ConfigError, ElixirError, LayoutError
 from elixir_moe.parallel.pattern import EXPERT_AXIS, is_whole
 
@@ -49,7 +50,11 @@ def init_mesh(
     device_type = devices[0] if device_type is None else device_type
     if device_type not in devices:
         raise ConfigError(f"device_type={device_type!r}: expected one of {devices}, which this machine has, or None")
+    if device_type == "cuda" and "LOCAL_RANK" in os.environ:  # first: NCCL goes by the current device
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if not dist.is_initialized():
+        # Without device_id: with it, torch makes every group by splitting the world's communicator. A gloo group of
+        # some ranks then hangs, and gloo's own split of a world that was started again ends the process.
         backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout or default_pg_timeout))
@@ -60,11 +65,10 @@ def init_mesh(
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs forget to export it
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    if device_type == "cuda" and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     world = dist.get_world_size()
     _check_degree("tp", tp, world, "the ranks of the world")
-    return DeviceMesh(device_type, torch.arange(world, device="cpu").view(world // tp, tp), mesh_dim_names=("dp", "tp"))
+    ranks = torch.arange(world, device="cpu").view(world // tp, tp)
+    return _connected(DeviceMesh(device_type, ranks, mesh_dim_names=("dp", "tp")), "tp")
 
 
 def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceMesh:
@@ -91,8 +95,19 @@ def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceM
     made: dict[tuple[int, int], DeviceMesh] = mesh.__dict__.setdefault(_EXPERT_MESHES, {})
     if (ep, etp) not in made:
         table = ranks.reshape(world // (ep * etp), ep, etp)
-        made[ep, etp] = DeviceMesh(mesh.device_type, table, mesh_dim_names=("edp", EXPERT_AXIS, "tp"))
+        expert = DeviceMesh(mesh.device_type, table, mesh_dim_names=("edp", EXPERT_AXIS, "tp"))
+        made[ep, etp] = _connected(expert, EXPERT_AXIS)
     return made[ep, etp]
+
+
+def _connected(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """`mesh`, whose `axis` has its NCCL communicator already: a plan counts only the memory that is taken before it.
+
+    The other axes have none until they are used: chunks have process groups of their own.
+    """
+    if mesh.device_type == "cuda" and mesh.get_group(axis).size() > 1:
+        connect(mesh.get_group(axis), torch.device("cuda", torch.cuda.current_device()))
+    return mesh
 
 
 def _round(store: Any, rank: int, ranks: int) -> str:

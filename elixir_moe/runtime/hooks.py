@@ -110,6 +110,7 @@ class Hooks:
     def __init__(self, model: nn.Module, units: Sequence[Unit], scheduler: Scheduler, placeholder: Placeholder) -> None:
         self._root = model
         self._scheduler = scheduler
+        self._on_gpu = placeholder.device.type == "cuda"
         self._given: list[list[nn.Parameter]] = []
         """Parameters of each open `em.unsharded` block outside of a forward, outermost first."""
         self._saved = SavedTensors(scheduler, placeholder, self._begin_backward)
@@ -206,6 +207,11 @@ class Hooks:
             raise UsageError(
                 "torch.func.grad, jvp and their like cannot go through a wrapped model, whose weights come and go: use "
                 "backward() or torch.autograd.grad"
+            )
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "a CUDA graph cannot capture a wrapped model, whose weights move between steps: capture parts of the "
+                "step that meet none of its parameters"
             )
         if self._begun or self._scheduler.failed or self._backward is not None:
             self.reset()

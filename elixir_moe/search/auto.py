@@ -83,13 +83,12 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
             Like any other failure, on all ranks, those of other pipeline stages included.
     """
     everywhere = replicated_everywhere()
-    groups = {(pattern_of(p) or everywhere).replicate_ranks for p in model.parameters()}
     machine = None
     wanted = request.wanted
     if wanted.hardware is None:
         dtype = request.compute_dtype or next((p.dtype for p in model.parameters()), torch.float32)
         machine = describe(request.device, dtype)
-        hardware = hardware_here(machine, request.device, groups)
+        hardware = hardware_here(machine, request.device, groups_of(model))
     else:
         name = wanted.hardware
         hardware = raise_on_all_ranks("read the figures of a machine", lambda: Hardware.named(name))[dist.get_rank()]
@@ -114,6 +113,12 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
     if found.plan.disk_chunks:
         found = replace(found, plan=replace(found.plan, disk=wanted.disk, verify=wanted.verify))
     return found, tasks[0] if tasks else None, machine
+
+
+def groups_of(model: nn.Module) -> set[tuple[int, ...]]:
+    """The ranks of each replicate process group of the model."""
+    everywhere = replicated_everywhere()
+    return {(pattern_of(p) or everywhere).replicate_ranks for p in model.parameters()}
 
 
 def uses_of(

@@ -8,6 +8,7 @@ single process groups what `by_gpus` gives by number of ranks.
 """
 
 import json
+import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -104,7 +105,7 @@ class Hardware:
         known = sorted(path.name.removesuffix(".json") for path in folder.iterdir() if path.name.endswith(".json"))
         if name in known:
             return cls.parse(folder.joinpath(f"{name}.json").read_text(encoding="utf-8"), name)
-        path = Path(name)
+        path = Path(os.path.expanduser(name))
         if path.is_file():
             try:
                 return cls.parse(path.read_text(encoding="utf-8"), name)

@@ -53,7 +53,7 @@ class Pretrained:
     """
 
     def __init__(self, model: nn.Module, folder: str | os.PathLike[str]) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(os.path.expanduser(folder))
         self._model = model
         self._files: dict[str, Any] = {}
         self._sources: dict[str, _Source] = {}
@@ -226,6 +226,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         CheckpointError: rank 0 cannot write; raised on every rank.
     """
     wrapped = require_wrapped(model, "save_pretrained", "; a plain one has its own")
+    folder = os.path.expanduser(folder)
     if hasattr(model, "peft_config"):
         state = full_state_dict(model)
 

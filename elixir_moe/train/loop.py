@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.distributed.waits import BusyTime
+from elixir_moe.errors import ConfigError, ElixirError, is_out_of_memory
 from elixir_moe.inspect import inspect
 from elixir_moe.models.gpt import tokens_per_expert
 from elixir_moe.parallel.mesh import init_mesh
@@ -95,7 +96,9 @@ def train(
         signals = stack.enter_context(Signals())
         store = dist.distributed_c10d._get_default_store()
         watchdog = stack.enter_context(
-            Watchdog(store, dist.get_rank(), dist.get_world_size(), config.run.timeout_seconds, end or _end)
+            Watchdog(
+                store, dist.get_rank(), dist.get_world_size(), config.run.timeout_seconds, end or _end, memory.Abort()
+            )
         )
         scarcity = Scarcity(config)
         while True:
@@ -151,7 +154,7 @@ def _train(
 
 def _is_short(error: Exception, watchdog: Watchdog, loop: "Loop") -> bool:
     """Whether some rank is out of memory, and the step can be redone."""
-    short, store = memory.is_out_of_memory(error), watchdog.store
+    short, store = is_out_of_memory(error), watchdog.store
     if not short and not is_broken_collective(error):
         return False
     try:
@@ -191,6 +194,7 @@ class Loop:
         self._control = ControlFile(directory / CONTROL)
         tell = partial(self._status, "running")
         self.keeper = CheckpointManager(training, self.supervisor, self.config.save, directory, self._event, tell)
+        self._busy = BusyTime(training.device)
         self._last: StepRecord | None = None
         self._seconds = 0.0
         self._first = 0
@@ -287,9 +291,13 @@ class Loop:
         before, start = inspect(training.model).statistics, time.perf_counter()
         self._watchdog.at(f"step {training.progress.step + 1}")
         self._watchdog.waited()
+        self._busy.start()
         loss = training.forward_backward()
+        busy = self._busy.stop()
         norm = training.norm()
-        agreed = self._agree(loss, (time.perf_counter() - start) * (1 - self._watchdog.waited()))
+        if busy is None:
+            busy = (time.perf_counter() - start) * (1 - self._watchdog.waited())
+        agreed = self._agree(loss, busy)
         experts = tokens_per_expert(training.model)
         action = self.supervisor.observe(self._observation(agreed, norm, experts))
         for note in action.notes:

@@ -1,35 +1,27 @@
 """Recovery from out of memory on any rank: all ranks leave the step, save its start, and restart it with less memory.
 
-Owns the detection, the choice of the next smaller setting, and the restart of the process groups. A rank that runs out
-of memory in a step cannot join the collectives of its peers any more: it says so in the ranks' store and destroys its
-process groups, which makes those of the others fail. This works with gloo. NCCL, when destroyed, waits for collectives
-in flight, so there the ranks end instead, and the next start continues.
+Owns the message between ranks, the choice of the next smaller setting, and the restart of the process groups. A rank
+that runs out of memory in a step cannot join the collectives of its peers any more: it says so in the ranks' store and
+destroys its process groups, which makes those of the others fail on gloo. On NCCL they would wait on their GPUs, where
+no error reaches them: there each rank's watchdog reads the store and aborts the rank's own collectives (`Abort`).
 """
 
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from elixir_moe.distributed.collectives import world_timeout
+from elixir_moe.distributed.collectives import abort_nccl, world_timeout
 from elixir_moe.errors import TierError
 from elixir_moe.inspect import inspect
 from elixir_moe.train.config import PlanConfig, TrainConfig
 from elixir_moe.train.training import Training
 
-_SAID_BY_THE_SYSTEM = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "out of memory")
 _KEY = "out of memory"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host refused an allocation."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return type(error) is RuntimeError and any(text in str(error) for text in _SAID_BY_THE_SYSTEM)
 
 
 def smaller(
@@ -96,6 +88,20 @@ def who(store: Any) -> tuple[str, bool] | None:
     return rank, redoable == "1"
 
 
+class Abort:
+    """Aborts this rank's NCCL collectives, once for each time that a rank runs out of memory."""
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def __call__(self, ask: Callable[[Callable[[Any], Any]], Any]) -> None:
+        """Looks into the store with `ask`; called again and again, beside the training."""
+        short = ask(who) is not None
+        if short and not self._done:
+            abort_nccl()
+        self._done = short
+
+
 def forget(store: Any, process_group: dist.ProcessGroup) -> None:
     """Removes the message of `say_so` once all ranks have read it. Collective."""
     dist.barrier(group=process_group)
@@ -111,6 +117,8 @@ def regroup(store: Any, attempt: int) -> dist.ProcessGroup:
     """
     timeout = world_timeout()
     backend, rank, ranks = dist.get_backend_config(), dist.get_rank(), dist.get_world_size()
+    if ranks > 1:
+        abort_nccl()  # destroyed alone, they would wait for what is under way
     dist.destroy_process_group()
     release()
     # A peer may notice only when its collective times out: code below Python can keep a connection open.

@@ -5,6 +5,7 @@ state that must be saved to resume exactly. Decides nothing: `loop` chooses the 
 """
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -288,6 +289,17 @@ class Training:
             f"step        {run.global_batch} samples of {model.seq_len} bytes, ranks: {self.ranks}, "
             f"micro-batches: {self.progress.accumulation}, {run.dtype}"
         )
+        if self.device.type == "cuda" and any(model.experts) and model.capacity_factor is None and not _expandable():
+            yield (
+                "memory      experts take another number of tokens in each step, which fragments GPU memory: set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            )
+
+
+def _expandable() -> bool:
+    """Whether CUDA's allocator was told about expandable segments, one way or the other."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments" in os.environ.get(name, "") for name in names)
 
 
 def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:

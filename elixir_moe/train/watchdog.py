@@ -4,7 +4,8 @@ Owns a rank's messages to the others (a heartbeat every second with its position
 waits, and the end of a rank whose peers are gone. Uses the store with which the ranks met, never a process group, which
 may hang.
 
-The position of a rank is read from the stack of its main thread, so the training neither reports it nor slows down.
+The position of a rank is read from the stack of its main thread, or of the thread on which autograd runs backward on a
+GPU, so the training neither reports it nor slows down.
 Heartbeats of a stopped or dead process cease; those of a rank in an endless loop continue, and show its position.
 """
 
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from elixir_moe.distributed.waits import Whereabouts, place_of
+from elixir_moe.distributed.waits import Whereabouts, place_here
 from elixir_moe.errors import ElixirError
 
 _SAMPLE_SECONDS = 0.05
@@ -78,7 +79,7 @@ class _Line:
 
 
 class Watchdog:
-    """A context that watches the main thread of this rank.
+    """A context that watches the training of this rank.
 
     Args:
         store: store of the process group; may be None in a world of one.
@@ -86,17 +87,27 @@ class Watchdog:
         ranks: number of ranks.
         timeout_seconds: longest time in one phase.
         end: called on the thread, with the reason, when the process must end although its main thread is blocked.
+        look: called on the thread every second, with a function that answers questions to the store, as `ask` does.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: int, timeout_seconds: float, end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int,
+        timeout_seconds: float,
+        end: Callable[[str], None],
+        look: Callable[[Callable[[Callable[[Any], Any]], Any]], None] = lambda _: None,
+    ) -> None:
         self.store = store
         """The store, for messages of the main thread outside the process groups."""
         self._store: Any = None
         if store is not None and ranks > 1:  # without the keys of earlier runs in these processes
-            self._store = dist.PrefixStore(f"run {store.add(f'runs of rank {rank}', 1)}", store.clone())
+            number, self._shared = store.add(f"runs of rank {rank}", 1), store.clone()
+            self._store = dist.PrefixStore(f"run {number}", self._shared)
         self._line = _Line()
-        self._rank, self._ranks, self._timeout, self._end = rank, ranks, timeout_seconds, end
-        self._main = threading.main_thread().ident
+        self._rank, self._ranks, self._timeout = rank, ranks, timeout_seconds
+        self._end, self._look = end, look
         self._phase, self._since = "the start", math.inf  # no limit: it depends on the size of the model
         self._samples = self._waits = 0
         self._closing = threading.Event()
@@ -124,7 +135,7 @@ class Watchdog:
         self._since = math.inf
 
     def waited(self) -> float:
-        """The fraction of samples since the last call in which the main thread was in a collective."""
+        """The fraction of samples since the last call in which the training was in a collective."""
         share = self._waits / self._samples if self._samples else 0.0
         self._samples = self._waits = 0
         return share
@@ -164,18 +175,21 @@ class Watchdog:
             beat = time.monotonic()
             try:
                 self.ask(self._tell)
+                self._look(lambda question: self.ask(lambda: question(self._shared)))
                 told = self.ask(self._told)
                 if told:
                     self._give_up(told)
             except TimeoutError:  # the store may be slow: the clock decides
                 pass
+            except dist.DistBackendError as error:  # of what `look` did, not of the store
+                self._give_up(str(error))
             except RuntimeError as error:
                 self._give_up(_silent(error))
             if time.monotonic() - self._since > self._timeout + _GRACE_SECONDS:
                 self._late()
 
     def _place(self) -> Whereabouts:
-        return place_of(self._main)
+        return place_here()
 
     def _tell(self) -> None:
         place = self._place()

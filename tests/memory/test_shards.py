@@ -1,6 +1,7 @@
 """The long-lived state of a chunk: what its shard holds when, and that too much is refused before it is allocated."""
 
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -434,3 +435,20 @@ def test_a_shard_takes_what_was_written_and_keeps_the_rest(dtype: torch.dtype, t
     if shard.master is not None:
         assert shard.master[3] == 5.0
         assert shard.master[4] == fine[4], "as fine as before"
+
+
+def test_the_pages_of_a_host_slab_are_touched_by_all_threads_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a GPU, where torchrun leaves torch one thread: as many at the same time, and each its own part."""
+    together, zero_ = threading.Barrier(3, timeout=60), torch.Tensor.zero_
+    touched: list[int] = []
+
+    def touch(part: torch.Tensor) -> torch.Tensor:
+        together.wait()
+        touched.append(part.numel())
+        return zero_(part.fill_(7))
+
+    monkeypatch.setattr(torch.Tensor, "zero_", touch)
+    monkeypatch.setattr("elixir_moe.memory.slabs.host_threads", lambda device: 3 if device.type == "cuda" else 1)
+    slab = Slab(10, torch.float32, Tier.HOST, torch.device("cuda"))
+    assert sorted(touched) == [2, 4, 4]
+    assert torch.equal(slab.take(10), torch.zeros(10))

@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,14 @@ import elixir_moe as em
 from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.chunks.param_spec import ChunkGroupKey
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.distributed.collectives import Communicator, Work, backend_of, build_communicators, timeout_of
+from elixir_moe.distributed.collectives import (
+    Communicator,
+    Work,
+    backend_of,
+    build_communicators,
+    make_groups,
+    timeout_of,
+)
 from elixir_moe.kernels import host_threads
 from elixir_moe.memory.shard_state import build_shards
 from elixir_moe.models.gpt import _joined
@@ -27,7 +35,9 @@ from elixir_moe.parallel import mesh
 from elixir_moe.parallel.mesh import start
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.streams import Streams
+from elixir_moe.train.training import Training
 from tests.support.ranks import RankPool
+from tests.support.train_cases import settings_of
 
 saving = import_module("elixir_moe.state.checkpoint.save")
 Log = list[tuple[str, int, int, frozenset[str]]]
@@ -326,18 +336,58 @@ def test_squares_that_are_tensors_make_the_norm(backwards: int) -> None:
     optimizer.close()
 
 
-def test_host_updates_beside_a_gpu_take_the_cores_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun sets one thread a rank; on CPUs that is what the rank has."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert (host_threads(torch.device("cpu")), host_threads(torch.device("cuda"))) == (1, 4)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert (host_threads(torch.device("cpu")), host_threads(torch.device("cuda"))) == (8, 8)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert host_threads(torch.device("cuda")) == 8
+class Cores:
+    """The cores of a machine, of a rank on it and of its launcher, and how many threads torch has."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        for name in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+            monkeypatch.delenv(name, raising=False)
+
+    def threads(
+        self,
+        machine: int,
+        mine: int,
+        *,
+        launcher: int | None = None,
+        ranks: int | None = 4,
+        torchs: int = 1,
+        gpus: int = 4,
+    ) -> int:
+        """`host_threads` beside a GPU; `launcher` are the cores of torchrun, where that has started the ranks."""
+        self._patch.setattr(os, "cpu_count", lambda: machine)
+        cores = {0: mine, os.getppid(): launcher or machine}
+        self._patch.setattr(os, "sched_getaffinity", lambda process: set(range(cores[process])), raising=False)
+        self._patch.setattr(torch, "get_num_threads", lambda: torchs)
+        self._patch.setattr(torch.cuda, "device_count", lambda: gpus)
+        for name, value in (("LOCAL_WORLD_SIZE", ranks), ("TORCHELASTIC_RUN_ID", launcher)):
+            if value is None:
+                self._patch.delenv(name, raising=False)
+            else:
+                self._patch.setenv(name, str(value))
+        assert host_threads(torch.device("cpu")) == torchs
+        return host_threads(torch.device("cuda"))
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Cores:
+    return Cores(monkeypatch)
+
+
+def test_host_updates_beside_a_gpu_take_the_cores_that_are_free(cores: Cores) -> None:
+    """torchrun sets one thread a rank; on CPUs that is what the rank has. Kernels are launched on one or two more."""
+    assert cores.threads(16, 16, launcher=16) == 4 - 1
+    assert cores.threads(64, 64, launcher=64) == 16 - 2
+    assert cores.threads(4, 4, launcher=4) == 1  # never none
+    assert cores.threads(16, 16, ranks=None, gpus=2) == 8 - 2
+    assert cores.threads(16, 16, launcher=16, torchs=8) == 8  # the user wants more than a share
+    assert cores.threads(16, 16, ranks=1, torchs=16) == 16 - 2
+
+
+def test_cores_that_a_rank_has_been_bound_to_are_not_divided_again(cores: Cores) -> None:
+    assert cores.threads(64, 16, launcher=64) == 16 - 2  # torchrun has bound it, or numactl
+    assert cores.threads(64, 16) == 16 - 2  # Slurm or MPI has
+    assert cores.threads(64, 16, launcher=16) == 4 - 1  # a job of 16 cores, which torchrun's ranks share
 
 
 def test_both_passes_over_a_host_shard_run_on_the_threads_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,3 +537,159 @@ def test_ranks_that_are_out_of_step_stop(ranks: Callable[[int], RankPool]) -> No
         assert len(said) == 3
         assert all("more gathers or reductions than others" in text for text in said)
         assert all(text.endswith("start all ranks again, from the latest checkpoint") for text in said)
+
+
+class Started(Exception):  # noqa: N818 (no error: what a test waits for)
+    """torch.distributed would be started now."""
+
+
+def test_a_rank_takes_its_gpu_before_torch_distributed_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL goes by the current device. No group is bound to it: torch would split the world's communicator for each."""
+    chosen: list[int] = []
+    asked: dict[str, Any] = {}
+
+    def begin(*_: Any, **settings: Any) -> None:
+        asked.update(settings, gpu=list(chosen))
+        raise Started
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", begin)
+    for name, value in (("RANK", "6"), ("LOCAL_RANK", "2"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(Started):
+        em.init_mesh()
+    assert asked["gpu"] == [2] and "device_id" not in asked
+
+
+def groups_in_a_bound_world() -> list[int]:
+    """Ranks of a gloo group of two, where torch.distributed was started with a device_id."""
+    world: Any = dist.group.WORLD
+    world.bound_device_id = torch.device("cuda", 0)
+    try:
+        made = make_groups([(0, 1)] if dist.get_rank() < 2 else [], backend="gloo")
+        assert world.bound_device_id == torch.device("cuda", 0)
+    finally:
+        world.bound_device_id = None
+    total = torch.ones(1)
+    for group in made.values():
+        dist.all_reduce(total, group=group)
+    return [int(total), *(group.bound_device_id is not None for group in made.values())]
+
+
+def test_a_world_bound_to_a_device_makes_groups_of_some_ranks(ranks: Callable[[int], RankPool]) -> None:
+    """The ranks outside would join a split of the world's communicator, and the members of a gloo group would not."""
+    assert ranks(3).run(groups_in_a_bound_world) == [[2, False], [2, False], [1]]
+
+
+def connected() -> list[str]:
+    """The collectives of a communicator as on NCCL when it is made; of one on gloo there are none."""
+    build_communicators([(0, 1)], torch.device("cpu"))[0, 1].close()
+    communicator = Communicator((0, 1), (dist.group.WORLD,) * 2, torch.device("cpu"))  # type: ignore[arg-type]
+    assert communicator.staged
+    communicator.staged, communicator._device = False, torch.device("cuda", 0)
+    issued: list[str] = []
+
+    def noting(name: str) -> Callable[..., Work]:
+        return lambda buffer, *_, **__: (issued.append(f"{name} {buffer.numel()}"), Work())[1]
+
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        setattr(communicator, name, noting(name))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+        communicator.connect()
+        communicator.staged = True
+        communicator.connect()
+    return issued
+
+
+def test_communicators_are_connected_when_they_are_made(ranks: Callable[[int], RankPool]) -> None:
+    """With the collectives that chunks take: their memory is taken before a plan measures what is left."""
+    for issued in ranks(2).run(connected):
+        assert issued == ["all_gather 2", "reduce_scatter 2", "all_reduce 2"]
+
+
+def connections_before_a_plan() -> list[str]:
+    """The order in which `wrap` connects and plans, and how many process groups a refused plan leaves behind."""
+    order: list[str] = []
+    wrapping = import_module("elixir_moe.wrap")
+    model = nn.Linear(4, 4)
+    before = len(dist.distributed_c10d._world.pg_map)
+
+    def plan(*_: Any) -> Any:
+        order.append("plan")
+        raise em.PlanError("nothing fits")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Communicator, "connect", lambda self: order.append(f"connect {self.ranks}"))
+        monkeypatch.setattr(wrapping, "forecast", plan)
+        with pytest.raises(em.PlanError, match="nothing fits"):
+            em.wrap(
+                model, torch.optim.AdamW(model.parameters()), plan=em.Plan.auto(lambda m, b: m(b), torch.ones(1, 4))
+            )
+    return [*order, str(len(dist.distributed_c10d._world.pg_map) - before)]
+
+
+def test_a_plan_is_searched_for_when_communicators_have_their_memory(ranks: Callable[[int], RankPool]) -> None:
+    for order in ranks(2).run(connections_before_a_plan):
+        assert order == ["connect (0, 1)", "plan", "0"]
+
+
+def test_a_cuda_graph_of_a_wrapped_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a forward and in a read, with nothing begun; on a CPU nobody asks."""
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: asked.append(True) or True)
+    model = nn.Linear(4, 4)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload(rcache_blocks=2))
+    model(torch.ones(2, 4)).square().mean().backward()
+    assert not asked
+    optimizer._hooks._on_gpu = True
+    for run in (lambda: model(torch.ones(2, 4)), lambda: model.weight + 1):
+        with pytest.raises(em.UsageError, match="a CUDA graph cannot capture a wrapped model"):
+            run()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    optimizer.step()  # the gradients of before are still there
+    assert model(torch.ones(2, 4)).isfinite().all()
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "experts", "capacity_factor", "setting", "said"),
+    [
+        ("cuda", (0, 4), None, "", True),
+        ("cuda", (0, 4), None, "max_split_size_mb:128", True),
+        ("cuda", (0, 4), None, "expandable_segments:False", False),
+        ("cuda", (0, 4), 1.25, "", False),
+        ("cuda", (0, 0), None, "", False),
+        ("cpu", (0, 4), None, "", False),
+    ],
+)
+def test_a_mixture_that_drops_no_token_asks_for_expandable_segments(
+    device: str,
+    experts: tuple[int, ...],
+    capacity_factor: float | None,
+    setting: str,
+    said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    model = {"experts": list(experts), "ep": [1, 1], "residual": False, "capacity_factor": capacity_factor}
+    config = settings_of(tmp_path, model=model)
+    training: Any = SimpleNamespace(
+        config=config,
+        device=torch.device(device),
+        text=SimpleNamespace(train=b"", validation=b""),
+        validation=torch.zeros(1, 1, 2),
+        validation_text=b"",
+        parameters=1,
+        ranks=1,
+        progress=SimpleNamespace(accumulation=1),
+    )
+    lines = list(Training.description(training))
+    assert any("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in line for line in lines) == said

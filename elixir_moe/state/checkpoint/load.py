@@ -21,9 +21,9 @@ from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.state.checkpoint.local_shard import LocalShard, buffers_of, local_shards, wrapped_of
 from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Manifest, ParameterRecord, Piece
 from elixir_moe.state.checkpoint.rng import read_random_states, seed_new_rank, set_random_states
-from elixir_moe.state.checkpoint.save import UPDATES
+from elixir_moe.state.checkpoint.save import UPDATES, settle_earlier
 from elixir_moe.state.checkpoint.shard_ranges import Part, overlap
-from elixir_moe.state.checkpoint.storage import MANIFEST, read_manifest, verify
+from elixir_moe.state.checkpoint.storage import MANIFEST, path_of, read_manifest, verify
 from elixir_moe.state.checkpoint.tensors import Files
 from elixir_moe.state.checkpoint.values import decode
 from elixir_moe.state.safetensors_format import DTYPES
@@ -75,12 +75,12 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
         UsageError: model or optimizer are not wrapped, or parameters or buffers have changed since `wrap`.
     """
     wrapped = wrapped_of(model, optimizer)
-    if optimizer.pending is not None:
-        optimizer.pending.result()
-    directory, control = Path(os.path.abspath(path)), optimizer.kept.groups.control
+    settle_earlier(optimizer, f"em.load({str(path)!r})")
+    control = optimizer.kept.groups.control
     manifests: list[Manifest] = []
 
     def hash_files() -> str:
+        directory = path_of(path)
         manifests.append(read_manifest(directory))
         verify(directory, manifests[0], _my_share(manifests[0]))
         return f"{directory.name} of {manifests[0].saved_ns}"
@@ -90,6 +90,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
         if name != found[0]:
             raise CheckpointError(f"ranks load different checkpoints: {found[0]} (rank 0), {name} (rank {rank})")
     todo: list[_Todo] = []
+    directory = path_of(path)
     files = Files(directory)
     raise_on_all_ranks(
         "looked up all parameters in a checkpoint",

@@ -56,7 +56,7 @@ from elixir_moe.state.checkpoint.manifest import (
     parse,
 )
 from elixir_moe.state.checkpoint.rng import random_states
-from elixir_moe.state.checkpoint.storage import MANIFEST, Draft, moment_after_all, partial_of, retain
+from elixir_moe.state.checkpoint.storage import MANIFEST, Draft, moment_after_all, partial_of, path_of, retain
 from elixir_moe.state.checkpoint.tensors import FileImage, Item
 from elixir_moe.state.checkpoint.values import encode
 from elixir_moe.state.safetensors_format import name_of
@@ -153,7 +153,7 @@ def save(
     existing one is never changed.
 
     Args:
-        path: the directory to create.
+        path: the directory to create; ``~`` is the home directory, as in every path given to the library.
         model: a wrapped model.
         optimizer: the optimizer that `wrap` returned with it.
         extra: a value for `load` to return, the same on all ranks: None, numbers, texts, bytes, lists, tuples, dicts,
@@ -176,8 +176,7 @@ def save(
     wrapped = wrapped_of(model, optimizer)
     if keep is not None and not is_whole(keep, least=1):
         raise ConfigError(f"keep={keep!r}: expected a whole number of at least 1, or None to keep all")
-    if optimizer.pending is not None:
-        optimizer.pending.result()
+    settle_earlier(optimizer, f"em.save({str(path)!r})")
     control = optimizer.kept.groups.control
     facts = raise_on_all_ranks(
         "looked at what to save",
@@ -222,6 +221,20 @@ def save(
     optimizer.pending = saving = Saving(target, optimizer, executor.submit(write_beside), copied)
     executor.shutdown(wait=False)
     return saving
+
+
+def settle_earlier(optimizer: ShardedOptimizer, call: str) -> None:
+    """Waits for an asynchronous save that has not been asked for. Collective.
+
+    Raises:
+        CheckpointError: it has failed; the message says so, and that `call` has done nothing yet.
+    """
+    saving = optimizer.pending
+    if isinstance(saving, Saving) and (failure := saving.exception()) is not None:
+        raise CheckpointError(
+            f"the earlier save of {saving.path} has failed: {failure}. Nobody asked for it before {call}, which has "
+            f"done nothing yet: call it again"
+        ) from failure
 
 
 @contextmanager
@@ -269,8 +282,7 @@ class _Facts:
 
 
 def _facts(path: Any, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, wrapped: Wrapped) -> _Facts:
-    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
-        raise ConfigError(f"em.save({path!r}): expected the path of a directory to be made")
+    target = path_of(path)
     if optimizer.kept.has_gradients:
         raise UsageError("gradients wait for a step: save after optimizer.step(), or call optimizer.zero_grad() first")
     wrapped.hooks.check_outside("em.save()")
@@ -298,7 +310,7 @@ def _facts(path: Any, model: nn.Module, optimizer: ShardedOptimizer, extra: Any,
             "extra": encoded,
         }
     return _Facts(
-        target=os.path.abspath(path),
+        target=str(target),
         extra_digest=digest_of(repr(encoded).encode()),
         buffer_digests={name: digest_of(_bytes(buffer)) for name, buffer in buffers_of(model, wrapped).items()},
         rng=random_states(),

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from elixir_moe.errors import CheckpointError
+from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.state.checkpoint.manifest import Manifest, parse
 from elixir_moe.state.checkpoint.tensors import hash_file, open_regular, sync_directory
 
@@ -77,6 +77,13 @@ class Draft:
         if not self.committed:
             _remove(self.path)
             os.close(self._manifest)
+
+
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """The absolute path that a user means, with the home directory for ``~``. Raises ConfigError if it is none."""
+    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
+        raise ConfigError(f"{path!r}: expected the path of a checkpoint, a directory")
+    return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def check_target(target: Path) -> None:
@@ -137,7 +144,7 @@ def latest(directory: str | Path, *, fall_back: bool = False) -> Path | None:
     Raises:
         CheckpointError: a manifest is damaged, and `fall_back` is off.
     """
-    directory = Path(directory)
+    directory = Path(os.path.expanduser(directory))
     if not directory.is_dir():
         return None
     collect(directory)
@@ -177,8 +184,14 @@ def home_of(directory: Path) -> Path:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises CheckpointError if it is missing or damaged."""
+    if path.name.endswith(_PARTIAL):
+        raise CheckpointError(f"{path} is what a save has left that did not end: use another checkpoint")
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such checkpoint")
+        partial = partial_of(path)
+        left = f": its save has not ended, or was broken off, and left {partial}" if partial.is_dir() else ""
+        raise CheckpointError(f"{path}: no such checkpoint{left}")
+    if not os.path.lexists(path / MANIFEST):
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: there is none, so this is no whole checkpoint")
     with open(open_regular(path / MANIFEST), "rb") as file:
         return parse(file.read(), str(path / MANIFEST))
 

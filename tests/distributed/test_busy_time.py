@@ -1,0 +1,160 @@
+"""Where a rank is while autograd works for it on another thread, and how long it is busy although all ranks wait."""
+
+import _thread
+import threading
+
+import pytest
+import torch
+
+from elixir_moe.distributed.collectives import Work
+from elixir_moe.distributed.waits import BusyTime, Wait, place_here, place_of
+
+CUDA = torch.device("cuda", 0)
+
+
+class Hook:
+    """A backward as on a GPU: on a thread that Python has not started as one of its own, while the main one waits."""
+
+    def __init__(self, *, in_a_wait: bool) -> None:
+        self._in_a_wait = in_a_wait
+        self._running, self._ended = threading.Event(), threading.Event()
+        self._done = _thread.allocate_lock()  # to be waited for in the hook's own line
+        self._done.acquire()
+
+    def __enter__(self) -> None:
+        _thread.start_new_thread(Work(finish=self._run).wait, ())  # `Work.wait` is a line of the library
+        assert self._running.wait(60)
+
+    def __exit__(self, *_: object) -> None:
+        self._done.release()
+        assert self._ended.wait(60)
+
+    def _run(self) -> None:
+        if self._in_a_wait:
+            with Wait("a reduction over ranks 0, 1"):
+                self._stand()
+        else:
+            self._stand()
+        self._ended.set()
+
+    def _stand(self) -> None:
+        self._running.set()
+        self._done.acquire(timeout=60)
+
+
+def test_a_collective_of_a_backward_on_another_thread_is_a_wait() -> None:
+    main = threading.main_thread().ident
+    with Hook(in_a_wait=True):
+        place = place_here()
+        assert (place.waiting, place.what) == (True, "a reduction over ranks 0, 1")
+        assert not place_of(main).waiting
+    assert not place_here().waiting
+
+
+def test_a_backward_on_another_thread_is_where_the_rank_is() -> None:
+    with Hook(in_a_wait=False):
+        place = place_here()
+        assert not place.waiting and "_stand" in place.what
+    assert "_stand" not in place_here().what
+
+
+def test_threads_that_save_or_watch_are_not_the_training() -> None:
+    work, running, done = Work(finish=lambda: None), threading.Event(), threading.Event()
+
+    def stand() -> None:
+        running.set()
+        assert done.wait(60)
+
+    work._finish = stand
+    thread = threading.Thread(target=work.wait)
+    thread.start()
+    assert running.wait(60)
+    assert "stand" not in place_here().what
+    done.set()
+    thread.join()
+
+
+class Stream:
+    """A stream whose clock stands where the work that was issued to it will have ended; in milliseconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def wait_event(self, event: "Event") -> None:
+        self.now = max(self.now, event.time)
+
+    def record_event(self) -> "Event":
+        event = Event()
+        event.record(self)
+        return event
+
+    device = CUDA
+
+
+class Event:
+    """A moment on a stream."""
+
+    time = 0.0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        pass
+
+    def record(self, stream: Stream) -> None:
+        self.time = stream.now
+
+    def elapsed_time(self, other: "Event") -> float:
+        return other.time - self.time
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Gpu:
+    """One rank's GPU in the place of torch.cuda's: a stream for compute and one for gathers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compute, self.gather = Stream(), Stream()
+        self.current = self.compute
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: self.current)
+
+    def step(self, busy: float, slowest: float) -> float | None:
+        """The busy seconds of a step of so many milliseconds of compute, whose gather the slowest rank ends late."""
+        timer = BusyTime(CUDA)
+        timer.start()
+        self.compute.now += busy
+        self.gather.now = max(self.gather.now, slowest)
+        work = Work()
+        work.mark(self.gather)  # type: ignore[arg-type]
+        work.wait()  # the host goes on; it sees the wait in `.item()` alone, which no sample of its stack can tell
+        return timer.stop()
+
+
+def test_a_slow_rank_is_found_although_every_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks take 3 s for the step, and only one of them works for so long."""
+    assert [Gpu(monkeypatch).step(busy, slowest=3000.0) for busy in (1000.0, 3000.0, 1500.0)] == [1.0, 3.0, 1.5]
+
+
+def test_a_wait_of_the_host_counts_as_far_as_the_gpu_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the agreement at the beginning of a backward, or an exchange of tokens."""
+    gpu = Gpu(monkeypatch)
+    timer = BusyTime(CUDA)
+    timer.start()
+    gpu.compute.now += 1000
+    with Wait("the agreement"):
+        gpu.compute.now += 500  # the stream has run dry, and so has the event behind it
+    gpu.current = gpu.gather
+    with Wait("a fetch"):  # on another stream, beside compute
+        gpu.gather.now += 7000
+    gpu.current = gpu.compute
+    assert timer.stop() == 1.0
+    with Wait("the next step"):
+        gpu.compute.now += 100
+
+
+def test_on_a_cpu_nothing_is_timed() -> None:
+    timer = BusyTime(torch.device("cpu"))
+    timer.start()
+    with Wait("anything"):
+        pass
+    assert timer.stop() is None

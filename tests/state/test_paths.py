@@ -1,0 +1,124 @@
+"""Paths as users write them, and what em.load says where a save has left something else than a checkpoint."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import elixir_moe as em
+from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.search.hardware import Hardware
+from elixir_moe.state.checkpoint.storage import MANIFEST, partial_of
+from tests.support.checkpoint_cases import full_disk
+
+OFFLOAD = em.Plan.offload(rcache_blocks=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """A world of one in this process."""
+    em.init_mesh(device_type="cpu")
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's home; the working directory is another one."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "home"
+
+
+def wrapped(plan: em.Plan = OFFLOAD, numel: int = 4) -> tuple[nn.Module, ShardedOptimizer]:
+    model = nn.Linear(numel, numel)
+    return em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
+
+
+def test_a_checkpoint_in_the_users_home(home: Path) -> None:
+    model, optimizer = wrapped()
+    em.save("~/saved", model, optimizer, extra=7)
+    assert [path.name for path in home.iterdir()] == ["saved"] and not list(Path.cwd().iterdir())
+    assert em.load("~/saved", model, optimizer) == em.load(Path("~/saved"), model, optimizer) == 7
+    assert em.latest("~") == home / "saved"
+    optimizer.close()
+
+
+def test_chunks_on_disk_and_a_machines_figures_in_the_users_home(home: Path) -> None:
+    plans = [em.Plan.offload(disk="~"), em.Plan.offload(disk=Path("~")), em.Plan.from_json(OFFLOAD.to_json())]
+    assert [plan.disk for plan in plans] == [str(home), str(home), None]
+    assert em.Plan.auto(lambda model, batch: model(batch), torch.ones(1), disk="~/fast").disk == str(home / "fast")
+    figures = Hardware.named(shipped()[0])
+    (home / "mine.json").write_text(figures.to_json())
+    assert Hardware.named("~/mine.json").peak_tflops == figures.peak_tflops
+
+
+class Nowhere:
+    """A path that says nothing, or something else than a text."""
+
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
+
+    def __fspath__(self) -> str:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        return "Nowhere()"
+
+
+@pytest.mark.parametrize("answer", [None, 5, ValueError("not mounted")])
+def test_a_path_that_does_not_say_which_is_refused_by_name(answer: object) -> None:
+    with pytest.raises(em.ConfigError, match=r"disk=Nowhere\(\): its __fspath__ gives no path"):
+        em.Plan.offload(disk=Nowhere(answer))
+    with pytest.raises(em.ConfigError, match=r"hardware=Nowhere\(\): its __fspath__ gives no path"):
+        em.Plan.auto(lambda model, batch: model(batch), torch.ones(1), hardware=Nowhere(answer))
+
+
+def test_what_a_broken_save_has_left_is_named(tmp_path: Path) -> None:
+    model, optimizer = wrapped()
+    partial = partial_of(tmp_path / "step-1")
+    partial.mkdir()
+    (tmp_path / "empty").mkdir()
+    said = {
+        tmp_path / "step-1": rf"step-1: no such checkpoint: its save has not ended, .* left {partial}",
+        partial: r"\.step-1\.partial is what a save has left that did not end",
+        tmp_path / "empty": f"empty/{MANIFEST} cannot be read: there is none",
+        tmp_path / "none": "none: no such checkpoint$",
+    }
+    for path, text in said.items():
+        with pytest.raises(em.CheckpointError, match=text):
+            em.load(path, model, optimizer)
+    with pytest.raises(em.CheckpointError, match="expected the path of a checkpoint"):
+        em.load(5, model, optimizer)  # type: ignore[arg-type]
+    optimizer.close()
+
+
+@pytest.mark.fault(3)
+@pytest.mark.parametrize("call", ["load", "save"])
+def test_an_earlier_save_that_failed_unasked_is_named_as_such(call: str, tmp_path: Path) -> None:
+    """And not as a failure of the call that meets it; called again, it works."""
+    model, optimizer = wrapped(numel=64)
+    em.save(tmp_path / "good", model, optimizer, extra=7)
+    with full_disk(0):
+        em.save(tmp_path / "bad", model, optimizer, asynchronous=True).join()
+    path = tmp_path / ("good" if call == "load" else "next")
+    run = getattr(em, call)
+    with pytest.raises(
+        em.CheckpointError, match=rf"the earlier save of .*bad has failed: .*em\.{call}\('.*{path.name}"
+    ):
+        run(path, model, optimizer)
+    run(path, model, optimizer)
+    optimizer.close()
+
+
+def shipped() -> list[str]:
+    """Names of machines that ship with the package."""
+    folder = Path(em.__file__).parent / "search" / "machines"
+    return sorted(path.stem for path in folder.glob("*.json"))
