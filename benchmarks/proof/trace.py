@@ -33,7 +33,7 @@ def record(step: Callable[[], Any], path: Path) -> None:
 def summary(path: Path) -> list[str]:
     """At most ten lines: where the time of the step went."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X" and "cat" in event]
     (begin, end) = next(
         _interval(event) for event in events if event["name"] == STEP and event["cat"] != "gpu_user_annotation"
     )

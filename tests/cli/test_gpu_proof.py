@@ -257,6 +257,7 @@ def test_the_summary_of_a_trace_adds_up(tmp_path: Path) -> None:
         event("cuda_runtime", "cudaStreamSynchronize", 7_000, 9_500),
         event("cpu_op", "aten::mm", 0, 500),
         {"ph": "M", "name": "process_name"},
+        {"ph": "X", "name": "a span of the profiler", "ts": 0, "dur": 20_000},
     ]
     path = tmp_path / "trace.json.gz"
     with gzip.open(path, "wt") as file:
