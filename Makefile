@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.peers-installed
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test test-all lint format train bench bench-gpu chaos paper-table clean
+.PHONY: setup test test-all lint format train bench gpu-proof bench-gpu chaos paper-table clean
 
 setup: $(STAMP)
 
@@ -49,8 +49,17 @@ train: setup
 bench: $(BENCH_STAMP)
 	$(BIN)/python -W ignore -m benchmarks.run --out build/bench.json
 
+# With a folder of wheels, which may be empty, nothing is fetched and PYTHON is used as it is (docs/gpu.md).
+ifdef GPU_PROOF_WHEELS
+gpu-proof:
+	$(PYTHON) -m benchmarks.proof --wheels $(GPU_PROOF_WHEELS) $(GPU_PROOF_ARGS)
+else
+gpu-proof: setup
+	$(BIN)/python -m benchmarks.proof $(GPU_PROOF_ARGS)
+endif
+
 bench-gpu: $(BENCH_STAMP)
-	$(BIN)/python -m benchmarks.gpu --trace --out build/bench-gpu.json
+	$(BIN)/python -m benchmarks.proof --only rates bench trace $(GPU_PROOF_ARGS)
 
 chaos: setup
 	$(BIN)/python -m tests.faults.chaos --points 200 $(CHAOS_ARGS)

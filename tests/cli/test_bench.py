@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.run import main as measure
 from tests.support.cases import with_further
@@ -79,17 +78,6 @@ def test_only_refuses_a_name_that_no_row_has(tmp_path: Path) -> None:
     assert run.returncode == 2
     assert "zero7" in run.stderr and "DDP" in run.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the rows are measured, which takes an hour")
-def test_without_a_gpu_its_rows_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import gpu
-
-    assert gpu.main(["--out", str(tmp_path / "gpu.json")]) == 0
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert {row["contender"] for row in rows} == set(gpu.CONTENDERS)
-    assert all(row["seconds"] is None and "not measured" in row["note"] for row in rows)
-    assert capsys.readouterr().out.count("not measured") == len(rows)
 
 
 def test_contenders_that_do_other_work_are_not_compared() -> None:

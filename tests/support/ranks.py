@@ -27,7 +27,7 @@ class RankError(AssertionError):
         self.types = {rank: kind for rank, (kind, _) in failures.items()}
 
 
-def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, rendezvous: str, backend: str, pipe: Connection) -> None:
     import datetime
 
     import torch._dynamo  # torch's optimizers import it at their first use
@@ -37,7 +37,11 @@ def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
+        backend,
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=60),
     )
     while True:
         try:
@@ -67,9 +71,9 @@ def _let_go_of_groups(clear_dtensor_caches: Callable[[], None]) -> None:
 
 
 class RankPool:
-    """`world` processes in one gloo process group."""
+    """`world` processes in one process group."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, *, backend: str = "gloo") -> None:
         self.world = world
         context = mp.get_context("spawn")
         self._directory = tempfile.TemporaryDirectory()
@@ -78,7 +82,7 @@ class RankPool:
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, rendezvous, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world, rendezvous, backend, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -1,0 +1,122 @@
+"""`python -m benchmarks.proof`: every step that has no good result yet, one after another, while there is time.
+
+Owns the command line and the loop over the steps. Imports the standard library alone: on a bare machine the first step
+brings the rest.
+"""
+
+import argparse
+import fcntl
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.proof.build import ROOT, path_of
+from benchmarks.proof.plan import MODELS, build_step, steps, trace_name, trace_wanted
+from benchmarks.proof.steps import FAILED, GOOD, LEFT_OUT, OVER_LIMIT, Journal, Step, run
+from benchmarks.proof.table import page
+
+HERE = ROOT / "build" / "gpu-proof"
+LEAST_TIME = 1 / 3
+"""Of its limit: with less time left a step is not begun."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what is missing; returns 0 if all is good or left out, 1 if a step failed, 3 if some had no time left."""
+    options = _parse(arguments)
+    end = time.monotonic() + options.seconds
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "log.txt"
+    with log.open("ab") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another call is at work in {out}: wait for its end, or give another --out", file=sys.stderr)
+            return 2
+        os.chdir(ROOT)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the step in progress is ended too
+        if options.fresh:
+            held.truncate(0)
+            (out / "results.jsonl").unlink(missing_ok=True)
+        return _run(
+            options, Journal(out / "results.jsonl", None if options.fresh else HERE / "results.jsonl"), log, end
+        )
+
+
+def _run(options: argparse.Namespace, journal: Journal, log: Path, end: float) -> int:
+    site = HERE.with_name("gpu-proof-site")
+    built = run(build_step(site, options.wheels), log, options.seconds)
+    machine = built["figures"]
+    if built["outcome"] != GOOD or machine is None:
+        print(built["tail"] or "the build told no figures", file=sys.stderr)
+        return 1
+    earlier = None if options.fresh else HERE / "results.jsonl"
+    journal = Journal(log.with_name("results.jsonl"), machine["device"], earlier)
+    journal.add(built)
+    print(f"{journal.device or 'no GPU: toys on the CPU'}; the library: {machine['library']}", flush=True)
+    environment = path_of(site if options.wheels else None) | _extensions(HERE.with_name("torch_extensions"))
+    here = [s for s in steps(log.parent, machine, environment) if any(text in s.name for text in options.only)]
+    postponed = 0
+    for step in here:
+        if journal.is_good(step.name) or _not_wanted(step, journal):
+            continue
+        left = end - time.monotonic()
+        if left < LEAST_TIME * step.seconds:
+            postponed += 1
+            continue
+        result = run(step, log, min(step.seconds, left))
+        postponed += result["outcome"] == OVER_LIMIT and left < step.seconds
+        journal.add(result)
+        _say(result)
+        _write(journal, log)  # whatever ends the next step
+    print(_write(journal, log))
+    if postponed:
+        print(f"{postponed} steps had no time left: call again", flush=True)
+        return 3
+    outcomes = [journal.results[step.name]["outcome"] for step in here if step.name in journal.results]
+    return int(not set(outcomes) <= {GOOD, LEFT_OUT})
+
+
+def _write(journal: Journal, log: Path) -> str:
+    text = page(journal)
+    log.with_name("proof.md").write_text(text)
+    return text
+
+
+def _extensions(folder: Path) -> dict[str, str]:
+    """Where DeepSpeed compiles its kernels: once for all steps, and without the locks that a killed step has left."""
+    for lock in folder.glob("**/lock"):
+        lock.unlink()
+    return {"TORCH_EXTENSIONS_DIR": str(folder)}
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.proof", description=main.__doc__)
+    parser.add_argument("--out", type=Path, default=os.environ.get("OUT") or HERE, help="folder of the results")
+    parser.add_argument("--fresh", action="store_true", help="forget the results of earlier calls")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", default=[""], help="only steps with one of these in their name"
+    )
+    parser.add_argument("--seconds", type=float, default=540.0, help="the longest the call may take (540)")
+    parser.add_argument("--wheels", type=Path, help="use this Python as it is, with what is lacking from this folder")
+    options = parser.parse_args(arguments)
+    options.out = Path(options.out)
+    options.wheels = options.wheels and options.wheels.resolve()
+    return options
+
+
+def _not_wanted(step: Step, journal: Journal) -> bool:
+    """Whether it is a trace of a model on which ours reaches what it should."""
+    return any(step.name == trace_name(model) and not trace_wanted(journal, model) for model in MODELS)
+
+
+def _say(result: dict[str, object]) -> None:
+    figures = result["figures"] if isinstance(result["figures"], dict) else {}
+    why = figures.get("left_out") or (f"exit {result['exit']}" if result["outcome"] == FAILED else "")
+    print(f"{result['step']}: {result['outcome']}, {result['seconds']} s {why}".rstrip(), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""`python -m benchmarks.proof.case '{"model": ..., ...}'`: one contender on one model, in a process of its own.
+
+Owns how each contender is built, and its clock. Before anything is built, what a peer is known to need is compared with
+what is free; ours is left to say so itself. Without a GPU all of it runs on the CPU, with a toy in the model's place.
+
+Peers get their best settings: torch's fused AdamW, a unit of FSDP2 for each layer, pinned memory, DeepSpeed's own Adam.
+All train in bf16 with fp32 masters, but for adapters under FSDP2, whose masters are in bf16 as the base is.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+import elixir_moe as em
+from benchmarks.contenders import LEARNING_RATE
+from benchmarks.proof.models import Model, build, fill
+from benchmarks.proof.rates import elapsed
+from benchmarks.proof.steps import tell
+from benchmarks.proof.trace import record, summary
+from benchmarks.workload import SEED
+from elixir_moe.memory.slabs import host_bytes_left
+
+GIB = 1 << 30
+WARM_STEPS, STEPS = 2, 3
+TOY_STEPS = 1, 1
+"""The same without a GPU."""
+FITS = 0.92
+"""Of the device's memory, what a plan may use: the allocator leaves holes."""
+BESIDE = 1.1
+"""What a peer needs beside its state, as a factor of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One contender on one model."""
+
+    contender: str
+    model: str
+    accumulation: int = 1
+    """Micro-batches of a step."""
+    limit_gib: int | None = None
+    """Device memory the process may use; None: all."""
+
+
+class LeftOutError(Exception):
+    """The case cannot be run here; the text says what it needs and what is there."""
+
+
+Step = Callable[[list[Tensor]], Tensor]
+"""Takes the micro-batches of a step; returns their mean loss, ()."""
+
+
+def main() -> int:
+    """Runs a case and tells its figures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.proof.case", description=main.__doc__)
+    parser.add_argument("case", help="a `Case` as JSON")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="instead: trace one step into this file (.json.gz)")
+    options = parser.parse_args()
+    case = Case(**json.loads(options.case))
+    try:
+        with tempfile.TemporaryDirectory() as cache:  # what one case learns of the machine is no other's
+            os.environ["XDG_CACHE_HOME"] = cache
+            tell(_run(case, options.trace))
+    except LeftOutError as why:
+        tell({"left_out": str(why)})
+    except torch.OutOfMemoryError as error:
+        if case.contender == "ours":
+            raise
+        tell({"left_out": f"it ran out of device memory: {str(error)[:120]}"})
+    return 0
+
+
+def _run(case: Case, trace: Path | None) -> dict[str, Any]:
+    cuda = torch.cuda.is_available()
+    device_bytes = _device_bytes(case)
+    if not cuda:
+        torch.set_num_threads(1)  # a toy gains nothing from more
+    if cuda and case.limit_gib is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, device_bytes / total))
+    model = build(case.model, toy=not cuda, layers=_layers(case))
+    _check_room(case, model.counts(), device_bytes)
+    em.init_mesh(device_type="cuda" if cuda else "cpu")
+    counts = model.counts()
+    step, predicted = BUILD[case.contender](model, case, device_bytes)
+    generator = torch.Generator().manual_seed(SEED)
+    shape = (model.batch, model.seq_len + 1)
+
+    def draw() -> list[Tensor]:
+        drawn = [torch.randint(model.vocab_size, shape, generator=generator) for _ in range(case.accumulation)]
+        return [batch.cuda() for batch in drawn] if cuda else drawn
+
+    warm, counted = (WARM_STEPS, STEPS) if cuda else TOY_STEPS
+    seconds: list[float] = []
+    losses: list[Tensor] = []
+    for number in range(warm + (0 if trace else counted)):
+        batches = draw()
+        seconds.append(elapsed(lambda batches=batches: losses.append(step(batches))))
+        print(f"step {number}: {seconds[-1]:.3f} s, loss {losses[-1].item():.4f}", flush=True)
+    if trace is not None:
+        batches = draw()
+        record(lambda: step(batches), trace)
+        return {"trace": trace.name, "summary": summary(trace)}
+    seconds = seconds[warm:]
+    tokens = case.accumulation * model.batch * model.seq_len
+    return counts | {
+        "batch": model.batch,
+        "tokens": tokens,
+        "recomputes": 1,
+        "seconds": median(seconds),
+        "spread": [min(seconds), max(seconds)],
+        "tokens_per_second": tokens / median(seconds),
+        "predicted_seconds": predicted,
+        "first_loss": losses[0].item(),
+        "device_bytes": device_bytes,
+        "device_peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "host_peak_bytes": _host_peak(),
+    }
+
+
+def _device_bytes(case: Case) -> int:
+    """What the case may use; a card of "80 GB" has a little less than 80 GiB, and that is what it uses then."""
+    if not torch.cuda.is_available():
+        return GIB
+    total = torch.cuda.get_device_properties(0).total_memory
+    return min(total, (case.limit_gib or 1 << 20) * GIB)
+
+
+def _layers(case: Case) -> int | None:
+    """As many layers of a frozen model as host memory takes while it is made, twice its size; None: all.
+
+    Free memory is rounded down, so that all contenders of a machine get the same number.
+    """
+    if not case.model.endswith("-lora"):
+        return None
+    whole = build(case.model, toy=not torch.cuda.is_available()).counts()
+    of_layer = 2 * 2 * whole["parameters"] / whole["layers"]
+    free = _host_bytes() // (8 * GIB) * 8 * GIB
+    return max(1, min(whole["layers"], int(free / BESIDE / of_layer)))
+
+
+def _check_room(case: Case, counts: dict[str, int], device_bytes: int) -> None:
+    """Raises LeftOutError if a peer would need more than there is."""
+    frozen = counts["parameters"] - counts["trained"]
+    state = 16 * counts["trained"] + 2 * frozen
+    if case.contender.startswith("deepspeed"):
+        state += 2 * counts["trained"]
+    if case.contender == "ours":
+        needs = {"host": 2 * counts["parameters"]}  # where the model is made
+    elif case.contender.endswith("offload"):
+        needs = {"host": int(BESIDE * state)}
+    else:
+        needs = {"device": int(BESIDE * state)}
+    there = {"host": _host_bytes(), "device": device_bytes}
+    for memory, nbytes in needs.items():
+        if nbytes > there[memory]:
+            raise LeftOutError(
+                f"needs {nbytes / GIB:.1f} GiB of {memory} memory, {there[memory] / GIB:.1f} GiB are free"
+            )
+
+
+def _host_bytes() -> int:
+    """Free host memory, or what GPU_PROOF_HOST_GIB says: some machines show less than they give."""
+    said = os.environ.get("GPU_PROOF_HOST_GIB")
+    return int(float(said) * GIB) if said else host_bytes_left()
+
+
+def _host_peak() -> int:
+    """The most memory this process has had resident; the model as it was made is in it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def _plain_step(model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer) -> Step:
+    def step(batches: list[Tensor]) -> Tensor:
+        losses = []
+        for batch in batches:
+            found = loss(model, batch) / len(batches)
+            found.backward()
+            losses.append(found.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).sum()
+
+    return step
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def _ours(model: Model, case: Case, device_bytes: int) -> tuple[Step, float | None]:
+    fill(model.module)
+    model.ties(model.module)
+    sample = torch.zeros(model.batch, model.seq_len + 1, dtype=torch.int64)
+    plan = em.Plan.auto(model.loss, sample, budget=int(FITS * device_bytes), accumulation=case.accumulation)
+    module, optimizer = em.wrap(model.module, torch.optim.AdamW(model.module.parameters(), lr=LEARNING_RATE), plan=plan)
+    found = em.inspect(module)
+    print(found.plan, found.plan.explain(), sep="\n", flush=True)
+    assert found.prediction is not None
+    return _plain_step(module, model.loss, optimizer), found.prediction.step_seconds
+
+
+def _fsdp2(model: Model, case: Case, device_bytes: int) -> tuple[Step, float | None]:
+    """A layer is made and sharded before the next is: the whole model is never there twice."""
+    cuda = torch.cuda.is_available()
+    frozen = any(not p.requires_grad for p in model.module.parameters())
+    offload = case.contender.endswith("offload")
+    options: dict[str, Any] = {
+        "mesh": em.init_mesh(device_type="cuda" if cuda else "cpu")["dp"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=cuda) if offload else OffloadPolicy(),
+    }
+    for part in [*model.blocks, model.module]:
+        fill(part, torch.bfloat16 if frozen else torch.float32)
+        if part is model.module:
+            model.ties(part)
+        fully_shard(part, **options)
+    optimizer = torch.optim.AdamW(_trained(model.module), lr=LEARNING_RATE, fused=True)
+    return _plain_step(model.module, model.loss, optimizer), None
+
+
+def _deepspeed(model: Model, case: Case, device_bytes: int) -> tuple[Step, float | None]:
+    os.environ.setdefault("LOCAL_RANK", "0")
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    offload = {"device": "cpu", "pin_memory": cuda}
+    settings = {
+        "train_micro_batch_size_per_gpu": model.batch,
+        "gradient_accumulation_steps": case.accumulation,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload, "overlap_comm": True},
+        "zero_force_ds_cpu_optimizer": cuda,
+        "steps_per_print": 10**9,
+    }
+    fill(model.module)
+    model.ties(model.module)
+    if cuda:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer: Any = DeepSpeedCPUAdam(_trained(model.module), lr=LEARNING_RATE)
+    else:  # its kernel is compiled at its first use, which takes longer than the toy
+        optimizer = torch.optim.AdamW(_trained(model.module), lr=LEARNING_RATE, fused=True)
+    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", dist_init_required=False)
+    engine, *_ = deepspeed.initialize(model=model.module, optimizer=optimizer, config=settings)
+
+    def step(batches: list[Tensor]) -> Tensor:
+        losses = []
+        for batch in batches:
+            loss = model.loss(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    return step, None
+
+
+BUILD = {"ours": _ours, "fsdp2": _fsdp2, "fsdp2-offload": _fsdp2, "deepspeed-zero3-offload": _deepspeed}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The steps of the proof, in the order of their worth.
+
+Owns the list. Imports the standard library alone.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.proof.bound import bound
+from benchmarks.proof.steps import Journal, Step
+
+OFFLOADING_PEERS = ("fsdp2-offload", "deepspeed-zero3-offload")
+MODELS: dict[str, tuple[int | None, tuple[str, ...]]] = {
+    "gpt2-5.5b": (78, OFFLOADING_PEERS),
+    "qwen3-30b-a3b-lora": (40, OFFLOADING_PEERS),
+    "gpt2-4b": (None, ("fsdp2", *OFFLOADING_PEERS)),
+    "pr-moe-6b": (78, OFFLOADING_PEERS),
+}
+"""Device memory in GiB (None: all of it), and the peers. The state of 5.5 and 6 B parameters is 81 and 91 GiB."""
+WANTED_OF_PEER, WANTED_OF_BOUND = 1.5, 0.85
+"""What ours should reach: a multiple of the best offloading peer's tokens a second, and a fraction of the bound."""
+
+SECONDS, MORE_SECONDS = 150, {"deepspeed-zero3-offload": 300, "qwen3-30b-a3b-lora": 240}
+"""Limits of a case: DeepSpeed compiles its kernels at their first use, and 57 GiB of weights take a while to make."""
+
+_PYTHON = sys.executable
+
+
+def build_step(site: Path, wheels: Path | None) -> Step:
+    """Makes the library importable and looks at the machine; the other steps need its figures."""
+    command = (_PYTHON, "-m", "benchmarks.proof.build", str(site), *([str(wheels)] if wheels else []))
+    return Step(name="build", command=command, seconds=180)
+
+
+def steps(out: Path, machine: dict[str, Any], environment: dict[str, str]) -> list[Step]:
+    """All other steps; those of traces come last, and `trace_wanted` says which of them are to be run.
+
+    Args:
+        out: folder of the results.
+        machine: the figures of the build.
+        environment: variables with which the library is found.
+    """
+    on_gpu = machine["device"] is not None
+    pytest = (_PYTHON, *_PYTEST, "-m", "gpu" if on_gpu else "not gpu and not slow")
+    found = [
+        Step(name="rates", command=(_PYTHON, "-m", "benchmarks.proof.rates"), seconds=60),
+        Step(name="tests", command=(*pytest, "tests/gpu/test_parity.py", *_OTHER_TESTS * on_gpu), seconds=180),
+        Step(name="ranks", command=(*pytest, "tests/gpu/test_ranks.py"), seconds=150),
+        Step(
+            name="sanitizer",
+            command=(_PYTHON, "-m", "tests.support.gpu_cases"),
+            seconds=90,
+            environment={"TORCH_CUDA_SANITIZER": "1"} if on_gpu else {},
+        ),
+    ]
+    for accumulation in (1, 4):
+        found += [_case(m, "ours", accumulation) for m in MODELS]
+        found += [_case(m, peer, accumulation) for m, (_, peers) in MODELS.items() for peer in peers]
+    found += [_case(m, "ours", 1, trace=out / f"trace-{m}.json.gz") for m in MODELS]
+    return [
+        replace(step, environment=environment | step.environment, left_out=_lacking(step, machine["lacks"]))
+        for step in found
+    ]
+
+
+def _lacking(step: Step, lacks: list[str]) -> str | None:
+    for package, part in (("deepspeed", "deepspeed"), ("transformers", "qwen3")):
+        if package in lacks and part in step.name:
+            return f"{package} is not installed"
+    return None
+
+
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "--import-mode=append")
+"""Appended, for the library comes from PYTHONPATH, wherever the tests are."""
+_OTHER_TESTS = ("tests/optim/test_adam.py", "tests/moe/test_moe.py")
+
+
+def _case(model: str, contender: str, accumulation: int, *, trace: Path | None = None) -> Step:
+    case = {"contender": contender, "model": model, "accumulation": accumulation, "limit_gib": MODELS[model][0]}
+    command = [_PYTHON, "-m", "benchmarks.proof.case", json.dumps(case)]
+    name = bench_name(model, contender, accumulation) if trace is None else trace_name(model)
+    seconds = max(MORE_SECONDS.get(part, SECONDS) for part in (model, contender))
+    return Step(name=name, command=(*command, *(["--trace", str(trace)] if trace else [])), seconds=seconds)
+
+
+def bench_name(model: str, contender: str, accumulation: int) -> str:
+    """The name of the step of a case."""
+    return f"bench {model} {contender} x{accumulation}"
+
+
+def trace_name(model: str) -> str:
+    """The name of the step that traces ours."""
+    return f"trace {model}"
+
+
+def compared(journal: Journal, model: str, contender: str, accumulation: int) -> dict[str, Any] | None:
+    """What the table says of a case beside its own figures; None if it has no good result."""
+    row, rates = journal.figures(bench_name(model, contender, accumulation)), journal.figures("rates")
+    if row is None or rates is None:
+        return None
+    seconds, what = bound(rates, row)
+    return row | {"bound_seconds": seconds, "limited_by": what, "of_bound": seconds / row["seconds"]}
+
+
+def trace_wanted(journal: Journal, model: str) -> bool:
+    """Whether ours misses what it should reach."""
+    ours = compared(journal, model, "ours", 1)
+    if ours is None:
+        return False
+    peers = [compared(journal, model, peer, 1) for peer in OFFLOADING_PEERS]
+    best = max((peer["tokens_per_second"] for peer in peers if peer), default=0.0)
+    return ours["tokens_per_second"] < WANTED_OF_PEER * best or ours["of_bound"] < WANTED_OF_BOUND

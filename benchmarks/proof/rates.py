@@ -1,0 +1,85 @@
+"""`python -m benchmarks.proof.rates`: what this machine reaches, against which steps are held.
+
+Owns three rates: a large bf16 product, copies in both directions at once, and Adam in host memory. All on random data.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.adam import Shard, ours
+from benchmarks.proof.steps import tell
+from elixir_moe.kernels import host_threads
+
+REPEATS = 5
+
+
+def main() -> int:
+    """Measures and tells."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    side, nbytes, numel = (8192, 1 << 30, 1 << 27) if cuda else (512, 1 << 24, 1 << 22)
+    rates = {
+        "matmul_flops": 2 * side**3 / _seconds(_product(side, device)),
+        "copy_bytes_per_second": nbytes / _seconds(_copies(nbytes, device)),
+        "host_adam_parameters_per_second": numel / _seconds(_adam(numel, device)),
+    }
+    tell(rates | {"cores": len(os.sched_getaffinity(0)), "adam_threads": host_threads(device)})
+    return 0
+
+
+def _product(side: int, device: torch.device) -> Callable[[], Any]:
+    a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    return lambda: torch.mm(a, b)
+
+
+def _copies(nbytes: int, device: torch.device) -> Callable[[], Any]:
+    """Up and down at the same time, `nbytes` each way."""
+    cuda = device.type == "cuda"
+    on_host = [torch.randint(255, (nbytes,), dtype=torch.uint8).pin_memory() for _ in range(2)] if cuda else []
+    on_host = on_host or [torch.randint(255, (nbytes,), dtype=torch.uint8) for _ in range(2)]
+    on_device = [torch.randint(255, (nbytes,), dtype=torch.uint8, device=device) for _ in range(2)]
+    ways = [(on_device[0], on_host[1]), (on_host[0], on_device[1])]
+    streams = [torch.cuda.Stream() for _ in range(2)] if cuda else []
+
+    def copy() -> None:
+        for stream, (target, source) in zip(streams, ways, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def copy_here() -> None:
+        for target, source in ways:
+            target.copy_(source)
+
+    return copy if cuda else copy_here
+
+
+def _adam(numel: int, device: torch.device) -> Callable[[], Any]:
+    torch.set_num_threads(host_threads(device))
+    step = ours(Shard(numel))
+    return lambda: step(1)
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    """Of the fastest of some runs, after one that warms up."""
+    return min([elapsed(work) for _ in range(1 + REPEATS)][1:])
+
+
+def elapsed(work: Callable[[], Any]) -> float:
+    """Seconds of `work`, on the GPU too."""
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    sys.exit(main())
