@@ -71,7 +71,7 @@ class Scheduler:
         self.used: set[tuple[int, int]] = set()
         """(chunk, index in the chunk) of parameters that got a gradient since the last update, on this rank."""
         self._in_order = not all(chunk.communicator.tagged for chunk in chunks)
-        """Only their order matches collectives, over all process groups together, so it must be the same on all ranks."""
+        """Only their order matches collectives, over all process groups together: it must be the same on all ranks."""
         self.reductions = Reductions(agreement, in_order=self._in_order)
         """The reductions of the running backward."""
         self.shown_at: dict[int, Chunk] = {}
