@@ -17,6 +17,7 @@ Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the 
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -70,6 +71,7 @@ class Scheduler:
         """A request has failed, so decisions of the cache may not have been carried out."""
         self.used: set[tuple[int, int]] = set()
         """(chunk, index in the chunk) of parameters that got a gradient since the last update, on this rank."""
+        self._has_host_shards = any(chunk.shard.tier is not Tier.DEVICE for chunk in chunks)
         self._in_order = not all(chunk.communicator.tagged for chunk in chunks)
         """Only their order matches collectives, over all process groups together: it must be the same on all ranks."""
         self.reductions = Reductions(agreement, in_order=self._in_order)
@@ -91,8 +93,7 @@ class Scheduler:
         self._gradient_blocks = 0
         """Number of blocks that hold gradients."""
         self._in_flight: deque[Work] = deque()
-        self._behind = Work()
-        """The last reduction that only streams, not the host, wait for."""
+        """Reductions that the host must wait for."""
         for chunk in chunks:
             chunk.block = blocks.own.get(chunk.spec.index)
         streams.fetch_after_compute()  # shards and blocks were filled on the current stream
@@ -423,8 +424,6 @@ class Scheduler:
         if work.pending:
             self._in_flight.append(work)
             self._leave_in_flight(REDUCTIONS_IN_FLIGHT)
-        else:
-            self._behind = work
         if chunk.gradient_block is not None:
             self._leave_gradient_block(chunk, work)
 
@@ -464,13 +463,10 @@ class Scheduler:
 
     def drain(self) -> None:
         """Waits until every gradient is in its shard; the host waits too if a shard is outside the device tier."""
-        host = any(chunk.shard.tier is not Tier.DEVICE for chunk in self.chunks)
-        for work in (*self._in_flight, self._behind):
-            self._finish(work.synchronize if host else work.wait)
-        self._in_flight.clear()
+        self._leave_in_flight(0)
+        self._finish(partial(self._streams.end_step, host=self._has_host_shards))
         for chunk in self.chunks:
             chunk.land_waiting()
-        self._streams.end_step(host=host)  # a fetch may still read a shard that the host is about to update
 
     # --------------------------------------------------------------------------------------------------- between steps
 

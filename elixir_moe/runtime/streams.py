@@ -33,6 +33,8 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._compute: list[torch.cuda.Stream] = []
+        self._moving = False
+        """Something was given to `fetch` or `reduce` since the last step ended."""
         self._fetch, self._gather, self._reduce = (
             torch.cuda.Stream(device, priority=_FIRST) if device.type == "cuda" else None for _ in range(3)
         )
@@ -70,6 +72,7 @@ class Streams:
 
     def fetching(self) -> AbstractContextManager[object]:
         """A context whose work goes to `fetch`."""
+        self._moving = True
         return _HOST if self._fetch is None else torch.cuda.stream(self._fetch)
 
     def gathering(self) -> AbstractContextManager[object]:
@@ -81,6 +84,7 @@ class Streams:
 
     def reducing(self) -> AbstractContextManager[object]:
         """A context whose work goes to `reduce`, behind all that was issued to the current stream so far."""
+        self._moving = True
         if self._reduce is None:
             return _HOST
         self._reduce.wait_stream(torch.cuda.current_stream(self._device))
@@ -105,12 +109,15 @@ class Streams:
                 self._fetch.wait_stream(stream)
 
     def end_step(self, *, host: bool) -> None:
-        """Orders the current stream, the only compute from now on, behind all other compute.
+        """Orders the current stream, the only compute from now on, behind all other compute and all reductions.
 
-        With `host`, the host waits for all fetches: it may then write the shards.
+        With `host`, the host waits for reductions and fetches, once: it may then read and write the shards.
         """
-        if self._fetch is not None:
+        if self._fetch is not None and self._reduce is not None:
             self.join_compute()
             self._compute = [torch.cuda.current_stream(self._device)]
-            if host:
-                self._fetch.synchronize()
+            self._compute[0].wait_stream(self._reduce)
+            if host and self._moving:
+                self._reduce.wait_stream(self._fetch)
+                self._reduce.synchronize()
+            self._moving = False

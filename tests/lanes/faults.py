@@ -13,7 +13,6 @@ import torch
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.blocks import Block
 from elixir_moe.memory.shard_state import ShardState
-from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from tests.lanes.machine import Stream
@@ -95,11 +94,31 @@ def _no_fetch_behind_the_start(patch: Patch) -> None:
 
 def _host_not_behind_fetches(patch: Patch) -> None:
     end = Streams.end_step
-    patch(Streams, "end_step", lambda streams, *, host: end(streams, host=False))
+
+    def without(streams: Any, *, host: bool) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            wait = Stream.wait_stream
+            inner.setattr(Stream, "wait_stream", lambda one, other: other is streams._fetch or wait(one, other))
+            end(streams, host=host)
+
+    patch(Streams, "end_step", without)
 
 
 def _host_not_behind_reductions(patch: Patch) -> None:
-    patch(Work, "synchronize", Work.wait)
+    end = Streams.end_step
+    patch(Streams, "end_step", lambda streams, *, host: end(streams, host=False))
+
+
+def _updates_not_behind_reductions(patch: Patch) -> None:
+    end = Streams.end_step
+
+    def without(streams: Any, *, host: bool) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            wait = Stream.wait_stream
+            inner.setattr(Stream, "wait_stream", lambda one, other: other is streams._reduce or wait(one, other))
+            end(streams, host=host)
+
+    patch(Streams, "end_step", without)
 
 
 def _no_wait_for_the_gather(patch: Patch) -> None:
@@ -160,18 +179,6 @@ def _gathers_begin_when_updates_have_ended(patch: Patch) -> None:
         scheduler._in_order = False
 
     patch(Scheduler, "__init__", out_of_order)
-
-
-def _updates_not_behind_reductions(patch: Patch) -> None:
-    step = ShardedOptimizer.step
-
-    def without(optimizer: Any, closure: Any = None) -> Any:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Work, "wait", _nothing)
-            inner.setattr(Work, "synchronize", _nothing)
-            return step(optimizer, closure)
-
-    patch(ShardedOptimizer, "step", without)
 
 
 FAULTS: dict[str, Callable[[Patch], None]] = {

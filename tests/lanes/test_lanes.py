@@ -16,7 +16,7 @@ TELLING = [
     (1, Case(parts=("plain", "beside", "plain", "beside"), plan="offload", blocks=0, half=True, accumulation=2)),
     (1, Case(parts=("plain", "plain", "plain"), plan="disk", blocks=1, half=True, habits=frozenset({"save", "read"}))),
     (1, Case(parts=("plain", "beside"), plan="ddp", accumulation=2)),
-    (1, Case(parts=("plain", "tied", "beside"), plan="zero2", half=True, habits=frozenset({"view", "late"}))),
+    (1, Case(parts=("plain", "tied", "beside"), plan="zero2", half=True, habits=frozenset({"view"}))),
     (
         2,
         Case(
@@ -48,7 +48,16 @@ TELLING = [
             habits=frozenset({"write", "failing"}),
         ),
     ),
-    (2, Case(parts=("plain", "mixture", "plain", "mixture"), plan="half", blocks=1, half=True, delays=3)),
+    (
+        2,
+        Case(
+            parts=("plain", "mixture", "plain", "mixture"),
+            plan="offload",
+            blocks=3,
+            half=True,
+            habits=frozenset({"evaluation"}),
+        ),
+    ),
 ]
 """Runs that between them need every wait: (ranks, case)."""
 
