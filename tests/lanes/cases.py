@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,14 +22,16 @@ from torch.utils.checkpoint import checkpoint
 import elixir_moe as em
 from elixir_moe.memory.shard_state import ShardState
 from tests.lanes.faults import FAULTS
+from tests.lanes.late import issue_in_order, late
 from tests.lanes.machine import GPU, Machine
 from tests.support.cases import least_said
 
 WIDTH = 8
 PARTS = ("plain", "bias", "tied", "reused", "checkpointed", "reentrant", "mixture", "residual", "frozen", "beside")
+MIXTURES = ("mixture", "residual", "swapped")
 HABITS = ("evaluation", "view", "failing", "late", "read", "write", "save", "clip", "norms", "value")
 PLANS = {
-    "ddp": em.Plan.ddp(),
+    "ddp": replace(em.Plan.ddp(), chunk_numel=4 * WIDTH * WIDTH + 64),
     "zero2": em.Plan.zero2(),
     "zero3": em.Plan.zero3(chunk_numel=4 * WIDTH * WIDTH + 64),
     "offload": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64),
@@ -110,6 +113,20 @@ class _Beside(nn.Module):
         return self.main(x) + Machine.running().join(made[0])
 
 
+class _Swapped(nn.Module):
+    """An MLP and a mixture, whose order is another on each rank."""
+
+    def __init__(self, mixture: em.MoE) -> None:
+        super().__init__()
+        self.mlp, self.mixture = _Mlp(bias=True), mixture
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if dist.get_rank() % 2:
+            return self.mixture(self.mlp(x))
+        out, aux = self.mixture(x)
+        return self.mlp(out), aux
+
+
 class _BackwardError(RuntimeError):
     """What a failing backward raises."""
 
@@ -134,10 +151,14 @@ class _Model(nn.Module):
         self.aux: Tensor | float = 0.0
 
     def _part(self, kind: str, mesh: Any) -> nn.Module:
-        if kind in ("mixture", "residual"):
-            own = em.expert_mesh(mesh, dist.get_world_size() if kind == "mixture" else 1)
-            return em.MoE(d_model=WIDTH, d_hidden=WIDTH, num_experts=4, top_k=2, mesh=own, residual=kind == "residual")
-        part: nn.Module = _Tied() if kind == "tied" else _Beside() if kind == "beside" else _Mlp(bias=kind != "bias")
+        if kind in MIXTURES:
+            own = em.expert_mesh(mesh, dist.get_world_size() if kind != "residual" else 1)
+            mixture = em.MoE(
+                d_model=WIDTH, d_hidden=WIDTH, num_experts=4, top_k=2, mesh=own, residual=kind == "residual"
+            )
+            return _Swapped(mixture) if kind == "swapped" else mixture
+        special = {"tied": _Tied, "beside": _Beside}
+        part: nn.Module = special[kind]() if kind in special else _Mlp(bias=kind != "bias")
         return part.requires_grad_(kind != "frozen")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +166,7 @@ class _Model(nn.Module):
         for place, (kind, part) in enumerate(zip(self.kinds, self.parts, strict=True)):
             if self.fails and place == len(self.kinds) // 2:
                 x = _Fails.apply(x)  # type: ignore[no-untyped-call]
-            if kind in ("mixture", "residual"):
+            if kind in MIXTURES:
                 out, aux = part(x)
                 x, self.aux = x + out, self.aux + aux
             elif kind in ("checkpointed", "reentrant"):
@@ -170,15 +191,35 @@ def build(case: Case) -> tuple[nn.Module, Any]:
     return _wrapped(case, plan)
 
 
+def run_late(case: Case, fault: str = "") -> list[str]:
+    """Runs a case as ever and, with a fault, as late as events allow; returns the names of parameters that differ."""
+    states = []
+    for context in (_as_ever, partial(late, FAULTS.get(fault))):
+        with context(), tempfile.TemporaryDirectory() as folder:
+            model, optimizer = _wrapped(case, PLANS[case.plan])
+            for step in range(case.steps):
+                _step(case, model, optimizer, step, f"{folder}/{step}")
+            states.append(em.full_state_dict(model, all_ranks=True))
+            optimizer.close()
+    return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+
+
+@contextmanager
+def _as_ever() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        issue_in_order(patch)
+        yield
+
+
 def _wrapped(case: Case, plan: em.Plan) -> tuple[nn.Module, Any]:
     mesh = em.init_mesh(device_type="cpu")
     torch.manual_seed(1)
     model = _Model(case, mesh)
     rules = {}
     for place, kind in enumerate(case.parts):
-        if kind in ("mixture", "residual"):
-            own = em.expert_mesh(mesh, dist.get_world_size() if kind == "mixture" else 1)
-            rules[f"parts.{place}.experts.*"] = em.Pattern(own, replicate=("edp",), shard={"ep": 0})
+        if kind in MIXTURES:
+            own = em.expert_mesh(mesh, dist.get_world_size() if kind != "residual" else 1)
+            rules[f"parts.{place}.*experts.*"] = em.Pattern(own, replicate=("edp",), shard={"ep": 0})
     em.annotate(model, rules | {"*": em.Pattern(mesh, replicate=("dp",))})
     dtype = torch.bfloat16 if case.half else None
     return em.wrap(model, torch.optim.AdamW(model.parameters(), 1e-2), plan=plan, compute_dtype=dtype, device=GPU)

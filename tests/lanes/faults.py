@@ -13,6 +13,7 @@ import torch
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.blocks import Block
 from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.runtime.reduction_order import Reductions
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from tests.lanes.machine import Stream
@@ -181,6 +182,11 @@ def _gathers_begin_when_updates_have_ended(patch: Patch) -> None:
     patch(Scheduler, "__init__", out_of_order)
 
 
+def _reductions_at_once(patch: Patch) -> None:
+    start = Reductions.__init__
+    patch(Reductions, "__init__", lambda order, agreement, *, in_order: start(order, agreement, in_order=False))
+
+
 FAULTS: dict[str, Callable[[Patch], None]] = {
     "a gather does not wait for its fetch": _no_gather_behind_fetch,
     "a reduction does not wait for compute": _no_reduction_behind_compute,
@@ -206,4 +212,5 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "an update does not wait for a save": _updates_do_not_wait_for_a_save,
     "an update does not wait for reductions": _updates_not_behind_reductions,
     "a gather begins when its update has ended": _gathers_begin_when_updates_have_ended,
+    "reductions of ranks that run other modules begin at once": _reductions_at_once,
 }

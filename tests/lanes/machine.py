@@ -30,11 +30,11 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir_moe import kernels
-from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.memory.disk import Spill
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.streams import Streams
+from tests.lanes.late import issue_in_order
 from tests.lanes.memory import Clock, Lane, Memory, Span
 
 GPU = torch.device("cpu", 0)
@@ -468,14 +468,7 @@ class Machine:
         self._patch_native(set_to)
         self._patch_disk(set_to)
         self._patch_hooks(set_to)
-        made = Communicator.__init__
-
-        def make(communicator: Communicator, ranks: Any, groups: Any = (), device: Any = None) -> None:
-            made(communicator, ranks, groups, device)
-            communicator.staged = False
-            communicator.tagged = not groups
-
-        set_to(Communicator, "__init__", make)
+        issue_in_order(patch)
 
     def _hushed(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def hushed(*args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.lanes.cases import Case, Outcome, cases, run
+from tests.lanes.cases import Case, Outcome, cases, run, run_late
 from tests.lanes.faults import FAULTS
 from tests.support.ranks import RankError, RankPool
 
@@ -58,6 +58,7 @@ TELLING = [
             habits=frozenset({"evaluation"}),
         ),
     ),
+    (2, Case(parts=("plain", "swapped", "plain", "swapped"), plan="ddp", half=True)),
 ]
 """Runs that between them need every wait: (ranks, case)."""
 
@@ -106,6 +107,51 @@ def test_no_race_and_one_order_on_all_ranks_in_many_cases(world: int, ranks: Ran
 @pytest.mark.parametrize(("world", "case"), TELLING)
 def test_the_telling_runs_are_sound(world: int, case: Case, ranks: Ranks) -> None:
     assert not faults_of(ranks(world).run(run, case))
+
+
+LATE = [
+    Case(
+        parts=("plain", "tied", "checkpointed", "bias"), plan=plan, half=half, accumulation=accumulation, habits=habits
+    )
+    for plan, half, accumulation, habits in (
+        ("zero3", True, 2, frozenset({"evaluation", "clip"})),
+        ("offload", False, 1, frozenset({"write"})),
+        ("half", True, 2, frozenset({"read"})),
+        ("disk", True, 1, frozenset({"evaluation"})),
+        ("zero2", True, 2, frozenset({"failing", "value"})),
+    )
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("case", LATE, ids=lambda case: case.plan)
+def test_the_same_bits_as_late_as_events_allow(world: int, case: Case, ranks: Ranks) -> None:
+    assert ranks(world).run(run_late, case) == [[]] * world
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "a gather does not wait for its fetch",
+        "the end of a gather is not recorded",
+        "the end of a reduction is not recorded",
+        "a block is taken while it is in use",
+    ],
+)
+def test_too_late_gives_other_bits(fault: str, ranks: Ranks) -> None:
+    """Compute runs at once: what waits for it cannot come too early here."""
+    try:
+        assert ranks(2).run(run_late, LATE[0], fault)[0]
+    except RankError as error:  # the first forwards compare blocks with shards
+        assert "has written parameter" in str(error)
+
+
+@pytest.mark.parametrize(("plan", "waits"), [("zero3", 1), ("offload", 1)])
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_host_waits_once_in_a_step(plan: str, waits: int, world: int, ranks: Ranks) -> None:
+    case = Case(parts=("plain", "tied", "checkpointed"), plan=plan, half=True, habits=frozenset({"clip"}), steps=4)
+    for outcome in ranks(world).run(run, case):
+        assert [len(step) for step in outcome.waits[2:]] == [waits] * 2, outcome.waits
 
 
 @pytest.mark.slow
