@@ -42,7 +42,7 @@ class _Settings(TypedDict):
     eps: float
     weight_decay: float
     step: int
-    grad_scale: float
+    grad_scale: float | Tensor
     decoupled: bool
     maximize: bool
 
@@ -142,10 +142,11 @@ def adam_step(
     eps: float,
     weight_decay: float,
     step: int,
-    grad_scale: float = 1.0,
+    grad_scale: float | Tensor = 1.0,
     decoupled: bool = True,
     maximize: bool = False,
     threads: int | None = None,
+    skip: Tensor | None = None,
 ) -> None:
     """Takes one Adam (or, `decoupled`, AdamW) step on a shard, in place, and writes the compute shard.
 
@@ -168,10 +169,12 @@ def adam_step(
         eps: Added to the denominator.
         weight_decay: Decoupled from the gradient (AdamW) or added to it (Adam), as `decoupled` says.
         step: Number of this step, counted from 1; the bias corrections depend on it.
-        grad_scale: Factor on the gradient: one over the loss scale, the clipping coefficient, or their product.
+        grad_scale: Factor on the gradient: one over the loss scale, the clipping coefficient, or their product. On a
+            GPU it may be a scalar there.
         decoupled: AdamW's weight decay rather than Adam's.
         maximize: Ascend rather than descend.
         threads: Threads of the native kernel; by default as many as torch uses on this thread.
+        skip: On a GPU, an fp32 scalar there: if it is 1, weight and moments stay, and `compute` gets the weight again.
 
     Raises:
         ValueError: The arrays do not match as described above, or `step` is below 1.
@@ -198,15 +201,16 @@ def adam_step(
     if compute is not None:
         _check("compute", compute, master, _COMPUTE_DTYPES)
     if _native is None or master.device.type != "cpu":
-        _torch_step(master, exp_avg, exp_avg_sq, grad, compute, **settings)
+        _torch_step(master, exp_avg, exp_avg_sq, grad, compute, skip, **settings)
     else:
+        assert skip is None and not isinstance(grad_scale, Tensor), "the host knows both numbers of a step of its own"
         _native.adam_step(  # capsules: the arrays' own `__dlpack__` would cost more than a short shard's step
             to_dlpack(master),
             to_dlpack(exp_avg),
             to_dlpack(exp_avg_sq),
             to_dlpack(grad),
             None if compute is None else to_dlpack(compute),
-            **settings,
+            **settings,  # type: ignore[arg-type]  # a number, as asserted
             threads=torch.get_num_threads() if threads is None else threads,
         )
 
@@ -230,14 +234,16 @@ def _torch_step(
     exp_avg_sq: Tensor,
     grad: Tensor,
     compute: Tensor | None,
+    skip: Tensor | None,
     **settings: Unpack[_Settings],
 ) -> None:
     """The same step with torch's own functional Adam: any device, no native code."""
     for start in range(0, master.numel(), TORCH_SLICE_NUMEL):
         part = slice(start, start + TORCH_SLICE_NUMEL)
         scaled = grad[part].float()
-        if settings["grad_scale"] != 1.0:
-            scaled = scaled * settings["grad_scale"]  # not in place: `float()` of a float32 gradient is no copy
+        scale = settings["grad_scale"]
+        if isinstance(scale, Tensor) or scale != 1.0:
+            scaled = scaled * scale  # not in place: `float()` of a float32 gradient is no copy
         torch_adam(
             [master[part]],
             [scaled],
@@ -248,6 +254,7 @@ def _torch_step(
             [torch.full((), settings["step"] - 1, dtype=torch.float32, device=master.device)],
             foreach=False,
             fused=master.device.type == "cuda",
+            found_inf=skip,
             decoupled_weight_decay=settings["decoupled"],
             amsgrad=False,
             beta1=settings["beta1"],

@@ -166,7 +166,8 @@ def wrap(
     agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone
     scheduler = Scheduler(chunks, cache, blocks, staging, streams, statistics, agreement)
     hooks = Hooks(model, build_units(described.parts, described.parameters, layout), scheduler, placeholder)
-    sharded = ShardedOptimizer(optimizer, scheduler, hooks, groups, file)
+    everyone = communicators.get(described.ranks) if streams.asynchronous and not groups.has_stages else None
+    sharded = ShardedOptimizer(optimizer, scheduler, hooks, groups, file, everyone)
     wrapped = Wrapped(
         plan=plan,
         layout=layout,

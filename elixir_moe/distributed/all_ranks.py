@@ -88,9 +88,14 @@ class ControlGroups:
         if len(self.peers) > 1:
             dist.all_reduce(values, group=self.by_ranks[self.peers])
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether other ranks hold other pipeline stages."""
+        return len(self.peers) < dist.get_world_size(self.control)
+
     def sum_over_stages(self, values: torch.Tensor) -> None:
         """Sums values on which peers agree over all pipeline stages, in place. Collective."""
-        if len(self.peers) < dist.get_world_size(self.control):
+        if self.has_stages:
             values /= len(self.peers)
             dist.all_reduce(values, group=self.control)
 

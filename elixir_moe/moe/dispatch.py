@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.moe.experts import Groups
-from elixir_moe.moe.host import begin_to_host
 from elixir_moe.moe.router import Choices
 from elixir_moe.parallel.dataless import even_counts, has_data
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from elixir_moe.moe.host import begin_to_host
+from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.parallel.dataless import even_counts, has_data
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elixir_moe.distributed.all_ranks import ControlGroups, gathered
+from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import UsageError
 from elixir_moe.optim.loss_scale import LossScale
@@ -24,8 +25,8 @@ from elixir_moe.runtime.scheduler import Scheduler
 class Facts:
     """The facts on which ranks agree before an update."""
 
-    norm: float
-    """Global gradient norm, unscaled."""
+    norm: float | torch.Tensor
+    """Global gradient norm, unscaled; a scalar on the device if the host has not waited for it."""
     used: set[nn.Parameter] = field(default_factory=set)
     """Parameters that got a gradient on any rank."""
 
@@ -33,8 +34,15 @@ class Facts:
 class StepDecision:
     """The agreement of ranks on each step of one wrapped model."""
 
-    def __init__(self, chunks: Sequence[Chunk], scheduler: Scheduler, hooks: Hooks, groups: ControlGroups) -> None:
-        """`chunks` are the trainable ones."""
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        scheduler: Scheduler,
+        hooks: Hooks,
+        groups: ControlGroups,
+        on_device: Communicator | None,
+    ) -> None:
+        """`chunks` are the trainable ones; `on_device` sums their norm there, so that the host need not know it."""
         self._chunks = chunks
         self._scheduler = scheduler
         self._hooks = hooks
@@ -43,13 +51,14 @@ class StepDecision:
         self._slots = [(chunk.spec.index, i) for chunk in chunks for i in range(len(chunk.parameters))]
         half = any(chunk.spec.key.dtype is torch.float16 for chunk in chunks)
         self.loss_scale = LossScale() if half else None
+        self._on_device = None if half else on_device
         self._forget()
 
     def _forget(self) -> None:
         self._facts: Facts | None = None
         self._counted = 0
         """Number of reductions that the facts include."""
-        self._clip = 1.0
+        self._clip: float | torch.Tensor = 1.0
         self._clipped = self._scaled = False
 
     def forget_gradients(self) -> None:
@@ -65,22 +74,25 @@ class StepDecision:
         self._scaled = True
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
-    def clip(self, limit: float) -> float:
+    def clip(self, limit: float) -> float | torch.Tensor:
         """Makes the next update clip the norm to `limit`; returns the norm before. Collective."""
         self._hooks.check_outside("optimizer.clip_grad_norm_()")
         norm = self.facts().norm * self._clip
-        self._clip *= min(1.0, limit / (norm + 1e-6)) if norm == norm else norm
+        if isinstance(norm, torch.Tensor):
+            self._clip = self._clip * (limit / (norm + 1e-6)).clamp(max=1.0)
+        else:
+            self._clip *= min(1.0, limit / (norm + 1e-6)) if norm == norm else norm
         self._clipped |= limit < math.inf
         return norm
 
     def clip_values(self, limit: float) -> None:
         """Clamps gradients so that the next update sees none beyond `limit`; overflowed ones stay. Collective."""
         self._hooks.check_outside("optimizer.clip_grad_value_()")
-        if not math.isfinite(self.facts().norm):
+        if not math.isfinite(self.facts().norm):  # the host waits here, wherever the norm is
             return
         for chunk in self._chunks:
             if chunk.shard.has_gradient:
-                scale = self.gradient_scale(chunk)
+                scale = float(self.gradient_scale(chunk))
                 for part in chunk.shard.gradients():
                     most = torch.finfo(part.dtype).max
                     bound = min(limit / scale, most) if scale else most
@@ -99,7 +111,7 @@ class StepDecision:
         index = -1
         for chunk in self._chunks:
             low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
-            scale = self.gradient_scale(chunk) ** 2 * chunk.spec.shards / len(chunk.spec.key.ranks)
+            scale = float(self.gradient_scale(chunk)) ** 2 * chunk.spec.shards / len(chunk.spec.key.ranks)
             for slot in chunk.spec.slots:
                 index += 1
                 start, stop = max(slot.start, low) - low, min(slot.stop, high) - low
@@ -110,7 +122,7 @@ class StepDecision:
         found = zip(self._parameters, squares.sqrt().tolist(), strict=True)
         return {self._hooks.name_of(p): norm for p, norm in found if p in used}
 
-    def gradient_scale(self, chunk: Chunk) -> float:
+    def gradient_scale(self, chunk: Chunk) -> float | torch.Tensor:
         """The factor on a summed gradient in the update."""
         return self._unscale(chunk) * self._clip
 
@@ -127,17 +139,26 @@ class StepDecision:
             if chunk.shard.has_gradient:
                 weight = chunk.spec.shards / len(chunk.spec.key.ranks)
                 mine += weight * chunk.squares() * self._unscale(chunk) ** 2
+        norm = None if self._on_device is None else self._sum_on_device(mine, self._on_device)
         used_here = map(self._scheduler.used.__contains__, self._slots)
         unseen = self._scheduler.written_unseen is not None
-        votes = torch.tensor([float(mine), float(unseen), *used_here], dtype=torch.float64, device="cpu")
+        known = float(mine) if norm is None else 0.0
+        votes = torch.tensor([known, float(unseen), *used_here], dtype=torch.float64, device="cpu")
         with Wait("the all-reduce of the gradient norm over all ranks"):
             self._groups.sum_over_peers(votes)
             self._groups.sum_over_stages(votes[:1])
         squares, unseen_writes, *used = votes.tolist()
         if unseen_writes:
             self._refuse_unseen_writes()
-        self._facts = Facts(norm=squares**0.5, used={p for p, n in zip(self._parameters, used, strict=True) if n})
+        norm = squares**0.5 if norm is None else norm
+        self._facts = Facts(norm=norm, used={p for p, n in zip(self._parameters, used, strict=True) if n})
         return self._facts
+
+    def _sum_on_device(self, mine: float | torch.Tensor, communicator: Communicator) -> torch.Tensor:
+        """The square root of the sum of `mine` over all ranks, on the device."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._chunks[0].device) + mine
+        communicator.all_reduce(squares, lambda *_: None, of="the gradient norm").wait()
+        return squares.sqrt()
 
     def not_finite(self) -> list[str]:
         """Names of the parameters whose gradients are not finite in this rank's shards, in packing order."""

@@ -11,6 +11,7 @@ forgotten.
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -18,11 +19,13 @@ import torch.distributed as dist
 
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import ControlGroups
+from elixir_moe.distributed.collectives import Communicator
+from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.errors import ConfigError, ElixirError, UsageError, former
 from elixir_moe.memory.disk import Spill
 from elixir_moe.optim.decision import Facts, StepDecision
 from elixir_moe.optim.loss_scale import LossScale
-from elixir_moe.optim.shard_update import AdamUpdate, cut, update_for
+from elixir_moe.optim.shard_update import AdamUpdate, Segment, cut, update_for
 from elixir_moe.optim.state import OptimizerState
 from elixir_moe.runtime.access import refuse_copy
 from elixir_moe.runtime.chunk import Chunk
@@ -37,6 +40,16 @@ class Pending(Protocol):
         """Blocks until the work is done; raises its error. Collective."""
 
 
+@dataclass(frozen=True, slots=True)
+class _LastStep:
+    """An update of whose success the host does not know yet."""
+
+    norm: Callable[[], Any]
+    """Waits for the norm, and returns it."""
+    segments: list[Segment]
+    """The segments that have counted the step."""
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """The optimizer that `wrap` returns in place of the user's; shares its `param_groups`."""
 
@@ -47,7 +60,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         hooks: Hooks,
         groups: ControlGroups,
         spill: Spill | None,
+        on_device: Communicator | None = None,
     ) -> None:
+        """`on_device`: of all ranks of the model, if nothing but the norm would make the host wait for the device."""
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self._inner = inner
@@ -60,7 +75,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         pieces = cut(self._chunks, self.param_groups)
         self._segments = {chunk.spec.index: mine for chunk, mine in zip(self._chunks, pieces, strict=True)}
         self._update = update_for(inner, self._chunks, pieces, self.param_groups)
-        self._decision = StepDecision(self._chunks, scheduler, hooks, groups)
+        there = all(chunk.shard.tier is Tier.DEVICE for chunk in self._chunks)
+        if not there or not isinstance(self._update, AdamUpdate) or (on_device is not None and on_device.staged):
+            on_device = None
+        self._decision = StepDecision(self._chunks, scheduler, hooks, groups, on_device)
+        self._last_step: _LastStep | None = None
         self.kept = OptimizerState(inner, self._update, self._chunks, self._segments, scheduler, hooks, groups)
         """The optimizer's state, for saving and loading."""
         self._update_thread = None
@@ -94,10 +113,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The norm is that of the logical model: shards, experts and replicas of all ranks, each element once. The scaling
         happens in `step`; a backward in between is an error, whether the limit was reached or not. An infinite limit
-        clips nothing and only returns the norm, at any time. Collective.
+        clips nothing and only returns the norm, at any time. The norm is on the GPU, and nobody has waited for it, if
+        all state of Adam is there too. Collective.
         """
         limit = _limit("clip_grad_norm_(max_norm", max_norm)
-        return torch.tensor(self._decision.clip(limit), device="cpu")
+        self.check_last_step()
+        norm = self._decision.clip(limit)
+        return norm.float() if isinstance(norm, torch.Tensor) else torch.tensor(norm, device="cpu")
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -105,6 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         A backward afterwards is an error, as after `clip_grad_norm_`. Collective.
         """
+        self.check_last_step()
         self._decision.clip_values(_limit("clip_grad_value_(clip_value", clip_value))
 
     @torch.no_grad()
@@ -114,6 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Parameters without a gradient are left out. Call it where `step` could be called; earlier clipping is included.
         Collective.
         """
+        self.check_last_step()
         return self._decision.norms()
 
     @torch.no_grad()
@@ -126,6 +150,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         With fp16 parameters the update is skipped on all ranks if any gradient overflowed.
 
+        If all state of Adam is on GPUs, the host waits for nothing: the GPUs skip an update with a norm that is not
+        finite, and the next call of the optimizer, a save or a load raises the error.
+
         Raises:
             UsageError: a parameter frozen in `wrap` is trainable now, or a trainable one was added since;
                 ``parameter.grad`` was set by hand; gradients came after clipping, or some were lost.
@@ -135,17 +162,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_last_step()
         self._check_parameters()
         facts = self._decision.facts()
-        overflow = not math.isfinite(facts.norm)
+        norm = facts.norm
+        skip = (~norm.isfinite()).float() if isinstance(norm, torch.Tensor) else None
+        overflow = skip is None and not math.isfinite(norm)
         if overflow and self.loss_scale is None:
-            raise ElixirError(self._decision.blame(facts.norm))
+            raise ElixirError(self._decision.blame(float(facts.norm)))
         if not overflow:
             self._scheduler.drop_weights()  # weights left gathered by an interrupted update would be stale
             self._scheduler.drain()  # gathers issued after the clipping may still read the shards
-            for chunk in self._in_order_of_use():
-                self._update_chunk(chunk, facts)
+            changed = [s for chunk in self._in_order_of_use() for s in self._update_chunk(chunk, facts, skip)]
             self._update.finish()
+            if isinstance(norm, torch.Tensor):
+                self._last_step = _LastStep(begin_to_host(norm), changed)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
         self._decision.forget_gradients()
@@ -162,6 +193,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
                 parameter.grad = None  # a failed backward may have left one
+
+    def check_last_step(self) -> None:
+        """Raises ElixirError, on all ranks, if the GPUs have skipped the last update; waits for its norm alone."""
+        last, self._last_step = self._last_step, None
+        if last is not None and not math.isfinite(norm := last.norm()):
+            for segment in last.segments:
+                segment.steps -= 1
+            raise ElixirError(
+                f"the global gradient norm of the last step was {norm}; that step has changed no weight: zero_grad() "
+                f"and go on with another batch or a smaller rate"
+            )
 
     def not_finite(self) -> list[str]:
         """Names of the parameters whose gradients are not finite in this rank's shards, in packing order."""
@@ -187,6 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             communicator.close()
         for chunk in self._chunks:
             chunk.shard.finish_update()
+        self.check_last_step()
 
     def outlive(self, control: Callable[[], dist.ProcessGroup]) -> None:
         """Drops all process groups in the middle of a step. The shards can still be saved, over `control`."""
@@ -251,20 +294,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"add the term to the loss"
             )
 
-    def _update_chunk(self, chunk: Chunk, facts: Facts) -> None:
+    def _update_chunk(self, chunk: Chunk, facts: Facts, skip: torch.Tensor | None) -> list[Segment]:
+        """Updates a chunk, or begins to; returns the segments that count a step."""
         shard, segments = chunk.shard, self._segments[chunk.spec.index]
         if not shard.has_gradient:
-            return
+            return []
         shard.finish_update()
         shard.wait_for_reader()
-        update = self._update.prepare(chunk, segments, facts.used, self._decision.gradient_scale(chunk))
+        update = self._update.prepare(chunk, segments, facts.used, self._decision.gradient_scale(chunk), skip)
         if self._update_thread is not None and shard.tier is not Tier.DEVICE:
             shard.update_beside(self._update_thread.submit(update))
         else:
             update()
             shard.updated()
-        for segment in segments:
-            segment.steps += segment.parameter in facts.used
+        changed = [segment for segment in segments if segment.parameter in facts.used]
+        for segment in changed:
+            segment.steps += 1
+        return changed
 
     def _in_order_of_use(self) -> list[Chunk]:
         """Chunks in the order in which the next forward requests them; chunks that need no request come first."""

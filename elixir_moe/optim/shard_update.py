@@ -65,11 +65,16 @@ class AdamUpdate:
                 self._state[chunk.spec.index] = torch.zeros_like(master), torch.zeros_like(master)
 
     def prepare(
-        self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float
+        self,
+        chunk: Chunk,
+        segments: list[Segment],
+        used: set[nn.Parameter],
+        scale: float | torch.Tensor,
+        skip: torch.Tensor | None = None,
     ) -> "Callable[[], Sequence[Future[None]]]":
         """The update of a chunk with the current options and gradients, to be run once, on any thread.
 
-        The update returns the work it has not finished: the update of slices on disk.
+        `skip` as in `kernels.adam_step`. The update returns the work it has not finished: the update of slices on disk.
         """
         home = chunk.shard
         compute = home.values_shard
@@ -85,6 +90,7 @@ class AdamUpdate:
                 "weight_decay": options["weight_decay"],
                 "step": steps + 1,
                 "grad_scale": scale,
+                "skip": skip,
                 "decoupled": options["decoupled_weight_decay"],
                 "maximize": options["maximize"],
                 "threads": host_threads(chunk.device) if home.spilled is None else 1,
@@ -180,12 +186,18 @@ class ElementwiseUpdate:
                 self._optimizers[chunk.spec.index, index] = like(inner, pieces, groups[index])
 
     def prepare(
-        self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float
+        self,
+        chunk: Chunk,
+        segments: list[Segment],
+        used: set[nn.Parameter],
+        scale: float | torch.Tensor,
+        skip: torch.Tensor | None = None,
     ) -> "Callable[[], Sequence[Future[None]]]":
-        """As `AdamUpdate.prepare`, but to be run on the caller's thread at once."""
+        """As `AdamUpdate.prepare`, but to be run on the caller's thread at once; nothing is skipped."""
+        assert skip is None, "an optimizer of any class knows no skipping"
         return partial(_at_once, partial(self._run, chunk, segments, used, scale))
 
-    def _run(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float) -> None:
+    def _run(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float | torch.Tensor) -> None:
         home = chunk.shard
         assert home.master is not None
         active = [segment for segment in segments if segment.parameter in used]

@@ -40,6 +40,11 @@ class Streams:
         )
         self.enter_compute()
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the host runs ahead of the device."""
+        return self._fetch is not None
+
     # ------------------------------------------------------------------------------------------------------- compute
 
     def enter_compute(self) -> None:

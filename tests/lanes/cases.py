@@ -4,6 +4,7 @@ Owns what is drawn. What a run uses is recorded by `machine`.
 """
 
 import gc
+import math
 import random
 import tempfile
 from collections.abc import Iterator
@@ -202,6 +203,29 @@ def run_late(case: Case, fault: str = "") -> list[str]:
             states.append(em.full_state_dict(model, all_ranks=True))
             optimizer.close()
     return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+
+
+def run_with_a_bad_step(plan: str) -> tuple[list[str], list[str], list[str]]:
+    """One good step, one whose gradients are NaN, and another good one.
+
+    Returns the messages of the error, races, and the names of parameters that differ from a run of the two good steps.
+    """
+    case, states, messages, machine = Case(parts=("plain", "tied"), plan=plan, half=True), [], [], Machine()
+    with machine.on():
+        for losses in ((1.0, 1.0), (1.0, math.nan, 1.0)):
+            model, optimizer = _wrapped(case, PLANS[plan])
+            for factor in losses:
+                inputs = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=GPU)
+                (factor * model(inputs).float().square().mean()).backward()
+                try:
+                    optimizer.clip_grad_norm_(1.0)
+                except em.ElixirError as error:  # of the step before
+                    messages.append(str(error))
+                    optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+            states.append(em.full_state_dict(model, all_ranks=True))
+            optimizer.close()
+    return messages, machine.memory.races, [n for n, v in states[0].items() if not torch.equal(v, states[1][n])]
 
 
 @contextmanager

@@ -612,14 +612,36 @@ class Machine:
                 found = squares(gradient, threads=threads)
             return found if host else torch.tensor(found, dtype=torch.float64, device=GPU)
 
-        def adam_step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, compute: Any, **settings: Any) -> None:
-            self.native("adam_step", [grad], [master, exp_avg, exp_avg_sq, compute])
+        def adam_step(
+            master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, compute: Any, *, skip: Any = None, **settings: Any
+        ) -> None:
+            scale = settings["grad_scale"]
+            arguments = [number for number in (scale, skip) if isinstance(number, torch.Tensor)]
+            self.native("adam_step", [grad, *arguments], [master, exp_avg, exp_avg_sq, compute])
             with self.quiet():
-                adam(master, exp_avg, exp_avg_sq, grad, compute, **settings)
+                if skip is not None and skip.item():
+                    if compute is not None:
+                        compute.copy_(master)
+                    return
+                adam(master, exp_avg, exp_avg_sq, grad, compute, **settings | {"grad_scale": float(scale)})
+
+        def begin_to_host(numbers: torch.Tensor) -> Callable[[], Any]:
+            lane = self.begin(host=False)
+            self.use(lane, numbers, writes=False, what="a copy of numbers to the host")
+            clock, kept = lane.now(), numbers.tolist
+
+            def end() -> Any:
+                self.wait(clock, "numbers")
+                with self.quiet():
+                    return kept()
+
+            return end
 
         for room in ("memory.shard_state", "runtime.chunk"):
             set_to(import_module(f"elixir_moe.{room}"), "sum_of_squares", sum_of_squares)
         set_to(import_module("elixir_moe.optim.shard_update"), "adam_step", adam_step)
+        for room in ("optim.optimizer", "moe.dispatch", "moe.experts"):
+            set_to(import_module(f"elixir_moe.{room}"), "begin_to_host", begin_to_host)
 
     def _patch_disk(self, set_to: Callable[..., None]) -> None:
         move, buffer, make = Spill.move, Spill.buffer, Spill.__init__

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.lanes.cases import Case, Outcome, cases, run, run_late
+from tests.lanes.cases import Case, Outcome, cases, run, run_late, run_with_a_bad_step
 from tests.lanes.faults import FAULTS
 from tests.support.ranks import RankError, RankPool
 
@@ -146,12 +146,24 @@ def test_too_late_gives_other_bits(fault: str, ranks: Ranks) -> None:
         assert "has written parameter" in str(error)
 
 
-@pytest.mark.parametrize(("plan", "waits"), [("zero3", 1), ("offload", 1)])
+@pytest.mark.parametrize(
+    ("plan", "waits"), [("zero3", ["numbers"]), ("zero2", ["numbers"]), ("offload", ["Stream.synchronize"])]
+)
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_host_waits_once_in_a_step(plan: str, waits: int, world: int, ranks: Ranks) -> None:
+def test_the_host_waits_once_in_a_step(plan: str, waits: list[str], world: int, ranks: Ranks) -> None:
+    """With all state on the device, only for the norm of the step before, which is long done."""
     case = Case(parts=("plain", "tied", "checkpointed"), plan=plan, half=True, habits=frozenset({"clip"}), steps=4)
     for outcome in ranks(world).run(run, case):
-        assert [len(step) for step in outcome.waits[2:]] == [waits] * 2, outcome.waits
+        assert outcome.waits[2:] == [waits] * 2
+
+
+@pytest.mark.parametrize("plan", ["zero3", "ddp"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_device_skips_a_step_whose_norm_is_not_finite(plan: str, world: int, ranks: Ranks) -> None:
+    for messages, races, differing in ranks(world).run(run_with_a_bad_step, plan):
+        (message,) = messages
+        assert "the global gradient norm of the last step was nan" in message
+        assert not races and not differing
 
 
 @pytest.mark.slow

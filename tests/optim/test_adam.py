@@ -350,6 +350,22 @@ def test_step_on_a_gpu_stays_with_the_one_on_the_cpu(grad: torch.dtype, settings
         assert_same_bits(on_gpu.compute.cpu(), on_gpu.master.bfloat16().cpu())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_gpu_skips_a_step_by_a_number_of_its_own(skipped: bool) -> None:
+    shard = Shard(1003, torch.bfloat16, torch.bfloat16)
+    for name in ("master", "exp_avg", "exp_avg_sq", "grad", "compute"):
+        setattr(shard, name, getattr(shard, name).cuda())
+    shard.grad.fill_(float("nan") if skipped else 1.0)
+    before = shard.master.clone()
+    numbers = torch.tensor([0.5, float(skipped)], device="cuda")
+    dispatched(shard, 1, grad_scale=numbers[0], skip=numbers[1])
+    assert torch.equal(shard.master, before) == skipped
+    assert shard.compute is not None
+    assert_same_bits(shard.compute, shard.master.bfloat16())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 3_000_001])
 def test_the_sum_of_squares_is_exact_whatever_the_length(dtype: torch.dtype, numel: int) -> None:

@@ -76,6 +76,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
     """
     wrapped = wrapped_of(model, optimizer)
     settle_earlier(optimizer, f"em.load({str(path)!r})")
+    optimizer.check_last_step()
     control = optimizer.kept.groups.control
     manifests: list[Manifest] = []
 

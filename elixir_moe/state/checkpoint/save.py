@@ -283,6 +283,7 @@ class _Facts:
 
 def _facts(path: Any, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, wrapped: Wrapped) -> _Facts:
     target = path_of(path)
+    optimizer.check_last_step()
     if optimizer.kept.has_gradients:
         raise UsageError("gradients wait for a step: save after optimizer.step(), or call optimizer.zero_grad() first")
     wrapped.hooks.check_outside("em.save()")

@@ -1,7 +1,7 @@
 """The way of a few numbers from the device to the host.
 
-Owns the only wait of the mixture layer for its device. Decides nothing, and is never asked for numbers that the host
-knows.
+Owns the waits of the mixture layer, and of the optimizer for the norm of the step before. Decides nothing, and is never
+asked for numbers that the host knows.
 """
 
 from collections.abc import Callable
