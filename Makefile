@@ -22,6 +22,9 @@ $(BENCH_STAMP): $(STAMP)
 	DS_BUILD_OPS=0 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[train,dev,bench]'
 	touch $@
 
+# Every Python of the tests would compile all files of the library anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two files at a time, in their order: while ranks of one wait for each other, the other computes.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

@@ -1,24 +1,24 @@
 """The benchmarks run and write what they say; nothing here looks at a time."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.run import main as measure
+from elixir_moe.cli.main import main
 from tests.support.cases import with_further
 
 BESIDE = "asynchronous save: what it blocks training for"
 ROW = {"name", "peer", "workload", "ranks", "limit", "ratio", "spread", "unit", "ours", "theirs", "note"}
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-m", "elixir_moe", "bench", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is no rank, and what the benchmarks set in it is undone."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "none")
 
 
 def number(value: object) -> bool:
@@ -29,12 +29,14 @@ def number(value: object) -> bool:
     ("only", "ranks"),
     with_further([("zero2", {2}), (BESIDE, {2}), (None, {1, 2})], [("zero2", {2})]),
 )
-def test_a_quick_run_measures_every_row(only: str | None, ranks: set[int], tmp_path: Path) -> None:
+def test_a_quick_run_measures_every_row(
+    only: str | None, ranks: set[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "deeper" / "bench.json"
     as_json = only == "zero2"
     wanted = [*(["--only", only] if only else []), *["--json"] * as_json]
-    run = bench("--quick", "--rounds", "1", "--out", str(path), *wanted)
-    assert run.returncode == 0, run.stderr
+    assert measure(["--quick", "--rounds", "1", "--out", str(path), *wanted]) == 0
+    printed = capsys.readouterr().out
     result = json.loads(path.read_text())
     assert set(result) == {"machine", "rounds", "steps", "workloads", "rows"}
     assert {"cpu", "cores", "torch", "threads_per_rank"} <= set(result["machine"])
@@ -52,7 +54,7 @@ def test_a_quick_run_measures_every_row(only: str | None, ranks: set[int], tmp_p
         has_peer = row["peer"] is not None
         assert has_peer == (row["ratio"] is not None) == (row["theirs"] is not None)
     table = path.with_suffix(".md").read_text()
-    assert json.loads(run.stdout) == result if as_json else run.stdout == table
+    assert json.loads(printed) == result if as_json else printed == table
     assert all(f"| {row['name']} |" in table for row in result["rows"])
 
 
@@ -73,10 +75,12 @@ def test_what_is_wrong_is_told_before_anything_is_measured(
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_only_refuses_a_name_that_no_row_has(tmp_path: Path) -> None:
-    run = bench("--quick", "--only", "zero7", "--out", str(tmp_path / "bench.json"))
-    assert run.returncode == 2
-    assert "zero7" in run.stderr and "DDP" in run.stderr
+def test_the_command_runs_them_and_only_refuses_a_name_that_no_row_has(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--quick", "--only", "zero7", "--out", str(tmp_path / "bench.json")]) == 2
+    said = capfd.readouterr().err
+    assert "zero7" in said and "DDP" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -322,16 +322,16 @@ def test_under_torchrun_one_rank_speaks(wrong: list[str], said: str, config: str
     assert done.stderr.count(said) == 1 and re.search(r"exitcode +: 2 ", done.stderr)
 
 
-def test_an_error_of_the_ranks_reaches_the_user_once(config: str) -> None:
+def test_an_error_of_the_ranks_reaches_the_user_once(
+    config: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Chunks too short for the model's parameters: found on every rank, once the model is there, and yet a setting."""
-    done = subprocess.run(
-        [sys.executable, "-m", "elixir_moe", "train", "--nproc", "2", "--config", config, "--plan.chunk_numel", "1"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2 and done.stderr.count("PlanError") == 1
-    assert re.search(r"^elixir-moe: \[rank [01]\] PlanError: ", done.stderr, re.MULTILINE)
+    for name in ("ELIXIR_LAUNCHED", "OMP_NUM_THREADS"):  # what the launcher sets in this process
+        monkeypatch.setenv(name, "1")
+    assert main(["train", "--nproc", "2", "--config", config, "--plan.chunk_numel", "1"]) == 2
+    said = capfd.readouterr().err
+    assert said.count("PlanError") == 1
+    assert re.search(r"^elixir-moe: \[rank [01]\] PlanError: ", said, re.MULTILINE)
 
 
 def ended(code: int, at: float, **own: Any) -> Any:

@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.support.cases import with_further
+
 ROOT = Path(__file__).parents[2]
 OWN = 7
 LATE_THREAD = f"""
@@ -70,7 +74,8 @@ def test_a_worker_of_gloo_that_python_ends_neither_aborts_nor_hangs_it() -> None
     assert found.returncode == OWN, found.stderr
 
 
-def test_errors_of_every_kind_end_with_their_own_exit_codes() -> None:
-    """Some of those that `python -m tests.support.error_exits` counts."""
-    found = ended("-m", "tests.support.error_exits", "--count", "4")
+@pytest.mark.parametrize("count", with_further([2, 4], [2]))
+def test_errors_of_every_kind_end_with_their_own_exit_codes(count: int) -> None:
+    """Some of those that `python -m tests.support.error_exits` counts; of each kind so many processes."""
+    found = ended("-m", "tests.support.error_exits", "--count", str(count))
     assert found.returncode == 0, found.stdout + found.stderr

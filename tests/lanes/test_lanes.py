@@ -10,7 +10,7 @@ from tests.lanes.faults import FAULTS
 from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
-QUICK, MANY = 12, 250
+QUICK, MANY = 6, 250
 TELLING = [
     (2, Case(parts=("plain", "bias", "checkpointed", "tied"), plan="zero3", blocks=0, half=True, accumulation=2)),
     (1, Case(parts=("plain", "beside", "plain", "beside"), plan="offload", blocks=0, half=True, accumulation=2)),

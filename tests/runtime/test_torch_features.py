@@ -6,8 +6,9 @@ optimizer, tolerances as in `tests.support.parity`; under autocast both sides ro
 of at most 1), each rank its own part, and steps of SGD with lr 1e-2 carry that to 4 * 1e-2 * 2^-9 = 8e-5.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -299,8 +300,8 @@ def train(name: str, plan: em.Plan | None) -> dict[str, Any]:
     return trained(build, backward, plan, STEPS, after=case.after)
 
 
-def train_all(name: str) -> dict[str, dict[str, Any]]:
-    return {plan: train(name, PLANS[plan]) for plan in CASES[name].plans}
+def train_all(name: str, plans: Iterable[str]) -> dict[str, dict[str, Any]]:
+    return {plan: train(name, PLANS[plan]) for plan in plans}
 
 
 @pytest.fixture(scope="module")
@@ -322,12 +323,17 @@ FURTHER = {
 """Much like others that run every time."""
 
 
-@pytest.mark.parametrize("name", with_further(CASES, CASES.keys() - FURTHER))
-def test_case(name: str, ranks: Ranks, alone: None) -> None:
-    wanted, tolerance = train(name, None), CASES[name].tolerance
-    for found in (train_all(name), *ranks(2).run(train_all, name)):
+QUICK = [(name, False) for name in CASES if name not in FURTHER]
+
+
+@pytest.mark.parametrize(("name", "every"), with_further(product(CASES, (False, True)), QUICK))
+def test_case(name: str, every: bool, ranks: Ranks, alone: None) -> None:
+    """Under every plan on one rank and on two, or under one on each."""
+    case, wanted = CASES[name], train(name, None)
+    here, apart = (case.plans, case.plans) if every else (case.plans[-1:], case.plans[:1])
+    for found in (train_all(name, here), *ranks(2).run(train_all, name, apart)):
         for plan, result in found.items():
-            assert_alike(result, wanted, plan, tolerance, rel=max(1e-5, tolerance * 10))
+            assert_alike(result, wanted, plan, case.tolerance, rel=max(1e-5, case.tolerance * 10))
 
 
 def decay_of_each_group(wrapped: bool) -> dict[str, torch.Tensor]:

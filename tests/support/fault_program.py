@@ -1,8 +1,8 @@
 """A training whose rank meets a fault of the system: what torchrun starts in the tests of faults.
 
-    torchrun ... tests/support/fault_program.py OUT RANK STEP FAULT [section.key=value ...]
+    torchrun ... tests/support/fault_program.py OUT RANK STEP=FAULT[,STEP=FAULT ...] [section.key=value ...]
 
-Rank RANK meets FAULT in STEP, once in the life of the run: a file beside OUT remembers it.
+Rank RANK meets each FAULT in its STEP, once in the life of the run: a file beside OUT remembers it.
 """
 
 import os
@@ -18,12 +18,14 @@ from elixir_moe.train.training import Training
 
 
 def main() -> int:
-    out, rank, step, fault, *options = sys.argv[1:]
-    mark = Path(f"{out}.met")
+    out, rank, told, *options = sys.argv[1:]
+    faults = {int(step): fault for step, _, fault in (text.partition("=") for text in told.split(","))}
     forward_backward = Training.forward_backward
 
     def meeting(training: Training) -> float:
-        if training.rank == int(rank) and training.progress.step + 1 == int(step) and not mark.exists():
+        fault = faults.get(training.progress.step + 1)
+        mark = Path(f"{out}.{fault}")
+        if fault and training.rank == int(rank) and not mark.exists():
             mark.touch()
             handle = training.model.blocks[1].register_forward_hook(lambda *_: meet(fault))
             try:

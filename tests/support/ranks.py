@@ -3,9 +3,13 @@
 Owns the processes and their process group. A test passes a module-level function; every rank calls it with the same
 arguments and the list of results, one a rank, comes back. A pool in which a rank failed is thrown away, since its
 process group can no longer be trusted.
+
+Ranks are forked from a server that has imported torch and never computed. Ranks on GPUs are spawned.
 """
 
+import datetime
 import gc
+import multiprocessing
 import os
 import tempfile
 import traceback
@@ -14,7 +18,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.multiprocessing  # lets tensors through the pipes
+
+from tests.support.preloaded import clear_dtensor_caches
 
 RUN_TIMEOUT_SECONDS = 240
 
@@ -28,11 +34,6 @@ class RankError(AssertionError):
 
 
 def _serve(rank: int, world: int, rendezvous: str, backend: str, pipe: Connection) -> None:
-    import datetime
-
-    import torch._dynamo  # torch's optimizers import it at their first use
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_dtensor_caches
-
     gc.freeze()  # tests collect what they leave, not what was imported
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
@@ -48,7 +49,7 @@ def _serve(rank: int, world: int, rendezvous: str, backend: str, pipe: Connectio
             fn, args, kwargs = pipe.recv()
         except EOFError:
             break
-        _let_go_of_groups(clear_dtensor_caches)
+        _let_go_of_groups()
         try:
             pipe.send((True, fn(*args, **kwargs)))
         except BaseException as error:
@@ -56,7 +57,7 @@ def _serve(rank: int, world: int, rendezvous: str, backend: str, pipe: Connectio
     dist.destroy_process_group()
 
 
-def _let_go_of_groups(clear_dtensor_caches: Callable[[], None]) -> None:
+def _let_go_of_groups() -> None:
     """Destroys what the function before this one has left; all ranks are done with it.
 
     The threads of a gloo process group wake up a hundred times a second. DTensor remembers groups by the meshes they
@@ -75,7 +76,8 @@ class RankPool:
 
     def __init__(self, world: int, *, backend: str = "gloo") -> None:
         self.world = world
-        context = mp.get_context("spawn")
+        context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
+        multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
         self._directory = tempfile.TemporaryDirectory()
         rendezvous = os.path.join(self._directory.name, "rendezvous")
         self._pipes: list[Connection] = []
