@@ -135,7 +135,7 @@ def wrap(
                 communicator.close()
             raise
         plan, uses = prediction.forecast.plan, prediction.forecast.uses
-    described = describe(model, parts, uses, compute_dtype)
+    described = describe(model, parts, uses, compute_dtype, plan.reduce_dtype)
     agree_on(plan, described)
     plan = settled(
         plan,
