@@ -98,6 +98,8 @@ the buffers that wait to be summed."""
 GRADIENTS_ON_THEIR_WAY = REDUCTIONS_IN_FLIGHT + 2
 """Gradients alive at once: those in reduction, one being produced, and one waiting for the last use of the weights
 that it overwrites."""
+SUMS_IN_FLIGHT = 3
+"""With a GPU: buffers for gradients on their way to a sum in host memory, one being copied while another is added."""
 _SPILL_SLICE_NUMEL = 1 << 20
 """Most elements of an array on disk moved in one read or write."""
 
@@ -426,7 +428,8 @@ class Footprint:
     landing_bytes: int
     """On the device, from the first gradient of a chunk to its reduction: gradients of chunks without blocks."""
     accumulator_bytes: dict[str, int]
-    """By tier: fp32 sums of gradients, used only if a step has several backwards (`accumulator_bytes`)."""
+    """By tier: fp32 sums of gradients, used only if a step has several backwards (`accumulator_bytes`). With a GPU, in
+    host memory also the buffers of gradients on their way to the sums (`arriving_bytes`)."""
 
     @property
     def device_bytes(self) -> int:
@@ -445,7 +448,7 @@ class Footprint:
         return self.shard_bytes[Tier.DISK]
 
 
-def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> Footprint:
+def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool, beside: bool | None = None) -> Footprint:
     """The bytes that `plan` needs on one rank.
 
     Args:
@@ -453,6 +456,8 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> 
         layout: the chunks.
         moments: fp32 values the optimizer keeps per element; 2 for Adam.
         staged: whether reductions run over gloo.
+        beside: whether sums in host memory run beside backward, as with a GPU; by default if reductions do not run over
+            gloo.
     """
     shards = {tier.value: 0 for tier in Tier}
     accumulators = dict(shards)
@@ -464,6 +469,8 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> 
         accumulators[tier.of_compute] += accumulator_bytes(chunk, tier)
         if tier is Tier.DISK:
             spilled.append(chunk.shard_numel)
+    if not staged if beside is None else beside:
+        accumulators[Tier.HOST] += arriving_bytes(c for c in layout.chunks if plan.home(layout, c) is not Tier.DEVICE)
     return Footprint(
         rcache_bytes=plan.blocks(layout) * layout.block_bytes,
         resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.resident and not chunk.in_place),
@@ -521,6 +528,11 @@ def accumulator_bytes(chunk: ChunkSpec, tier: Tier) -> int:
     """
     apart = chunk.key.dtype != torch.float32 or tier is Tier.DISK
     return 4 * chunk.shard_numel if chunk.key.trainable and apart else 0
+
+
+def arriving_bytes(chunks: Iterable[ChunkSpec]) -> int:
+    """Bytes of the buffers through which gradients of `chunks`, at home in host memory, reach their sums."""
+    return SUMS_IN_FLIGHT * max((c.nbytes // c.shards for c in chunks if c.key.trainable), default=0)
 
 
 def spilled_bytes(numel: int, arrays: int) -> int:

@@ -35,6 +35,7 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import OutOfStepError, PlanError, UsageError
 from elixir_moe.memory.blocks import Blocks
+from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.runtime.chunk import ATTACHED, CACHED, GATHERED, GATHERING, SHARDED, Chunk, Landings
 from elixir_moe.runtime.reduction_order import Agreement, Reductions, alone
 from elixir_moe.runtime.streams import Streams
@@ -56,9 +57,12 @@ class Scheduler:
         streams: Streams,
         statistics: Statistics,
         agreement: Agreement = alone,
+        sums: HostSums | None = None,
     ) -> None:
         self.chunks = chunks
         self.cache = cache
+        self.sums = sums
+        """Adds gradients in host memory beside backward, if anybody does."""
         self.statistics = statistics
         self.closed = False
         """The process groups are gone."""
@@ -475,6 +479,8 @@ class Scheduler:
         self._in_flight.clear()
         for chunk in self.chunks:
             chunk.land_waiting()
+        if self.sums is not None:
+            self._finish(self.sums.finish)
         self._streams.end_step(host=host)  # a fetch may still read a shard that the host is about to update
 
     # --------------------------------------------------------------------------------------------------- between steps
@@ -561,7 +567,7 @@ class Scheduler:
         """Orders the current stream behind the chunk's last reduction; the host too if it will read the gradient."""
         if chunk.leaving is None:
             return
-        if chunk.shard.tier is not Tier.DEVICE and chunk.shard.has_gradient:
+        if chunk.shard.tier is not Tier.DEVICE and chunk.shard.in_values_place:
             chunk.leaving.synchronize()
         else:
             chunk.leaving.wait()

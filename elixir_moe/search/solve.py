@@ -22,6 +22,7 @@ from elixir_moe.chunks.plan import (
     Plan,
     Tier,
     accumulator_bytes,
+    arriving_bytes,
     footprint,
     home_bytes,
     spill_buffer_bytes,
@@ -280,6 +281,8 @@ class _Length:
         requires. If that is impossible, no chunk is on disk, and host bytes are the least that the disk allows.
         """
         task, saved, spilled = self._task, self._saved, self._on_disk
+        if task.accumulation > 1 and not task.staged:
+            host += arriving_bytes(self._layout.chunks[:count])
         if host <= task.host_bytes or task.disk_bytes is None:
             return host, 0, None
 

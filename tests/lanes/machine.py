@@ -87,8 +87,12 @@ class Stream:
 class Event:
     """Stands for `torch.cuda.Event`."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock | None = None, *, blocking: bool = False) -> None:
+        self.clock = clock or {}
+
+    def record(self, stream: Stream) -> None:
+        """All that was issued to the stream so far."""
+        self.clock = stream.lane.now()
 
     def synchronize(self) -> None:
         """The host waits."""
@@ -454,10 +458,12 @@ class Machine:
     def _patch(self, patch: pytest.MonkeyPatch) -> None:
         set_to = patch.setattr
         set_to(torch.cuda, "Stream", Stream)
+        set_to(torch.cuda, "Event", Event)
         set_to(torch.cuda, "stream", self.on_stream)
         set_to(torch.cuda, "current_stream", lambda device=None: self.stream)
         set_to(import_module("elixir_moe.wrap"), "Streams", lambda device: Streams(torch.device("cuda", 0)))
         set_to(import_module("elixir_moe.wrap"), "backend_of", lambda *_: "nccl")
+        set_to(import_module("elixir_moe.wrap"), "adds_beside", lambda device: True)
         set_to(torch.Tensor, "record_stream", lambda tensor, stream: self.span_of(tensor).lent.append(stream.lane))
         for name in _COLLECTIVES:
             if hasattr(dist, name):
