@@ -62,6 +62,11 @@ class HostSums:
         self._given += 1
         return adding
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers; 0 before the first gradient."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
     def finish(self) -> None:
         """Blocks until all that was given is added; raises the error of an addition, once."""
         if self._buffers:

@@ -79,6 +79,7 @@ def test_only_a_full_ring_blocks(sums: HostSums, monkeypatch: pytest.MonkeyPatch
     for micro in range(SUMS_IN_FLIGHT):
         sums.add(total, torch.ones(NUMEL), first=micro == 0, behind=None)
     assert not full and not total.any()
+    assert sums.nbytes == SUMS_IN_FLIGHT * 4 * NUMEL
     sums.add(total, torch.ones(NUMEL), first=False, behind=None)
     assert full
     sums.finish()
