@@ -37,7 +37,15 @@ def rows() -> list[tuple[str, int, int, float]]:
 def planned(model: str, gpus: int, batch: int, hardware: Hardware) -> tuple[Task, Choice]:
     """The plan for one row."""
     given = named_model(model, batch=batch, seq=SEQ)
-    profile = trace(given.model, given.step, given.sample, world=gpus, compute_dtype=torch.bfloat16, tokens=batch * SEQ)
+    profile = trace(
+        given.model,
+        given.step,
+        given.sample,
+        world=gpus,
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.bfloat16,  # as it was measured
+        tokens=batch * SEQ,
+    )
     task = Task(
         profile=profile,
         hardware=hardware,

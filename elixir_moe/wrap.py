@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.cache_policy import CacheState
-from elixir_moe.chunks.plan import AutoPlan, Plan, footprint
+from elixir_moe.chunks.plan import SUMS_IN_FLIGHT, AutoPlan, Plan, Tier, arriving_bytes, footprint
 from elixir_moe.chunks.settle import settled
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.all_ranks import ControlGroups, raise_on_all_ranks
 from elixir_moe.distributed.collectives import backend_of, build_communicators
 from elixir_moe.distributed.waits import Wait, watch
 from elixir_moe.memory.blocks import Blocks
+from elixir_moe.memory.host_sums import HostSums, adds_beside
 from elixir_moe.memory.shard_state import build_shards
 from elixir_moe.optim.accepted import is_adam, moments_of
 from elixir_moe.optim.optimizer import ShardedOptimizer
@@ -135,7 +136,7 @@ def wrap(
                 communicator.close()
             raise
         plan, uses = prediction.forecast.plan, prediction.forecast.uses
-    described = describe(model, parts, uses, compute_dtype)
+    described = describe(model, parts, uses, compute_dtype, plan.reduce_dtype)
     agree_on(plan, described)
     plan = settled(
         plan,
@@ -148,11 +149,14 @@ def wrap(
 
     # 3. Allocate memory: the shards, filled one chunk after another, and the rCache.
     pretrained = None if weights is None else Pretrained(model, weights)
-    size = footprint(plan, layout, moments=moments, staged=staged)
+    size = footprint(plan, layout, moments=moments, staged=staged, beside=adds_beside(device))
     check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
     file = open_spill(plan, layout, 1 + moments)
     communicators = communicators or build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
-    shards = build_shards([(chunk, plan.home(layout, chunk)) for chunk in layout.chunks], device, file)
+    homes = [(chunk, plan.home(layout, chunk)) for chunk in layout.chunks]
+    arriving = arriving_bytes(chunk for chunk, tier in homes if tier is not Tier.DEVICE)
+    sums = HostSums(arriving // SUMS_IN_FLIGHT, device) if arriving and adds_beside(device) else None
+    shards = build_shards(homes, device, file, sums)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
     statistics, placeholder, streams = Statistics(cache=cache.counts), Placeholder(device), Streams(device)
     blocks = Blocks(layout, plan.blocks(layout), for_gradients, shards, device, statistics, streams.allocating)
@@ -164,7 +168,7 @@ def wrap(
     with Wait("the making of process groups by all ranks"):
         groups = ControlGroups(described.ranks, groups_needed(model, layout.chunks))
     agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone
-    scheduler = Scheduler(chunks, cache, blocks, staging, streams, statistics, agreement)
+    scheduler = Scheduler(chunks, cache, blocks, staging, streams, statistics, agreement, sums)
     hooks = Hooks(model, build_units(described.parts, described.parameters, layout), scheduler, placeholder)
     everyone = communicators.get(described.ranks) if streams.asynchronous and not groups.has_stages else None
     sharded = ShardedOptimizer(optimizer, scheduler, hooks, groups, file, everyone)

@@ -93,9 +93,28 @@ class ChunkSpec:
         """Bytes of the gathered chunk in its compute dtype."""
         return self.numel * self.key.dtype.itemsize
 
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of the staging buffer for a reduction over gloo; with two ranks, each needs room for one shard only."""
+    def widens(self, *, staged: bool) -> bool:
+        """Whether gradients are widened to fp32 before they are reduced; `staged`: over gloo.
+
+        A reduce-scatter over gloo needs none of it: it sends gradients as they are and sums in fp32 itself.
+        """
+        summed = self.key.trainable and len(self.key.ranks) > 1
+        wider = self.key.reduce_dtype.itemsize > self.key.dtype.itemsize
+        return summed and wider and not (staged and self.shards > 1)
+
+    def reduced_bytes(self, *, staged: bool) -> int:
+        """Bytes of the gradients as a reduction sends them; `staged`: over gloo."""
+        return self.numel * self.key.reduce_dtype.itemsize if self.widens(staged=staged) else self.nbytes
+
+    def staging_bytes(self, *, staged: bool) -> int:
+        """Bytes of the staging buffer for a reduction; `staged`: over gloo.
+
+        For widened gradients, or for what a reduce-scatter over gloo receives: with two ranks, that is one shard.
+        """
+        if self.widens(staged=staged):
+            return self.reduced_bytes(staged=staged)
+        if not (staged and self.shards > 1 and self.key.trainable):
+            return 0
         return self.nbytes if self.shards > 2 else self.nbytes // 2
 
     def shard_bounds(self, rank: int) -> tuple[int, int]:

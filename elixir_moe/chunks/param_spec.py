@@ -2,8 +2,8 @@
 
 Owns `ParamSpec`, which is all that the pure part of the package knows about a parameter, and the key that sorts
 parameters into chunk groups. Two parameters share a chunk group if one collective can serve both: the same ranks,
-compute dtype, trainability and gradient divisor. The key has the identity of the ranks, never their number: two process
-groups of equal size are different.
+compute dtype, trainability, gradient divisor and dtype of the sum. The key has the identity of the ranks, never their
+number: two process groups of equal size are different.
 Source: Elixir v1, sections IV-A ("parameters with different DP groups can not communicate together").
 """
 
@@ -27,12 +27,16 @@ class ChunkGroupKey:
     """Whether the chunks have gradients, master shards and moments."""
     divisor: int
     """The divisor of summed gradients (`Pattern.gradient_divisor`)."""
+    reduce_dtype: torch.dtype = torch.float32
+    """The dtype in which gradients are summed over the ranks: fp32, or `dtype`."""
 
     @property
     def label(self) -> str:
         """A short name for tables and counters."""
         frozen = "" if self.trainable else " frozen"
-        return f"ranks {_ranges(self.ranks)} /{self.divisor} {str(self.dtype).removeprefix('torch.')}{frozen}"
+        summed = "" if self.reduce_dtype == torch.float32 else " narrow sums"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"ranks {_ranges(self.ranks)} /{self.divisor} {dtype}{frozen}{summed}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

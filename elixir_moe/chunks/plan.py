@@ -21,7 +21,7 @@ from elixir_moe.chunks.cache_policy import LOOKAHEAD
 from elixir_moe.chunks.packing import ChunkSpec, Layout, best_chunk_numel, build_layout
 from elixir_moe.chunks.param_spec import ParamSpec
 from elixir_moe.errors import ConfigError, PlanError
-from elixir_moe.parallel.pattern import is_whole
+from elixir_moe.parallel.pattern import is_whole, reduction_dtype
 
 
 class Tier(StrEnum):
@@ -98,6 +98,8 @@ the buffers that wait to be summed."""
 GRADIENTS_ON_THEIR_WAY = REDUCTIONS_IN_FLIGHT + 2
 """Gradients alive at once: those in reduction, one being produced, and one waiting for the last use of the weights
 that it overwrites."""
+SUMS_IN_FLIGHT = 3
+"""With a GPU: buffers for gradients on their way to a sum in host memory, one being copied while another is added."""
 _SPILL_SLICE_NUMEL = 1 << 20
 """Most elements of an array on disk moved in one read or write."""
 
@@ -150,6 +152,11 @@ class Plan:
     """Chunk length C in elements; None takes `best_chunk_numel`, the smallest length with little waste."""
     prefetch: int = LOOKAHEAD
     """Number of chunks gathered ahead of their use in the recorded schedule, if blocks are free."""
+    reduce_dtype: torch.dtype | None = None
+    """Dtype in which gradients of 16-bit parameters are summed over the ranks, or its name. None is fp32: each sum is
+    rounded once. Over NCCL gradients then take twice the bytes on the wire, and a staging buffer of four bytes an
+    element of the largest chunk. ``torch.bfloat16`` saves both for parameters in bf16, and rounds with every rank that
+    adds. Over gloo scattered chunks are sent in 16 bits and summed in fp32, whatever this says."""
     explanation: str = field(default="", compare=False, repr=False)
     """Why a search chose this plan; ignored in comparisons and left out of the JSON."""
 
@@ -163,6 +170,7 @@ class Plan:
                 also = "".join(f" or {other}" for other in others)
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{also}")
         object.__setattr__(self, "disk", _folder(self.disk))
+        object.__setattr__(self, "reduce_dtype", reduction_dtype("reduce_dtype", self.reduce_dtype))
         for name in ("device_chunks", "device_bytes", "disk_chunks", "host_bytes", "disk"):
             if getattr(self, name) not in (0, None) and not self.offloaded:
                 raise PlanError(
@@ -180,14 +188,16 @@ class Plan:
             raise PlanError(f"disk={self.disk!r} means nothing with disk_chunks=0: leave one of them out")
 
     @classmethod
-    def ddp(cls) -> Self:
+    def ddp(cls, *, reduce_dtype: torch.dtype | str | None = None) -> Self:
         """Parameters and optimizer state replicated, gradients all-reduced: [False, False, inf]."""
-        return cls(scatter=False, offloaded=False, rcache_blocks="all")
+        summed = reduction_dtype("reduce_dtype", reduce_dtype)
+        return cls(scatter=False, offloaded=False, rcache_blocks="all", reduce_dtype=summed)
 
     @classmethod
-    def zero2(cls, *, chunk_numel: int | None = None) -> Self:
+    def zero2(cls, *, chunk_numel: int | None = None, reduce_dtype: torch.dtype | str | None = None) -> Self:
         """Chunks scattered, gathered once a step and kept until the update: [True, False, inf]."""
-        return cls(scatter=True, offloaded=False, rcache_blocks="all", chunk_numel=chunk_numel)
+        summed = reduction_dtype("reduce_dtype", reduce_dtype)
+        return cls(scatter=True, offloaded=False, rcache_blocks="all", chunk_numel=chunk_numel, reduce_dtype=summed)
 
     @classmethod
     def zero3(
@@ -196,6 +206,7 @@ class Plan:
         rcache: int | str | None = None,
         rcache_blocks: int | Literal["all"] | None = None,
         chunk_numel: int | None = None,
+        reduce_dtype: torch.dtype | str | None = None,
     ) -> Self:
         """Chunks scattered, gathered through the rCache: [True, False, C].
 
@@ -204,6 +215,7 @@ class Plan:
                 that a step needs, plus room to gather ahead.
             rcache_blocks: the same as a number of blocks.
             chunk_numel: chunk length C in elements; by default the smallest length with little waste.
+            reduce_dtype: the field of that name.
         """
         return cls(
             scatter=True,
@@ -211,6 +223,7 @@ class Plan:
             rcache_blocks=rcache_blocks,
             rcache_bytes=size_bytes("rcache", rcache),
             chunk_numel=chunk_numel,
+            reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
         )
 
     @classmethod
@@ -226,6 +239,7 @@ class Plan:
         device_chunks: int = 0,
         disk_chunks: int | None = None,
         chunk_numel: int | None = None,
+        reduce_dtype: torch.dtype | str | None = None,
     ) -> Self:
         """Like `zero3`, with the state of chunks at home in host memory: [True, True, C].
 
@@ -240,7 +254,7 @@ class Plan:
             verify: keep checksums of everything written to disk, and compare them on every read.
             rcache: device memory for gathered chunks, as in `zero3`.
             rcache_blocks, device_chunks, disk_chunks: numbers of blocks and chunks, instead of sizes.
-            chunk_numel: as in `zero3`.
+            chunk_numel, reduce_dtype: as in `zero3`.
         """
         if disk_chunks is None and disk is None:
             disk_chunks = 0
@@ -256,6 +270,7 @@ class Plan:
             disk=_path("disk", disk),
             verify=verify,
             chunk_numel=chunk_numel,
+            reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
         )
 
     @staticmethod
@@ -268,6 +283,7 @@ class Plan:
         accumulation: int = 1,
         disk: str | os.PathLike[str] | None = None,
         verify: bool = False,
+        reduce_dtype: torch.dtype | str | None = None,
     ) -> "AutoPlan":
         """Lets `wrap` search for the fastest plan that fits, by tracing one step without data (docs/planning.md).
 
@@ -282,6 +298,7 @@ class Plan:
             accumulation: backwards per step; more than one needs fp32 sums of narrower gradients.
             disk: folder for chunks on disk, used if host memory is too small; None allows none on disk.
             verify: as in `offload`.
+            reduce_dtype: the field of that name; the search counts its bytes.
         """
         return AutoPlan(
             step=step,
@@ -291,6 +308,7 @@ class Plan:
             accumulation=accumulation,
             disk=_path("disk", disk),
             verify=verify,
+            reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
         )
 
     def __str__(self) -> str:
@@ -301,7 +319,10 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as one JSON object, without its explanation."""
-        return json.dumps({name: value for name, value in asdict(self).items() if name != "explanation"})
+        data = {name: value for name, value in asdict(self).items() if name != "explanation"}
+        if self.reduce_dtype is not None:
+            data["reduce_dtype"] = str(self.reduce_dtype).removeprefix("torch.")
+        return json.dumps(data)
 
     def explain(self) -> str:
         """A text on what each choice of the search saves; for a plan without a search, the plan itself."""
@@ -309,7 +330,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The inverse of `to_json`. Raises PlanError for anything that is not a plan."""
+        """The inverse of `to_json`. Raises PlanError for anything that is not a plan, and what the fields raise."""
         if not isinstance(text, str):
             raise PlanError(f"not a plan: text is a {type(text).__name__}, expected the str that to_json gives")
         try:
@@ -363,6 +384,7 @@ class AutoPlan:
     accumulation: int
     disk: str | None
     verify: bool
+    reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.step):
@@ -395,7 +417,7 @@ class Footprint:
     resident_bytes: int
     """Gathered chunks with a buffer of their own: tied parameters and fused small groups, unless used in place."""
     staging_bytes: int
-    """Buffer for the received parts of a reduction over gloo, before they are summed; 0 on NCCL."""
+    """Buffer of a reduction: for parts received over gloo before they are summed, and for gradients widened to fp32."""
     shard_bytes: dict[str, int]
     """By tier: compute or gradient shards, master shards and moments."""
     spill_buffer_bytes: int
@@ -406,7 +428,8 @@ class Footprint:
     landing_bytes: int
     """On the device, from the first gradient of a chunk to its reduction: gradients of chunks without blocks."""
     accumulator_bytes: dict[str, int]
-    """By tier: fp32 sums of gradients, used only if a step has several backwards (`accumulator_bytes`)."""
+    """By tier: fp32 sums of gradients, used only if a step has several backwards (`accumulator_bytes`). With a GPU, in
+    host memory also the buffers of gradients on their way to the sums (`arriving_bytes`)."""
 
     @property
     def device_bytes(self) -> int:
@@ -425,14 +448,16 @@ class Footprint:
         return self.shard_bytes[Tier.DISK]
 
 
-def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> Footprint:
+def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool, beside: bool | None = None) -> Footprint:
     """The bytes that `plan` needs on one rank.
 
     Args:
         plan: the plan.
         layout: the chunks.
         moments: fp32 values the optimizer keeps per element; 2 for Adam.
-        staged: whether reductions use a staging buffer (gloo).
+        staged: whether reductions run over gloo.
+        beside: whether sums in host memory run beside backward, as with a GPU; by default if reductions do not run over
+            gloo.
     """
     shards = {tier.value: 0 for tier in Tier}
     accumulators = dict(shards)
@@ -444,10 +469,12 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool) -> 
         accumulators[tier.of_compute] += accumulator_bytes(chunk, tier)
         if tier is Tier.DISK:
             spilled.append(chunk.shard_numel)
+    if not staged if beside is None else beside:
+        accumulators[Tier.HOST] += arriving_bytes(c for c in layout.chunks if plan.home(layout, c) is not Tier.DEVICE)
     return Footprint(
         rcache_bytes=plan.blocks(layout) * layout.block_bytes,
         resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.resident and not chunk.in_place),
-        staging_bytes=staging_bytes(layout) if staged else 0,
+        staging_bytes=staging_bytes(layout, staged=staged),
         shard_bytes=shards,
         spill_buffer_bytes=spill_buffer_bytes(spilled, 1 + moments),
         gradient_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.keeps_pieces),
@@ -503,6 +530,11 @@ def accumulator_bytes(chunk: ChunkSpec, tier: Tier) -> int:
     return 4 * chunk.shard_numel if chunk.key.trainable and apart else 0
 
 
+def arriving_bytes(chunks: Iterable[ChunkSpec]) -> int:
+    """Bytes of the buffers through which gradients of `chunks`, at home in host memory, reach their sums."""
+    return SUMS_IN_FLIGHT * max((c.nbytes // c.shards for c in chunks if c.key.trainable), default=0)
+
+
 def spilled_bytes(numel: int, arrays: int) -> int:
     """Bytes on disk of `arrays` fp32 arrays of `numel` elements, each padded to whole pages."""
     return 4 * arrays * paged_numel(numel)
@@ -534,7 +566,6 @@ def landing_bytes(layout: Layout) -> int:
     return own + sum(moving[:GRADIENTS_ON_THEIR_WAY])
 
 
-def staging_bytes(layout: Layout) -> int:
+def staging_bytes(layout: Layout, *, staged: bool) -> int:
     """Bytes of the staging buffer: enough for the largest chunk, since one chunk uses it at a time."""
-    scattered = (chunk for chunk in layout.chunks if chunk.shards > 1 and chunk.key.trainable)
-    return max((chunk.staging_bytes for chunk in scattered), default=0)
+    return max((chunk.staging_bytes(staged=staged) for chunk in layout.chunks), default=0)

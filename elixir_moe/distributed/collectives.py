@@ -4,9 +4,10 @@ Owns the process groups of chunks and the implementation for each backend. Decid
 when.
 
 Gathers and reductions have process groups of their own, so that a gather never waits behind a reduction on the wire.
-On NCCL both run in place in the block. gloo's own versions are slow, so there a gather is one message to and from every
-peer, in place, and a reduce-scatter is an all-to-all into a staging buffer and a local sum. That sum is in rank order,
-and in fp32 whatever the dtype of the messages.
+On NCCL both run in place in the block, or a reduction in a staging buffer into which 16-bit gradients are widened, so
+that they are summed in fp32. gloo's own versions are slow, so there a gather is one message to and from every peer, in
+place, and a reduce-scatter is an all-to-all into a staging buffer and a local sum. That sum is in rank order, and in
+fp32 whatever the dtype of the messages. A sum in fp32 is rounded once, to the dtype of the gradients.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -149,7 +150,8 @@ class Communicator:
 
         Args:
             buffer: one gradient of every parameter; must not change until the work is waited for.
-            staging: as large as `buffer`, for two ranks as large as a slice; required if `needs_staging`, and in use
+            staging: on gloo as large as `buffer`, for two ranks as large as a slice; required if `needs_staging`.
+                Elsewhere None, or as many elements of a wider dtype, in which the gradients are then summed. In use
                 until the work is waited for.
             land: called once, in `wait` on gloo, at once (in stream order) elsewhere; gets the sum of squares too, if
                 the reduction has computed it.
@@ -164,8 +166,9 @@ class Communicator:
         what = self._issued.reduction(of)
         if not self.staged:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            scatter(slices[self.index], buffer, group=self._reduce_group)
-            land(slices[self.index])
+            terms = slices if staging is None else staging.view(self.size, -1).copy_(slices)
+            scatter(terms[self.index], terms.view(-1), group=self._reduce_group)
+            land(slices[self.index] if staging is None else slices[self.index].copy_(terms[self.index]))
             return Work()
         leaving = slices.view(torch.uint8)
         if self.size > 2:
@@ -188,18 +191,29 @@ class Communicator:
         """Whether a reduction into `place` needs a staging buffer."""
         return self.staged and (self.size > 2 or place is None)
 
-    def all_reduce(self, buffer: torch.Tensor, land: Land, *, of: str = "a chunk") -> Work:
-        """Sums `buffer` over the ranks in place and gives it to `land`; `of` as in `all_gather`."""
+    def all_reduce(
+        self, buffer: torch.Tensor, land: Land, wide: torch.Tensor | None = None, *, of: str = "a chunk"
+    ) -> Work:
+        """Sums `buffer` over the ranks in place and gives it to `land`; `of` as in `all_gather`.
+
+        The sum is computed in `wide`, as many elements of a wider dtype, if there is one. It is in use until the work
+        is waited for.
+        """
         if self._issued is None:
             land(buffer)
             return Work()
         what = self._issued.reduction(of)
+        terms = buffer if wide is None else wide.copy_(buffer)
+
+        def finish() -> None:
+            land(buffer if wide is None else buffer.copy_(wide))
+
         if not self.staged:
-            dist.all_reduce(buffer, group=self._reduce_group)
-            land(buffer)
+            dist.all_reduce(terms, group=self._reduce_group)
+            finish()
             return Work()
-        work = dist.all_reduce(buffer, group=self._reduce_group, async_op=True)
-        return Work([work], lambda: land(buffer), what=what, ranks=self.ranks)
+        work = dist.all_reduce(terms, group=self._reduce_group, async_op=True)
+        return Work([work], finish, what=what, ranks=self.ranks)
 
     def connect(self) -> None:
         """Has NCCL make its communicators now rather than in the first backward; nothing on other backends. Collective.

@@ -26,7 +26,7 @@ Allocating = Callable[[], AbstractContextManager[object]]
 class Block:
     """Device memory for the weights or the gradients of one chunk at a time."""
 
-    def __init__(self, memory: torch.Tensor, statistics: Statistics, allocating: Allocating) -> None:
+    def __init__(self, memory: torch.Tensor, statistics: Statistics, allocating: Allocating = nullcontext) -> None:
         """A block on `memory`, flat uint8, whose storage nobody else uses; `allocating` as in `Blocks`."""
         self._statistics = statistics
         self._allocating = allocating
@@ -86,7 +86,7 @@ class Block:
 class ShardBlock(Block):
     """The shard of a chunk used in place, as a block that holds the values already."""
 
-    def __init__(self, shard: ShardState, statistics: Statistics, allocating: Allocating) -> None:
+    def __init__(self, shard: ShardState, statistics: Statistics, allocating: Allocating = nullcontext) -> None:
         super().__init__(_own_storage(shard.shown), statistics, allocating)
         self._shard = shard
 

@@ -10,8 +10,9 @@ what an update writes. Nothing here moves bytes between ranks. No property block
     MixedShard   the values        the values' place (v2, 4.1)             in memory or on disk
 
 From the first step with two backwards on, `MixedShard` sums all gradients in an fp32 accumulator. If the values are
-needed before the update, they are cast from the master again. Source: "master copy of each scattered shard", Elixir v1,
-VII; memory of a chunk, v2, 4.1.
+needed before the update, they are cast from the master again. With a GPU, sums in host memory are computed beside
+backward (`host_sums`); whoever reads or clears a gradient waits for them. Source: "master copy of each scattered
+shard", Elixir v1, VII; memory of a chunk, v2, 4.1.
 """
 
 import threading
@@ -28,6 +29,7 @@ from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.memory.disk import Spill, Spilled
+from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.slabs import Slab
 
 
@@ -124,6 +126,10 @@ class ShardState:
         """The sum of squares of the gradient, if it is known already; on a GPU if it was computed there."""
         self.reader: threading.Event | None = None
         """Set when a save beside training has copied this state; changes wait for it."""
+        self.beside: HostSums | None = None
+        """Adds gradients to a sum in host memory beside backward, if anybody does."""
+        self._adding: Future[None] | None = None
+        """The last addition that was begun beside backward."""
         self._update: Future[Sequence[Future[None]]] | None = None
 
     # ------------------------------------------------------------------------------------------ updates beside training
@@ -197,6 +203,8 @@ class ShardState:
 
     has_gradient = False
     """Whether a gradient has landed since the last update."""
+    in_values_place = False
+    """Whether the gradient is in the place of the values, so that the host reads it before the next gather."""
 
     def take_place(self) -> torch.Tensor | None:
         """Memory for the sum of the next gradient, so that `add_gradient` copies nothing; None if it must be added.
@@ -225,8 +233,26 @@ class ShardState:
     def _land(self, reduced: torch.Tensor) -> None:
         raise NotImplementedError
 
+    def _add_to(self, total: torch.Tensor, reduced: torch.Tensor, *, first: bool = False) -> None:
+        """Adds a gradient to a sum, now or beside backward; `first`: replaces what the sum holds."""
+        if self.beside is not None:
+            self._adding = self.beside.add(total, reduced, first=first, behind=self._adding)
+        else:
+            (total.zero_() if first else total).add_(reduced.to(total.device))
+
+    def finish_sum(self) -> None:
+        """Blocks until the gradients that are added beside backward are in their sum; raises the error of one."""
+        if self._adding is not None:
+            self._adding.result()
+
+    def _leave_sum(self) -> None:
+        """Blocks until nobody adds to the sum, which is dropped, and with it the error of an addition."""
+        if self._adding is not None:
+            self._adding.exception()
+            self._adding = None
+
     def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """The summed gradient of elements `start` to `stop` of the shard, before unscaling."""
+        """The summed gradient of elements `start` to `stop` of the shard, before unscaling. Blocks for `finish_sum`."""
         raise NotImplementedError
 
     def gradients(self) -> Iterable[torch.Tensor]:
@@ -234,7 +260,7 @@ class ShardState:
         return (self.gradient(),)
 
     def clear_gradient(self) -> None:
-        """Forgets the gradient without an update."""
+        """Forgets the gradient without an update. Blocks until nobody adds to it."""
 
     def updated(self) -> None:
         """Called when an update has written, or is about to write, master and values: drops the gradient."""
@@ -291,7 +317,7 @@ class Fp32Shard(ShardState):
         if reduced.data_ptr() == self.sums.data_ptr():
             pass  # summed where they lie
         elif self.has_gradient:
-            self.sums.add_(reduced.to(self.sums.device))
+            self._add_to(self.sums, reduced)
         else:
             self.sums.copy_(reduced, non_blocking=True)
         self.has_gradient = True
@@ -299,10 +325,12 @@ class Fp32Shard(ShardState):
     def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """As `ShardState.gradient`."""
         assert self.has_gradient, f"chunk {self.spec.index} has no gradient"
+        self.finish_sum()
         return self.sums[start:stop]
 
     def clear_gradient(self) -> None:
         """As `ShardState.clear_gradient`."""
+        self._leave_sum()
         self.has_gradient = False
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -437,6 +465,11 @@ class MixedShard(ShardState):
         """As `ShardState.has_gradient`."""
         return self._accumulated or self.contents is Contents.GRADIENT
 
+    @property
+    def in_values_place(self) -> bool:  # type: ignore[override]
+        """As `ShardState.in_values_place`."""
+        return self.contents is Contents.GRADIENT
+
     def take_place(self) -> torch.Tensor | None:
         """As `ShardState.take_place`."""
         self.finish_update()
@@ -449,10 +482,11 @@ class MixedShard(ShardState):
         if reduced.data_ptr() == self.shown.data_ptr():
             self.contents = Contents.GRADIENT
         elif self.contents is Contents.GRADIENT:
-            self._sum().add_(self.shown).add_(reduced.to(self.shown.device))
+            self._add_to(self._sum().add_(self.shown), reduced)
             self.contents = Contents.STALE
         elif self.accumulator is not None:
-            self._sum().add_(reduced.to(self.accumulator.device))
+            first, self._accumulated = not self._accumulated, True
+            self._add_to(self.accumulator, reduced, first=first)
         else:
             self.contents = Contents.STALE  # in case the copy is interrupted
             self.shown.copy_(reduced, non_blocking=True)
@@ -461,23 +495,27 @@ class MixedShard(ShardState):
     def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """As `ShardState.gradient`; fp32 if accumulated, else in the compute dtype."""
         assert self.has_gradient, f"chunk {self.spec.index} has no gradient"
+        self.finish_sum()
         found = self.accumulator if self._accumulated else self.shown
         assert found is not None
         return found[start:stop]
 
     def clear_gradient(self) -> None:
         """As `ShardState.clear_gradient`."""
+        self._leave_sum()
         if self.contents is Contents.GRADIENT:
             self.contents = Contents.STALE
         self._accumulated = False
 
     def updated(self) -> None:
         """As `ShardState.updated`."""
+        self._leave_sum()
         self.contents = Contents.VALUES
         self._accumulated = False
 
     def _sum(self) -> torch.Tensor:
         """The accumulator, zeroed if it is not in use."""
+        self.finish_sum()
         if self.accumulator is None:
             self.accumulator = torch.zeros_like(self.shown, dtype=torch.float32)
         elif not self._accumulated:
@@ -490,9 +528,14 @@ class MixedShard(ShardState):
 
 
 def build_shards(
-    chunks: list[tuple[ChunkSpec, Tier]], device: torch.device, spill: Spill | None = None
+    chunks: list[tuple[ChunkSpec, Tier]],
+    device: torch.device,
+    spill: Spill | None = None,
+    beside: HostSums | None = None,
 ) -> list[ShardState]:
     """Allocates the state of all chunks: one slab for each tier and dtype; `spill` is the file for chunks on disk.
+
+    `beside` adds gradients of chunks outside the device tier, beside backward.
 
     With a GPU, host state in the compute dtype has slabs of its own: it is copied to the GPU, and so page-locked.
     """
@@ -528,4 +571,7 @@ def build_shards(
             return Fp32Shard(spec, tier, master, sums=own)
         return MixedShard(spec, tier, own, master)
 
-    return [build(spec, tier) for spec, tier in chunks]
+    shards = [build(spec, tier) for spec, tier in chunks]
+    for shard in shards:
+        shard.beside = None if shard.tier is Tier.DEVICE else beside
+    return shards

@@ -222,6 +222,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scheduler.closed = True
         if self._update_thread is not None:
             self._update_thread.shutdown()
+        if self._scheduler.sums is not None:
+            self._scheduler.sums.close()
         if self._spill is not None:
             self._spill.close()
         self.kept.groups.close()

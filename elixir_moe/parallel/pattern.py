@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, Self, cast, runtime_checkable
 
 import torch
 
-from elixir_moe.errors import LayoutError
+from elixir_moe.errors import ConfigError, LayoutError
 
 EXPERT_AXIS = "ep"
 """The one sharded axis along which ranks hold different tokens: experts receive tokens of every rank along it."""
@@ -114,7 +114,8 @@ class Pattern:
     the replicated axes that are not `partial`, times ``ep`` if sharded over it. For experts that is dp, not edp.
 
     Raises LayoutError for unknown or repeated axes, an axis of more than one rank that is neither replicated nor
-    sharded, a negative dim, a rank outside the mesh, or a value of a wrong type.
+    sharded, a negative dim, a rank outside the mesh, or a value of a wrong type; ConfigError for a wrong
+    `reduce_dtype`.
     """
 
     mesh: RankMesh
@@ -129,6 +130,9 @@ class Pattern:
     """Overrides the derived gradient divisor; needed where the axes' names do not tell who shares a batch."""
     dtype: torch.dtype | None = field(default=None, kw_only=True)
     """Compute dtype of this parameter whatever `wrap` says; None follows `wrap`."""
+    reduce_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    """Dtype in which gradients are summed over the ranks, or its name: fp32, or the compute dtype. None follows
+    `Plan.reduce_dtype`, which says what either costs."""
     view: tuple[int, ...] | None = field(default=None, kw_only=True)
     """Another shape of this rank's slice, whose dims `shard` refers to, for a slice along no dim of the tensor:
     ``(2, n, k)``, cut on dim 1, of a ``(2 n, k)`` weight that holds gate and up one after the other."""
@@ -146,6 +150,7 @@ class Pattern:
             partial: str | Sequence[str] = (),
             divisor: int | None = None,
             dtype: torch.dtype | None = None,
+            reduce_dtype: torch.dtype | str | None = None,
             view: Sequence[int] | None = None,
             grows: int = 0,
         ) -> None: ...
@@ -175,6 +180,7 @@ class Pattern:
             raise LayoutError(
                 f"Pattern: dtype={self.dtype!r}: expected a torch.dtype, such as torch.bfloat16, or None to follow wrap"
             )
+        object.__setattr__(self, "reduce_dtype", reduction_dtype("Pattern: reduce_dtype", self.reduce_dtype))
         if self.view is not None:
             if not isinstance(self.view, Sequence) or not all(is_whole(n, least=0) for n in self.view):
                 raise LayoutError(f"Pattern: view={self.view!r}: expected a shape without -1, such as (2, 128, 64)")
@@ -203,6 +209,7 @@ class Pattern:
                 ("shard", dict(self.shard)),
                 ("partial", self.partial),
                 ("dtype", self.dtype),
+                ("reduce_dtype", self.reduce_dtype),
                 ("view", self.view),
             )
             if value
@@ -275,6 +282,17 @@ class Pattern:
 def is_whole(value: object, *, least: int) -> bool:
     """Whether `value` is a whole number of at least `least`; True and 1.0 are not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+_REDUCED_IN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def reduction_dtype(name: str, given: object) -> torch.dtype | None:
+    """The dtype of a sum, given as such or by name. Raises ConfigError, which calls it `name`."""
+    found = _REDUCED_IN.get(given) if isinstance(given, str) else given
+    if given is None or (isinstance(found, torch.dtype) and found in _REDUCED_IN.values()):
+        return found  # type: ignore[return-value]
+    raise ConfigError(f"{name}={given!r}: expected float32, bfloat16 or float16 (of torch, or as a text), or None")
 
 
 def _is_cut(pair: object) -> bool:

@@ -15,7 +15,7 @@ from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.chunks.step_order import StepOrder, Use, by_first_use
-from elixir_moe.errors import LayoutError, PlanError
+from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.parallel.rules import names_of, pattern_of, replicated_everywhere
@@ -59,16 +59,24 @@ class ModelSpec:
         return layout, max(schedule.open_gradients(), blocks - schedule.most_weights())
 
 
-def describe(model: nn.Module, parts: Parts, uses: Sequence[Use], compute_dtype: torch.dtype | None) -> ModelSpec:
+def describe(
+    model: nn.Module,
+    parts: Parts,
+    uses: Sequence[Use],
+    compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+) -> ModelSpec:
     """The description of `model`, whose `parts` and `uses` number parameters as ``model.parameters()`` gives them.
 
     Raises:
-        LayoutError: as `param_specs`.
+        LayoutError, ConfigError: as `param_specs`.
     """
     registered, everywhere = list(model.parameters()), replicated_everywhere()
     order, part_specs, uses = by_first_use(parts.specs, uses, len(registered))
     parameters = tuple(registered[i] for i in order)
-    specs = param_specs(model, parameters, everywhere=everywhere, compute_dtype=compute_dtype)
+    specs = param_specs(
+        model, parameters, everywhere=everywhere, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
+    )
     named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     return ModelSpec(
         parameters=parameters,
@@ -82,7 +90,12 @@ def describe(model: nn.Module, parts: Parts, uses: Sequence[Use], compute_dtype:
 
 
 def param_specs(
-    model: nn.Module, order: Iterable[nn.Parameter], *, everywhere: Pattern, compute_dtype: torch.dtype | None
+    model: nn.Module,
+    order: Iterable[nn.Parameter],
+    *,
+    everywhere: Pattern,
+    compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
 ) -> dict[nn.Parameter, ParamSpec]:
     """The specs of the model's parameters, in `order`; a parameter with several names is tied, and so resident.
 
@@ -91,9 +104,11 @@ def param_specs(
         order: the model's parameters, each once.
         everywhere: the pattern of parameters that have none.
         compute_dtype: the dtype of floating-point parameters whose pattern names none; None keeps each one's own.
+        reduce_dtype: the dtype of their sums over ranks, for parameters in this dtype whose pattern names none.
 
     Raises:
         LayoutError: a trainable parameter would be trained in a dtype that has no fp32 master.
+        ConfigError: a pattern's `reduce_dtype` is neither fp32 nor the compute dtype.
     """
     names = names_of(model)
     ranks: dict[int, tuple[int, ...]] = {}  # found once a pattern: there may be thousands of ranks
@@ -102,7 +117,7 @@ def param_specs(
         pattern = pattern_of(p) or everywhere
         if id(pattern) not in ranks:
             ranks[id(pattern)] = pattern.replicate_ranks
-        found[p] = _spec(p, names[p], pattern, ranks[id(pattern)], compute_dtype)
+        found[p] = _spec(p, names[p], pattern, ranks[id(pattern)], compute_dtype, reduce_dtype)
     return found
 
 
@@ -118,6 +133,7 @@ def _spec(
     pattern: Pattern,
     ranks: tuple[int, ...],
     compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
 ) -> ParamSpec:
     dtype = pattern.dtype or (compute_dtype if parameter.is_floating_point() else None) or parameter.dtype
     if parameter.requires_grad and dtype not in TRAINED_IN:
@@ -125,5 +141,18 @@ def _spec(
             f"parameter {names[0]!r} would be trained in {dtype}, but master shards are float32: convert it, or pass "
             f"compute_dtype"
         )
-    key = ChunkGroupKey(ranks=ranks, dtype=dtype, trainable=parameter.requires_grad, divisor=pattern.gradient_divisor)
+    own = pattern.reduce_dtype
+    if own not in (None, torch.float32, dtype) and parameter.requires_grad:
+        raise ConfigError(
+            f"parameter {names[0]!r}: its pattern has reduce_dtype={own}, and its compute dtype is {dtype}: expected "
+            f"torch.float32, {dtype} or None"
+        )
+    narrow = parameter.requires_grad and (own or reduce_dtype) == dtype
+    key = ChunkGroupKey(
+        ranks=ranks,
+        dtype=dtype,
+        trainable=parameter.requires_grad,
+        divisor=pattern.gradient_divisor,
+        reduce_dtype=dtype if narrow else torch.float32,
+    )
     return ParamSpec(name=names[0], shape=tuple(local_of(parameter).shape), key=key, resident=len(names) > 1)

@@ -36,6 +36,7 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import OutOfStepError, PlanError, UsageError
 from elixir_moe.memory.blocks import Blocks
+from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.runtime.chunk import ATTACHED, CACHED, GATHERED, GATHERING, SHARDED, Chunk, Landings
 from elixir_moe.runtime.reduction_order import Agreement, Reductions, alone
 from elixir_moe.runtime.streams import Streams
@@ -57,9 +58,12 @@ class Scheduler:
         streams: Streams,
         statistics: Statistics,
         agreement: Agreement = alone,
+        sums: HostSums | None = None,
     ) -> None:
         self.chunks = chunks
         self.cache = cache
+        self.sums = sums
+        """Adds gradients in host memory beside backward, if anybody does."""
         self.statistics = statistics
         self.closed = False
         """The process groups are gone."""
@@ -206,7 +210,7 @@ class Scheduler:
         if not chunk.spec.in_place:
             self.statistics.bytes_fetched[chunk.shard.tier.of_compute.value] += chunk.spec.nbytes // chunk.spec.shards
         if chunk.spec.shards > 1:
-            self._count(chunk, "all_gather", 1)
+            self._count(chunk, "all_gather", chunk.spec.nbytes)
             self.reductions.gathered.append(chunk.spec.index)
         self._queue.append(chunk)
 
@@ -446,20 +450,25 @@ class Scheduler:
                 chunk.land(reduced, squares)
             self.statistics.bytes_offloaded[chunk.shard.tier.of_compute.value] += reduced.nbytes
 
-        communicator = chunk.communicator
-        if chunk.spec.shards == 1:
+        communicator, spec = chunk.communicator, chunk.spec
+        widens, nbytes = spec.widens(staged=communicator.staged), spec.reduced_bytes(staged=communicator.staged)
+        staging = self._staging_for(chunk, spec.key.reduce_dtype) if widens else None
+        if spec.shards == 1:
             if communicator.size > 1:
-                self._count(chunk, "all_reduce", 2)
-            return communicator.all_reduce(buffer, land, of=chunk.label)
-        self._count(chunk, "reduce_scatter", 1)
-        staging = None
+                self._count(chunk, "all_reduce", 2 * nbytes)
+            return communicator.all_reduce(buffer, land, staging, of=chunk.label)
+        self._count(chunk, "reduce_scatter", nbytes)
         near = chunk.shard.shown.device == buffer.device
         place = chunk.shard.take_place() if near and communicator.staged else None
         if communicator.needs_staging(place):
-            assert self._staging is not None
-            self._leave_in_flight(0)  # the staging buffer serves one reduction at a time
-            staging = self._staging[: chunk.spec.staging_bytes].view(buffer.dtype)
-        return communicator.reduce_scatter(buffer, staging, land, place, tag=chunk.spec.index, of=chunk.label)
+            staging = self._staging_for(chunk, buffer.dtype)
+        return communicator.reduce_scatter(buffer, staging, land, place, tag=spec.index, of=chunk.label)
+
+    def _staging_for(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+        """The staging buffer, which serves one reduction at a time."""
+        assert self._staging is not None
+        self._leave_in_flight(0)
+        return self._staging[: chunk.spec.staging_bytes(staged=chunk.communicator.staged)].view(dtype)
 
     def drain(self) -> None:
         """Waits until every gradient is in its shard; the host waits too if a shard is outside the device tier."""
@@ -467,6 +476,8 @@ class Scheduler:
         self._finish(partial(self._streams.end_step, host=self._has_host_shards))
         for chunk in self.chunks:
             chunk.land_waiting()
+        if self.sums is not None:
+            self._finish(self.sums.finish)
 
     # --------------------------------------------------------------------------------------------------- between steps
 
@@ -552,10 +563,10 @@ class Scheduler:
         """Orders the current stream behind the chunk's last reduction; the host too if it will read the gradient."""
         if chunk.leaving is None:
             return
-        if chunk.shard.tier is not Tier.DEVICE and chunk.shard.has_gradient:
+        if chunk.shard.tier is not Tier.DEVICE and chunk.shard.in_values_place:
             chunk.leaving.synchronize()
         else:
             chunk.leaving.wait()
 
-    def _count(self, chunk: Chunk, collective: str, times: int) -> None:
-        self.statistics.collective_bytes[chunk.spec.key.label, collective] += times * chunk.spec.nbytes
+    def _count(self, chunk: Chunk, collective: str, nbytes: int) -> None:
+        self.statistics.collective_bytes[chunk.spec.key.label, collective] += nbytes

@@ -41,7 +41,7 @@ class Request:
     moments: int
     """fp32 values the optimizer keeps per element."""
     staged: bool
-    """Reductions use a staging buffer (gloo)."""
+    """Reductions run over gloo."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +110,7 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
 
     found = raise_on_all_ranks("searched for a plan", search)[peers[0]]
     assert found is not None, "the first rank of those that hold the model has searched"
+    found = replace(found, plan=replace(found.plan, reduce_dtype=wanted.reduce_dtype))
     if found.plan.disk_chunks:
         found = replace(found, plan=replace(found.plan, disk=wanted.disk, verify=wanted.verify))
     return found, tasks[0] if tasks else None, machine
@@ -158,6 +159,7 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
         world=world,
         rank=dist.get_rank(),
         compute_dtype=request.compute_dtype,
+        reduce_dtype=request.wanted.reduce_dtype,
     )
     return Task(
         profile=profile,

@@ -71,7 +71,7 @@ class Traffic:
     disk_bytes: int
     """Bytes that these updates read from the disk, and write to it."""
     collectives: tuple[tuple[tuple[int, ...], int, int], ...]
-    """(global ranks, bytes of gathered chunks, number of gathers and reductions) of each process group."""
+    """(global ranks, bytes of chunks and gradients, number of gathers and reductions) of each process group."""
     gathered_numel: int
     """Elements of all chunks."""
 
@@ -86,7 +86,7 @@ def activations(profile: Profile, imbalance: float) -> int:
     return profile.activation_bytes + int((imbalance - 1) * max((e.row_bytes for e in profile.exchanges), default=0))
 
 
-def traffic(plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2) -> Traffic:
+def traffic(plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2, *, staged: bool = False) -> Traffic:
     """The traffic of one step.
 
     Args:
@@ -94,21 +94,23 @@ def traffic(plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2) 
         layout: its chunks.
         loads: the cached chunks gathered in a step, once per gather.
         moments: fp32 values the optimizer keeps per element.
+        staged: whether reductions run over gloo.
     """
     gathers = Counter([*loads, *(chunk.index for chunk in layout.chunks if chunk.resident)])
     home = [plan.home(layout, chunk) for chunk in layout.chunks]
     trained = [chunk for chunk in layout.chunks if chunk.key.trainable]
     collective: dict[tuple[int, ...], list[int]] = {}
 
-    def count(chunk: ChunkSpec, times: int) -> None:
+    def count(chunk: ChunkSpec, nbytes: int, times: int) -> None:
         if len(chunk.key.ranks) > 1:
             of = collective.setdefault(chunk.key.ranks, [0, 0])
-            of[0], of[1] = of[0] + times * chunk.nbytes, of[1] + times
+            of[0], of[1] = of[0] + times * nbytes, of[1] + times
 
     for index, times in gathers.items():
-        count(layout.chunks[index], times * (layout.chunks[index].shards > 1))
+        gathered = layout.chunks[index]
+        count(gathered, gathered.nbytes, times * (gathered.shards > 1))
     for chunk in trained:
-        count(chunk, 1 if chunk.shards > 1 else 2)  # an all-reduce moves twice
+        count(chunk, chunk.reduced_bytes(staged=staged), 1 if chunk.shards > 1 else 2)  # an all-reduce moves twice
     host = {chunk.index for chunk in layout.chunks if home[chunk.index] is not Tier.DEVICE}
 
     def updated(tier: Tier) -> int:

@@ -288,7 +288,7 @@ def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device
 
     def both() -> None:
         communicator.all_gather(buffer, 0).wait()
-        communicator.reduce_scatter(buffer, staging, lambda *_: None).wait()
+        communicator.reduce_scatter(buffer, staging if communicator.staged else None, lambda *_: None).wait()
 
     return _fastest(both, device)
 

@@ -22,6 +22,7 @@ from elixir_moe.chunks.plan import (
     Plan,
     Tier,
     accumulator_bytes,
+    arriving_bytes,
     footprint,
     home_bytes,
     spill_buffer_bytes,
@@ -60,7 +61,7 @@ class Task:
     moments: int = 2
     """fp32 values the optimizer keeps per element."""
     staged: bool = False
-    """Reductions use a staging buffer (gloo)."""
+    """Reductions run over gloo."""
     imbalance: float = 1.0
     """Routed rows of the busiest rank, in multiples of an even share."""
     accumulation: int = 1
@@ -121,7 +122,7 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
         schedule = task.profile.schedule(layout)
         layout = replace(layout, open_gradients=schedule.open_gradients())
         loads = gathers(Simulator(schedule), plan.blocks(layout))
-    moved = cost.traffic(plan, layout, loads, task.moments)
+    moved = cost.traffic(plan, layout, loads, task.moments, staged=task.staged)
     return Choice(
         plan=plan,
         layout=layout,
@@ -252,7 +253,7 @@ class _Length:
         task, layout = self._task, self._layout
         on_device = Plan.zero2().place(layout).chunks
         device = sum(c.nbytes * (1 + c.key.trainable) for c in layout.chunks if c.resident)
-        device += staging_bytes(layout) * task.staged
+        device += staging_bytes(layout, staged=task.staged)
         host = sum(self._held_at(chunk, Tier.HOST) for chunk in layout.chunks)
         widths = Counter(chunk.key.dtype.itemsize for chunk in layout.cached)
         turns: list[int] = []
@@ -280,6 +281,8 @@ class _Length:
         requires. If that is impossible, no chunk is on disk, and host bytes are the least that the disk allows.
         """
         task, saved, spilled = self._task, self._saved, self._on_disk
+        if task.accumulation > 1 and not task.staged:
+            host += arriving_bytes(self._layout.chunks[:count])
         if host <= task.host_bytes or task.disk_bytes is None:
             return host, 0, None
 

@@ -46,6 +46,7 @@ def trace(
     world: int = 1,
     rank: int = 0,
     compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
     tokens: int | None = None,
     whole: bool = False,
 ) -> Profile:
@@ -58,6 +59,7 @@ def trace(
         world: number of ranks over which parameters without a pattern are replicated.
         rank: the rank to trace.
         compute_dtype: as in `wrap`.
+        reduce_dtype: as in the plan.
         tokens: tokens of this rank's batch; by default the elements of the first integer tensor in `sample`.
         whole: trace every layer, identical or not.
 
@@ -66,7 +68,8 @@ def trace(
             the model.
     """
     everywhere = Pattern(RankMesh.world(world, rank), replicate=("dp",))
-    specs = param_specs(model, model.parameters(), everywhere=everywhere, compute_dtype=compute_dtype)
+    dtypes = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
+    specs = param_specs(model, model.parameters(), everywhere=everywhere, **dtypes)
     listed = list(specs.values())
     parts = find_parts(model)
     cuts = [] if whole else cuts_of(model)
@@ -77,9 +80,7 @@ def trace(
             raise
         events = None  # perhaps the model depends on the number of its layers
     if events is None:
-        return trace(
-            model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype, tokens=tokens, whole=True
-        )
+        return trace(model, step, sample, world=world, rank=rank, **dtypes, tokens=tokens, whole=True)
     numbers = {name: i for i, name in enumerate(parts.names)}
     index_of = {p: i for i, p in enumerate(specs)}
     found = list(_uses(events, numbers, {name: index_of[p] for name, p in model.named_parameters()}))

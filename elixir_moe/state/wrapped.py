@@ -48,6 +48,8 @@ class Wrapped:
         held = {tier.value: 0 for tier in Tier}
         held[Tier.DEVICE] = self.scheduler.buffer_bytes + self.footprint.landing_bytes
         held[Tier.HOST] = 0 if self.spill is None else self.spill.buffer_bytes
+        if self.scheduler.sums is not None:
+            held[Tier.HOST] += self.scheduler.sums.nbytes
         for chunk in self.scheduler.chunks:
             for tier, nbytes in chunk.shard.held_bytes().items():
                 held[tier] += nbytes

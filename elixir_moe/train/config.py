@@ -21,14 +21,14 @@ from elixir_moe.train import settings
 from elixir_moe.train.data import VOCABULARY, ByteText
 
 _MEANINGFUL: dict[str, tuple[str, ...]] = {
-    "ddp": (),
-    "zero2": ("chunk_numel",),
-    "zero3": ("rcache", "rcache_blocks", "chunk_numel"),
+    "ddp": ("reduce_dtype",),
+    "zero2": ("chunk_numel", "reduce_dtype"),
+    "zero3": ("rcache", "rcache_blocks", "chunk_numel", "reduce_dtype"),
     "offload": (
         *("device", "host", "disk", "verify", "rcache"),
-        *("rcache_blocks", "device_chunks", "disk_chunks", "chunk_numel"),
+        *("rcache_blocks", "device_chunks", "disk_chunks", "chunk_numel", "reduce_dtype"),
     ),
-    "auto": ("hardware", "budget", "disk", "verify"),
+    "auto": ("hardware", "budget", "disk", "verify", "reduce_dtype"),
 }
 """By kind of plan: the settings it takes, which are the arguments of the `Plan` preset of that name."""
 
@@ -80,6 +80,9 @@ class PlanConfig:
     """Machine to plan for (auto): the name of one that ships with the package, or a file; null: measure this one."""
     budget: int | str | None = None
     """Device memory of a rank, activations included (auto); null: all free memory."""
+    reduce_dtype: str | None = None
+    """Dtype in which gradients are summed over the ranks: float32, or the 16-bit dtype of the weights, which halves the
+    bytes on the wire over NCCL and rounds with every rank that adds; null: float32."""
 
     def __post_init__(self) -> None:
         for name in {name for names in _MEANINGFUL.values() for name in names}:
@@ -90,7 +93,7 @@ class PlanConfig:
             raise ConfigError(f"plan.disk_chunks={self.disk_chunks}: say with plan.disk in which folder they go")
         try:
             self.plan(_no_step, (), 1)
-        except PlanError as error:
+        except (ConfigError, PlanError) as error:
             raise ConfigError(f"plan: {error}") from None
 
     def plan(self, step: Callable[[nn.Module, Any], Any], sample: Any, accumulation: int) -> Plan | AutoPlan:

@@ -12,6 +12,7 @@ import torch
 
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.blocks import Block
+from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.runtime.reduction_order import Reductions
 from elixir_moe.runtime.scheduler import Scheduler
@@ -168,6 +169,25 @@ def _readers_do_not_wait_for_updates(patch: Patch) -> None:
     patch(ShardState, "wait_for_update", _nothing)
 
 
+def _sums_do_not_wait_for_copies(patch: Patch) -> None:
+    add = HostSums._add
+
+    def at_once(sums: Any, total: Any, buffer: Any, arrived: Any, first: bool, behind: Any) -> None:
+        add(sums, total, buffer, torch.cuda.Event(), first, behind)
+
+    patch(HostSums, "_add", at_once)
+
+
+def _buffers_of_sums_taken_while_busy(patch: Patch) -> None:
+    patch(HostSums, "_finish_oldest", lambda sums: sums._running.popleft())
+
+
+def _readers_do_not_wait_for_sums(patch: Patch) -> None:
+    patch(HostSums, "finish", _nothing)
+    patch(ShardState, "finish_sum", _nothing)
+    patch(ShardState, "_leave_sum", _nothing)
+
+
 def _updates_do_not_wait_for_a_save(patch: Patch) -> None:
     patch(ShardState, "wait_for_reader", _nothing)
 
@@ -209,6 +229,9 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "the memory of a reduction is not kept": _memory_of_a_reduction_not_kept,
     "the memory of a kept view is the fetch stream's": _memory_of_a_kept_view_is_not_computes,
     "nobody waits for an update": _readers_do_not_wait_for_updates,
+    "a sum does not wait for the copy of its gradient": _sums_do_not_wait_for_copies,
+    "a buffer of sums is taken while it is in use": _buffers_of_sums_taken_while_busy,
+    "nobody waits for sums": _readers_do_not_wait_for_sums,
     "an update does not wait for a save": _updates_do_not_wait_for_a_save,
     "an update does not wait for reductions": _updates_not_behind_reductions,
     "a gather begins when its update has ended": _gathers_begin_when_updates_have_ended,

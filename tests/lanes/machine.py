@@ -34,7 +34,7 @@ from elixir_moe.memory.disk import Spill
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.streams import Streams
-from tests.lanes.late import issue_in_order
+from tests.lanes.late import issue_in_order, step_by_numbers
 from tests.lanes.memory import Clock, Lane, Memory, Span
 
 GPU = torch.device("cpu", 0)
@@ -87,8 +87,12 @@ class Stream:
 class Event:
     """Stands for `torch.cuda.Event`."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock | None = None, *, blocking: bool = False) -> None:
+        self.clock = clock or {}
+
+    def record(self, stream: Stream) -> None:
+        """All that was issued to the stream so far."""
+        self.clock = stream.lane.now()
 
     def synchronize(self) -> None:
         """The host waits."""
@@ -454,9 +458,11 @@ class Machine:
     def _patch(self, patch: pytest.MonkeyPatch) -> None:
         set_to = patch.setattr
         set_to(torch.cuda, "Stream", Stream)
+        set_to(torch.cuda, "Event", Event)
         set_to(torch.cuda, "stream", self.on_stream)
         set_to(torch.cuda, "current_stream", lambda device=None: self.stream)
         set_to(import_module("elixir_moe.wrap"), "Streams", lambda device: Streams(torch.device("cuda", 0)))
+        set_to(import_module("elixir_moe.wrap"), "adds_beside", lambda device: True)
         set_to(torch.Tensor, "record_stream", lambda tensor, stream: self.span_of(tensor).lent.append(stream.lane))
         for name in _COLLECTIVES:
             if hasattr(dist, name):
@@ -603,7 +609,7 @@ class Machine:
         set_to(threading.Event, "wait", hear(wait))
 
     def _patch_native(self, set_to: Callable[..., None]) -> None:
-        squares, adam = kernels.sum_of_squares, kernels.adam_step
+        squares = kernels.sum_of_squares
 
         def sum_of_squares(gradient: torch.Tensor, *, threads: int | None = None) -> Any:
             self.native("sum_of_squares", [gradient], [])
@@ -613,17 +619,12 @@ class Machine:
             return found if host else torch.tensor(found, dtype=torch.float64, device=GPU)
 
         def adam_step(
-            master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, compute: Any, *, skip: Any = None, **settings: Any
+            master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, compute: Any, *, skip: Any, **settings: Any
         ) -> None:
-            scale = settings["grad_scale"]
-            arguments = [number for number in (scale, skip) if isinstance(number, torch.Tensor)]
-            self.native("adam_step", [grad, *arguments], [master, exp_avg, exp_avg_sq, compute])
+            numbers = [number for number in (settings["grad_scale"], skip) if isinstance(number, torch.Tensor)]
+            self.native("adam_step", [grad, *numbers], [master, exp_avg, exp_avg_sq, compute])
             with self.quiet():
-                if skip is not None and skip.item():
-                    if compute is not None:
-                        compute.copy_(master)
-                    return
-                adam(master, exp_avg, exp_avg_sq, grad, compute, **settings | {"grad_scale": float(scale)})
+                step_by_numbers(master, exp_avg, exp_avg_sq, grad, compute, skip=skip, **settings)
 
         def begin_to_host(numbers: torch.Tensor) -> Callable[[], Any]:
             lane = self.begin(host=False)

@@ -166,6 +166,14 @@ def test_a_device_skips_a_step_whose_norm_is_not_finite(plan: str, world: int, r
         assert not races and not differing
 
 
+@pytest.mark.parametrize("half", [True, False])
+def test_gradients_are_summed_in_host_memory_without_a_wait(half: bool, ranks: Ranks) -> None:
+    case = Case(parts=("plain",) * 4, plan="offload", blocks=3, half=half, accumulation=2, steps=3)
+    for outcome in ranks(1).run(run, case):
+        assert not outcome.races
+        assert not any("copy" in wait for waits in outcome.waits[1:] for wait in waits), outcome.waits[1:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wait_left_out_is_noticed(fault: str, ranks: Ranks) -> None:

@@ -27,8 +27,12 @@ def machine_file() -> dict[str, Any]:
     return found
 
 
-def profile(ranks: int = 2, exchanges: tuple[SentCollective, ...] = ()) -> Profile:
-    key = ChunkGroupKey(ranks=tuple(range(ranks)), dtype=torch.bfloat16, trainable=True, divisor=ranks)
+def profile(
+    ranks: int = 2, exchanges: tuple[SentCollective, ...] = (), reduce_dtype: torch.dtype = torch.float32
+) -> Profile:
+    key = ChunkGroupKey(
+        ranks=tuple(range(ranks)), dtype=torch.bfloat16, trainable=True, divisor=ranks, reduce_dtype=reduce_dtype
+    )
     return Profile(
         params=tuple(ParamSpec(name=f"p{i}", shape=(1 << 20,), key=key) for i in range(4)),
         order=(0, 1, 2, 3),
@@ -66,9 +70,11 @@ def test_a_step_is_the_sum_of_what_is_written_in_the_docs() -> None:
     assert seconds.compute == pytest.approx(compute + (4 << 20) * fitted.overhead_ns_per_parameter / 1e9)
     assert seconds.fetch == pytest.approx(moved.fetched_bytes * 2 / (links.b_c2g * 1e9))
     collective = (
-        (8 + 4) * (2 << 20) / (201 * 1e9)
-    )  # eight gathers and four reductions of 2 MiB, half of it sent by each
+        (8 * 2 + 4 * 4) * (1 << 20) / (201 * 1e9)
+    )  # eight gathers of 2 MiB and four reductions of 4 MiB, half of it sent by each
     assert seconds.collectives == pytest.approx(collective)
+    narrow = cost.traffic(Plan.zero2(), build_layout(profile(reduce_dtype=torch.bfloat16).params, 1 << 20), range(4))
+    assert narrow.collectives == (((0, 1), (4 + 4) * (2 << 20), 4 + 4),)
     assert seconds.step == pytest.approx(
         max(seconds.compute, seconds.fetch, seconds.offload)
         + fitted.exposed_collectives * collective

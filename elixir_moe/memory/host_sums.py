@@ -1,0 +1,110 @@
+"""Sums of gradients in host memory, computed beside backward.
+
+Owns a few page-locked buffers and the thread that adds. A gradient leaves the device without a wait: it is copied to
+the next buffer, and the thread adds it to its sum once it has arrived. Gradients are added in the order in which they
+were given, so that sums have the bits they would have if backward waited. Never decides what is summed: `shard_state`
+does.
+"""
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from elixir_moe.chunks.plan import SUMS_IN_FLIGHT, Tier
+from elixir_moe.kernels import host_threads
+from elixir_moe.memory.slabs import Slab
+
+
+def adds_beside(device: torch.device) -> bool:
+    """Whether sums in host memory run beside backward on `device`; on a CPU they would take its cores."""
+    return device.type == "cuda"
+
+
+class HostSums:
+    """Adds gradients of the device to sums in host memory, on a thread of its own."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """`nbytes`: the largest gradient. Memory and thread are made for the first one."""
+        self._nbytes, self._device = nbytes, device
+        self._buffers: list[torch.Tensor] = []
+        self._given = 0
+        self._running: deque[Future[None]] = deque()
+        self._thread = ThreadPoolExecutor(1, "elixir-sum")
+        self._threads = host_threads(device)
+        self._helpers = ThreadPoolExecutor(self._threads, "elixir-sum-part")
+
+    def add(
+        self, total: torch.Tensor, reduced: torch.Tensor, *, first: bool, behind: "Future[None] | None"
+    ) -> "Future[None]":
+        """Adds `reduced` to `total`; `first`: replaces what `total` holds.
+
+        Waits only if all buffers are in use. Nobody may use `total` before the result is there. It raises the error of
+        `behind`, the sum's last addition, too.
+        """
+        if not self._buffers:
+            memory = Slab(
+                SUMS_IN_FLIGHT * self._nbytes,
+                torch.uint8,
+                Tier.HOST,
+                self._device,
+                travels=self._device.type == "cuda",
+            )
+            self._buffers = [memory.take(self._nbytes) for _ in range(SUMS_IN_FLIGHT)]
+        while len(self._running) >= SUMS_IN_FLIGHT:
+            self._finish_oldest()
+        buffer = self._buffers[self._given % SUMS_IN_FLIGHT][: reduced.nbytes].view(reduced.dtype)
+        buffer.copy_(reduced, non_blocking=True)
+        arrived = torch.cuda.Event(blocking=True)
+        arrived.record(torch.cuda.current_stream(self._device))
+        adding = self._thread.submit(self._add, total, buffer, arrived, first, behind)
+        self._running.append(adding)
+        self._given += 1
+        return adding
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers; 0 before the first gradient."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def finish(self) -> None:
+        """Blocks until all that was given is added; raises the error of an addition, once."""
+        if self._buffers:
+            self._thread.submit(int).result()  # behind additions, too, that an interrupt has kept from being noted
+        while self._running:
+            self._finish_oldest()
+
+    def close(self) -> None:
+        """Ends the threads, when all that was given is added."""
+        self._thread.shutdown()
+        self._helpers.shutdown()
+
+    def _finish_oldest(self) -> None:
+        oldest = self._running[0]
+        oldest.exception()  # after an interrupt it is waited for again
+        self._running.popleft().result()
+
+    def _add(
+        self,
+        total: torch.Tensor,
+        buffer: torch.Tensor,
+        arrived: torch.cuda.Event,
+        first: bool,
+        behind: "Future[None] | None",
+    ) -> None:
+        arrived.synchronize()
+        if behind is not None:
+            behind.result()  # it has ended: one thread adds
+        with torch.no_grad():
+            if self._threads <= torch.get_num_threads():
+                _accumulate(total, buffer, first)
+                return
+            length = -(-total.numel() // self._threads)
+            parts = zip(total.split(length), buffer.split(length), strict=True)
+            for part in [self._helpers.submit(_accumulate, *part, first) for part in parts]:
+                part.result()
+
+
+def _accumulate(total: torch.Tensor, term: torch.Tensor, first: bool) -> None:
+    with torch.no_grad():
+        total.copy_(term) if first else total.add_(term)
