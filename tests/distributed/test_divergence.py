@@ -117,7 +117,7 @@ def test_ranks_may_run_other_modules_where_weights_are_whole(name: str, ranks: R
 
 def agree(
     used: list[list[int]], gathered: list[list[int]], issued: tuple[list[int], ...] = ([], [])
-) -> list[int] | str:
+) -> tuple[list[int], bool] | str:
     spec = [SimpleNamespace(shards=shards, index=i) for i, shards in enumerate((1, 1, 2, 2))]
     one = SimpleNamespace(issued=issued[dist.get_rank()])
     chunks: Any = [SimpleNamespace(spec=s, label=f"chunk {s.index} (weight {s.index})", communicator=one) for s in spec]
@@ -131,7 +131,8 @@ def agree(
 
 def test_ranks_come_to_one_order(ranks: Ranks) -> None:
     found = ranks(2).run(agree, [[3, 0], [3, 1]], [[2, 3], [2, 3]])
-    assert found == [[3, 0, 1], [3, 0, 1]]
+    assert found == [([3, 0, 1], False)] * 2
+    assert ranks(2).run(agree, [[3, 0], [3, 0]], [[2, 3], [2, 3]]) == [([3, 0], True)] * 2
 
 
 @pytest.mark.parametrize(

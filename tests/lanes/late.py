@@ -28,6 +28,9 @@ _ISSUED_LATE = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_s
 class LateStream:
     """Stands for `torch.cuda.Stream`; compute is the one that is not `late`."""
 
+    running = 0
+    """Operations that run now, one inside the other: what they do is done at once."""
+
     def __init__(self, device: Any = None, priority: int = 0, *, late: bool = True) -> None:
         self.device = torch.device("cuda", 0)
         self._late = late
@@ -46,7 +49,16 @@ class LateStream:
         with torch.no_grad():
             while self._done < number:
                 self._done += 1
-                self._waiting.popleft()()
+                LateStream.running += 1
+                try:
+                    self._waiting.popleft()()
+                finally:
+                    LateStream.running -= 1
+
+    @property
+    def takes(self) -> bool:
+        """Whether what is issued now waits."""
+        return self._late and not LateStream.running
 
     def record_event(self) -> "LateEvent":
         """All that was given so far."""
@@ -87,7 +99,7 @@ class _Late(TorchDispatchMode):
         """As torch asks for it."""
         stream, kwargs = self._current(), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if not stream._late or func.is_view or func.namespace != "aten":
+            if not stream.takes or func.is_view or func.namespace != "aten":
                 return func(*args, **kwargs)
             schema = func._schema
             written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
@@ -118,7 +130,7 @@ def late(fault: Callable[[Callable[..., None]], None] | None = None) -> Iterator
 
     def issued_late(run: Callable[..., Any]) -> Callable[..., Any]:
         def issue(*args: Any, **kwargs: Any) -> Any:
-            if not stack[-1]._late:
+            if not stack[-1].takes:
                 return run(*args, **kwargs)
             stack[-1].give(lambda: run(*args, **kwargs))
             return None
