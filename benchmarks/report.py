@@ -48,15 +48,16 @@ def _cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def race_row(what: dict[str, Any], times: list[tuple[float, float]]) -> dict[str, Any]:
-    """The row of a race; `times` are seconds (ours, theirs) of each round."""
+def race_row(what: dict[str, Any], times: list[tuple[float, float]], unit: str = "ms") -> dict[str, Any]:
+    """The row of a race, told in `unit`; `times` are seconds (ours, theirs) of each round."""
     ratios = [ours / theirs for ours, theirs in times]
+    scale = {"ms": 1e3, "us": 1e6}[unit]
     return what | {
         "ratio": round(median(ratios), 4),
         "spread": spread(ratios),
-        "unit": "ms",
-        "ours": round(median(ours for ours, _ in times) * 1e3, 2),
-        "theirs": round(median(theirs for _, theirs in times) * 1e3, 2),
+        "unit": unit,
+        "ours": round(median(ours for ours, _ in times) * scale, 2),
+        "theirs": round(median(theirs for _, theirs in times) * scale, 2),
         "note": None,
     }
 

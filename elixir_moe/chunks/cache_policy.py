@@ -16,7 +16,7 @@ Source: Elixir v1, VI-A; v2, A.2.
 """
 
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -171,7 +171,7 @@ class CacheState:
         self._on_schedule = True
         self._where: dict[int, int] = {}
         self._empty = deque(range(blocks))
-        self._held: Counter[int] = Counter()
+        self._held: dict[int, int] = {}
         self._clock = 0
         self._last_use: dict[int, int] = {}
         self._ahead: set[int] = set()
@@ -312,7 +312,7 @@ class CacheState:
                 f"{gradients}): {advice(len(kept))}"
             )
 
-    def _victim(self, kept: Counter[int], position: int | None = None) -> int | None:
+    def _victim(self, kept: Collection[int], position: int | None = None) -> int | None:
         """The chunk to evict, or None to take an empty block; of equal candidates, the one that entered first.
 
         If the only empty block is the one that gradients left last, their reduction may still read it: weights that
@@ -323,8 +323,10 @@ class CacheState:
             return None
         at = self._position if position is None else position
         candidates = [chunk for chunk in self._where if chunk not in kept]
-        uses = {chunk: (self._next_use(chunk, at), self._next_use(chunk, self._position)) for chunk in candidates}
-        farthest = max(candidates, key=uses.__getitem__, default=None)
+        uses = {chunk: self._next_use(chunk, at) for chunk in candidates}
+        latest = max(uses.values(), default=NEVER)
+        equal = [chunk for chunk in candidates if uses[chunk] == latest]
+        farthest = max(equal, key=lambda chunk: self._next_use(chunk, self._position), default=None)
         return None if sending and (farthest is None or self._next_use(farthest, at) < NEVER) else farthest
 
     def _load(self, chunk: int, victim: int | None, *, ahead: bool) -> Load:

@@ -447,7 +447,8 @@ class Hooks:
 
     def landed(self, slot: ParamId, parameter: nn.Parameter) -> None:
         """Takes a complete gradient: autograd has summed it over all uses of the parameter at `slot`."""
-        self._begin_backward()
+        if self._backward is None:
+            self._begin_backward()
         self._saved.let_go()
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None

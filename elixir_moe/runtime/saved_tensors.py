@@ -128,9 +128,10 @@ class SavedTensors:
 
     def let_go(self) -> None:
         """Ends the holds on weights that were rebuilt for an operator that has run."""
-        rebuilt, self._rebuilt = self._rebuilt, []
-        for index in rebuilt:
-            self._scheduler.release((index,), tracked=True)
+        if self._rebuilt:
+            rebuilt, self._rebuilt = self._rebuilt, []
+            for index in rebuilt:
+                self._scheduler.release((index,), tracked=True)
 
     def forget(self) -> None:
         """Forgets the holds, which a reset of the scheduler has ended."""

@@ -16,7 +16,8 @@ Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -239,7 +240,7 @@ class Scheduler:
     def _begin_gather(self, chunk: Chunk) -> None:
         self.check_open()
         assert chunk.block is not None
-        with torch.inference_mode(False), torch.no_grad(), self._streams.fetching():
+        with _unrecorded(), self._streams.fetching():
             self._order_behind_reduction(chunk)
             values = chunk.shard.values()
             chunk.buffer = chunk.block.claim(chunk.spec, self._streams.fetch_after_compute)
@@ -258,7 +259,7 @@ class Scheduler:
             self._begin_gathers(until=chunk)
         assert chunk.arriving is not None and chunk.buffer is not None
         chunk.arriving.wait()
-        with torch.inference_mode(False), torch.no_grad():
+        with _unrecorded():
             chunk.attach()
         self.shown_at[chunk.buffer.data_ptr()] = chunk
         chunk.arriving, chunk.arrived = None, chunk.arriving
@@ -275,7 +276,7 @@ class Scheduler:
         assert chunk.buffer is not None and chunk.block is not None
         self.shown_at.pop(chunk.buffer.data_ptr(), None)
         chunk.transition(SHARDED)
-        with torch.inference_mode(False), torch.no_grad():
+        with _unrecorded():
             chunk.detach()
         chunk.block.vacate(self._streams.all_compute())
 
@@ -290,14 +291,14 @@ class Scheduler:
             return
         if chunk.arrived is not None:
             chunk.arrived.wait()
-        with torch.inference_mode(False), torch.no_grad():
+        with _unrecorded():
             self._store(chunk, [])
             if self.looks_for_writes and self.written_unseen is None:
                 self.written_unseen = chunk.written_unseen()
 
     def store(self, slots: Sequence[tuple[int, int]]) -> None:
         """Stores the current values of whole gathered parameters, given as (chunk, index in the chunk)."""
-        with torch.inference_mode(False), torch.no_grad():
+        with _unrecorded():
             for chunk in dict.fromkeys(self.chunks[index] for index, _ in slots):
                 self._store(chunk, [position for index, position in slots if index == chunk.spec.index])
 
@@ -316,7 +317,7 @@ class Scheduler:
 
     def undo_unseen(self, index: int) -> None:
         """Undoes writes to a gathered chunk that have left no trace."""
-        with torch.inference_mode(False), torch.no_grad():
+        with _unrecorded():
             self._store(self.chunks[index], [])
             self.chunks[index].show_home()
         self.failed = True  # the block still has the written values in other ranks' parts
@@ -348,7 +349,7 @@ class Scheduler:
         outside the rCache instead, since the plan did not foresee the order in which they have come.
         """
         self._streams.enter_compute()
-        with torch.inference_mode(False), torch.no_grad():
+        with _unrecorded():
             if chunk.gradients is None:
                 if chunk.placement is CACHED and not self._has_gradient_block(chunk):
                     if not at_once:
@@ -379,7 +380,7 @@ class Scheduler:
         chunk = next(chunk for chunk in self.chunks if chunk.gradient_block is not None)
         assert isinstance(chunk.gradients, Landings)
         self.statistics.blocks_replaced += 1
-        with torch.inference_mode(False), torch.no_grad():
+        with _unrecorded():
             chunk.gradients.move_out()
         self._leave_gradient_block(chunk, self._streams.all_compute())
         return True
@@ -417,7 +418,7 @@ class Scheduler:
         """Issues the reduction of a chunk's gradients: every rank gets the sum for its shard."""
         self._land(chunk, at_once=True)
         assert chunk.gradients is not None
-        with torch.no_grad():
+        with _unrecorded():
             gradients = chunk.gradients.complete()
         with self._streams.reducing():
             work = self._streams.marked(self._issue_reduction(chunk, gradients))
@@ -446,7 +447,7 @@ class Scheduler:
 
     def _issue_reduction(self, chunk: Chunk, buffer: torch.Tensor) -> Work:
         def land(reduced: torch.Tensor, squares: float | None = None) -> None:
-            with torch.no_grad():
+            with _unrecorded():
                 chunk.land(reduced, squares)
             self.statistics.bytes_offloaded[chunk.shard.tier.of_compute.value] += reduced.nbytes
 
@@ -537,7 +538,7 @@ class Scheduler:
             for block in (chunk.block, chunk.gradient_block):
                 if block is not None:
                     block.vacate(self._streams.all_compute())
-            with torch.inference_mode(False), torch.no_grad():
+            with _unrecorded():
                 chunk.reset()
         self._streams.fetch_after_compute()
         self._gradient_blocks = 0
@@ -570,3 +571,19 @@ class Scheduler:
 
     def _count(self, chunk: Chunk, collective: str, nbytes: int) -> None:
         self.statistics.collective_bytes[chunk.spec.key.label, collective] += nbytes
+
+
+_HERE = nullcontext()
+
+
+def _unrecorded() -> AbstractContextManager[object]:
+    """A context without autograd and without inference mode; a backward is one already, where this costs nothing."""
+    if torch.is_inference_mode_enabled():
+        return _outside_of_inference()
+    return torch.no_grad() if torch.is_grad_enabled() else _HERE
+
+
+@contextmanager
+def _outside_of_inference() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
