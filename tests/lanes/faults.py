@@ -26,6 +26,18 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+def _while(patch: Patch, owner: Any, method: str, replace: Callable[[Patch, Any], None]) -> None:
+    """While `method` runs, what `replace` sets, given a way to set it and the object, is in place."""
+    run = getattr(owner, method)
+
+    def without(one: Any, *args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            replace(inner.setattr, one)
+            return run(one, *args, **kwargs)
+
+    patch(owner, method, without)
+
+
 def _no_gather_behind_fetch(patch: Patch) -> None:
     patch(Streams, "gathering", lambda streams: torch.cuda.stream(streams._gather))
 
@@ -72,38 +84,20 @@ def _blocks_claimed_under_late_readers(patch: Patch) -> None:
     patch(Block, "claim", lambda block, spec, *_: claim(block, spec))
 
 
-def _no_fetch_behind_an_update(patch: Patch) -> None:
-    updated = Scheduler.updated
-
-    def without(scheduler: Any) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Streams, "fetch_after_compute", _nothing)
-            updated(scheduler)
-
-    patch(Scheduler, "updated", without)
+def _no_fetch_behind_compute_in(owner: Any, method: str) -> Callable[[Patch], None]:
+    """In this method later fetches are not ordered behind compute."""
+    return lambda patch: _while(patch, owner, method, lambda put, _: put(Streams, "fetch_after_compute", _nothing))
 
 
-def _no_fetch_behind_the_start(patch: Patch) -> None:
-    start = Scheduler.__init__
+def _step_not_behind(lane: str) -> Callable[[Patch], None]:
+    """The end of a step is not ordered behind one of the streams."""
+    wait = Stream.wait_stream
 
-    def without(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Streams, "fetch_after_compute", _nothing)
-            start(scheduler, *args, **kwargs)
+    def replace(put: Patch, streams: Any) -> None:
+        skipped = getattr(streams, lane)
+        put(Stream, "wait_stream", lambda one, other: other is skipped or wait(one, other))
 
-    patch(Scheduler, "__init__", without)
-
-
-def _host_not_behind_fetches(patch: Patch) -> None:
-    end = Streams.end_step
-
-    def without(streams: Any, *, host: bool) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            wait = Stream.wait_stream
-            inner.setattr(Stream, "wait_stream", lambda one, other: other is streams._fetch or wait(one, other))
-            end(streams, host=host)
-
-    patch(Streams, "end_step", without)
+    return lambda patch: _while(patch, Streams, "end_step", replace)
 
 
 def _host_not_behind_reductions(patch: Patch) -> None:
@@ -111,27 +105,8 @@ def _host_not_behind_reductions(patch: Patch) -> None:
     patch(Streams, "end_step", lambda streams, *, host: end(streams, host=False))
 
 
-def _updates_not_behind_reductions(patch: Patch) -> None:
-    end = Streams.end_step
-
-    def without(streams: Any, *, host: bool) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            wait = Stream.wait_stream
-            inner.setattr(Stream, "wait_stream", lambda one, other: other is streams._reduce or wait(one, other))
-            end(streams, host=host)
-
-    patch(Streams, "end_step", without)
-
-
 def _no_wait_for_the_gather(patch: Patch) -> None:
-    wait = Scheduler._wait_for_unshard
-
-    def without(scheduler: Any, chunk: Any) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Stream, "wait_event", _nothing)
-            wait(scheduler, chunk)
-
-    patch(Scheduler, "_wait_for_unshard", without)
+    _while(patch, Scheduler, "_wait_for_unshard", lambda put, _: put(Stream, "wait_event", _nothing))
 
 
 def _no_wait_of_a_second_stream(patch: Patch) -> None:
@@ -217,9 +192,9 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "a block is free when one compute stream is": _blocks_vacated_behind_the_current_stream_alone,
     "a block is taken while it is in use": _blocks_claimed_while_busy,
     "a block is taken from a late reader": _blocks_claimed_under_late_readers,
-    "a fetch does not wait for the update": _no_fetch_behind_an_update,
-    "a fetch does not wait for the start": _no_fetch_behind_the_start,
-    "a host's update does not wait for fetches": _host_not_behind_fetches,
+    "a fetch does not wait for the update": _no_fetch_behind_compute_in(Scheduler, "updated"),
+    "a fetch does not wait for the start": _no_fetch_behind_compute_in(Scheduler, "__init__"),
+    "a host's update does not wait for fetches": _step_not_behind("_fetch"),
     "a host's update does not wait for reductions": _host_not_behind_reductions,
     "compute does not wait for a gather": _no_wait_for_the_gather,
     "a second compute stream does not wait for a gather": _no_wait_of_a_second_stream,
@@ -233,7 +208,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "a buffer of sums is taken while it is in use": _buffers_of_sums_taken_while_busy,
     "nobody waits for sums": _readers_do_not_wait_for_sums,
     "an update does not wait for a save": _updates_do_not_wait_for_a_save,
-    "an update does not wait for reductions": _updates_not_behind_reductions,
+    "an update does not wait for reductions": _step_not_behind("_reduce"),
     "a gather begins when its update has ended": _gathers_begin_when_updates_have_ended,
     "reductions of ranks that run other modules begin at once": _reductions_at_once,
 }

@@ -112,6 +112,23 @@ class _Issued:
         return self._work.wait(*args)
 
 
+class _Depth(threading.local):
+    """A context that a thread may enter several times, one inside the other."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+    @property
+    def entered(self) -> bool:
+        """Whether the running thread is inside."""
+        return self.depth > 0
+
+
 class Machine:
     """A host and a GPU, from `on` until its end."""
 
@@ -126,8 +143,10 @@ class Machine:
         self.compute, self.side = Stream(name="compute"), Stream(name="a second compute stream")
         self._threads: dict[int, Lane] = {}
         self._streams: dict[int, list[Stream]] = defaultdict(lambda: [self.compute])
-        self._quiet = threading.local()
-        self._naming_host = threading.local()
+        self.quiet = _Depth()
+        """Inside, operators of the thread are not recorded: somebody has done so."""
+        self.naming_host = _Depth()
+        """Inside, new memory of the thread is the host's."""
         self._messages: list[Lane] = []
         self._events: dict[int, Clock] = {}
         self._free_buffers: dict[int, Clock] = {}
@@ -241,7 +260,7 @@ class Machine:
         start = storage.data_ptr()
         span = self.memory.span_at(start)
         if span is None:
-            host = getattr(self._naming_host, "depth", 0) > 0
+            host = self.naming_host.entered
             span = self._allocated(storage, host=host)
         return span
 
@@ -290,29 +309,6 @@ class Machine:
             if tensor is not None:
                 self.use(lane, tensor, writes=written, what=what)
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """A context whose operators are not recorded: somebody has done so."""
-        self._quiet.depth = getattr(self._quiet, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            self._quiet.depth -= 1
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether operators of the running thread are not recorded."""
-        return getattr(self._quiet, "depth", 0) > 0
-
-    @contextmanager
-    def naming_host(self) -> Iterator[None]:
-        """A context in which new memory is the host's."""
-        self._naming_host.depth = getattr(self._naming_host, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            self._naming_host.depth -= 1
-
     # -------------------------------------------------------------------------------------------------- operators
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,14 +321,15 @@ class Machine:
             self.span_of(tensor)
         out = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
-        fresh = [] if _is_view(func) else _fresh(out, reads + writes)
-        if _is_view(func) and not writes:
+        view = _is_view(func)
+        if view and not writes:
             return out
+        fresh = [] if view else _fresh(out, reads + writes)
         numbers = {id(t) for t in reads if not t.dim() and self.on_host(t)}  # kernels get them as arguments
         places = {self.span_of(tensor).host for tensor in known if id(tensor) not in numbers}
         if not places and known:
             places = {True}
-        naming = getattr(self._naming_host, "depth", 0) > 0
+        naming = self.naming_host.entered
         host = places == {True} or (not places and naming)
         if places == {True, False}:
             self._transfer(name, reads, writes, kwargs, args)
@@ -364,7 +361,7 @@ class Machine:
 
     def moved(self, tensor: torch.Tensor, to: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
         """A copy of `tensor` on the other side."""
-        with self.quiet():
+        with self.quiet:
             copy = tensor.clone()
         host = to.index is None
         lane = self.begin(host=False)
@@ -404,7 +401,7 @@ class Machine:
                 self.use(lane, tensor, writes=False, what=name)
             for tensor in outs:
                 self.use(lane, tensor, writes=True, what=name)
-            with self.quiet():
+            with self.quiet:
                 work = run(*args, **kwargs)
             return _Issued(work, lane.now(), host=host) if asynchronous else work
 
@@ -478,7 +475,7 @@ class Machine:
 
     def _hushed(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def hushed(*args: Any, **kwargs: Any) -> Any:
-            with self.quiet():
+            with self.quiet:
                 return run(*args, **kwargs)
 
         return hushed
@@ -516,11 +513,11 @@ class Machine:
 
         def device(tensor: torch.Tensor) -> torch.device:
             found = get_device.__get__(tensor)
-            seen = found.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter) and not self.is_quiet
+            seen = found.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter) and not self.quiet.entered
             return found if not seen else HOST if self.on_host(tensor) else GPU
 
         def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if self.is_quiet:
+            if self.quiet.entered:
                 return to(tensor, *args, **kwargs)
             rest = list(args)
             place = next((i for i, arg in enumerate(rest) if isinstance(arg, (str, torch.device))), None)
@@ -545,13 +542,13 @@ class Machine:
     def _made_where_named(self, make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*args: Any, **kwargs: Any) -> Any:
             named = kwargs.get("device")
-            with self.naming_host() if named is not None and torch.device(named) == HOST else nullcontext():
+            with self.naming_host if named is not None and torch.device(named) == HOST else nullcontext():
                 return make(*args, **kwargs)
 
         return made
 
     def _read_by_host(self, tensor: torch.Tensor, what: str) -> None:
-        if tensor.numel() and not self.is_quiet:
+        if tensor.numel() and not self.quiet.entered:
             host = self.on_host(tensor)
             lane = self.begin(host=host)
             self.use(lane, tensor, writes=False, what=what)
@@ -614,7 +611,7 @@ class Machine:
         def sum_of_squares(gradient: torch.Tensor, *, threads: int | None = None) -> Any:
             self.native("sum_of_squares", [gradient], [])
             host = self.on_host(gradient)
-            with self.quiet():
+            with self.quiet:
                 found = squares(gradient, threads=threads)
             return found if host else torch.tensor(found, dtype=torch.float64, device=GPU)
 
@@ -623,7 +620,7 @@ class Machine:
         ) -> None:
             numbers = [number for number in (settings["grad_scale"], skip) if isinstance(number, torch.Tensor)]
             self.native("adam_step", [grad, *numbers], [master, exp_avg, exp_avg_sq, compute])
-            with self.quiet():
+            with self.quiet:
                 step_by_numbers(master, exp_avg, exp_avg_sq, grad, compute, skip=skip, **settings)
 
         def begin_to_host(numbers: torch.Tensor) -> Callable[[], Any]:
@@ -633,7 +630,7 @@ class Machine:
 
             def end() -> Any:
                 self.wait(clock, "numbers")
-                with self.quiet():
+                with self.quiet:
                     return kept()
 
             return end
@@ -685,7 +682,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As torch asks for it."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self._machine.is_quiet or func.namespace != "aten":
+            if self._machine.quiet.entered or func.namespace != "aten":
                 return func(*args, **(kwargs or {}))
             return self._machine.operator(func, args, kwargs or {})
 
