@@ -95,14 +95,13 @@ class HostSums:
         arrived.synchronize()
         if behind is not None:
             behind.result()  # it has ended: one thread adds
-        with torch.no_grad():
-            if self._threads <= torch.get_num_threads():
-                _accumulate(total, buffer, first)
-                return
-            length = -(-total.numel() // self._threads)
-            parts = zip(total.split(length), buffer.split(length), strict=True)
-            for part in [self._helpers.submit(_accumulate, *part, first) for part in parts]:
-                part.result()
+        if self._threads <= torch.get_num_threads():
+            _accumulate(total, buffer, first)
+            return
+        length = -(-total.numel() // self._threads)
+        parts = zip(total.split(length), buffer.split(length), strict=True)
+        for part in [self._helpers.submit(_accumulate, *part, first) for part in parts]:
+            part.result()
 
 
 def _accumulate(total: torch.Tensor, term: torch.Tensor, first: bool) -> None:
