@@ -63,7 +63,7 @@ class Work:
             finish()
         if self._events and (current := torch.cuda.current_stream(self._device)) not in self._behind:
             for event in self._events:
-                wait_for_event(event, self._device)
+                wait_for_event(event, current)
             self._behind.append(current)
 
     def synchronize(self) -> None:

@@ -74,10 +74,10 @@ class Wait:
             ) from error
 
 
-def wait_for_event(event: torch.cuda.Event, device: torch.device | None) -> None:
-    """Orders the current stream of `device` behind `event`, the end of a collective. The host does not wait."""
+def wait_for_event(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+    """Orders `stream`, the current one, behind `event`, the end of a collective. The host does not wait."""
     begun = None if _WATCH.timer is None else _WATCH.timer.begun()
-    torch.cuda.current_stream(device).wait_event(event)
+    stream.wait_event(event)
     if begun is not None and _WATCH.timer is not None:
         _WATCH.timer.ended(begun)
 
