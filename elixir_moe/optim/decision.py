@@ -51,7 +51,7 @@ class StepDecision:
         self._slots = [(chunk.spec.index, i) for chunk in chunks for i in range(len(chunk.parameters))]
         half = any(chunk.spec.key.dtype is torch.float16 for chunk in chunks)
         self.loss_scale = LossScale() if half else None
-        self._on_device = None if half else on_device
+        self._on_device = on_device
         self._forget()
 
     def _forget(self) -> None:
@@ -139,7 +139,9 @@ class StepDecision:
             if chunk.shard.has_gradient:
                 weight = chunk.spec.shards / len(chunk.spec.key.ranks)
                 mine += weight * chunk.squares() * self._unscale(chunk) ** 2
-        norm = None if self._on_device is None else self._sum_on_device(mine, self._on_device)
+        norm = None
+        if self._on_device is not None and self.loss_scale is None:  # a loss scale must know of an overflow
+            norm = self._sum_on_device(mine, self._on_device)
         used_here = map(self._scheduler.used.__contains__, self._slots)
         unseen = self._scheduler.written_unseen is not None
         known = float(mine) if norm is None else 0.0
