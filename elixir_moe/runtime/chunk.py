@@ -83,8 +83,8 @@ class Placeholder:
 class Gradients(Protocol):
     """The gradients of one chunk, from the first one until their reduction."""
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Stores the gradient of parameter `index`, or adds it to an earlier one."""
+    def add(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Stores gradients of parameters, given by index, or adds them to earlier ones."""
 
     def complete(self) -> torch.Tensor:
         """Zeroes elements without a gradient; returns the tensor to sum over the ranks, (numel,)."""
@@ -98,14 +98,21 @@ class Landings:
         self._chunk, self._memory, self._wire, self._adds = chunk, memory, wire, adds
         self._landed: set[int] = set()
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """As `Gradients.add`."""
-        place = self._chunk.place_in(self._memory, index)
-        if self._adds or index in self._landed:
+    def add(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """As `Gradients.add`; one launch copies all that come first."""
+        fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
+        more: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, gradient in gradients:
+            adds = self._adds or index in self._landed
+            (more if adds else fresh).append((self._chunk.place_in(self._memory, index), gradient))
+            self._landed.add(index)
+        if len(fresh) == 1:
+            fresh[0][0].copy_(fresh[0][1])
+        elif fresh:
+            places, values = zip(*fresh, strict=True)
+            torch._foreach_copy_(list(places), list(values))
+        for place, gradient in more:
             place.add_(gradient)
-        else:
-            place.copy_(gradient)
-        self._landed.add(index)
 
     def move_out(self) -> None:
         """Moves the gradients to new memory."""
@@ -128,12 +135,12 @@ class Pieces:
     def __init__(self, chunk: "Chunk", shard: PieceShard) -> None:
         self._chunk, self._shard = chunk, shard
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
+    def add(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """As `Gradients.add`."""
-        if not gradient.numel():
-            return  # an empty parameter starts at the same element as the next one
-        own = gradient.detach().clone() if gradient.requires_grad else gradient  # its own graph needs it unchanged
-        self._shard.take_piece(self._chunk.spec.slots[index].start, own)
+        for index, gradient in gradients:
+            if gradient.numel():  # an empty parameter starts at the same element as the next one
+                own = gradient.detach().clone() if gradient.requires_grad else gradient  # its own graph needs it as is
+                self._shard.take_piece(self._chunk.spec.slots[index].start, own)
 
     def complete(self) -> torch.Tensor:
         """As `Gradients.complete`; there is nothing to sum."""
@@ -347,8 +354,7 @@ class Chunk:
     def land_loose(self) -> None:
         """Copies the gradients in `loose` to their places."""
         assert self.gradients is not None
-        for index, gradient in self.loose:
-            self.gradients.add(index, gradient)
+        self.gradients.add(self.loose)
         self.loose.clear()
 
     def land(self, reduced: torch.Tensor, squares: float | torch.Tensor | None = None) -> None:

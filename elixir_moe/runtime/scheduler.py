@@ -43,6 +43,8 @@ from elixir_moe.runtime.reduction_order import Agreement, Reductions, alone
 from elixir_moe.runtime.streams import Streams
 
 _MISSES_BEFORE_NEW_SCHEDULE = 3
+_SMALL_BYTES, _MOST_SMALL = 1 << 16, 16
+"""Gradients of at most so many bytes are copied together, at most so many."""
 _LONGEST_RECORD = 1 << 20
 """Most requests that are recorded, for programs that only ever run forward."""
 
@@ -330,11 +332,17 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------------- reduce
 
     def add_gradient(self, index: int, position: int, gradient: torch.Tensor) -> None:
-        """Takes the gradient of parameter `position` of chunk `index`, of the parameter's shape."""
+        """Takes the gradient of parameter `position` of chunk `index`, of the parameter's shape.
+
+        Small ones that follow the first stay as autograd made them until a large one comes, or the reduction. Then they
+        are copied together.
+        """
         chunk = self.chunks[index]
         self.used.add((index, position))
         chunk.loose.append((position, gradient))
-        self._land(chunk)
+        waits = chunk.gradients is not None and gradient.nbytes <= _SMALL_BYTES and len(chunk.loose) <= _MOST_SMALL
+        if not waits:
+            self._land(chunk)
 
     def reserve_gradients(self, chunks: Sequence[int]) -> None:
         """Requests blocks for gradients that only some ranks get, so that all ranks request them at the same time."""

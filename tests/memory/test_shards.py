@@ -346,8 +346,8 @@ def test_gathered_parameters_are_views_of_the_block(chunk: Chunk) -> None:
 def test_gradients_land_in_a_block_of_their_own_and_leave_the_weights(chunk: Chunk) -> None:
     block = gather(chunk)
     gradients = open_gradients(chunk)
-    gradients.add(1, torch.full((3,), 7.0))
-    gradients.add(1, torch.full((3,), 1.0))
+    gradients.add([(1, torch.full((3,), 7.0))])
+    gradients.add([(1, torch.full((3,), 1.0))])
     sent = gradients.complete()
     assert sent[:16].eq(0).all(), "no gradient came: zeros"
     assert sent[16:19].tolist() == [8.0] * 3
@@ -400,7 +400,7 @@ def test_gradients_are_zero_between_and_behind_parameters(chunk: Chunk) -> None:
     """What lies between parameters is sent and summed, and counts in the norm: it must be zero."""
     gradients = open_gradients(chunk)
     for index, parameter in enumerate(chunk.parameters):
-        gradients.add(index, torch.ones_like(parameter))
+        gradients.add([(index, torch.ones_like(parameter))])
     assert gradients.complete().sum() == 16 + 3
 
 
@@ -411,7 +411,7 @@ def test_gradients_nobody_else_has_stay_what_autograd_made_and_are_summed() -> N
     assert chunk.gradients is not None
     first = torch.ones(4, 4)
     for gradient in (first, torch.full((4, 4), 2.0)):
-        chunk.gradients.add(0, gradient)
+        chunk.gradients.add([(0, gradient)])
     chunk.gradients.complete()
     assert chunk.shard.gradient(0, 16).data_ptr() == first.data_ptr()
     assert chunk.shard.gradient(0, 16).tolist() == [3.0] * 16
