@@ -3,6 +3,7 @@
 Owns the match of rules to names and the attribute that carries a pattern. Decides nothing about memory.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
@@ -13,6 +14,7 @@ from torch import nn
 from elixir_moe.errors import LayoutError
 from elixir_moe.parallel.dtensor import is_dtensor, pattern_of_dtensor, tensor_parallel_degree
 from elixir_moe.parallel.pattern import Pattern, RankMesh
+from elixir_moe.parallel.tiles import tile_of, whole_name, whole_shape
 
 _ATTRIBUTE = "_elixir_pattern"
 UNCUT = Pattern(RankMesh.world(1, 0), replicate=("dp",))
@@ -22,7 +24,8 @@ UNCUT = Pattern(RankMesh.world(1, 0), replicate=("dp",))
 def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
     """Gives every parameter of `model` the pattern of the first rule whose glob matches its name.
 
-    Names are those of ``model.named_parameters()``; globs are `fnmatch`'s, so ``*`` also matches dots.
+    Names are those of ``model.named_parameters()``, and for tiles (`tile`) those of the whole parameters; globs are
+    `fnmatch`'s, so ``*`` also matches dots.
 
     Raises:
         LayoutError: a parameter no rule matches; a rule that matches nothing, or only parameters of earlier rules; a
@@ -46,7 +49,7 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
     matched: dict[str, int] = dict.fromkeys(rules, 0)
     chosen: dict[nn.Parameter, tuple[str, Pattern]] = {}
     problems: list[str] = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in _named_parameters(model):
         matching = [rule for rule in rules if fnmatchcase(name, rule)]
         for rule in matching:
             matched[rule] += 1
@@ -111,15 +114,33 @@ def names_of(model: nn.Module) -> dict[torch.Tensor, list[str]]:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters and buffers, under each of their names."""
-    yield from model.named_parameters(remove_duplicate=False)
+    """All parameters and buffers, under each of their names; a tile under those of the whole parameter."""
+    yield from _named_parameters(model)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield whole_name(name, parameter), parameter
 
 
 def logical_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Shape of the logical tensor of which this rank has a part; for a DTensor its own shape, whatever its pattern."""
     pattern = UNCUT if is_dtensor(tensor) else pattern_of(tensor) or UNCUT
-    return pattern.global_shape(tensor.shape)
+    return pattern.global_shape(whole_shape(tensor))
+
+
+def logical_numel(tensor: torch.Tensor) -> int:
+    """Elements of the logical tensor; of a tile, its part of them."""
+    tile, numel = tile_of(tensor), math.prod(logical_shape(tensor))
+    return numel if tile is None else numel * (tile.stop - tile.start) // tile.rows
+
+
+def logical_box(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """The part of the logical tensor that this rank's tensor is, for a pattern without a view."""
+    offset, tile = (pattern_of(tensor) or UNCUT).local_offset(whole_shape(tensor)), tile_of(tensor)
+    first = (tile.start if tile is not None else 0, *(0,) * (tensor.dim() - 1))
+    return tuple(slice(o + f, o + f + n) for o, f, n in zip(offset, first, tensor.shape, strict=False))
 
 
 def replicated_everywhere() -> Pattern:

@@ -19,6 +19,7 @@ from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.parallel.rules import names_of, pattern_of, replicated_everywhere
+from elixir_moe.parallel.tiles import tile_of, whole_name
 from elixir_moe.runtime.units import Parts
 
 TRAINED_IN = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,12 +78,12 @@ def describe(
     specs = param_specs(
         model, parameters, everywhere=everywhere, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
     )
-    named = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers()))
     return ModelSpec(
         parameters=parameters,
         params=tuple(specs.values()),
         names={p: names for p, names in names_of(model).items() if isinstance(p, nn.Parameter)},
-        keys=tuple(name for name in model.state_dict() if name in named),
+        keys=tuple(dict.fromkeys(whole_name(name, tensors[name]) for name in model.state_dict() if name in tensors)),
         parts=replace(parts, specs=part_specs),
         step_order=StepOrder(part_specs, uses),
         ranks=ranks_of(model, everywhere),
@@ -155,4 +156,8 @@ def _spec(
         divisor=pattern.gradient_divisor,
         reduce_dtype=dtype if narrow else torch.float32,
     )
-    return ParamSpec(name=names[0], shape=tuple(local_of(parameter).shape), key=key, resident=len(names) > 1)
+    tile = tile_of(parameter)
+    name = names[0] if tile is None else f"{names[0]}[{tile.start}:{tile.stop}]"
+    return ParamSpec(
+        name=name, shape=tuple(local_of(parameter).shape), key=key, resident=len(names) > 1 and tile is None
+    )

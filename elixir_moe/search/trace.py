@@ -12,7 +12,6 @@ gradient of its input. Memory that one period allocates and another frees is thu
 
 import gc
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,7 +26,7 @@ from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.dtensor import local_of, placed_as
 from elixir_moe.parallel.pattern import Pattern, RankMesh
-from elixir_moe.parallel.rules import logical_shape
+from elixir_moe.parallel.rules import logical_numel
 from elixir_moe.runtime.model_spec import param_specs
 from elixir_moe.runtime.units import Parts, find_parts
 from elixir_moe.search import megatron_dataless
@@ -90,7 +89,7 @@ def trace(
         order=tuple(order),
         parts=part_specs,
         uses=uses,
-        parameters=sum(math.prod(logical_shape(p)) for p in specs),
+        parameters=sum(logical_numel(p) for p in specs),
         tokens=_tokens(sample) if tokens is None else tokens,
         flops=sum(event.flops for event in events),
         traffic_bytes=sum(event.traffic for event in events),
@@ -241,9 +240,10 @@ def _exchanges(model: nn.Module, events: Sequence[Event], dtype: torch.dtype | N
         if not isinstance(layer, MoE):
             yield _megatron_exchange(layer, its, dtype)
             continue
-        _, width, inner = layer.experts.w_in.shape
+        weight = next(layer.experts.parameters())  # of the first tile, if there are several
+        _, width, inner = weight.shape
         rows = max(event.nbytes for event in its) * layer.router.top_k
-        itemsize = (dtype or layer.experts.w_in.dtype).itemsize
+        itemsize = (dtype or weight.dtype).itemsize
         again = sum(event.kind is Kind.MIX_AGAIN for event in its)
         forward = len(its) - again
         yield SentCollective(

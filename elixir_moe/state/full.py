@@ -15,6 +15,7 @@ from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import spec_of, whole_of
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.parallel.rules import UNCUT, pattern_of
+from elixir_moe.parallel.tiles import tile_of
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 
 
@@ -47,23 +48,34 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
     full = {parameter: value for parameter, value in full_parameters(wrapped) if gets}
     if not gets:
         return {}
-    state = {name: full[p] for p, names in wrapped.model.names.items() for name in names}
+    state = {name: full[p] for p, names in wrapped.model.names.items() if p in full for name in names}
     state |= {name: buffer.cpu().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
     return {name: state[name] for name in wrapped.model.keys}
 
 
 @torch.no_grad()
 def full_parameters(wrapped: Wrapped) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yields (parameter, full CPU tensor in its dtype before `wrap`); gathers one chunk at a time. Collective."""
+    """Yields (parameter, full CPU tensor in its dtype before `wrap`); gathers one chunk at a time. Collective.
+
+    Of the tiles of a parameter, yields the last one, with the whole parameter.
+    """
     wrapped.scheduler.check_open()
     wrapped.hooks.check_outside("em.full_state_dict()")
     wrapped.scheduler.flush()
+    tiles: dict[str, dict[int, torch.Tensor]] = {}
     for chunk in wrapped.scheduler.chunks:
         source = chunk.shard.weights().read().cpu()
         whole = torch.cat(_all(source, wrapped.groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
         owned = zip(chunk.spec.slots, chunk.parameters, chunk.locals, chunk.original_dtypes, strict=True)
         for slot, parameter, shaped, dtype in owned:
             local = whole[slot.start : slot.stop].view(shaped.shape).to(dtype, copy=True)
+            if (tile := tile_of(parameter)) is not None:
+                name = wrapped.model.names[parameter][0]
+                there = tiles.setdefault(name, {})
+                there[tile.start] = local
+                if sum(map(len, there.values())) < tile.rows:
+                    continue
+                local = torch.cat([rows for _, rows in sorted(tiles.pop(name).items(), key=lambda item: item[0])])
             spec, pattern = spec_of(parameter), pattern_of(parameter) or UNCUT
             joined = _join(local, pattern, wrapped.groups) if spec is None else whole_of(local, spec)
             yield parameter, joined

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.errors import CheckpointError
 from elixir_moe.parallel.dtensor import is_dtensor
-from elixir_moe.parallel.rules import UNCUT, logical_shape, named_tensors, names_of, pattern_of
+from elixir_moe.parallel.rules import UNCUT, logical_box, logical_shape, named_tensors, names_of, pattern_of
 from elixir_moe.state.full import full_parameters, full_state_dict
 from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
@@ -73,8 +73,7 @@ class Pretrained:
         """This rank's part of a parameter or buffer that was on meta."""
         name = self._found(tensor)
         assert name is not None, f"{self._names[tensor]} was found when the folder was opened"
-        source, offset = self._sources[name], (pattern_of(tensor) or UNCUT).local_offset(tensor.shape)
-        part = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
+        source, part = self._sources[name], logical_box(tensor)
         if source.converter is None:
             key = source.keys[0][0]
             value: Tensor = self._files[key].get_slice(key)[part or ...]

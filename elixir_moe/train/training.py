@@ -22,7 +22,7 @@ from elixir_moe.kernels import sum_of_squares
 from elixir_moe.models.gpt import GPT, Meshes, generate, gpt_patterns, lm_loss
 from elixir_moe.moe.layer import LayerRanks, MoE
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_moe.parallel.rules import annotate, logical_shape
+from elixir_moe.parallel.rules import annotate, logical_numel
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.local_shard import local_shards, share_of, wrapped_of
 from elixir_moe.state.checkpoint.rng import random_states, read_random_states, set_random_states
@@ -322,4 +322,4 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 
 def _count_parameters(model: nn.Module) -> int:
     """Elements of the whole model: sharded parameters count with all their slices, tied ones once."""
-    return sum(math.prod(logical_shape(p)) for p in model.parameters())
+    return sum(logical_numel(p) for p in model.parameters())

@@ -132,6 +132,7 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", "LlamaConfig", LLAMA),
     "mixtral": Family("MixtralForCausalLM", "MixtralConfig", LLAMA | {"num_local_experts": 4}),
     "qwen3-moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", LLAMA | EXPERTS | {"num_experts": 4, "head_dim": 8}),
+    "gpt-oss": Family("GptOssForCausalLM", "GptOssConfig", LLAMA | {"num_local_experts": 4, "head_dim": 8}),
     "t5": Family(
         "T5ForConditionalGeneration",
         "T5Config",

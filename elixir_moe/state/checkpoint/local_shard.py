@@ -4,6 +4,7 @@ Owns the mapping from a wrapped model to `LocalShard`: which elements of which p
 rank. Saving and loading use it in opposite directions.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from elixir_moe.errors import UsageError
 from elixir_moe.memory.shard_state import Elements
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.rules import UNCUT, pattern_of
+from elixir_moe.parallel.tiles import tile_of, whole_shape
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.state.checkpoint.shard_ranges import Span
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped
@@ -66,13 +68,17 @@ def local_shards(wrapped: Wrapped) -> Iterator[LocalShard]:
 def _held(name: str, chunk: Chunk, index: int, slot: Slot, low: int, high: int) -> LocalShard:
     start = min(max(slot.start, low), slot.stop)
     stop = max(start, min(slot.stop, high))
-    shape, pattern = chunk.locals[index].shape, pattern_of(chunk.parameters[index]) or UNCUT
+    parameter, shape = chunk.parameters[index], tuple(chunk.locals[index].shape)
+    pattern, tile = pattern_of(parameter) or UNCUT, tile_of(parameter)
+    first = 0
+    if tile is not None:  # its rows are consecutive elements of the whole slice
+        first, shape = tile.start * math.prod(shape[1:]), whole_shape(parameter)
     offset, cell = pattern.local_offset(shape), pattern.cell_shape(shape)
     return LocalShard(
         name=name,
         chunk=chunk,
         index=index,
-        span=Span(offset=offset, shape=cell, start=start - slot.start, stop=stop - slot.start),
+        span=Span(offset=offset, shape=cell, start=first + start - slot.start, stop=first + stop - slot.start),
         here=slice(start - low, stop - low),
         global_shape=pattern.global_shape(shape),
         grid=pattern.grid_shape(shape),

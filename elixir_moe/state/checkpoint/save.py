@@ -301,7 +301,7 @@ def _facts(path: Any, model: nn.Module, optimizer: ShardedOptimizer, extra: Any,
             "optimizer": optimizer.kept.kind,
             "param_groups": tuple(
                 {
-                    "params": tuple(wrapped.model.names[p][0] for p in group["params"]),
+                    "params": tuple(dict.fromkeys(wrapped.model.names[p][0] for p in group["params"])),
                     "options": {k: encode(v, f"param_group[{k!r}]") for k, v in group.items() if k != "params"},
                 }
                 for group in optimizer.param_groups
@@ -348,13 +348,14 @@ class _Contents:
         self.rng = tuple(found.rng for found in facts)
         for held in local_shards(wrapped):
             pieces = self._pieces(held, optimizer)
+            earlier = self.entries[held.name].pieces if held.name in self.entries else ()  # of other tiles
             self.entries[held.name] = ParameterRecord(
                 names=tuple(wrapped.model.names[held.parameter]),
                 shape=held.global_shape,
                 grid=held.grid,
                 dtype=name_of(held.chunk.original_dtypes[held.index], held.name),
                 trainable=held.chunk.spec.key.trainable,
-                pieces=tuple(pieces),
+                pieces=(*earlier, *pieces),
             )
         self.buffers: dict[str, Buffer] = {}
         for name, buffer in buffers_of(model, wrapped).items():

@@ -1,0 +1,267 @@
+"""`tile`: a module with a large parameter becomes several that hold some rows of it each.
+
+Owns the tiled modules and the choice of rows. Knows nothing of chunks: a tile is a parameter like any other, so it is
+packed, gathered, reduced and updated on its own, and no more than a few tiles are ever gathered. `parallel.tiles` has
+their names, which in state dicts and checkpoints are those of the whole parameters.
+Source: ZeRO-Infinity, 5.1.3 (memory-centric tiling).
+
+    Linear     each tile gives some of the outputs
+    Embedding  each tile looks up the indices that are among its rows
+    experts    each tile is some of the experts, and runs the rows routed to them
+"""
+
+import math
+from collections.abc import Mapping
+from copy import copy
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elixir_moe.chunks.plan import size_bytes
+from elixir_moe.distributed.to_host import begin_to_host
+from elixir_moe.errors import ConfigError, UsageError
+from elixir_moe.moe.dispatch import permute, place
+from elixir_moe.moe.experts import GroupedExperts, Groups
+from elixir_moe.parallel.dataless import even_counts, has_data
+from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.parallel.rules import UNCUT, pattern_of
+from elixir_moe.parallel.tiles import Tile, child_name, mark
+
+
+def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
+    """Cuts every parameter of more than `at_most` bytes into tiles along dim 0, in place; returns the model.
+
+    To be called before the optimizer is built and before `wrap`. Linear and Embedding layers, the library's experts and
+    Hugging Face's fused experts can be tiled. The result differs from the whole layer's by the order of sums at most. A
+    module that has been tiled has no ``weight``. Names and shapes in `full_state_dict`, `save` and `save_pretrained`
+    stay those of the whole parameters.
+
+    A region of activation checkpointing holds all its tiles while its backward runs.
+
+    Args:
+        model: a model that is not wrapped; parameters may be on meta.
+        at_most: bytes of the largest parameter, in its present dtype, or a text such as "2 GiB".
+
+    Raises:
+        ConfigError: a row alone is larger than `at_most`; a large parameter belongs to another kind of module, or is
+            shared by modules that cannot have the same tiles; `at_most` is no size.
+        UsageError: the model is wrapped.
+    """
+    if getattr(model, "_elixir", None) is not None:
+        raise UsageError(
+            "tile() of a wrapped model: call em.tile(model) before em.wrap, and build the optimizer after it"
+        )
+    most = size_bytes("at_most", at_most)
+    if most is None or most < 1:
+        raise ConfigError(f"at_most={at_most!r}: expected a size of at least 1 byte")
+    bounds = _bounds(model, most)
+    tiles: dict[tuple[nn.Parameter, int], nn.Parameter] = {}
+    tiled = {module: _tiled(module, cuts, tiles) for module, cuts in bounds.items()}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module in tiled:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, tiled[module])
+    return model
+
+
+class TiledLinear(nn.Module):
+    """(..., in) -> (..., out): the outputs of its tiles side by side."""
+
+    def __init__(self, whole: nn.Linear, tiles: list[nn.Module], bounds: list[int]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = whole.in_features, whole.out_features
+        _add(self, tiles)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return torch.cat([part(x) for part in self.children()], -1)
+
+
+class TiledEmbedding(nn.Module):
+    """Indices (...) -> (..., d): each row from the tile that has it."""
+
+    def __init__(self, whole: nn.Embedding, tiles: list[nn.Module], bounds: list[int]) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        self._bounds = bounds
+        _add(self, tiles)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """(...) -> (..., d)."""
+        found = None
+        for part, (start, stop) in zip(self.children(), pairwise(self._bounds), strict=True):
+            here = (indices - start).clamp(0, stop - start - 1)  # a row of this tile for the others' indices too
+            rows = part(here)
+            found = rows if found is None else torch.where((indices >= start).unsqueeze(-1), rows, found)
+        assert found is not None
+        return found
+
+
+class TiledExperts(nn.Module):
+    """The library's experts: (n, d) rows, sorted by expert -> (n, d)."""
+
+    def __init__(self, whole: GroupedExperts, tiles: list[nn.Module], bounds: list[int]) -> None:
+        super().__init__()
+        self.first_expert, self._bounds = whole.first_expert, bounds
+        _add(self, tiles)
+
+    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
+        """(n, d) rows -> (n, d). The host waits for the number of rows of each expert."""
+        counts, outputs, begin = groups.on_host(), [], 0
+        for part, (start, stop) in zip(self.children(), pairwise(self._bounds), strict=True):
+            mine = counts[start:stop]
+            end = begin + sum(mine)
+            bounds = groups.bounds[start : stop + 1] - begin
+            here = Groups(experts=groups.experts[begin:end] - start, bounds=bounds, counts=mine)
+            outputs.append(part(rows[begin:end], here))
+            begin = end
+        return torch.cat(outputs)
+
+
+class TiledFusedExperts(nn.Module):
+    """Fused experts of Hugging Face's kind: tokens (T, d), experts (T, k), weights (T, k) -> (T, d)."""
+
+    def __init__(self, whole: nn.Module, tiles: list[nn.Module], bounds: list[int]) -> None:
+        super().__init__()
+        self.num_experts, self._bounds = bounds[-1], bounds
+        _add(self, tiles)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """(T, d), (T, k), (T, k) -> (T, d). The host waits for the number of choices of each tile."""
+        experts, order = top_k_index.flatten().sort(stable=True)
+        rows = permute(hidden_states, order, len(order))
+        weights = top_k_weights.flatten().index_select(0, order).unsqueeze(1)
+        outputs = []
+        for part, start, (begin, end) in zip(
+            self.children(), self._bounds, pairwise(self._ends(experts)), strict=False
+        ):
+            chosen = (experts[begin:end] - start).unsqueeze(1)
+            outputs.append(part(rows[begin:end], chosen, weights[begin:end]))
+        placed = place(torch.cat(outputs), order, torch.empty_like(rows))
+        return placed.view(*top_k_index.shape, -1).sum(dim=1)
+
+    def _ends(self, experts: Tensor) -> list[int]:
+        """The places in sorted `experts` where each tile's choices begin, and their number."""
+        if has_data(experts):
+            bounds = torch.tensor(self._bounds, device=experts.device)
+            return begin_to_host(torch.searchsorted(experts, bounds))()
+        shares = even_counts(len(experts), self.num_experts)
+        return [sum(shares[:bound]) for bound in self._bounds]
+
+
+def _add(tiled: nn.Module, tiles: list[nn.Module]) -> None:
+    """Registers the tiles by name: a `ModuleList` would be taken for experts of which each rank runs others."""
+    for index, part in enumerate(tiles):
+        tiled.add_module(child_name(index), part)
+
+
+def _tiled(module: nn.Module, bounds: list[int], made: dict[tuple[nn.Parameter, int], nn.Parameter]) -> nn.Module:
+    """The module as tiles; `made` has the parameters of tiles that other modules share."""
+    tiles = [_part(module, start, stop, bounds[-1], made) for start, stop in pairwise(bounds)]
+    kind = next((tiled for whole, tiled in _KINDS.items() if isinstance(module, whole)), TiledFusedExperts)
+    return kind(module, tiles, bounds)
+
+
+_KINDS: Mapping[type[nn.Module], Any] = {
+    nn.Linear: TiledLinear,
+    nn.Embedding: TiledEmbedding,
+    GroupedExperts: TiledExperts,
+}
+
+
+def _bounds(model: nn.Module, most: int) -> dict[nn.Module, list[int]]:
+    """{module: the rows at which its tiles begin, and their number}. Raises ConfigError with all problems."""
+    names = {p: name for name, p in model.named_parameters()}
+    users: dict[nn.Parameter, dict[str, nn.Module]] = {}
+    found: dict[nn.Module, list[int]] = {}
+    problems: list[str] = []
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        for p in own:
+            users.setdefault(p, {})[name] = module
+        large = max(own, key=lambda p: p.nbytes, default=None)
+        if large is None or large.nbytes <= most:
+            continue
+        if (problem := _refusal(name, module)) is not None:
+            problems.append(problem)
+            continue
+        rows, row_bytes = len(large), large.nbytes // len(large)
+        if row_bytes > most:
+            problems.append(
+                f"a row of parameter {names[large]!r} {tuple(large.shape)} has {row_bytes} bytes: expected at_most of "
+                f"at least that, got {most}"
+            )
+            continue
+        count = math.ceil(rows / (most // row_bytes))
+        found[module] = [rows * index // count for index in range(count + 1)]
+    for p, those in users.items():
+        cuts = [found.get(module) for module in those.values()]
+        if any(cut != cuts[0] for cut in cuts):
+            shared = ", ".join(map(repr, those))
+            problems.append(f"parameter {names[p]!r} is shared by modules that cannot have the same tiles: {shared}")
+    if problems:
+        raise ConfigError("tile: " + "\n  ".join(problems))
+    return found
+
+
+def _refusal(name: str, module: nn.Module) -> str | None:
+    """Why the module cannot be tiled; None if it can."""
+    parameters = list(module.parameters(recurse=False))
+    kind = type(module)
+    if name == "":
+        return (
+            f"the model itself, a {kind.__name__}, owns a parameter that is too large: put it into a module of its own"
+        )
+    if module._forward_hooks or module._forward_pre_hooks:
+        return f"module {name!r} has forward hooks, which would run for each tile: register them after em.tile"
+    if any(is_dtensor(p) or (pattern_of(p) or UNCUT).view is not None for p in parameters):
+        return f"module {name!r} has DTensors or patterns with a view: tile the model before it is cut"
+    whole = next((base for base in _KINDS if isinstance(module, base)), None)
+    if whole is not None and kind.forward is not whole.forward:
+        return f"module {name!r} is a {kind.__name__}, which changes the forward of {whole.__name__}"
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
+        return f"module {name!r} has max_norm, sparse or scale_grad_by_freq, which need the whole weight"
+    if whole is not None or _is_fused_experts(module):
+        return None
+    return (
+        f"module {name!r} is a {kind.__name__}: expected Linear, Embedding, elixir_moe's experts or fused experts "
+        f"(`num_experts`, and parameters with a row for each)"
+    )
+
+
+def _is_fused_experts(module: nn.Module) -> bool:
+    """Whether every parameter has a row for each expert, as Hugging Face's fused experts have."""
+    experts = getattr(module, "num_experts", None)
+    inner = any(True for child in module.children() for _ in child.parameters())
+    return not inner and all(p.dim() > 1 and len(p) == experts for p in module.parameters(recurse=False))
+
+
+def _part(
+    module: nn.Module, start: int, stop: int, rows: int, tiles: dict[tuple[nn.Parameter, int], nn.Parameter]
+) -> nn.Module:
+    """The module with rows `start` .. `stop` of its parameters; `tiles` has those of earlier modules."""
+    part = module.__new__(type(module))
+    own = {name: copy(value) for name, value in module.__dict__.items() if isinstance(value, dict)}
+    part.__dict__.update(module.__dict__ | own)  # the same settings, and registries of its own
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if (parameter, start) not in tiles:
+            cut = nn.Parameter(parameter.data[start:stop], requires_grad=parameter.requires_grad)  # versions of its own
+            cut.__dict__.update(parameter.__dict__)
+            mark(cut, Tile(start=start, stop=stop, rows=rows))
+            tiles[parameter, start] = cut
+        part._parameters[name] = tiles[parameter, start]
+    if isinstance(part, nn.Linear):
+        part.out_features = stop - start
+    elif isinstance(part, nn.Embedding):
+        part.num_embeddings = stop - start
+        inside = part.padding_idx is not None and start <= part.padding_idx < stop
+        part.padding_idx = part.padding_idx - start if inside and part.padding_idx is not None else None
+    elif isinstance(part, GroupedExperts):
+        part.first_expert += start
+    else:
+        part.num_experts = stop - start  # type: ignore[assignment]
+    return part

@@ -1,0 +1,230 @@
+"""Tiled layers beside the whole ones: training, state dicts, checkpoints, peak bytes, and what cannot be tiled.
+
+Tolerances as in `tests.support.parity`: tiles change the order of sums in the gradient of a layer's input.
+"""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import elixir_moe as em
+from elixir_moe.models.config import GPTConfig
+from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from tests.support.cases import with_further
+from tests.support.hf_cases import FAMILIES, ROWS
+from tests.support.parity import TOLERANCE, assert_alike, make_optimizer, mesh_of_world, tokens, trained
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+STEPS = 3
+PLANS = {
+    "ddp": em.Plan.ddp(),
+    "zero3": em.Plan.zero3(rcache_blocks=10, chunk_numel=1024),
+    "offload": em.Plan.offload(rcache_blocks=10, device_chunks=6, chunk_numel=1024),
+    "disk": em.Plan(scatter=True, offloaded=True, rcache_blocks=10, chunk_numel=1024, disk_chunks=6),
+}
+CONFIG = GPTConfig(vocab_size=67, seq_len=8, n_layers=2, d_model=16, n_heads=2, experts=(0, 4), ep=(1, 1))
+LARGEST = 1500
+"""Bytes of the largest tile: the embedding (4288), MLPs (4096) and experts (16384) are larger."""
+
+
+def mine(rows: Tensor) -> Tensor:
+    """This rank's part of a batch."""
+    return rows.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else rows
+
+
+def gpt(config: GPTConfig, tiles: bool, reentrant: bool | None = None) -> tuple[nn.Module, Any]:
+    """The model, tiled or whole, and its optimizer."""
+    model = GPT(config, mesh_of_world() if tiles else None)
+    if reentrant is not None:
+        for block in model.blocks:
+            plain = block.forward
+            block.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=reentrant)
+    if tiles:
+        em.annotate(model, gpt_patterns(model))
+        em.tile(model, at_most=LARGEST * 4 if any(config.experts) else LARGEST)
+    return model, make_optimizer(model)
+
+
+def gpt_run(config: GPTConfig, plan: em.Plan | None, reentrant: bool | None = None, accumulation: int = 1) -> Any:
+    """Some steps of the tiled model, or of the whole one in plain torch."""
+
+    def backward(model: Any, step: int) -> None:
+        for micro in range(accumulation):
+            rows = tokens(step, micro, config.seq_len, config.vocab_size)
+            (lm_loss(model, rows if plan is None else mine(rows)) / accumulation).backward()
+
+    return trained(lambda: gpt(config, plan is not None, reentrant), backward, plan, STEPS)
+
+
+@pytest.mark.parametrize("case", with_further(PLANS, ("zero3", "disk")))
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_tiled_gpt_trains_as_the_whole_one(case: str, world: int, ranks: Ranks) -> None:
+    config = CONFIG if world == 1 else GPTConfig(**{**vars_of(CONFIG), "ep": (1, 2)})
+    wanted = gpt_run(config, None, accumulation=2)
+    for found in ranks(world).run(gpt_run, config, PLANS[case], None, 2):
+        assert_alike(found, wanted, case, TOLERANCE, rel=1e-4)
+
+
+def vars_of(config: GPTConfig) -> dict[str, Any]:
+    """The fields of a configuration."""
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_under_activation_checkpointing(reentrant: bool, ranks: Ranks) -> None:
+    config = GPTConfig(**{**vars_of(CONFIG), "experts": (0, 0)})
+    wanted = gpt_run(config, None)
+    plan = em.Plan.offload(rcache_blocks=24, chunk_numel=1024)
+    for found in ranks(2).run(gpt_run, config, plan, reentrant):
+        assert_alike(found, wanted, "checkpointed", TOLERANCE, rel=1e-4)
+
+
+def family_run(name: str, plan: em.Plan | None, experts: str) -> Any:
+    """Some steps of a Hugging Face mixture whose experts are tiled, or of the whole one."""
+    family = FAMILIES[name]
+
+    def build() -> tuple[nn.Module, Any]:
+        model: Any = family.build()
+        model.config._experts_implementation = experts
+        if plan is not None:
+            em.tile(model, at_most=20_000)
+            assert sum(type(module).__name__ == "TiledFusedExperts" for module in model.modules()) > 0
+        return model, make_optimizer(model)
+
+    def backward(model: Any, step: int) -> None:
+        batch = family.batch(step)
+        assert next(iter(batch.values())).shape[0] == ROWS
+        family.loss(model, {k: v if plan is None else mine(v) for k, v in batch.items()}).backward()
+
+    return trained(build, backward, plan, STEPS)
+
+
+@pytest.mark.parametrize("experts", with_further(("eager", "grouped_mm", "batched_mm"), ("eager",)))
+@pytest.mark.parametrize("name", with_further(("qwen3-moe", "gpt-oss", "mixtral"), ("qwen3-moe",)))
+def test_fused_experts_of_hugging_face(name: str, experts: str, ranks: Ranks) -> None:
+    wanted = family_run(name, None, experts)
+    (found,) = ranks(1).run(family_run, name, em.Plan.offload(rcache_blocks="all", chunk_numel=4096), experts)
+    assert_alike(found, wanted, f"{name} {experts}", TOLERANCE, rel=1e-4)
+
+
+def saved_and_loaded(folder: str) -> dict[str, Any]:
+    """(rank) A tiled model saved and loaded whole, and the other way round; and its weights as a folder."""
+    states, found = [], {}
+    for tiles in (True, False):
+        for path in (None, f"{folder}/{not tiles}"):
+            torch.manual_seed(1 if path is None else 2)
+            model = GPT(CONFIG, mesh_of_world())
+            em.annotate(model, gpt_patterns(model))
+            if tiles:
+                em.tile(model, at_most=LARGEST * 4)
+            model, optimizer = em.wrap(
+                model, make_optimizer(model), plan=em.Plan.zero3(rcache_blocks=8, chunk_numel=4096)
+            )
+            if path is None:
+                lm_loss(model, mine(tokens(0, 0, CONFIG.seq_len, CONFIG.vocab_size))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                em.save(f"{folder}/{tiles}", model, optimizer)
+                em.save_pretrained(model, f"{folder}/weights {tiles}")
+                states.append(em.full_state_dict(model, all_ranks=True))
+            elif Path(path).exists():
+                em.load(path, model, optimizer)
+                found["loaded"] = em.full_state_dict(model, all_ranks=True)
+            optimizer.close()
+    with torch.device("meta"):
+        model = GPT(CONFIG, mesh_of_world())
+    em.annotate(model, gpt_patterns(model))
+    em.tile(model, at_most=LARGEST * 4)
+    model, optimizer = em.wrap(model, make_optimizer(model), plan=em.Plan.ddp(), weights=f"{folder}/weights False")
+    found["read"] = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    gc.collect()
+    return found | {"tiled": states[0], "whole": states[1]}
+
+
+def test_names_and_checkpoints_are_those_of_the_whole_model(ranks: Ranks, tmp_path: Path) -> None:
+    names = list(GPT(CONFIG).state_dict())
+    for found in ranks(2).run(saved_and_loaded, str(tmp_path)):
+        for state in found.values():
+            assert list(state) == names
+        for name, value in found["whole"].items():
+            torch.testing.assert_close(found["tiled"][name], value, rtol=0, atol=TOLERANCE)
+            assert torch.equal(found["loaded"][name], found["tiled"][name]), "the whole model loads the tiled one's"
+            assert torch.equal(found["read"][name], value), "tiles are read from a folder"
+
+
+def peak(width: int | None) -> tuple[int, int]:
+    """(rank) (Most bytes held, bytes of a block) of a small model, with a tiled layer of so many rows in the middle."""
+    torch.manual_seed(1)
+    layers: list[nn.Module] = [nn.Linear(16, 16, bias=False) for _ in range(4)]
+    if width is not None:
+        layers[2:2] = [nn.Linear(16, width, bias=False), nn.Linear(width, 16, bias=False)]
+    model = em.tile(nn.Sequential(*layers), at_most=16 * 16 * 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = em.wrap(model, optimizer, plan=em.Plan.offload(chunk_numel=256, rcache_blocks=2))
+    for step in range(3):
+        model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = em.inspect(model)
+    assert seen.statistics.blocks_replaced == 0
+    held = seen.held_bytes["device"], seen.layout.block_bytes
+    optimizer.close()
+    return held
+
+
+def test_a_layer_of_sixteen_blocks_needs_no_more_blocks(ranks: Ranks) -> None:
+    (without, block), (held, same) = (ranks(1).run(peak, width)[0] for width in (None, 256))
+    assert block == same
+    assert held <= without + 2 * block
+
+
+class Doubled(nn.Linear):
+    """A layer with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Twice the product."""
+        return 2 * super().forward(x)
+
+
+def shared() -> nn.Module:
+    """Two layers of one weight, of which one cannot be tiled."""
+    model = nn.ModuleDict({"a": nn.Linear(4, 64), "b": Doubled(4, 64)})
+    model["b"].weight = model["a"].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "at_most", "said"),
+    [
+        (lambda: nn.Sequential(nn.Linear(64, 8)), 100, "a row of parameter '0.weight'.*256 bytes"),
+        (lambda: nn.Sequential(nn.Conv1d(8, 64, 3)), 100, "module '0' is a Conv1d: expected Linear, Embedding"),
+        (lambda: nn.Linear(64, 8), 512, "the model itself, a Linear"),
+        (lambda: nn.Sequential(Doubled(4, 64)), 512, "module '0' is a Doubled, which changes the forward"),
+        (lambda: nn.Sequential(nn.Embedding(64, 4, sparse=True)), 512, "sparse"),
+        (shared, 512, "shared by modules that cannot have the same tiles: 'a', 'b'"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), 0, "at least 1 byte"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), "much", "at_most='much'"),
+    ],
+)
+def test_what_cannot_be_tiled_is_named(model: Callable[[], nn.Module], at_most: Any, said: str) -> None:
+    built = model()
+    before = list(built.named_parameters())
+    with pytest.raises(em.ElixirError, match=said):
+        em.tile(built, at_most=at_most)
+    assert list(built.named_parameters()) == before, "nothing has changed"
+
+
+def test_a_wrapped_model_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 64))
+    model._elixir = object()  # type: ignore[assignment]
+    with pytest.raises(em.UsageError, match=r"before em\.wrap"):
+        em.tile(model, at_most=512)
