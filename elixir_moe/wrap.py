@@ -37,7 +37,7 @@ from elixir_moe.search.auto import Request, forecast, groups_of, uses_of
 from elixir_moe.search.prediction import Prediction
 from elixir_moe.setup.agreement import agree_on, check_alike, check_host_memory, host_bytes_of_a_rank
 from elixir_moe.setup.checks import check_arguments, check_data, check_disk, check_modules, check_names
-from elixir_moe.setup.filling import build_chunks, move_buffers, open_spill
+from elixir_moe.setup.filling import build_chunks, move_buffers, open_files
 from elixir_moe.state.full import groups_needed, refuse_plain_state_dicts
 from elixir_moe.state.huggingface import Pretrained
 from elixir_moe.state.wrapped import Wrapped
@@ -151,12 +151,13 @@ def wrap(
     pretrained = None if weights is None else Pretrained(model, weights)
     size = footprint(plan, layout, moments=moments, staged=staged, beside=adds_beside(device))
     check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
-    file = open_spill(plan, layout, 1 + moments)
+    spill, frozen = open_files(plan, layout, 1 + moments, device)
+    files = tuple(file for file in (spill, frozen) if file is not None)
     communicators = communicators or build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
     homes = [(chunk, plan.home(layout, chunk)) for chunk in layout.chunks]
     arriving = arriving_bytes(chunk for chunk, tier in homes if tier is not Tier.DEVICE)
     sums = HostSums(arriving // SUMS_IN_FLIGHT, device) if arriving and adds_beside(device) else None
-    shards = build_shards(homes, device, file, sums)
+    shards = build_shards(homes, device, spill, sums, frozen)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
     statistics, placeholder, streams = Statistics(cache=cache.counts), Placeholder(device), Streams(device)
     blocks = Blocks(layout, plan.blocks(layout), for_gradients, shards, device, statistics, streams.allocating)
@@ -171,7 +172,7 @@ def wrap(
     scheduler = Scheduler(chunks, cache, blocks, staging, streams, statistics, agreement, sums)
     hooks = Hooks(model, build_units(described.parts, described.parameters, layout), scheduler, placeholder)
     everyone = communicators.get(described.ranks) if streams.asynchronous and not groups.has_stages else None
-    sharded = ShardedOptimizer(optimizer, scheduler, hooks, groups, file, everyone)
+    sharded = ShardedOptimizer(optimizer, scheduler, hooks, groups, files, everyone)
     wrapped = Wrapped(
         plan=plan,
         layout=layout,
@@ -182,7 +183,7 @@ def wrap(
         scheduler=scheduler,
         hooks=hooks,
         optimizer=sharded,
-        spill=file,
+        files=files,
         prediction=prediction,
     )
     model._elixir = wrapped  # type: ignore[assignment]

@@ -33,11 +33,11 @@ class Tier(StrEnum):
     """Host memory, pinned if there is a GPU: updates run on the CPU, and each gather first fetches the shard."""
     DISK = "disk"
     """Master shard and moments in a file, compute shard in host memory: gathers work as for `HOST`, and updates
-    read and write the file."""
+    read and write the file. A frozen chunk has its compute shard in a file, which gathers read."""
 
     @property
     def of_compute(self) -> "Tier":
-        """The tier of the compute shard and of accumulated gradients."""
+        """The tier of a trainable chunk's compute shard and of accumulated gradients."""
         return Tier.HOST if self is Tier.DISK else self
 
 
@@ -100,6 +100,10 @@ GRADIENTS_ON_THEIR_WAY = REDUCTIONS_IN_FLIGHT + 2
 that it overwrites."""
 SUMS_IN_FLIGHT = 3
 """With a GPU: buffers for gradients on their way to a sum in host memory, one being copied while another is added."""
+FROZEN_BUFFERS = LOOKAHEAD + 1
+"""Shards of frozen chunks on disk that are in host memory at once: those read ahead, and one being copied."""
+FROZEN_REQUEST_BYTES = 1 << 23
+"""Bytes of frozen weights read from disk at once."""
 _SPILL_SLICE_NUMEL = 1 << 20
 """Most elements of an array on disk moved in one read or write."""
 
@@ -365,11 +369,11 @@ class Plan:
         return min(self.rcache_blocks, layout.most_blocks)
 
     def home(self, layout: Layout, chunk: ChunkSpec) -> Tier:
-        """The tier of a chunk's long-lived state; never `DISK` for a frozen chunk, which has no master or moments."""
+        """The tier of a chunk's long-lived state."""
         first_on_device = len(layout.chunks) - self.device_chunks
         if not self.offloaded or chunk.index >= first_on_device:
             return Tier.DEVICE
-        on_disk = chunk.key.trainable and chunk.index >= first_on_device - (self.disk_chunks or 0)
+        on_disk = chunk.index >= first_on_device - (self.disk_chunks or 0)
         return Tier.DISK if on_disk else Tier.HOST
 
 
@@ -421,7 +425,8 @@ class Footprint:
     shard_bytes: dict[str, int]
     """By tier: compute or gradient shards, master shards and moments."""
     spill_buffer_bytes: int
-    """In host memory: buffers for the slices of chunks on disk during their update."""
+    """In host memory: buffers for the slices of chunks on disk during their update, and for frozen chunks on disk on
+    their way to the device."""
     gradient_bytes: int
     """On the device, from backward to update: gradients left where autograd put them, for fp32 chunks that are used in
     place and belong to this rank alone."""
@@ -461,14 +466,14 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool, bes
     """
     shards = {tier.value: 0 for tier in Tier}
     accumulators = dict(shards)
-    spilled = []
+    spilled: dict[bool, list[int]] = {True: [], False: []}
     for chunk in layout.chunks:
         tier = plan.home(layout, chunk)
         for where, nbytes in home_bytes(chunk, tier, moments).items():
             shards[where] += nbytes
         accumulators[tier.of_compute] += accumulator_bytes(chunk, tier)
         if tier is Tier.DISK:
-            spilled.append(chunk.shard_numel)
+            spilled[chunk.key.trainable].append(chunk.shard_numel if chunk.key.trainable else frozen_bytes(chunk))
     if not staged if beside is None else beside:
         accumulators[Tier.HOST] += arriving_bytes(c for c in layout.chunks if plan.home(layout, c) is not Tier.DEVICE)
     return Footprint(
@@ -476,7 +481,7 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool, bes
         resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.resident and not chunk.in_place),
         staging_bytes=staging_bytes(layout, staged=staged),
         shard_bytes=shards,
-        spill_buffer_bytes=spill_buffer_bytes(spilled, 1 + moments),
+        spill_buffer_bytes=spill_buffer_bytes(spilled[True], 1 + moments) + frozen_buffer_bytes(spilled[False]),
         gradient_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.keeps_pieces),
         landing_bytes=landing_bytes(layout),
         accumulator_bytes=accumulators,
@@ -487,6 +492,8 @@ def home_bytes(chunk: ChunkSpec, tier: Tier, moments: int) -> dict[Tier, int]:
     """Bytes by tier of one rank's long-lived state of a chunk: compute or gradient shard, master shard and moments."""
     compute = 0 if chunk.keeps_pieces else chunk.key.dtype.itemsize * chunk.shard_numel
     arrays = (1 + moments) * chunk.key.trainable
+    if tier is Tier.DISK and not chunk.key.trainable:
+        return {Tier.HOST: 0, Tier.DISK: paged_bytes(frozen_bytes(chunk))}
     if tier is Tier.DISK:
         return {Tier.HOST: compute, Tier.DISK: spilled_bytes(chunk.shard_numel, arrays)}
     return {tier: compute + 4 * arrays * chunk.shard_numel}
@@ -553,6 +560,22 @@ def spill_slice_numel(numels: Iterable[int]) -> int:
 def spill_buffer_bytes(numels: Sequence[int], arrays: int) -> int:
     """Bytes of the buffers for updating chunks of `numels` elements on disk."""
     return 4 * DISK_THREADS * arrays * spill_slice_numel(numels)
+
+
+def frozen_bytes(chunk: ChunkSpec) -> int:
+    """Bytes of one rank's weights of a frozen chunk."""
+    return chunk.shard_numel * chunk.key.dtype.itemsize
+
+
+def paged_bytes(nbytes: int) -> int:
+    """`nbytes`, rounded up to whole pages of the disk."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def frozen_buffer_bytes(sizes: Iterable[int]) -> int:
+    """Bytes in host memory through which frozen shards of these sizes come from disk."""
+    largest = paged_bytes(max(sizes, default=0))
+    return min(FROZEN_REQUEST_BYTES, largest) + FROZEN_BUFFERS * largest
 
 
 def landing_bytes(layout: Layout) -> int:

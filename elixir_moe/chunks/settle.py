@@ -10,7 +10,15 @@ from dataclasses import replace
 
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import ParamSpec
-from elixir_moe.chunks.plan import Plan, Tier, home_bytes, size_text, spill_buffer_bytes
+from elixir_moe.chunks.plan import (
+    Plan,
+    Tier,
+    frozen_buffer_bytes,
+    frozen_bytes,
+    home_bytes,
+    size_text,
+    spill_buffer_bytes,
+)
 from elixir_moe.chunks.step_order import StepOrder
 from elixir_moe.errors import PlanError, TierError
 
@@ -62,14 +70,15 @@ def _disk_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int, allowed:
     layout = plan.layout(params)
     offloaded = layout.chunks[: max(0, len(layout.chunks) - plan.device_chunks)]
     state = sum(home_bytes(chunk, Tier.HOST, moments)[Tier.HOST] for chunk in offloaded)
-    needed, largest = [state], 0
+    needed, largest = [state], {True: 0, False: 0}
     for chunk in reversed(offloaded):
         if needed[-1] <= allowed:
             break
-        if chunk.key.trainable:
-            state -= home_bytes(chunk, Tier.HOST, moments)[Tier.HOST] - home_bytes(chunk, Tier.DISK, moments)[Tier.HOST]
-            largest = max(largest, chunk.shard_numel)
-        needed.append(state + spill_buffer_bytes([largest], 1 + moments))
+        state -= home_bytes(chunk, Tier.HOST, moments)[Tier.HOST] - home_bytes(chunk, Tier.DISK, moments)[Tier.HOST]
+        trains = chunk.key.trainable
+        largest[trains] = max(largest[trains], chunk.shard_numel if trains else frozen_bytes(chunk))
+        buffers = spill_buffer_bytes([largest[True]], 1 + moments) + frozen_buffer_bytes([largest[False]])
+        needed.append(state + buffers)
     if needed[-1] > allowed:
         raise TierError(
             f"host memory: {size_text(allowed)} are for state, and {size_text(min(needed))} are needed even with "

@@ -20,7 +20,7 @@ class Statistics:
     cache: CacheCounts = field(default_factory=CacheCounts)
     """Hits, misses, evictions and prefetches of the rCache."""
     bytes_fetched: Counter[str] = field(default_factory=Counter)
-    """By tier of the compute shard (`host` for chunks on disk): bytes of shards copied from there into blocks."""
+    """By tier of the compute shard (`host` for trainable chunks on disk): bytes of shards copied to blocks."""
     bytes_offloaded: Counter[str] = field(default_factory=Counter)
     """By tier of the compute shard: bytes of gradient shards copied there."""
     collective_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)

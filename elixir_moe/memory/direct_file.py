@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from io import FileIO
 
-from elixir_moe.chunks.plan import PAGE_BYTES
+from elixir_moe.chunks.plan import paged_bytes
 
 
 class DirectFile:
@@ -69,14 +69,9 @@ class DirectFile:
         fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
 
 
-def whole_pages(nbytes: int) -> int:
-    """`nbytes`, rounded up to whole pages."""
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-
-
 def paged_memory(nbytes: int) -> mmap.mmap:
     """Writable memory of at least `nbytes`, in whole pages."""
-    memory = mmap.mmap(-1, whole_pages(nbytes))
+    memory = mmap.mmap(-1, paged_bytes(nbytes))
     if hasattr(mmap, "MADV_HUGEPAGE"):  # allocating small pages takes most of the time of a copy
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,7 +1,7 @@
-"""The disk tier: one file for each rank, which holds the master shard and the moments of every chunk on disk.
+"""The disk tier: one file for each rank, which holds the master shard and the moments of trainable chunks on disk.
 
-Owns the file, its layout and its checksums. Knows nothing of the meaning of the floats or of when they change
-(`optim.shard_update`).
+Owns the file, its layout and its checksums, and what it shares with the file of frozen chunks (`frozen_disk`). Knows
+nothing of the meaning of the floats or of when they change (`optim.shard_update`).
 
 The file has no name: no other process can open it, two runs can share a folder, and nothing is left behind however the
 process ends. The whole file is allocated before training starts, so a full disk shows then. Requests bypass the page
@@ -37,8 +37,52 @@ from elixir_moe.memory.direct_file import DirectFile, paged_memory
 _FLOAT_BYTES = 4
 
 
-class Spill:
-    """The file of one rank."""
+class DiskFile:
+    """A file without a name, allocated on a disk, with threads that use it."""
+
+    def __init__(self, directory: str, nbytes: int, *, rank: int) -> None:
+        """Makes a file of `nbytes`. Raises TierError: there is no such directory, or the disk has too little room."""
+        self.directory = directory
+        self.where = f"disk of {socket.gethostname()}"
+        """For messages."""
+        self.rank = rank
+        self.nbytes = nbytes
+        try:
+            self._nameless = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  closed by `close`
+            self._file = DirectFile(self._nameless)  # type: ignore[arg-type]  # unbuffered, it is a FileIO
+            if self.nbytes:
+                self._file.allocate(self.nbytes)
+        except OSError as error:
+            left = f", {size_text(disk_bytes_left(directory))} are left" if os.path.isdir(directory) else ""
+            raise TierError(
+                f"{self.where}: {size_text(self.nbytes)} for shards cannot be had in "
+                f"{directory!r}{left}: {error.strerror}; name another folder (disk=), put fewer chunks on disk, or "
+                f"use more ranks"
+            ) from error
+        self.threads = ThreadPoolExecutor(DISK_THREADS, "elixir-disk")
+        """The threads that read and write."""
+        self.buffer_bytes = 0
+        """Bytes of the memory through which data goes to the file and comes from it."""
+
+    def move(self, offset: int, memory: torch.Tensor, *, write: bool) -> None:
+        """Reads `memory` from the file, or writes it to the file. Raises DiskError if the disk fails."""
+        try:
+            (self._file.write if write else self._file.read)(offset, bytes_of(memory))
+        except OSError as error:
+            verb = "written to" if write else "read from"
+            raise DiskError(
+                f"{self.where}: shards of rank {self.rank} could not be {verb} {self.directory!r}: {error}; go on from "
+                f"a checkpoint, on another disk"
+            ) from error
+
+    def close(self) -> None:
+        """Closes the file, which frees the disk, once all threads have finished."""
+        self.threads.shutdown()
+        self._nameless.close()
+
+
+class Spill(DiskFile):
+    """The masters and moments of one rank."""
 
     def __init__(
         self, directory: str, numels: Sequence[int], arrays: int, *, rank: int = 0, checked: bool = False
@@ -55,31 +99,12 @@ class Spill:
         Raises:
             TierError: there is no such directory, or the disk has too little room.
         """
-        self.directory = directory
-        self.where = f"disk of {socket.gethostname()}"
-        """For messages."""
+        super().__init__(directory, sum(spilled_bytes(numel, arrays) for numel in numels), rank=rank)
         self.arrays = arrays
-        self.rank = rank
         self.checked = checked
         self.slice_numel = spill_slice_numel(numels)
-        self.nbytes = sum(spilled_bytes(numel, arrays) for numel in numels)
         self._taken = 0
-        try:
-            self._nameless = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  closed by `close`
-            self._file = DirectFile(self._nameless)  # type: ignore[arg-type]  # unbuffered, it is a FileIO
-            if self.nbytes:
-                self._file.allocate(self.nbytes)
-        except OSError as error:
-            left = f", {size_text(disk_bytes_left(directory))} are left" if os.path.isdir(directory) else ""
-            raise TierError(
-                f"{self.where}: {size_text(self.nbytes)} for shards cannot be had in "
-                f"{directory!r}{left}: {error.strerror}; name another folder (disk=), put fewer chunks on disk, or "
-                f"use more ranks"
-            ) from error
-        self.threads = ThreadPoolExecutor(DISK_THREADS, "elixir-disk")
-        """The threads that change slices."""
         self.buffer_bytes = spill_buffer_bytes(numels, arrays)
-        """Bytes of the memory through which slices are changed."""
         self._buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
         memory = paged_memory(DISK_THREADS * arrays * self.slice_numel * _FLOAT_BYTES)
         self._memory = torch.frombuffer(memory, dtype=torch.float32)
@@ -100,22 +125,6 @@ class Spill:
             yield memory
         finally:
             self._buffers.put(memory)
-
-    def move(self, offset: int, memory: torch.Tensor, *, write: bool) -> None:
-        """Reads `memory` from the file, or writes it to the file. Raises DiskError if the disk fails."""
-        try:
-            (self._file.write if write else self._file.read)(offset, _bytes_of(memory))
-        except OSError as error:
-            verb = "written to" if write else "read from"
-            raise DiskError(
-                f"{self.where}: shards of rank {self.rank} could not be {verb} {self.directory!r}: {error}; go on from "
-                f"a checkpoint, on another disk"
-            ) from error
-
-    def close(self) -> None:
-        """Closes the file, which frees the disk, once all changes have ended."""
-        self.threads.shutdown()
-        self._nameless.close()
 
 
 class Spilled:
@@ -203,11 +212,11 @@ class Spilled:
 
     def _sign(self, index: int, array: int, content: torch.Tensor) -> None:
         if self._spill.checked:
-            self._checksums[index, array] = zlib.crc32(_bytes_of(content))
+            self._checksums[index, array] = zlib.crc32(bytes_of(content))
 
     def _check(self, index: int, array: int, content: torch.Tensor) -> None:
         wanted = self._checksums.get((index, array))
-        if wanted is not None and zlib.crc32(_bytes_of(content)) != wanted:
+        if wanted is not None and zlib.crc32(bytes_of(content)) != wanted:
             start, stop = self._bounds(index)
             raise DiskError(
                 f"{self._spill.where}: what rank {self._spill.rank} read from {self._spill.directory!r} is not what it "
@@ -222,5 +231,6 @@ def disk_bytes_left(directory: str) -> int:
     return room.f_bavail * room.f_frsize
 
 
-def _bytes_of(memory: torch.Tensor) -> memoryview:
+def bytes_of(memory: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in host memory, without a copy."""
     return memoryview(memory.numpy()).cast("B")  # type: ignore[arg-type]

@@ -3,11 +3,12 @@
 Owns one class for each kind of shard. The classes differ in what a gather sends, where a reduced gradient is stored and
 what an update writes. Nothing here moves bytes between ranks. No property blocks; methods that block say so.
 
-    class        a gather sends    a reduced gradient is stored in         the master is
-    FrozenShard  the values        -                                       -
-    Fp32Shard    the master        memory of its own, where it is summed   in memory
-    PieceShard   the master        autograd's own tensors                  in memory
-    MixedShard   the values        the values' place (v2, 4.1)             in memory or on disk
+    class            a gather sends        a reduced gradient is stored in         the master is
+    FrozenShard      the values            -                                       -
+    FrozenDiskShard  values read ahead     -                                       -
+    Fp32Shard        the master            memory of its own, where it is summed   in memory
+    PieceShard       the master            autograd's own tensors                  in memory
+    MixedShard       the values            the values' place (v2, 4.1)             in memory or on disk
 
 From the first step with two backwards on, `MixedShard` sums all gradients in an fp32 accumulator. If the values are
 needed before the update, they are cast from the master again. With a GPU, sums in host memory are computed beside
@@ -26,9 +27,12 @@ from typing import Protocol
 import torch
 
 from elixir_moe.chunks.packing import ChunkSpec
-from elixir_moe.chunks.plan import Tier
+from elixir_moe.chunks.plan import Tier, frozen_bytes
+from elixir_moe.distributed.collectives import Work
+from elixir_moe.errors import DiskError
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.memory.disk import Spill, Spilled
+from elixir_moe.memory.frozen_disk import FrozenElements, FrozenFile, FrozenPlace, Reading
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.slabs import Slab
 
@@ -181,6 +185,18 @@ class ShardState:
         self.finish_update()
         return self.shown
 
+    def prepare(self) -> bool:
+        """Starts what `values` would wait for; returns False if that cannot start yet."""
+        return True
+
+    @property
+    def ready(self) -> bool:
+        """Whether `values` returns at once."""
+        return not self.updating
+
+    def sent(self, mark: Callable[[], Work]) -> None:
+        """Called when the copy of `values` to a block was issued; `mark` gives an operation that ends with it."""
+
     def weights(self) -> Elements:
         """The weights that a checkpoint keeps: fp32 masters, or the values of a frozen chunk."""
         return InMemory(self.shown, self.wait_for_update)
@@ -268,6 +284,11 @@ class ShardState:
 
     # ------------------------------------------------------------------------------------------------------------ bytes
 
+    @property
+    def compute_tier(self) -> Tier:
+        """The tier that gathers read."""
+        return self.tier.of_compute
+
     def held_bytes(self) -> dict[Tier, int]:
         """Bytes of the state, by tier; gradients count as if they were there."""
         on_disk = {} if self.spilled is None else {Tier.DISK: self.spilled.nbytes}
@@ -291,6 +312,62 @@ class FrozenShard(ShardState):
 
     def _tensors(self) -> list[torch.Tensor]:
         return [self._values]
+
+
+class FrozenDiskShard(ShardState):
+    """Values on disk that no update changes. From `prepare` to `sent` they are in a buffer in host memory."""
+
+    compute_tier = Tier.DISK  # type: ignore[assignment]
+
+    def __init__(self, spec: ChunkSpec, place: FrozenPlace) -> None:
+        super().__init__(spec, Tier.DISK)
+        self._place = place
+        self._reading: Reading | None = None
+
+    def prepare(self) -> bool:
+        """As `ShardState.prepare`: starts to read, if a buffer is free."""
+        if self._reading is None:
+            self._reading = self._place.begin()
+        return self._reading is not None
+
+    @property
+    def ready(self) -> bool:
+        """As `ShardState.ready`."""
+        return self._reading is not None and self._reading.done
+
+    def values(self) -> torch.Tensor:
+        """As `ShardState.values`. Blocks until they are read. Raises DiskError."""
+        prepared = self.prepare()
+        assert prepared and self._reading is not None, "gathers take buffers in their order"
+        try:
+            return self._reading.values().view(self.spec.key.dtype)
+        except DiskError:
+            self.sent(Work)
+            raise
+
+    def sent(self, mark: Callable[[], Work]) -> None:
+        """As `ShardState.sent`."""
+        if self._reading is not None:
+            reading, self._reading = self._reading, None
+            self._place.give_back(reading, mark())
+
+    def weights(self) -> Elements:
+        """As `ShardState.weights`."""
+        return FrozenElements(self._place, self.spec.key.dtype, 0, self.spec.shard_numel)
+
+    def fill(self, values: torch.Tensor) -> None:
+        """As `ShardState.fill`."""
+        self.weights().write(values)
+
+    def store(self, start: int, written: torch.Tensor) -> None:
+        """As `ShardState.store`."""
+        self.wait_for_reader()
+        self.sent(Work)  # what was read ahead is old
+        self.weights()[start : start + written.numel()].write(written)
+
+    def held_bytes(self) -> dict[Tier, int]:
+        """As `ShardState.held_bytes`; the buffers are the file's."""
+        return {Tier.DISK: self._place.nbytes}
 
 
 class Fp32Shard(ShardState):
@@ -532,8 +609,10 @@ def build_shards(
     device: torch.device,
     spill: Spill | None = None,
     beside: HostSums | None = None,
+    frozen: FrozenFile | None = None,
 ) -> list[ShardState]:
-    """Allocates the state of all chunks: one slab for each tier and dtype; `spill` is the file for chunks on disk.
+    """Allocates the state of all chunks: one slab for each tier and dtype; `spill` and `frozen` are the files for
+    trainable and frozen chunks on disk.
 
     `beside` adds gradients of chunks outside the device tier, beside backward.
 
@@ -545,7 +624,7 @@ def build_shards(
 
     wanted: Counter[tuple[Tier, torch.dtype, bool]] = Counter()
     for spec, tier in chunks:
-        if not spec.keeps_pieces:
+        if not (spec.keeps_pieces or (tier is Tier.DISK and not spec.key.trainable)):
             wanted[slab_of(spec, tier.of_compute, spec.key.dtype)] += spec.shard_numel
         if spec.key.trainable and tier is not Tier.DISK:
             wanted[slab_of(spec, tier, torch.float32)] += spec.shard_numel
@@ -560,6 +639,9 @@ def build_shards(
     def build(spec: ChunkSpec, tier: Tier) -> ShardState:
         if spec.keeps_pieces:
             return PieceShard(spec, tier, take(spec, tier, torch.float32))
+        if tier is Tier.DISK and not spec.key.trainable:
+            assert frozen is not None, "frozen chunks on disk without a file"
+            return FrozenDiskShard(spec, frozen.take(frozen_bytes(spec), spec.index))
         own = take(spec, tier.of_compute, spec.key.dtype)
         if not spec.key.trainable:
             return FrozenShard(spec, tier, own)

@@ -54,7 +54,7 @@ class Slab:
                 f"more ranks"
             ) from error
         if travels and nbytes:
-            _page_lock(self._memory)
+            page_lock(self._memory)
 
     def take(self, numel: int) -> torch.Tensor:
         """The next `numel` elements, zeros."""
@@ -77,7 +77,8 @@ def _zeros(numel: int, dtype: torch.dtype, threads: int) -> torch.Tensor:
     return memory
 
 
-def _page_lock(memory: torch.Tensor) -> None:
+def page_lock(memory: torch.Tensor) -> None:
+    """Registers host memory with the GPU for as long as its storage lives; warns if the system refuses."""
     cudart, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[attr-defined]
     if int(cudart.cudaHostRegister(address, memory.nbytes, 0)) == 0:
         weakref.finalize(memory.untyped_storage(), cudart.cudaHostUnregister, address).atexit = False

@@ -9,7 +9,7 @@ forgotten.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -22,7 +22,7 @@ from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.errors import ConfigError, ElixirError, UsageError, former
-from elixir_moe.memory.disk import Spill
+from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.decision import Facts, StepDecision
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.shard_update import AdamUpdate, Segment, cut, update_for
@@ -59,7 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scheduler: Scheduler,
         hooks: Hooks,
         groups: ControlGroups,
-        spill: Spill | None,
+        files: Sequence[DiskFile],
         on_device: Communicator | None = None,
     ) -> None:
         """`on_device`: of all ranks of the model, if nothing but the norm would make the host wait for the device."""
@@ -68,7 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner = inner
         self._scheduler = scheduler
         self._hooks = hooks
-        self._spill = spill
+        self._files = files
         self._chunks = [chunk for chunk in scheduler.chunks if chunk.spec.key.trainable]
         self._parameters = [p for chunk in self._chunks for p in chunk.parameters]
         self._frozen = [p for chunk in scheduler.chunks if not chunk.spec.key.trainable for p in chunk.parameters]
@@ -224,8 +224,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_thread.shutdown()
         if self._scheduler.sums is not None:
             self._scheduler.sums.close()
-        if self._spill is not None:
-            self._spill.close()
+        for file in self._files:
+            file.close()
         self.kept.groups.close()
         for communicator in {id(c.communicator): c.communicator for c in self._scheduler.chunks}.values():
             communicator.close()

@@ -211,7 +211,7 @@ class Scheduler:
         """Appends the gather of a chunk to the queue."""
         chunk.transition(GATHERING)
         if not chunk.spec.in_place:
-            self.statistics.bytes_fetched[chunk.shard.tier.of_compute.value] += chunk.spec.nbytes // chunk.spec.shards
+            self.statistics.bytes_fetched[chunk.shard.compute_tier.value] += chunk.spec.nbytes // chunk.spec.shards
         if chunk.spec.shards > 1:
             self._count(chunk, "all_gather", chunk.spec.nbytes)
             self.reductions.gathered.append(chunk.spec.index)
@@ -219,6 +219,9 @@ class Scheduler:
 
     def _begin_gathers(self, until: Chunk | None = None) -> None:
         """Begins gathers while the first in the queue may begin, and in any case up to `until`, which is queued."""
+        for chunk in self._queue:
+            if not chunk.shard.prepare():
+                break  # buffers are taken in the order of the queue, so its first gather finds one
         while self._queue:
             chunk = self._queue[0]
             if until is None and not self._may_begin(chunk):
@@ -237,7 +240,7 @@ class Scheduler:
         assert chunk.block is not None
         if self._in_order:
             return True
-        return not chunk.shard.updating and (chunk.block.quiet or chunk.spec.index in self.cache.upcoming)
+        return chunk.shard.ready and (chunk.block.quiet or chunk.spec.index in self.cache.upcoming)
 
     def _begin_gather(self, chunk: Chunk) -> None:
         self.check_open()
@@ -249,6 +252,7 @@ class Scheduler:
             if not chunk.spec.in_place:
                 start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
                 chunk.buffer[start:stop].copy_(values, non_blocking=True)
+                chunk.shard.sent(lambda: self._streams.marked(Work()))
             if chunk.spec.shards == 1:
                 chunk.arriving = self._streams.marked(Work())
                 return
@@ -457,7 +461,7 @@ class Scheduler:
         def land(reduced: torch.Tensor, squares: float | None = None) -> None:
             with _unrecorded():
                 chunk.land(reduced, squares)
-            self.statistics.bytes_offloaded[chunk.shard.tier.of_compute.value] += reduced.nbytes
+            self.statistics.bytes_offloaded[chunk.shard.compute_tier.value] += reduced.nbytes
 
         communicator, spec = chunk.communicator, chunk.spec
         widens, nbytes = spec.widens(staged=communicator.staged), spec.reduced_bytes(staged=communicator.staged)

@@ -13,7 +13,7 @@ Transfers to and from the host overlap with compute and cost time only if they t
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from elixir_moe.chunks.packing import ChunkSpec, Layout
@@ -35,7 +35,7 @@ class Seconds:
     compute: float
     """Matrix products, other operators, overheads, and the model's own collectives, such as tokens sent to experts."""
     fetch: float
-    """Host to device."""
+    """Host to device, or disk to host if that takes longer."""
     offload: float
     """Device to host."""
     collectives: float
@@ -59,7 +59,9 @@ class Traffic:
     """Bytes moved and elements updated in a step on one rank."""
 
     fetched_bytes: int
-    """Shards of host chunks copied to the device."""
+    """Shards of host chunks, and of frozen chunks on disk, copied to the device."""
+    read_bytes: int
+    """The part of them that is read from disk: shards of frozen chunks."""
     offloaded_bytes: int
     """Gradient shards copied to the host."""
     device_numel: int
@@ -116,19 +118,19 @@ def traffic(plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2, 
     def updated(tier: Tier) -> int:
         return sum(chunk.shard_numel for chunk in trained if home[chunk.index] is tier)
 
+    def fetched(chunks: Collection[int]) -> int:
+        there = ((layout.chunks[index], times) for index, times in gathers.items() if index in chunks)
+        return sum(times * (chunk.nbytes // chunk.shards) for chunk, times in there)
+
+    frozen = {c.index for c in layout.chunks if home[c.index] is Tier.DISK and not c.key.trainable}
     return Traffic(
-        fetched_bytes=sum(
-            times * (layout.chunks[index].nbytes // layout.chunks[index].shards)
-            for index, times in gathers.items()
-            if index in host
-        ),
+        fetched_bytes=fetched(host),
+        read_bytes=fetched(frozen),
         offloaded_bytes=sum(chunk.nbytes // chunk.shards for chunk in trained if chunk.index in host),
         device_numel=updated(Tier.DEVICE),
         host_numel=updated(Tier.HOST),
         disk_numel=updated(Tier.DISK),
-        disk_bytes=sum(
-            home_bytes(c, Tier.DISK, moments)[Tier.DISK] for c in layout.chunks if home[c.index] is Tier.DISK
-        ),
+        disk_bytes=sum(home_bytes(c, Tier.DISK, moments)[Tier.DISK] for c in trained if home[c.index] is Tier.DISK),
         collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in collective.items()),
         gathered_numel=sum(slot.numel for chunk in layout.chunks for slot in chunk.slots),
     )
@@ -144,7 +146,8 @@ def seconds(
     exchange += sum(hardware.gather_seconds(sent.ranks, sent.nbytes, sent.times) for sent in profile.sent)
     collectives = accumulation * sum(hardware.gather_seconds(*group) for group in moved.collectives)
     v_c = links.v_c * _GIGA / gpus / fitted.host_update_slowdown
-    disk = hardware.disk_seconds(moved.disk_bytes, gpus) if moved.disk_bytes else 0.0
+    disk = hardware.disk_seconds(moved.disk_bytes, moved.disk_bytes, gpus) if moved.disk_bytes else 0.0
+    read = hardware.disk_seconds(moved.read_bytes, 0, gpus) if moved.read_bytes else 0.0
     return Seconds(
         compute=accumulation
         * (
@@ -153,7 +156,7 @@ def seconds(
             + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
             + exchange
         ),
-        fetch=accumulation * moved.fetched_bytes * gpus / (links.b_c2g * _GIGA),
+        fetch=accumulation * max(moved.fetched_bytes * gpus / (links.b_c2g * _GIGA), read),
         offload=accumulation * moved.offloaded_bytes * gpus / (links.b_g2c * _GIGA),
         collectives=collectives,
         exposed=fitted.exposed_collectives * collectives,

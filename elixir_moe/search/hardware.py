@@ -208,8 +208,8 @@ class Hardware:
         """Disk space of each of `gpus` ranks: a node's, divided among the ranks on it."""
         return (self.disk_bytes or 0) // min(gpus, self.gpus_per_node)
 
-    def disk_seconds(self, nbytes: int, gpus: int) -> float:
-        """Time for each of `gpus` ranks to read `nbytes` from its node's disks and write them back.
+    def disk_seconds(self, read: int, written: int, gpus: int) -> float:
+        """Time for each of `gpus` ranks to read so many bytes from its node's disks, and to write so many.
 
         Raises:
             ConfigError: the file has no speed of the disks.
@@ -218,7 +218,7 @@ class Hardware:
             missing = [name for name in ("disk_read", "disk_write") if getattr(self, name) is None]
             raise ConfigError(f"hardware {self.name!r} lacks {', '.join(missing)}, which chunks on disk need")
         ranks = min(gpus, self.gpus_per_node)
-        return ranks * nbytes * (1 / self.disk_read + 1 / self.disk_write) / _GIGA
+        return ranks * (read / self.disk_read + written / self.disk_write) / _GIGA
 
     def gather_seconds(self, ranks: Sequence[int], nbytes: int, times: int = 1) -> float:
         """Time of all-gathers, or reduce-scatters, of chunks over one process group.

@@ -24,6 +24,8 @@ from elixir_moe.chunks.plan import (
     accumulator_bytes,
     arriving_bytes,
     footprint,
+    frozen_buffer_bytes,
+    frozen_bytes,
     home_bytes,
     spill_buffer_bytes,
     staging_bytes,
@@ -229,6 +231,7 @@ class _Length:
         self._layout = step_order.counted(build_layout(task.profile.params, chunk_numel))
         self._numel = chunk_numel
         self._updated = [chunk.shard_numel * chunk.key.trainable for chunk in self._layout.chunks]
+        self._frozen = [0 if chunk.key.trainable else frozen_bytes(chunk) for chunk in self._layout.chunks]
         saved, on_disk = [0], [0]
         for chunk in self._layout.chunks:
             saved.append(saved[-1] + self._held_at(chunk, Tier.HOST) - self._held_at(chunk, Tier.DISK))
@@ -288,6 +291,7 @@ class _Length:
 
         def left(first: int) -> int:
             buffers = spill_buffer_bytes(self._updated[first:count], 1 + task.moments)
+            buffers += frozen_buffer_bytes(self._frozen[first:count])
             return host - (saved[count] - saved[first]) + buffers
 
         last = bisect_right(saved, saved[count] - (host - task.host_bytes), 0, count + 1) - 1

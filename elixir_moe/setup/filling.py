@@ -1,6 +1,6 @@
 """From a model's weights to its shards: each chunk is filled, broadcast and cut before its `Chunk` is created.
 
-Owns the copy of the values, and the creation of the file for chunks on disk. No rank holds more than one chunk of full
+Owns the copy of the values, and the creation of the files for chunks on disk. No rank holds more than one chunk of full
 weights besides the model as given.
 """
 
@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.packing import ChunkSpec, Layout
-from elixir_moe.chunks.plan import Plan, Tier
+from elixir_moe.chunks.plan import Plan, Tier, frozen_bytes
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.errors import TierError
 from elixir_moe.memory.disk import Spill
+from elixir_moe.memory.frozen_disk import FrozenFile
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk, Placeholder
@@ -87,22 +88,33 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
 
 
-def open_spill(plan: Plan, layout: Layout, arrays: int) -> Spill | None:
-    """Creates the file for chunks on disk; None without such chunks. Raises TierError on all ranks if one fails."""
-    numels = [chunk.shard_numel for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
-    if not numels:
-        return None
+def open_files(plan: Plan, layout: Layout, arrays: int, device: torch.device) -> tuple[Spill | None, FrozenFile | None]:
+    """Creates the files for trainable and for frozen chunks on disk; None without such chunks.
+
+    Raises TierError on all ranks if one fails.
+    """
+    there = [chunk for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
+    numels = [chunk.shard_numel for chunk in there if chunk.key.trainable]
+    sizes = [frozen_bytes(chunk) for chunk in there if not chunk.key.trainable]
+    if not there:
+        return None, None
     assert plan.disk is not None, "checked with the other arguments"
-    directory, checked = plan.disk, plan.verify
-    made: list[Spill] = []
+    directory, checked, rank = plan.disk, plan.verify, dist.get_rank()
+    spill: Spill | None = None
+    frozen: FrozenFile | None = None
+
+    def make() -> None:
+        nonlocal spill, frozen
+        if numels:
+            spill = Spill(directory, numels, arrays, rank=rank, checked=checked)
+        if sizes:
+            frozen = FrozenFile(directory, sizes, device, rank=rank, checked=checked)
+
     try:
-        raise_on_all_ranks(
-            "made the files for chunks on disk",
-            lambda: made.append(Spill(directory, numels, arrays, rank=dist.get_rank(), checked=checked)),
-            error=TierError,
-        )
+        raise_on_all_ranks("made the files for chunks on disk", make, error=TierError)
     except BaseException:
-        for file in made:
-            file.close()
+        for file in (spill, frozen):
+            if file is not None:
+                file.close()
         raise
-    return made[0]
+    return spill, frozen

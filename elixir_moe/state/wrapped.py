@@ -13,7 +13,7 @@ from torch import nn
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import Footprint, Plan, Tier
 from elixir_moe.errors import UsageError
-from elixir_moe.memory.disk import Spill
+from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.rules import named_tensors
 from elixir_moe.runtime.hooks import Hooks
@@ -38,8 +38,8 @@ class Wrapped:
     scheduler: Scheduler
     hooks: Hooks
     optimizer: ShardedOptimizer
-    spill: Spill | None
-    """The file of the chunks on disk."""
+    files: tuple[DiskFile, ...]
+    """The files of the chunks on disk."""
     prediction: Any
     """The predicted cost of a step (`search.prediction.Prediction`); None for a plan without a search."""
 
@@ -47,7 +47,7 @@ class Wrapped:
         """{tier: bytes} that the library holds on this rank in a backward, all gradients counted."""
         held = {tier.value: 0 for tier in Tier}
         held[Tier.DEVICE] = self.scheduler.buffer_bytes + self.footprint.landing_bytes
-        held[Tier.HOST] = 0 if self.spill is None else self.spill.buffer_bytes
+        held[Tier.HOST] = sum(file.buffer_bytes for file in self.files)
         if self.scheduler.sums is not None:
             held[Tier.HOST] += self.scheduler.sums.nbytes
         for chunk in self.scheduler.chunks:

@@ -38,7 +38,7 @@ def test_every_row_of_the_table_has_a_test_and_every_test_a_row() -> None:
 
 
 @pytest.mark.fault(19)
-def test_memory_that_cannot_be_page_locked_is_used_as_it_is_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_bepage_locked_is_used_as_it_is_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
         def cudaHostRegister(self, *_: int) -> int:
             return 2
@@ -51,7 +51,7 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is_with_one_warning(mon
     monkeypatch.setattr(torch, "zeros", pending)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        tiers._page_lock(memory)
+        tiers.page_lock(memory)
     assert [str(warning.message) for warning in said] == [
         "host memory of 256 bytes could not be page-locked; transfers will be slower"
     ]

@@ -38,6 +38,7 @@ PLANS = {
     "offload": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64),
     "half": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64, device_chunks=2),
     "disk": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64, disk=tempfile.gettempdir(), disk_chunks=2, verify=True),
+    "all on disk": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64, disk=tempfile.gettempdir(), disk_chunks=99),
 }
 
 

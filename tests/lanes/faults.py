@@ -12,6 +12,7 @@ import torch
 
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.blocks import Block
+from elixir_moe.memory.frozen_disk import FrozenPlace, Reading
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.runtime.reduction_order import Reductions
@@ -103,6 +104,15 @@ def _step_not_behind(lane: str) -> Callable[[Patch], None]:
 def _host_not_behind_reductions(patch: Patch) -> None:
     end = Streams.end_step
     patch(Streams, "end_step", lambda streams, *, host: end(streams, host=False))
+
+
+def _buffers_read_before_they_are_filled(patch: Patch) -> None:
+    patch(Reading, "values", lambda reading: reading.buffer[: reading._nbytes])
+
+
+def _buffers_filled_while_they_are_copied(patch: Patch) -> None:
+    give_back = FrozenPlace.give_back
+    patch(FrozenPlace, "give_back", lambda place, reading, _: give_back(place, reading, Work()))
 
 
 def _no_wait_for_the_gather(patch: Patch) -> None:
@@ -207,6 +217,8 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "a sum does not wait for the copy of its gradient": _sums_do_not_wait_for_copies,
     "a buffer of sums is taken while it is in use": _buffers_of_sums_taken_while_busy,
     "nobody waits for sums": _readers_do_not_wait_for_sums,
+    "frozen weights are used before they are read": _buffers_read_before_they_are_filled,
+    "a buffer of frozen weights is filled while it is copied": _buffers_filled_while_they_are_copied,
     "an update does not wait for a save": _updates_do_not_wait_for_a_save,
     "an update does not wait for reductions": _step_not_behind("_reduce"),
     "a gather begins when its update has ended": _gathers_begin_when_updates_have_ended,

@@ -30,7 +30,8 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir_moe import kernels
-from elixir_moe.memory.disk import Spill
+from elixir_moe.memory.disk import DiskFile, Spill
+from elixir_moe.memory.frozen_disk import FrozenFile
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.streams import Streams
@@ -642,14 +643,16 @@ class Machine:
             set_to(import_module(f"elixir_moe.{room}"), "begin_to_host", begin_to_host)
 
     def _patch_disk(self, set_to: Callable[..., None]) -> None:
-        move, buffer, make = Spill.move, Spill.buffer, Spill.__init__
+        move, buffer, make, make_frozen = DiskFile.move, Spill.buffer, Spill.__init__, FrozenFile.__init__
 
-        def made(spill: Spill, *args: Any, **kwargs: Any) -> None:
-            make(spill, *args, **kwargs)
+        def made(spill: Any, *args: Any, **kwargs: Any) -> None:
+            (make if isinstance(spill, Spill) else make_frozen)(spill, *args, **kwargs)
             self.place_on_host(spill._memory)
-            spill.file_start = _FILE + (id(spill) << 40)  # type: ignore[attr-defined]
+            spill.file_start = _FILE + (id(spill) << 40)
+            if isinstance(spill, FrozenFile):
+                spill.lock = _Lock(self)  # type: ignore[assignment]
 
-        def moved(spill: Spill, offset: int, memory: torch.Tensor, *, write: bool) -> None:
+        def moved(spill: DiskFile, offset: int, memory: torch.Tensor, *, write: bool) -> None:
             start = spill.file_start + offset  # type: ignore[attr-defined]
             if self.memory.span_at(start) is None:
                 self.memory.allocate(spill.file_start, spill.nbytes, host=True, owner=self.thread)  # type: ignore[attr-defined]
@@ -668,8 +671,25 @@ class Machine:
                     self._free_buffers[memory.data_ptr()] = self.thread.now()
 
         set_to(Spill, "__init__", made)
-        set_to(Spill, "move", moved)
+        set_to(FrozenFile, "__init__", made)
+        set_to(DiskFile, "move", moved)
         set_to(Spill, "buffer", buffered)
+
+
+class _Lock:
+    """A lock that orders whoever holds it behind the last holder."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine, self._lock = machine, threading.Lock()
+        self._released: dict[int, int] = {}
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._machine.thread.after(self._released)
+
+    def __exit__(self, *_: object) -> None:
+        self._released = self._machine.thread.now()
+        self._lock.release()
 
 
 class _Operators(TorchDispatchMode):

@@ -15,6 +15,12 @@ TELLING = [
     (2, Case(parts=("plain", "bias", "checkpointed", "tied"), plan="zero3", blocks=0, half=True, accumulation=2)),
     (1, Case(parts=("plain", "beside", "plain", "beside"), plan="offload", blocks=0, half=True, accumulation=2)),
     (1, Case(parts=("plain", "plain", "plain"), plan="disk", blocks=1, half=True, habits=frozenset({"save", "read"}))),
+    (
+        1,
+        Case(
+            parts=("plain", *("frozen",) * 5), plan="all on disk", blocks=0, accumulation=2, habits=frozenset({"save"})
+        ),
+    ),
     (1, Case(parts=("plain", "beside"), plan="ddp", accumulation=2)),
     (1, Case(parts=("plain", "tied", "beside"), plan="zero2", half=True, habits=frozenset({"view"}))),
     (
@@ -181,7 +187,8 @@ def test_a_wait_left_out_is_noticed(fault: str, ranks: Ranks) -> None:
         try:
             if faults_of(ranks(world).run(run, case, fault)):
                 return
-        except RankError as error:  # ranks that issue other collectives may wait for each other without end
-            assert "Timed out" in str(error)
+        except RankError as error:
+            # Ranks that issue other collectives may wait for each other without end; first forwards compare weights.
+            assert "Timed out" in str(error) or "has written parameter" in str(error)
             return
     pytest.fail("nothing was noticed")

@@ -319,10 +319,10 @@ def test_a_default_device_of_the_user_changes_nothing(ranks: Callable[[int], Ran
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_what_never_leaves_the_host_is_not_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_never_leaves_the_host_is_notpage_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute shards travel, and the masters of fp32 chunks; those of 16-bit chunks are the host's own."""
     locked: list[int] = []
-    monkeypatch.setattr("elixir_moe.memory.slabs._page_lock", lambda memory: locked.append(memory.nbytes))
+    monkeypatch.setattr("elixir_moe.memory.slabs.page_lock", lambda memory: locked.append(memory.nbytes))
     keys = [ChunkGroupKey(ranks=(0,), dtype=d, trainable=True, divisor=1) for d in (torch.bfloat16, torch.float32)]
     specs = [ChunkSpec(index=i, key=key, slots=(), numel=64, shards=1, resident=False) for i, key in enumerate(keys)]
     shards = build_shards([(spec, Tier.HOST) for spec in specs], torch.device("cuda"))

@@ -250,7 +250,8 @@ def _abandoning(drafts: list[Draft]) -> Iterator[None]:
 
 def _stream_behind(wrapped: Wrapped) -> AbstractContextManager[object]:
     """A context for the thread to copy from the GPU on a stream of its own, ordered behind all work issued so far."""
-    device = next((c.shard.shown.device for c in wrapped.scheduler.chunks if c.shard.shown.is_cuda), None)
+    there = (c.shard.shown for c in wrapped.scheduler.chunks if c.shard.tier is Tier.DEVICE)
+    device = next((shown.device for shown in there if shown.is_cuda), None)
     if device is None:
         return nullcontext()
     stream = torch.cuda.Stream(device)

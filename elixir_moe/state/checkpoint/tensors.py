@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from elixir_moe.chunks.plan import paged_bytes
 from elixir_moe.errors import CheckpointError
-from elixir_moe.memory.direct_file import DirectFile, paged_memory, whole_pages
+from elixir_moe.memory.direct_file import DirectFile, paged_memory
 from elixir_moe.state.checkpoint.hashing import SEGMENT_BYTES, file_digest, segment_digest
 from elixir_moe.state.checkpoint.manifest import FileRecord
 from elixir_moe.state.safetensors_format import DTYPES, head_of
@@ -116,7 +117,7 @@ class FileImage:
     def _bring(self, file: DirectFile, index: int, segment: Bytes) -> bytes:
         """Writes a segment, padded to whole pages; returns its hash."""
         length, data = self._length(index), memoryview(segment)  # type: ignore[arg-type]
-        file.write(index * SEGMENT_BYTES, data[: whole_pages(length)])
+        file.write(index * SEGMENT_BYTES, data[: paged_bytes(length)])
         digest = segment_digest(data[:length])
         self._free.append(segment)
         return digest

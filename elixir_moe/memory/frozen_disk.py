@@ -1,0 +1,176 @@
+"""The weights of frozen chunks on disk: one file for each rank, read ahead of the gathers.
+
+Owns the file, its checksums, and the buffers in host memory through which weights reach the device. `runtime.scheduler`
+says when.
+
+    decided   `begin` takes a free buffer and starts to read, in requests on a few threads
+    gathered  `Reading.values` waits for the last request; the gather copies the values to its block
+    copied    `give_back` frees the buffer, which is filled again when the copy has ended
+
+Source: ZeRO-Infinity, 5.2.2 (disk to host, host to device and gather at the same time) and 6.3 (page-locked buffers are
+few and used again).
+"""
+
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import torch
+
+from elixir_moe.chunks.plan import FROZEN_BUFFERS, FROZEN_REQUEST_BYTES, frozen_buffer_bytes, paged_bytes
+from elixir_moe.distributed.collectives import Work
+from elixir_moe.errors import DiskError
+from elixir_moe.memory.direct_file import paged_memory
+from elixir_moe.memory.disk import DiskFile, bytes_of
+from elixir_moe.memory.slabs import page_lock
+
+
+class FrozenFile(DiskFile):
+    """The file of one rank, and its buffers."""
+
+    def __init__(
+        self, directory: str, sizes: Sequence[int], device: torch.device, *, rank: int = 0, checked: bool = False
+    ) -> None:
+        """Makes the file. `sizes` are the bytes of each chunk's shard; the rest is as for `Spill`."""
+        super().__init__(directory, sum(map(paged_bytes, sizes)), rank=rank)
+        self.checked = checked
+        self.buffer_bytes = frozen_buffer_bytes(sizes)
+        self._memory = torch.frombuffer(paged_memory(self.buffer_bytes), dtype=torch.uint8)
+        if device.type == "cuda":
+            page_lock(self._memory)
+        buffers = paged_bytes(max(sizes)) * FROZEN_BUFFERS
+        self.own = self._memory[buffers:]
+        """Memory for what is read or written apart from gathers."""
+        self.lock = threading.Lock()
+        """Held while `own` is in use."""
+        self.free = deque((buffer, Work()) for buffer in self._memory[:buffers].chunk(FROZEN_BUFFERS))
+        """Buffers with the copy that must end before they are filled again."""
+        self._taken = 0
+
+    def take(self, nbytes: int, chunk: int) -> "FrozenPlace":
+        """The place of the next chunk's weights; `chunk` is its number, for messages."""
+        start, self._taken = self._taken, self._taken + paged_bytes(nbytes)
+        assert self._taken <= self.nbytes, "file handed out beyond its size"
+        return FrozenPlace(self, start, nbytes, chunk)
+
+
+class Reading:
+    """The weights of one chunk on their way to a buffer."""
+
+    def __init__(self, buffer: torch.Tensor, nbytes: int, requests: "list[Future[None]]") -> None:
+        self.buffer = buffer
+        self._nbytes, self._requests = nbytes, requests
+
+    @property
+    def done(self) -> bool:
+        """Whether `values` returns at once."""
+        return all(request.done() for request in self._requests)
+
+    def values(self) -> torch.Tensor:
+        """The weights, as bytes. Blocks until they are there. Raises DiskError."""
+        for request in self._requests:
+            request.result()
+        return self.buffer[: self._nbytes]
+
+    def end(self) -> None:
+        """Blocks until nobody writes to the buffer."""
+        for request in self._requests:
+            request.exception()
+
+
+class FrozenPlace:
+    """The weights of one chunk on disk, as bytes."""
+
+    def __init__(self, file: FrozenFile, offset: int, nbytes: int, chunk: int) -> None:
+        self._file, self._offset, self._chunk = file, offset, chunk
+        self._nbytes = nbytes
+        self.nbytes = paged_bytes(nbytes)
+        """Bytes of the file."""
+        self._checksums: dict[int, int] = {}
+
+    def begin(self) -> Reading | None:
+        """Starts to read into a free buffer; None if there is none."""
+        if not self._file.free:
+            return None
+        buffer, copied = self._file.free.popleft()
+
+        def request(start: int, stop: int) -> None:
+            copied.synchronize()
+            self._load(start, buffer[start:stop])
+
+        submit = self._file.threads.submit
+        return Reading(buffer, self._nbytes, [submit(request, start, stop) for start, stop in self._requests()])
+
+    def give_back(self, reading: Reading, copied: Work) -> None:
+        """Frees the buffer of a reading; it is filled again when `copied` has ended."""
+        reading.end()
+        self._file.free.append((reading.buffer, copied))
+
+    def read(self, start: int, into: torch.Tensor) -> None:
+        """Copies bytes from `start` on to `into`, flat uint8. Raises DiskError."""
+        for first, place, here, there in self._parts(start, start + into.numel()):
+            with self._file.lock:
+                self._load(first, place)
+                into[here] = place[there]
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Overwrites bytes from `start` on with `values`, flat uint8. Raises DiskError."""
+        for first, place, here, there in self._parts(start, start + values.numel()):
+            with self._file.lock:
+                if there.stop - there.start < min(place.numel(), self._nbytes - first):
+                    self._load(first, place)
+                place[there] = values[here]
+                self._checksums.pop(first, None)  # an interrupt leaves no checksum, not a wrong one
+                self._file.move(self._offset + first, place, write=True)
+                if self._file.checked:
+                    self._checksums[first] = zlib.crc32(bytes_of(place))
+
+    def _requests(self) -> Iterator[tuple[int, int]]:
+        """(start, stop) of the requests, in whole pages."""
+        for start in range(0, self.nbytes, FROZEN_REQUEST_BYTES):
+            yield start, min(start + FROZEN_REQUEST_BYTES, self.nbytes)
+
+    def _parts(self, low: int, high: int) -> Iterator[tuple[int, torch.Tensor, slice, slice]]:
+        """(start, memory, bytes of the caller, bytes of the memory) of the requests with bytes `low` to `high`."""
+        for start, stop in self._requests():
+            first, last = max(low, start), min(high, stop)
+            if first < last:
+                place = self._file.own[: stop - start]
+                yield start, place, slice(first - low, last - low), slice(first - start, last - start)
+
+    def _load(self, start: int, place: torch.Tensor) -> None:
+        self._file.move(self._offset + start, place, write=False)
+        wanted = self._checksums.get(start)
+        if wanted is not None and zlib.crc32(bytes_of(place)) != wanted:
+            raise DiskError(
+                f"{self._file.where}: what rank {self._file.rank} read from {self._file.directory!r} is not what it "
+                f"wrote there (frozen chunk {self._chunk}, bytes {start} to {start + place.numel()} of its shard): "
+                f"the disk cannot be trusted; go on from a checkpoint, on another one"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenElements:
+    """Elements of frozen weights on disk, as `shard_state.Elements`."""
+
+    place: FrozenPlace
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    def read(self) -> torch.Tensor:
+        """As `Elements.read`."""
+        found = torch.empty(self.stop - self.start, dtype=self.dtype, device="cpu")
+        self.place.read(self.start * self.dtype.itemsize, found.view(torch.uint8))
+        return found
+
+    def write(self, values: torch.Tensor) -> None:
+        """As `Elements.write`."""
+        self.place.write(self.start * self.dtype.itemsize, values.to(self.dtype).cpu().view(torch.uint8))
+
+    def __getitem__(self, part: slice) -> "FrozenElements":
+        start, stop, _ = part.indices(self.stop - self.start)
+        return replace(self, start=self.start + start, stop=self.start + max(start, stop))

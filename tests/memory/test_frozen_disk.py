@@ -1,0 +1,188 @@
+"""Frozen weights on disk: the file against a tensor in memory, and training beside frozen weights in host memory."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import elixir_moe as em
+from elixir_moe.chunks.plan import FROZEN_BUFFERS, PAGE_BYTES
+from elixir_moe.distributed.collectives import Work
+from elixir_moe.memory.frozen_disk import FrozenElements, FrozenFile
+from tests.support.cases import with_further
+from tests.support.parity import trained
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+REQUEST = 3 * PAGE_BYTES
+SIZES = [2 * REQUEST + 6, 10, REQUEST]
+WIDTH = 32
+
+
+@pytest.fixture
+def short_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in ("chunks.plan", "memory.frozen_disk"):
+        monkeypatch.setattr(f"elixir_moe.{room}.FROZEN_REQUEST_BYTES", REQUEST)
+
+
+@pytest.fixture
+def opened(tmp_path: Path, short_requests: None) -> Iterator[Callable[..., FrozenFile]]:
+    files: list[FrozenFile] = []
+
+    def make(**options: Any) -> FrozenFile:
+        files.append(FrozenFile(str(tmp_path), SIZES, torch.device("cpu"), **options))
+        return files[-1]
+
+    yield make
+    for file in files:
+        file.close()
+
+
+def noise(nbytes: int, seed: int) -> Tensor:
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_what_is_read_is_what_was_written_last(checked: bool, opened: Callable[..., FrozenFile]) -> None:
+    file = opened(checked=checked)
+    places = [file.take(nbytes, index) for index, nbytes in enumerate(SIZES)]
+    assert sum(place.nbytes for place in places) == file.nbytes
+    wanted = [noise(nbytes, index) for index, nbytes in enumerate(SIZES)]
+    for place, values in zip(places, wanted, strict=True):
+        place.write(0, values)
+    places[0].write(REQUEST - 4, noise(8, 9))  # in two requests
+    wanted[0][REQUEST - 4 : REQUEST + 4] = noise(8, 9)
+    elements = FrozenElements(places[0], torch.bfloat16, 0, SIZES[0] // 2)[2:-1]
+    elements[1:3].write(torch.tensor([1.0, 2.0]))
+    wanted[0].view(torch.bfloat16)[3:5] = torch.tensor([1.0, 2.0])
+    assert torch.equal(elements.read().view(torch.int16), wanted[0].view(torch.int16)[2:-1])
+    for place, values in zip(places, wanted, strict=True):
+        reading = place.begin()
+        assert reading is not None
+        assert torch.equal(reading.values(), values)
+        place.give_back(reading, Work())
+
+
+def test_a_buffer_is_free_again_when_it_is_given_back(opened: Callable[..., FrozenFile]) -> None:
+    place = opened().take(SIZES[0], 0)
+    readings = [place.begin() for _ in range(FROZEN_BUFFERS)]
+    assert place.begin() is None
+    first = readings[0]
+    assert first is not None
+    copied: list[str] = []
+    place.give_back(first, Work(finish=lambda: copied.append("copied")))
+    again = place.begin()
+    assert again is not None
+    again.values()
+    assert copied, "the copy has ended before the buffer is filled"
+
+
+def test_a_flipped_bit_is_noticed_if_the_plan_verifies(opened: Callable[..., FrozenFile]) -> None:
+    for checked in (True, False):
+        file = opened(checked=checked)
+        place = file.take(SIZES[0], 7)
+        place.write(0, noise(SIZES[0], 0))
+        page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
+        file.move(REQUEST, page, write=True)
+        reading = place.begin()
+        assert reading is not None
+        if checked:
+            with pytest.raises(em.DiskError, match="frozen chunk 7, bytes 12288 to"):
+                reading.values()
+        else:
+            assert not torch.equal(reading.values(), noise(SIZES[0], 0))
+
+
+def test_a_disk_that_cannot_have_it_is_named(tmp_path: Path) -> None:
+    for folder, sizes in ((tmp_path, [1 << 50]), (tmp_path / "nowhere", [10])):
+        with pytest.raises(em.TierError, match="for shards cannot be had"):
+            FrozenFile(str(folder), sizes, torch.device("cpu"))
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trainable product beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x -> base(x) + up(down(x))."""
+        return self.base(x).tanh() + self.up(self.down(x))
+
+
+def build() -> tuple[nn.Module, Any]:
+    """Six layers, and an optimizer of the adapters."""
+    model = nn.Sequential(*[Adapted() for _ in range(6)])
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+
+
+def run(on_disk: bool, dtype: torch.dtype, folder: str, devices: int = 0) -> dict[str, Any]:
+    """(rank) Training, evaluation, a write and a checkpoint; the frozen weights are on disk or in host memory."""
+    plan = em.Plan.offload(
+        rcache_blocks=4,
+        chunk_numel=WIDTH * WIDTH + WIDTH,
+        device_chunks=devices,
+        disk_chunks=99 if on_disk else 0,
+        disk=folder if on_disk else None,
+        verify=on_disk,
+    )
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def backward(model: Any, step: int) -> None:
+        rows = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).chunk(world)[rank].to(dtype)
+        with torch.no_grad():
+            model(rows)
+            if step == 1:
+                model[2].base.weight.mul_(2)
+        for _ in range(2):
+            model(rows).float().pow(2).mean().backward()
+
+    def after(model: nn.Module) -> nn.Module:
+        held, size = em.inspect(model).held_bytes, em.inspect(model).footprint
+        assert held["host"] == size.host_bytes
+        assert held["disk"] == size.disk_bytes
+        frozen = sum(c.nbytes for c in em.inspect(model).layout.chunks if not c.key.trainable)
+        assert on_disk == (size.disk_bytes >= frozen // world)
+        return model
+
+    return trained(build, backward, plan, 3, after=after, compute_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", with_further((torch.bfloat16, torch.float32), (torch.bfloat16,)))
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", with_further((0, 3), (0,)))
+def test_frozen_weights_on_disk_train_to_the_same_bits(
+    world: int, dtype: torch.dtype, devices: int, ranks: Ranks, tmp_path: Path
+) -> None:
+    wanted, found = (ranks(world).run(run, on_disk, dtype, str(tmp_path), devices)[0] for on_disk in (False, True))
+    assert found["norms"] == wanted["norms"]
+    assert all(torch.equal(value, wanted["state"][name]) for name, value in found["state"].items())
+
+
+def saved(folder: str) -> list[dict[str, Tensor]]:
+    """(rank) What a checkpoint of frozen weights on disk gives back, also to a plan without a disk."""
+    states = []
+    for on_disk, path in ((True, None), (False, f"{folder}/saved"), (True, f"{folder}/saved")):
+        torch.manual_seed(1 if path is None else 2)
+        model, optimizer = build()
+        plan = em.Plan.offload(chunk_numel=2048, disk=folder, disk_chunks=99) if on_disk else em.Plan.ddp()
+        model, optimizer = em.wrap(model, optimizer, plan=plan)
+        if path is None:
+            em.save(f"{folder}/saved", model, optimizer, asynchronous=True).result()
+        else:
+            em.load(path, model, optimizer)
+        states.append(em.full_state_dict(model, all_ranks=True))
+        optimizer.close()
+    return states
+
+
+def test_a_checkpoint_has_the_frozen_weights(ranks: Ranks, tmp_path: Path) -> None:
+    for wanted, *loaded in ranks(2).run(saved, str(tmp_path)):
+        for state in loaded:
+            assert all(torch.equal(value, wanted[name]) for name, value in state.items())
