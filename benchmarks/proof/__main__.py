@@ -58,6 +58,9 @@ def _run(options: argparse.Namespace, journal: Journal, log: Path, end: float) -
     print(f"{journal.device or 'no GPU: toys on the CPU'}; the library: {machine['library']}", flush=True)
     environment = path_of(site if options.wheels else None) | _extensions(HERE.with_name("torch_extensions"))
     here = [s for s in steps(log.parent, machine, environment) if any(text in s.name for text in options.only)]
+    if not here:
+        print(f"no step has one of {options.only} in its name: docs/gpu.md has them", file=sys.stderr)
+        return 2
     postponed = 0
     for step in here:
         if journal.is_good(step.name) or _not_wanted(step, journal):
@@ -104,6 +107,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.out = Path(options.out)
     options.wheels = options.wheels and options.wheels.resolve()
+    if options.wheels and not options.wheels.is_dir():
+        parser.error(f"--wheels {options.wheels}: there is no such folder")
     return options
 
 

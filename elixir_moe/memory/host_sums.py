@@ -68,11 +68,12 @@ class HostSums:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def finish(self) -> None:
-        """Blocks until all that was given is added; raises the error of an addition, once."""
+        """Blocks until all that was given is added; raises the first error of an addition, and forgets the others."""
         if self._buffers:
             self._thread.submit(int).result()  # behind additions, too, that an interrupt has kept from being noted
-        while self._running:
-            self._finish_oldest()
+        ended, self._running = self._running, deque()
+        for adding in ended:
+            adding.result()
 
     def close(self) -> None:
         """Ends the threads, when all that was given is added."""

@@ -151,7 +151,7 @@ class MoE(nn.Module):
         The auxiliary loss has the same value on every rank, that of the global batch; its gradient is this rank's part,
         right once gradients are averaged over the ranks that share the batch (see `auxiliary_loss`).
         """
-        tokens, ranks, top_k, capacity = x.flatten(0, -2), self.place, self.router.top_k, self.capacity_factor
+        tokens, ranks, top_k, capacity = x.reshape(-1, x.shape[-1]), self.place, self.router.top_k, self.capacity_factor
         routing = self.router(tokens, self.z_coefficient != 0)
         choices = sort_choices(routing.experts, self.num_experts, 1 if capacity is None else top_k)
         statistics = gather_statistics(routing, choices, ranks.batch_group)

@@ -75,7 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         pieces = cut(self._chunks, self.param_groups)
         self._segments = {chunk.spec.index: mine for chunk, mine in zip(self._chunks, pieces, strict=True)}
         self._update = update_for(inner, self._chunks, pieces, self.param_groups)
-        there = all(chunk.shard.tier is Tier.DEVICE for chunk in self._chunks)
+        there = bool(self._chunks) and all(chunk.shard.tier is Tier.DEVICE for chunk in self._chunks)
         if not there or not isinstance(self._update, AdamUpdate) or (on_device is not None and on_device.staged):
             on_device = None
         self._decision = StepDecision(self._chunks, scheduler, hooks, groups, on_device)

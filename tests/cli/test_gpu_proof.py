@@ -118,6 +118,15 @@ def test_what_has_no_time_left_is_said_and_run_by_the_next_call(
     assert called(tmp_path) == 0
 
 
+def test_what_is_not_there_is_said(fake: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake["steps"] = [shell("good", told(x=1))]
+    assert called(tmp_path, "--only", "goood") == 2
+    assert "no step has one of ['goood'] in its name" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        called(tmp_path, "--wheels", str(tmp_path / "wheels"))
+    assert "wheels: there is no such folder" in capsys.readouterr().err
+
+
 def test_two_calls_do_not_share_a_folder(
     fake: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

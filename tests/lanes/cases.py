@@ -31,6 +31,7 @@ WIDTH = 8
 PARTS = ("plain", "bias", "tied", "reused", "checkpointed", "reentrant", "mixture", "residual", "frozen", "beside")
 MIXTURES = ("mixture", "residual", "swapped")
 HABITS = ("evaluation", "view", "failing", "late", "read", "write", "save", "clip", "norms", "value")
+"""Those that are drawn; "aside", "between" and "load" are for chosen runs."""
 PLANS = {
     "ddp": replace(em.Plan.ddp(), chunk_numel=4 * WIDTH * WIDTH + 64),
     "zero2": em.Plan.zero2(),
@@ -229,6 +230,18 @@ def run_with_a_bad_step(plan: str) -> tuple[list[str], list[str], list[str]]:
     return messages, machine.memory.races, [n for n, v in states[0].items() if not torch.equal(v, states[1][n])]
 
 
+def norm_of_a_frozen_model() -> float:
+    """The gradient norm of a model that has nothing to train; takes a step too."""
+    with Machine().on():
+        model, optimizer = _wrapped(Case(parts=("frozen",), plan="zero3"), PLANS["zero3"])
+        with torch.no_grad():
+            model(torch.ones(4, WIDTH, device=GPU))
+        norm = float(optimizer.clip_grad_norm_(1.0))
+        optimizer.step()
+        optimizer.close()
+    return norm
+
+
 @contextmanager
 def _as_ever() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -300,6 +313,10 @@ def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> Non
         inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
         if case.half:
             inputs = inputs.bfloat16()
+        if has("between"):  # nothing is fetched after this norm where blocks suffice
+            with torch.no_grad():
+                model(inputs)
+            optimizer.clip_grad_norm_(math.inf)
         if has("failing") and step == 1:
             model.fails = True
             try:
@@ -316,6 +333,9 @@ def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> Non
         loss.backward()
         if has("evaluation"):
             with torch.no_grad():
+                model(inputs)
+        if has("aside"):
+            with Machine.running().aside(inputs), torch.no_grad():
                 model(inputs)
     if has("clip"):
         optimizer.clip_grad_norm_(1.0)
@@ -337,6 +357,13 @@ def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> Non
             next(model.parameters()).mul_(0.9)
     if has("save") and step == 0:
         em.save(folder, model, optimizer, asynchronous=True)
+    if has("load") and step < 2:
+        em.save(folder, model, optimizer)
+        with torch.set_grad_enabled(step == 0):  # reductions are under way, or fetches alone
+            loss = model(inputs).float().square().mean()
+        if step == 0:
+            loss.backward()
+        em.load(folder, model, optimizer)
 
 
 @contextmanager

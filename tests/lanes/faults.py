@@ -187,6 +187,29 @@ def _gathers_begin_when_updates_have_ended(patch: Patch) -> None:
     patch(Scheduler, "__init__", out_of_order)
 
 
+def _without(owner: Any, method: str, *, on: Any = Scheduler) -> Callable[[Patch], None]:
+    """While a method of `on` runs, one of `owner` does nothing."""
+    name, _, within = method.partition(" in ")
+    return lambda patch: _while(patch, on, within, lambda put, _: put(owner, name, _nothing))
+
+
+def _one_mover_unnoticed(context: str) -> Callable[[Patch], None]:
+    """What goes to one of the streams does not count as moving."""
+
+    def fault(patch: Patch) -> None:
+        enter = getattr(Streams, context)
+
+        def unnoticed(streams: Any) -> Any:
+            moving = streams._moving
+            entered = enter(streams)
+            streams._moving = moving
+            return entered
+
+        patch(Streams, context, unnoticed)
+
+    return fault
+
+
 def _reductions_at_once(patch: Patch) -> None:
     start = Reductions.__init__
     patch(Reductions, "__init__", lambda order, agreement, *, in_order: start(order, agreement, in_order=False))
@@ -223,4 +246,11 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "an update does not wait for reductions": _step_not_behind("_reduce"),
     "a gather begins when its update has ended": _gathers_begin_when_updates_have_ended,
     "reductions of ranks that run other modules begin at once": _reductions_at_once,
+    "the end of a step does not wait for other compute": _without(Streams, "join_compute in end_step", on=Streams),
+    "a gradient that waits for its values does not wait for its reduction": _without(
+        Scheduler, "_order_behind_reduction in release"
+    ),
+    "a sum is added to while it is reduced": _without(Scheduler, "_order_behind_reduction in _land"),
+    "the host does not wait where only fetches run": _one_mover_unnoticed("fetching"),
+    "the host does not wait where only reductions run": _one_mover_unnoticed("reducing"),
 }

@@ -214,6 +214,14 @@ class Machine:
             node.register_prehook(partial(self._enter_side, main, first))
             node.register_hook(partial(self._leave_side, main, last))
 
+    @contextmanager
+    def aside(self, given: torch.Tensor) -> Iterator[None]:
+        """A context whose work goes to the second compute stream, behind what was issued; nobody waits for it."""
+        self.side.wait_stream(self.stream)
+        given.record_stream(self.side)  # type: ignore[arg-type]
+        with self.on_stream(self.side):
+            yield
+
     def join(self, made: torch.Tensor) -> torch.Tensor:
         """What the second compute stream has made, for use on the current one."""
         self.stream.wait_stream(self.side)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.lanes.cases import Case, Outcome, cases, run, run_late, run_with_a_bad_step
+from tests.lanes.cases import Case, Outcome, cases, norm_of_a_frozen_model, run, run_late, run_with_a_bad_step
 from tests.lanes.faults import FAULTS
 from tests.support.ranks import RankError, RankPool
 
@@ -65,6 +65,19 @@ TELLING = [
         ),
     ),
     (2, Case(parts=("plain", "swapped", "plain", "swapped"), plan="ddp", half=True)),
+    (1, Case(parts=("plain", "bias", "plain"), plan="zero3", blocks=1, half=True, habits=frozenset({"aside"}))),
+    (
+        2,
+        Case(
+            parts=("plain", "tied", "reused", "checkpointed", "reentrant"),
+            plan="ddp",
+            half=True,
+            habits=frozenset({"evaluation"}),
+        ),
+    ),
+    (2, Case(parts=("plain", "tied", "reentrant"), plan="ddp", accumulation=2, habits=frozenset({"late"}))),
+    (1, Case(parts=("plain",), plan="offload", blocks=3, half=True, habits=frozenset({"between"}))),
+    (1, Case(parts=("plain", "bias"), plan="offload", blocks=0, half=True, habits=frozenset({"load"}))),
 ]
 """Runs that between them need every wait: (ranks, case)."""
 
@@ -170,6 +183,11 @@ def test_a_device_skips_a_step_whose_norm_is_not_finite(plan: str, world: int, r
         (message,) = messages
         assert "the global gradient norm of the last step was nan" in message
         assert not races and not differing
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_with_nothing_to_train_has_a_norm_of_0(world: int, ranks: Ranks) -> None:
+    assert ranks(world).run(norm_of_a_frozen_model) == [0.0] * world
 
 
 @pytest.mark.parametrize("half", [True, False])

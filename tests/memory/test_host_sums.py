@@ -140,9 +140,8 @@ def test_an_addition_that_fails_is_told_until_the_gradient_is_cleared(dtype: tor
         sums.finish()
     with pytest.raises(RuntimeError, match="the device is gone"):
         shard.gradient()
+    sums.finish()  # as `zero_grad` does: the second addition, to a sum that lacks the first, is not told of again
     shard.clear_gradient()
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        sums.finish()  # the second addition would have been to a sum that lacks the first
     shard.add_gradient(gradient(dtype, 3))
     sums.finish()
     assert torch.equal(shard.gradient().float(), gradient(dtype, 3).float())

@@ -383,6 +383,16 @@ def test_parameters_of_the_experts_are_those_the_glob_finds() -> None:
     assert all(p.shape[0] == E for name, p in layer.named_parameters() if ".experts." in name)
 
 
+def test_a_token_may_come_alone() -> None:
+    layer, (x, _) = build(top_k=2), inputs()
+    token = x[0, 0].clone().requires_grad_()
+    out, aux = layer(token)
+    batch, same = layer(token[None])
+    assert out.shape == token.shape and torch.equal(out, batch[0]) and torch.equal(aux, same)
+    (out.sum() + aux).backward()
+    assert token.grad is not None and token.grad.shape == token.shape
+
+
 def test_without_bias() -> None:
     torch.manual_seed(0)
     layer = MoE(d_model=D, d_hidden=H, num_experts=E, residual=True, bias=False)
