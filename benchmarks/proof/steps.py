@@ -69,7 +69,7 @@ def run(step: Step, log: Path, limit: float) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     output = log.read_bytes()[begin:].decode(errors="replace")
-    told = [line for line in output.splitlines() if line.startswith(FIGURES)]
+    told = [line for line in output.split("\n")[:-1] if line.startswith(FIGURES)]  # the last may be cut short
     figures = json.loads(told[-1].removeprefix(FIGURES)) if told else None
     if code is None:
         outcome = OVER_LIMIT

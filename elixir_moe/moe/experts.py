@@ -4,6 +4,7 @@ Owns their parameters, their initial values and their products. Knows nothing of
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -116,7 +117,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, counts: list[int] | None
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, groups.experts, groups.bounds)
-        ctx.has_bias, ctx.counts = bias is not None, counts
+        ctx.counts = counts
         if counts is None:
             out = F.grouped_mm(rows, weight, offs=groups.bounds[1:])
             return out if bias is None else out.add_(bias.index_select(0, groups.experts))
@@ -130,35 +131,44 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, experts, bounds = ctx.saved_tensors
         grad = grads[0].contiguous()
+        needs = ctx.needs_input_grad[:3]
         if ctx.counts is None:
-            got = _gradients_fused(rows, weight, grad, experts, bounds)
-        else:
-            got = _gradients_loop(rows, weight, grad, ctx.counts)
-        grad_rows, grad_weight, grad_bias = got
-        return grad_rows, grad_weight, grad_bias if ctx.has_bias else None, None, None
+            return *_gradients_fused(rows, weight, grad, experts, bounds, needs), None, None
+        return *_gradients_loop(rows, weight, grad, ctx.counts, needs), None, None
 
 
-def _gradients_loop(rows: Tensor, weight: Tensor, grad: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    grad_rows, grad_weight = torch.empty_like(rows), torch.empty_like(weight)
-    grad_bias = weight.new_empty(weight.shape[0], weight.shape[2])
-    parts = zip(rows.split(counts), grad.split(counts), grad_rows.split(counts), strict=True)
-    for e, (row, g, here) in enumerate(parts):
-        _product(g, weight[e].t(), here)
-        _product(row.t(), g, grad_weight[e])  # zeros for an expert without rows
-        torch.sum(g, dim=0, out=grad_bias[e])
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of rows, weight and bias; None for what needs none, as frozen experts."""
+
+
+def _gradients_loop(rows: Tensor, weight: Tensor, grad: Tensor, counts: list[int], needs: Sequence[bool]) -> _Gradients:
+    grad_rows = torch.empty_like(rows) if needs[0] else None
+    grad_weight = torch.empty_like(weight) if needs[1] else None
+    grad_bias = weight.new_empty(weight.shape[0], weight.shape[2]) if needs[2] else None
+    start = 0
+    for e, (row, g) in enumerate(zip(rows.split(counts), grad.split(counts), strict=True)):
+        if grad_rows is not None:
+            _product(g, weight[e].t(), grad_rows[start : start + len(row)])
+        if grad_weight is not None:
+            _product(row.t(), g, grad_weight[e])  # zeros for an expert without rows
+        if grad_bias is not None:
+            torch.sum(g, dim=0, out=grad_bias[e])
+        start += len(row)
     return grad_rows, grad_weight, grad_bias
 
 
 def _gradients_fused(
-    rows: Tensor, weight: Tensor, grad: Tensor, experts: Tensor, bounds: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_rows = F.grouped_mm(grad, weight.transpose(1, 2), offs=bounds[1:])
-    # On some GPUs the kernel does not write the gradient of an expert without rows.
-    idle = (bounds[1:] == bounds[:-1]).view(-1, 1, 1)
-    grad_weight = F.grouped_mm(rows.t(), grad, offs=bounds[1:]).masked_fill_(idle, 0)
-    # A product with a one-hot matrix sums each expert's rows in fp32, without atomics.
-    member = torch.arange(len(weight), device=rows.device).unsqueeze(1) == experts
-    return grad_rows, grad_weight, member.to(grad.dtype) @ grad
+    rows: Tensor, weight: Tensor, grad: Tensor, experts: Tensor, bounds: Tensor, needs: Sequence[bool]
+) -> _Gradients:
+    grad_rows = F.grouped_mm(grad, weight.transpose(1, 2), offs=bounds[1:]) if needs[0] else None
+    grad_weight = grad_bias = None
+    if needs[1]:  # on some GPUs the kernel does not write the gradient of an expert without rows
+        idle = (bounds[1:] == bounds[:-1]).view(-1, 1, 1)
+        grad_weight = F.grouped_mm(rows.t(), grad, offs=bounds[1:]).masked_fill_(idle, 0)
+    if needs[2]:  # a product with a one-hot matrix sums each expert's rows in fp32, without atomics
+        member = torch.arange(len(weight), device=rows.device).unsqueeze(1) == experts
+        grad_bias = member.to(grad.dtype) @ grad
+    return grad_rows, grad_weight, grad_bias
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None = None) -> None:

@@ -8,8 +8,11 @@ of them a write, must be ordered: the later one's clock covers the earlier one. 
 lane that allocated it, so that lane's clock must cover every use.
 """
 
+import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,15 +68,35 @@ class Span:
 
 
 class Memory:
-    """All allocations, and the races found."""
+    """All allocations, and the races found. For any thread."""
 
     def __init__(self) -> None:
-        self.races: list[str] = []
+        self._races: list[str] = []
         self._starts: list[int] = []
         self._spans: dict[int, Span] = {}
+        self._lock = threading.RLock()
+        self._dead: deque[tuple[Span, Clock, Container[str]]] = deque()
+        """Allocations that have died since the last look: a finalizer may run in the middle of any line."""
+
+    @property
+    def races(self) -> list[str]:
+        """The races found so far."""
+        with self._looking():
+            return self._races
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        with self._lock:
+            while self._dead:
+                self._bury(*self._dead.popleft())
+            yield
 
     def span_at(self, address: int) -> Span | None:
         """The allocation that holds the byte at `address`."""
+        with self._looking():
+            return self._span_at(address)
+
+    def _span_at(self, address: int) -> Span | None:
         place = bisect_right(self._starts, address) - 1
         if place < 0:
             return None
@@ -82,15 +105,20 @@ class Memory:
 
     def allocate(self, start: int, nbytes: int, *, host: bool, owner: Lane) -> Span:
         """Records an allocation; forgets those in whose place it lies."""
-        for old in list(self._within(start, start + nbytes)):
-            self.forget(old)
-        span = self._spans[start] = Span(start, start + nbytes, host, owner)
-        self._starts.insert(bisect_right(self._starts, start), start)
-        return span
+        with self._looking():
+            for old in list(self._within(start, start + nbytes)):
+                self._forget(old)
+            span = self._spans[start] = Span(start, start + nbytes, host, owner)
+            self._starts.insert(bisect_right(self._starts, start), start)
+            return span
 
     def use(self, lane: Lane, start: int, stop: int, *, writes: bool, what: str) -> None:
         """Records a use by the operation that `lane` has begun last."""
-        span = self.span_at(start)
+        with self._looking():
+            self._use(lane, start, stop, writes, what)
+
+    def _use(self, lane: Lane, start: int, stop: int, writes: bool, what: str) -> None:
+        span = self._span_at(start)
         assert span is not None, f"{what} uses memory that nobody has allocated"
         kept = []
         for use in span.uses:
@@ -98,7 +126,7 @@ class Memory:
                 kept.append(use)
                 continue
             if (writes or use.writes) and lane.clock.get(use.lane, 0) < use.tick:
-                self.races.append(f"{what} on {lane.name} is not ordered behind {use.what} on {use.lane}")
+                self._races.append(f"{what} on {lane.name} is not ordered behind {use.what} on {use.lane}")
             covered = start <= use.start and use.stop <= stop
             if not (covered and (writes or (use.lane == lane.name and not use.writes))):
                 kept.append(use)
@@ -107,14 +135,17 @@ class Memory:
 
     def die(self, span: Span, clock: Clock, done: Container[str] = ()) -> None:
         """Records that an allocation is dead, of which later uses of the bytes know `clock`; uses on `done` ended."""
+        self._dead.append((span, clock, done))
+
+    def _bury(self, span: Span, clock: Clock, done: Container[str]) -> None:
         for use in span.uses:
             if use.lane not in done and clock.get(use.lane, 0) < use.tick:
-                self.races.append(
+                self._races.append(
                     f"memory dies on {span.owner.name} that {use.what} on {use.lane} may not be done with"
                 )
-        self.forget(span)
+        self._forget(span)
 
-    def forget(self, span: Span) -> None:
+    def _forget(self, span: Span) -> None:
         """Drops an allocation, if it is still the one at its place."""
         if self._spans.get(span.start) is span:
             del self._spans[span.start]

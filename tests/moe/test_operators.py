@@ -106,6 +106,25 @@ def test_a_layer_has_few_operators(ranks: Ranks, top_k: int) -> None:
             assert len(backward) <= most[1], (ep, len(backward), backward)
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_frozen_experts_get_no_gradient_of_weights(is_fused: bool) -> None:
+    product = "_grouped_mm" if is_fused else "mm"
+    counts, gradients = [], []
+    for frozen in (False, True):
+        layer, x, grad = build(1)
+        layer.experts.requires_grad_(not frozen)
+        with fused(is_fused):
+            results, backward = layer(x), Operators()
+            with backward:
+                torch.autograd.backward(results, (grad, torch.ones(())))
+        counts.append(sum(name == product for name in backward.names))
+        gradients.append(x.grad)
+    whole, half = counts
+    layers_beside = 0 if is_fused else 2  # the router's products
+    assert half - layers_beside == (whole - layers_beside) / 2
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
 def run_adding(ep: int) -> list[str]:
     found = []
     for top_k, capacity_factor, residual in product((1, 2), (None, 0.8), (False, True)):
