@@ -166,10 +166,21 @@ def place_here() -> Whereabouts:
     run hooks of the library. Python has not started them, so their stacks do not begin in `threading`.
     """
     main = threading.main_thread().ident
-    frames = sys._current_frames()
+    frames = _frames()
     others = [thread for thread, frame in frames.items() if thread != main and _is_autograd(frame)]
     places = [_place(frames.get(thread), _WATCH.open.get(thread)) for thread in others]
     return next((place for place in places if place.waiting), next(iter(places), place_of(main)))
+
+
+def _frames() -> dict[int, FrameType]:
+    """The frames of the other threads.
+
+    Its own would be a cycle with what it finds, which would keep the tensors in all frames until the next collection of
+    garbage.
+    """
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return frames
 
 
 def _is_autograd(frame: FrameType) -> bool:
@@ -351,7 +362,7 @@ class _Watch:
 
     def _place(self) -> str:
         waits = list(self.open.items())
-        frames = sys._current_frames()
+        frames = _frames()
         places = [f"in {wait.what}{_caller(frames.get(thread))}" for thread, wait in waits]
         if not places:
             place = place_here()

@@ -1,7 +1,9 @@
 """Where a rank is while autograd works for it on another thread, and how long it is busy although all ranks wait."""
 
 import _thread
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -158,3 +160,22 @@ def test_on_a_cpu_nothing_is_timed() -> None:
     with Wait("anything"):
         pass
     assert timer.stop() is None
+
+
+def test_a_look_at_the_threads_keeps_none_of_their_tensors() -> None:
+    """A frame that outlives its function keeps its locals: activations, if the thread runs a forward."""
+
+    def forward() -> weakref.ref[torch.Tensor]:
+        activation = torch.ones(3)
+        watchdog = threading.Thread(target=place_here)
+        watchdog.start()
+        watchdog.join()
+        return weakref.ref(activation)
+
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        assert forward()() is None
+    finally:
+        if collects:
+            gc.enable()
