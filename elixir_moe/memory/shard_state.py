@@ -185,9 +185,9 @@ class ShardState:
         """The weights that a checkpoint keeps: fp32 masters, or the values of a frozen chunk."""
         return InMemory(self.shown, self.wait_for_update)
 
-    def fill(self, values: torch.Tensor) -> None:
-        """Sets the shard's first values, given in the master's dtype."""
-        self.shown.copy_(values)
+    def fill(self, values: torch.Tensor, start: int = 0) -> None:
+        """Sets the first values of the shard's elements from `start` on, given in the master's dtype."""
+        self.shown[start : start + values.numel()].copy_(values)
 
     def store(self, start: int, written: torch.Tensor) -> None:
         """Stores values that user code wrote, from element `start` of the shard on. Blocks for an update or a save."""
@@ -439,10 +439,10 @@ class MixedShard(ShardState):
         assert self.master is not None
         return InMemory(self.master, self.wait_for_update)
 
-    def fill(self, values: torch.Tensor) -> None:
+    def fill(self, values: torch.Tensor, start: int = 0) -> None:
         """As `ShardState.fill`."""
-        self.shown.copy_(values)
-        self.weights().write(values)
+        super().fill(values, start)
+        self.weights()[start : start + values.numel()].write(values)
 
     def store(self, start: int, written: torch.Tensor) -> None:
         """As `ShardState.store`; unchanged elements keep the precision of the master."""

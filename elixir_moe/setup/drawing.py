@@ -149,7 +149,7 @@ def _needed(record: Record) -> list[_Operation]:
 
 
 def _place_of(tensor: Tensor, record: Record) -> _Place:
-    return _Place(record, tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+    return _Place(record, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
 
 # ----------------------------------------------------------------------------------------------------------- recording
