@@ -22,6 +22,8 @@ from benchmarks.memory import status_mib
 from elixir_moe.models import GPT, GPTConfig
 
 _MIB = 1 << 20
+_ALL = 1 << 20
+"""More chunks than there are."""
 
 
 def measure(config: GPTConfig, disk: str, *, sharded: bool) -> dict[str, float]:
@@ -38,7 +40,7 @@ def measure(config: GPTConfig, disk: str, *, sharded: bool) -> dict[str, float]:
     model, optimizer = em.wrap(
         model,
         torch.optim.AdamW(model.parameters()),
-        plan=em.Plan.offload(disk=disk, host="0 GiB"),
+        plan=em.Plan.offload(disk=disk, disk_chunks=_ALL),
         compute_dtype=torch.bfloat16,
     )
     seconds, peak = time.perf_counter() - start, status_mib("VmHWM") - bare
