@@ -1,7 +1,7 @@
 """Memory of a rank while a model starts, sharded or plain: ``torchrun --nproc-per-node 2 -m benchmarks.start``.
 
 Owns the measurement: the most memory a rank has resident between the construction of a GPT and the end of `em.wrap`,
-over what it had before, beside the bytes that the library then holds and the largest parameter. Weights are bf16 in
+over what it had before, beside what it has afterwards and the largest parameter. Weights are bf16 in
 host memory, masters and moments on disk, so that large models fit a small machine. Rank 0 prints one JSON object.
 """
 
@@ -44,20 +44,19 @@ def measure(config: GPTConfig, disk: str, *, sharded: bool) -> dict[str, float]:
         compute_dtype=torch.bfloat16,
     )
     seconds, peak = time.perf_counter() - start, status_mib("VmHWM") - bare
-    held = em.inspect(model).held_bytes
-    in_memory = sum(nbytes for tier, nbytes in held.items() if tier is not em.Tier.DISK) / _MIB
-    most = torch.tensor([peak, in_memory, seconds, status_mib("VmRSS") - bare], dtype=torch.float64)
+    shards = 2 * sum(chunk.shard_numel for chunk in em.inspect(model).layout.chunks) / _MIB
+    most = torch.tensor([peak, status_mib("VmRSS") - bare, shards, seconds], dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     optimizer.close()
-    peak, in_memory, seconds, after = most.tolist()
+    peak, after, shards, seconds = most.tolist()
     largest = 4 * max(numels) / _MIB
     return {
         "parameters": sum(numels),
         "peak_mib": round(peak),
-        "held_mib": round(in_memory),
-        "resident_afterwards_mib": round(after),
+        "afterwards_mib": round(after),
+        "of_them_shards_mib": round(shards),
         "largest_parameter_mib": round(largest),
-        "ratio": round(peak / (in_memory + largest), 3),
+        "peak_over_afterwards_and_largest": round(peak / (after + largest), 3),
         "seconds": round(seconds, 1),
     }
 

@@ -219,6 +219,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, device: torch.device, asked: _Answers) -> None:
         super().__init__()
         self._device, self._asked = device, asked
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -324,7 +325,13 @@ class _Recorder(TorchDispatchMode):
         return generator, state
 
     def _scratch(self, tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
+        """Memory like that of a tensor on meta, the same for all: what is freed between small things stays resident."""
+        extent = 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+        nbytes = tensor.dtype.itemsize * (extent if tensor.numel() else 0)
+        if self._memory.nbytes < nbytes:
+            self._memory = self._memory[:0].clone()  # the old memory is freed before there is more
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._memory[:nbytes].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
 
 
 def _is_tensor(argument: Any) -> bool:
