@@ -24,13 +24,13 @@ def peak_mib(build: Build, workload: Workload) -> list[float]:
     data = batches(workload, stream=0)
     drawn = [next(data) for _ in range(STEPS)]
     dist.barrier()
-    bare = _status("VmRSS")
+    bare = status_mib("VmRSS")
     contender = build(workload)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     for batch in drawn:
         contender.step(batch)
-    most = torch.tensor(_status("VmHWM") - bare, dtype=torch.float64)
+    most = torch.tensor(status_mib("VmHWM") - bare, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     contender.close()
     return [most.item()]
@@ -43,7 +43,8 @@ def peak_row(what: dict[str, Any], ours: float, theirs: float) -> dict[str, Any]
     return what | {"ratio": ratio, "spread": [ratio, ratio], "unit": "MiB", **sizes, "note": None}
 
 
-def _status(field: str) -> float:
+def status_mib(field: str) -> float:
+    """MiB of a line of the process's status: VmRSS is what it has resident, VmHWM the most it ever had."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(field))
     return int(line.split()[1]) / 1024

@@ -29,6 +29,7 @@ from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.parallel.rules import annotate
 from elixir_moe.runtime.access import unsharded
+from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.setup.tiling import tile
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.save import Saving, save
@@ -73,6 +74,7 @@ __all__ = [
     "models",
     "save",
     "save_pretrained",
+    "sharded_init",
     "tile",
     "unsharded",
     "wrap",

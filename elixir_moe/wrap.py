@@ -63,7 +63,8 @@ def wrap(
     replicate process group. Parameters without a pattern are replicated over the world.
 
     Args:
-        model: any module, on any device; tensors on "meta" come from `weights`.
+        model: any module, on any device; tensors on "meta" come from `weights`, or are drawn if it was built under
+            `sharded_init`.
         optimizer: an elementwise `torch.optim` optimizer on its parameters, not yet stepped.
         plan: the tier of each chunk's state and the number of chunks gathered at once. `Plan.auto` traces one step and
             finds the fastest plan that fits; `em.inspect(model)` has the plan, the reasons for it and the expected time
@@ -78,7 +79,7 @@ def wrap(
         device: the device of forward; by default this rank's GPU, or the CPU.
         weights: a folder of safetensors, as `save_pretrained` and Hugging Face write them, that every rank can read.
             Parameters and buffers of a model made under ``torch.device("meta")`` are read from it straight into their
-            shards; no rank ever holds more than a chunk of full weights.
+            shards; no rank ever holds more than one parameter besides.
         former: argument names of former versions; each raises an error with the new name.
 
     Returns:
@@ -161,7 +162,7 @@ def wrap(
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
     statistics, placeholder, streams = Statistics(cache=cache.counts), Placeholder(device), Streams(device)
     blocks = Blocks(layout, plan.blocks(layout), for_gradients, shards, device, statistics, streams.allocating)
-    chunks = build_chunks(layout, described, shards, communicators, placeholder, pretrained)
+    chunks = build_chunks(layout, model, described, shards, communicators, placeholder, pretrained)
     move_buffers(model, device)
     staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
 

@@ -201,9 +201,9 @@ class ShardState:
         """The weights that a checkpoint keeps: fp32 masters, or the values of a frozen chunk."""
         return InMemory(self.shown, self.wait_for_update)
 
-    def fill(self, values: torch.Tensor) -> None:
-        """Sets the shard's first values, given in the master's dtype."""
-        self.shown.copy_(values)
+    def fill(self, values: torch.Tensor, start: int = 0) -> None:
+        """Sets the first values of the shard's elements from `start` on, given in the master's dtype."""
+        self.shown[start : start + values.numel()].copy_(values)
 
     def store(self, start: int, written: torch.Tensor) -> None:
         """Stores values that user code wrote, from element `start` of the shard on. Blocks for an update or a save."""
@@ -355,9 +355,9 @@ class FrozenDiskShard(ShardState):
         """As `ShardState.weights`."""
         return FrozenElements(self._place, self.spec.key.dtype, 0, self.spec.shard_numel)
 
-    def fill(self, values: torch.Tensor) -> None:
+    def fill(self, values: torch.Tensor, start: int = 0) -> None:
         """As `ShardState.fill`."""
-        self.weights().write(values)
+        self.weights()[start : start + values.numel()].write(values)
 
     def store(self, start: int, written: torch.Tensor) -> None:
         """As `ShardState.store`."""
@@ -516,10 +516,10 @@ class MixedShard(ShardState):
         assert self.master is not None
         return InMemory(self.master, self.wait_for_update)
 
-    def fill(self, values: torch.Tensor) -> None:
+    def fill(self, values: torch.Tensor, start: int = 0) -> None:
         """As `ShardState.fill`."""
-        self.shown.copy_(values)
-        self.weights().write(values)
+        super().fill(values, start)
+        self.weights()[start : start + values.numel()].write(values)
 
     def store(self, start: int, written: torch.Tensor) -> None:
         """As `ShardState.store`; unchanged elements keep the precision of the master."""

@@ -16,6 +16,7 @@ from elixir_moe.optim.accepted import check_optimizer, is_adam
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.runtime.access import ShardedParameter
 from elixir_moe.runtime.model_spec import TRAINED_IN
+from elixir_moe.setup.drawing import record_of
 
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 """Classes of torch that reduce gradients or shard parameters of their own."""
@@ -96,11 +97,12 @@ def check_modules(model: nn.Module) -> None:
 
 def check_data(model: nn.Module, weights: Any, step: Any) -> None:
     """Raises LayoutError if parameters on meta have no source, ConfigError if `step` would run on them."""
-    on_meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-    if on_meta and weights is None:
+    on_meta = {name: t for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta}
+    without = [name for name, tensor in on_meta.items() if record_of(tensor) is None]
+    if without and weights is None:
         raise LayoutError(
-            f"{on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device: pass weights=, a folder of "
-            f"safetensors, or materialise the model before wrap"
+            f"{without[0]!r} and {len(without) - 1} more are on the meta device: build the model, and convert it, "
+            f"inside em.sharded_init(), pass weights=, a folder of safetensors, or materialise the model before wrap"
         )
     if on_meta and step is not None:
         raise ConfigError("step cannot run a model on the meta device: leave step and sample out")

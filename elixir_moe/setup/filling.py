@@ -1,18 +1,20 @@
-"""From a model's weights to its shards: each chunk is filled, broadcast and cut before its `Chunk` is created.
+"""From a model's weights to its shards: one parameter, or a few small ones, after another.
 
-Owns the copy of the values, and the creation of the files for chunks on disk. No rank holds more than one chunk of full
-weights besides the model as given.
+Owns the copy of the values, and the creation of the files for chunks on disk. No rank holds more than the largest
+parameter besides the model as given and its shards.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.chunks.packing import ChunkSpec, Layout
+from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
 from elixir_moe.chunks.plan import Plan, Tier, frozen_bytes
-from elixir_moe.distributed.all_ranks import raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.errors import TierError
 from elixir_moe.memory.disk import Spill
@@ -21,12 +23,14 @@ from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk, Placeholder
 from elixir_moe.runtime.model_spec import ModelSpec
+from elixir_moe.setup.drawing import drawn, record_of
 from elixir_moe.state.huggingface import Pretrained, leave_meta
 
 
 def build_chunks(
     layout: Layout,
-    model: ModelSpec,
+    model: nn.Module,
+    spec: ModelSpec,
     shards: Sequence[ShardState],
     communicators: Mapping[tuple[int, ...], Communicator],
     placeholder: Placeholder,
@@ -34,49 +38,114 @@ def build_chunks(
 ) -> list[Chunk]:
     """Creates the chunks one after another, with the weights of the model in their shards. Collective.
 
-    Parameters and buffers on meta are read from `pretrained`.
+    Parameters and buffers on meta are read from `pretrained`, or drawn if the model was built under `sharded_init`.
 
     Raises:
         CheckpointError: `pretrained` could not be read; on all ranks.
+        ElixirError: a parameter or buffer could not be drawn; on all ranks.
     """
     if pretrained is not None:
         pretrained.fill_buffers()
+    drawing = Deferred("drew their weights")
+    drawing.run(partial(_draw_buffers, model))
+    sources = _Sources(placeholder.device, pretrained, drawing)
+    most = max((slot.numel for chunk in layout.chunks for slot in chunk.slots), default=0) // 2
     chunks = []
-    for spec, shard in zip(layout.chunks, shards, strict=True):
-        members = [model.parameters[slot.param] for slot in spec.slots]
-        communicator = communicators[spec.key.ranks]
-        _move_in(spec, members, shard, communicator, placeholder.device, pretrained)
-        names = [model.params[slot.param].name for slot in spec.slots]
-        chunks.append(Chunk(spec, members, names, shard, communicator, placeholder))
+    for chunk, shard in zip(layout.chunks, shards, strict=True):
+        members = {slot: spec.parameters[slot.param] for slot in chunk.slots}
+        communicator = communicators[chunk.key.ranks]
+        for slots in _runs(chunk.slots, most):
+            _move_in(chunk, {slot: members[slot] for slot in slots}, shard, communicator, sources)
+        for parameter in members.values():
+            if local_of(parameter).is_meta:
+                leave_meta(parameter)
+        names = [spec.params[slot.param].name for slot in chunk.slots]
+        chunks.append(Chunk(chunk, list(members.values()), names, shard, communicator, placeholder))
     if pretrained is not None:
         pretrained.settle()
+    drawing.settle()
     return chunks
+
+
+def _runs(slots: Iterable[Slot], most: int) -> Iterator[list[Slot]]:
+    """Consecutive slots of at most `most` elements together; a longer one is alone."""
+    run: list[Slot] = []
+    for slot in slots:
+        if run and slot.stop - run[0].start > most:
+            yield run
+            run = []
+        run.append(slot)
+    if run:
+        yield run
 
 
 @torch.no_grad()
 def _move_in(
-    spec: ChunkSpec,
-    members: list[nn.Parameter],
+    chunk: ChunkSpec,
+    members: Mapping[Slot, nn.Parameter],
     shard: ShardState,
     communicator: Communicator,
-    device: torch.device,
-    pretrained: Pretrained | None,
+    sources: "_Sources",
 ) -> None:
-    """Fills a chunk's shard from the parameters of the first rank of its process group, or from a folder."""
-    dtype = torch.float32 if spec.key.trainable else spec.key.dtype
-    whole = torch.zeros(spec.numel, dtype=dtype, device=device)
-    for slot, parameter in zip(spec.slots, members, strict=True):
-        local = local_of(parameter)
-        place = whole[slot.start : slot.stop].view(local.shape)
+    """Copies consecutive parameters of the first rank of the chunk's process group to their places in the shard."""
+    start, stop = min(slot.start for slot in members), max(slot.stop for slot in members)
+    if start == stop:
+        return
+    dtype = torch.float32 if chunk.key.trainable else chunk.key.dtype
+    if communicator.index == 0:
+        values = sources.joined(members, start, stop, dtype)
+    else:
+        values = torch.empty(stop - start, dtype=dtype, device=sources.device)
+    communicator.broadcast(values)
+    first, last = chunk.shard_bounds(communicator.rank)
+    low, high = max(start, first), min(stop, last)
+    if low < high:
+        shard.fill(values[low - start : high - start], low - first)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Where the values of parameters come from: their memory, a folder, or a drawing."""
+
+    device: torch.device
+    """The device of forward."""
+    pretrained: Pretrained | None
+    drawing: Deferred
+
+    def joined(self, members: Mapping[Slot, nn.Parameter], start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Elements `start` to `stop` of a chunk, which are those of `members` and zeros between them."""
+        found: list[torch.Tensor] = []
+        if len(members) == 1 and self.pretrained is None and record_of(local_of(*members.values())) is not None:
+            self.drawing.run(lambda: found.append(drawn(local_of(*members.values())).to(self.device, dtype).flatten()))
+        if found:
+            return found[0]  # as it was drawn: the largest parameter is never there twice
+        values = torch.zeros(stop - start, dtype=dtype, device=self.device)
+        for slot, parameter in members.items():
+            local = local_of(parameter)
+            self._fill(values[slot.start - start : slot.stop - start].view(local.shape), parameter, local)
+        return values
+
+    def _fill(self, place: torch.Tensor, parameter: nn.Parameter, local: torch.Tensor) -> None:
         if not local.is_meta:
             place.copy_(local)
-            continue
-        leave_meta(parameter)
-        if pretrained is not None and communicator.index == 0:
-            pretrained.fill(place, parameter)
-    communicator.broadcast(whole)
-    start, stop = spec.shard_bounds(communicator.rank)
-    shard.fill(whole[start:stop])
+        elif self.pretrained is not None:
+            self.pretrained.fill(place, parameter)
+        else:
+            self.drawing.run(lambda: place.copy_(drawn(local)))
+
+
+def _draw_buffers(model: nn.Module) -> None:
+    """Draws buffers and other tensors that modules of `sharded_init` have; one with several names stays shared."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._buffers, module.__dict__):
+            for name, tensor in list(tensors.items()):
+                if not isinstance(tensor, torch.Tensor) or isinstance(tensor, nn.Parameter):
+                    continue
+                if tensor not in made and record_of(tensor) is not None:
+                    made[tensor] = drawn(tensor)
+                if tensor in made:
+                    tensors[name] = made[tensor]
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -23,6 +23,7 @@ from elixir_moe.models.gpt import GPT, Meshes, generate, gpt_patterns, lm_loss
 from elixir_moe.moe.layer import LayerRanks, MoE
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.rules import annotate, logical_numel
+from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.local_shard import local_shards, share_of, wrapped_of
 from elixir_moe.state.checkpoint.rng import random_states, read_random_states, set_random_states
@@ -74,7 +75,8 @@ class Training:
         optimizer = config.optimizer
         self.progress = Progress(lr=optimizer.lr, clip_norm=optimizer.clip_norm, accumulation=config.run.accumulation)
         torch.manual_seed(config.run.seed)  # the same on all ranks, so that replicated weights start equal
-        model = GPT(config.model, mesh)  # in host memory: `wrap` brings each chunk to its home
+        with sharded_init():  # no rank ever holds the model: `wrap` draws each weight straight into its shards
+            model = GPT(config.model, mesh)
         annotate(model, gpt_patterns(model))
         self.parameters = _count_parameters(model)
         self.model, self.optimizer = self._wrap(model)

@@ -1,0 +1,387 @@
+"""A model built without its weights: `sharded_init` records how each tensor is computed, `drawn` computes it later.
+
+Owns the record and its repetition. Knows nothing of shards: `filling` asks for one parameter after another.
+
+Under `sharded_init` a new tensor has a storage on meta, which carries a `Record`: the operators that wrote to it, in
+order, each with the state of the random generator before it. Whatever draws random numbers also draws them at once,
+into memory that is freed again, so each later draw and the code after the block find the generator as an unsharded
+start leaves it. `drawn` repeats the operators of one storage, and of those that they read. Views need no record: an
+operand is a place in a storage. Python code that asks a tensor for its device or its values gets true answers.
+Source of the idea: deferred initialisation, torchdistX.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from elixir_moe.errors import ConfigError
+
+_ATTRIBUTE = "_elixir_record"
+_META = torch.device("meta")
+_GETS_DEVICE, _GETS_IS_META = torch.Tensor.device.__get__, torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_TO_PYTHON = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+_NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_OVERWRITES = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "zero_", "fill_", "copy_")
+"""Operators that write every element of their first argument and read none of them."""
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """How the contents of one storage are computed."""
+
+    device: torch.device
+    """The device of an unsharded start."""
+    nbytes: int = 0
+    operations: list["_Operation"] = field(default_factory=list)
+    """All that wrote to the storage, in order."""
+    read: bool = False
+    """Whether another storage depends on it, so that no operation may be dropped."""
+    clock: int = 0
+    """The number of the last operation that read or wrote the storage: later ones have higher numbers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """A tensor on meta: a place in a storage."""
+
+    record: Record
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def on(self, storages: dict[Record, Tensor]) -> Tensor:
+        """The same tensor with data; a storage of which nothing is known yet holds zeros."""
+        if self.record not in storages:
+            nbytes = self.record.nbytes
+            storages[self.record] = torch.zeros(nbytes, dtype=torch.uint8, device=self.record.device)
+        return storages[self.record].view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+    def keep(self, made: Tensor, storages: dict[Record, Tensor]) -> None:
+        """Makes the result of an operator the contents of the storage; copies it only if it lies differently."""
+        if made.stride() == self.stride and made.is_contiguous() and made.nbytes == self.record.nbytes:
+            storages[self.record] = made.reshape(-1).view(torch.uint8)
+        else:
+            self.on(storages).copy_(made)
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    """One operator, with all that is needed to repeat it."""
+
+    function: Callable[..., Any]
+    args: Any
+    """Positional arguments; tensors on meta are a `_Place` each."""
+    kwargs: Any
+    made: list[tuple[int, _Place]]
+    """(index, place) of each result with a storage of its own, among all results."""
+    before: list[tuple[Record, int]]
+    """Each storage it read or wrote, and how many operations had written to that one."""
+    clock: int
+    random: tuple[torch.Generator, Tensor] | None
+    """The generator it drew from, and the state of that generator before."""
+
+    def repeat(self, storages: dict[Record, Tensor]) -> None:
+        """Runs the operator again; leaves the generator as it is."""
+        args, kwargs = tree_map(lambda a: a.on(storages) if isinstance(a, _Place) else a, (self.args, self.kwargs))
+        if self.random is None:
+            results = self.function(*args, **kwargs)
+        else:
+            generator, state = self.random
+            now = generator.get_state()
+            generator.set_state(state)
+            try:
+                results = self.function(*args, **kwargs)
+            finally:
+                generator.set_state(now)
+        leaves = tree_leaves(results)
+        for index, place in self.made:
+            place.keep(leaves[index], storages)
+
+
+def record_of(tensor: Tensor) -> Record | None:
+    """How a tensor on meta that was made under `sharded_init` is computed; None for every other tensor."""
+    return getattr(tensor.untyped_storage(), _ATTRIBUTE, None) if tensor.is_meta else None
+
+
+@torch.no_grad()
+def drawn(tensor: Tensor) -> Tensor:
+    """A tensor of `sharded_init` with its data, computed anew by each call; another tensor as it is.
+
+    Holds the tensor and what its own initialiser makes on the way; no generator changes.
+    """
+    record = record_of(tensor)
+    if record is None:
+        return tensor
+    operations = _needed(record)
+    last = {touched: operation for operation in operations for touched, _ in operation.before}
+    storages: dict[Record, Tensor] = {}
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        for operation in operations:
+            operation.repeat(storages)
+            for touched, _ in operation.before:
+                if touched is not record and last[touched] is operation:
+                    storages.pop(touched, None)
+        return _place_of(tensor, record).on(storages)
+
+
+def _needed(record: Record) -> list[_Operation]:
+    """The operations that the contents of a storage depend on, in their order."""
+    found: dict[_Operation, None] = {}
+    known: dict[Record, int] = {}
+    waiting = [(record, len(record.operations))]
+    while waiting:
+        storage, stop = waiting.pop()
+        for operation in storage.operations[known.get(storage, 0) : stop]:
+            if operation not in found:
+                found[operation] = None
+                waiting += operation.before
+        known[storage] = max(stop, known.get(storage, 0))
+    return sorted(found, key=lambda operation: operation.clock)
+
+
+def _place_of(tensor: Tensor, record: Record) -> _Place:
+    return _Place(record, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+
+
+# ----------------------------------------------------------------------------------------------------------- recording
+
+
+@contextmanager
+def sharded_init() -> Iterator[None]:
+    """A context in which a model is built without memory for its weights: `wrap` draws them, straight into shards.
+
+    ::
+
+        torch.manual_seed(0)
+        with em.sharded_init():
+            model = Model(config)
+        model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero3())
+
+    Every weight is bit for bit that of a start without the context from the same seed, and so is the state of the
+    random generator afterwards, whatever the initialisers are. A rank holds its shards and one parameter at a time,
+    with what that parameter's own initialiser makes on the way. Weights are drawn twice: in the context to move the
+    generator on, and in `wrap` by the first rank of each process group.
+
+    New tensors are on the default device of that moment. With an explicit ``device="cpu"`` a tensor is made as always.
+    Convert the model to another dtype inside the context.
+
+    Raises:
+        ConfigError: the default device is meta; or, in the context, an operator cannot be recorded. The message names
+            the module that called it.
+    """
+    default = torch.get_default_device()
+    if default.type == "meta":
+        raise ConfigError('em.sharded_init() inside torch.device("meta"): leave torch.device("meta") out')
+    device = torch.device(default.type, default.index or 0)  # "cpu:0" tells tensors of the context from others
+    asked = _Answers(device)
+    with asked, _Recorder(device, asked):
+        yield
+
+
+class _Answers(TorchFunctionMode):
+    """Answers Python code that looks at a tensor, and notes the explicit devices of new ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.explicit = False
+        """Whether the function that runs was given another device."""
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and (record := record_of(args[0])) is not None:
+            if func == _GETS_IS_META:
+                return False
+            if func == _GETS_DEVICE:
+                return record.device
+            if func in _TO_PYTHON:
+                return func(drawn(args[0]), *args[1:], **kwargs)
+        device, before = kwargs.get("device"), self.explicit
+        self.explicit = device is not None and torch.device(device) not in (self._device, _META)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.explicit = before
+
+
+class _Recorder(TorchDispatchMode):
+    """Records all operators on tensors of the context."""
+
+    def __init__(self, device: torch.device, asked: _Answers) -> None:
+        super().__init__()
+        self._device, self._asked = device, asked
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            if not any(t.is_meta for t in operands) and (operands or not self._is_ours(kwargs)):
+                return func(*args, **kwargs)
+            if self._needs_values(func, args, kwargs):
+                real_args, real_kwargs = tree_map(_value, (args, kwargs))
+                return func(*real_args, **real_kwargs)
+            return self._record(func, args, kwargs)
+
+    def _is_ours(self, kwargs: Any) -> bool:
+        """Whether an operator without tensors makes one on the device of the context."""
+        device = kwargs.get("device")
+        return device is not None and not self._asked.explicit and device.type in (self._device.type, "meta")
+
+    def _needs_values(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operator brings values out of the context: to Python, or to tensors with data."""
+        device = kwargs.get("device")
+        leaves = device is not None and any(map(_is_tensor, args)) and device not in (self._device, _META)
+        into = any(not t.is_meta for t in _written(func, args, kwargs))
+        return leaves or into or bool(_NEEDS_VALUES & set(func.tags))
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _META}
+        on_meta = tree_map(lambda a: a.to(_META) if _is_tensor(a) else a, (args, kwargs))
+        try:
+            results = func(*on_meta[0], **on_meta[1])
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"{_caller()} calls {func}, which em.sharded_init cannot record: build that module outside the "
+                f'context, or its tensors with device="cpu"'
+            ) from error
+        leaves = tree_leaves(results)
+        fresh = [i for i, t in enumerate(leaves) if _is_tensor(t) and record_of(t) is None]
+        before = {self._touch(t): None for t in tree_leaves((args, kwargs)) if _is_tensor(t) and t.is_meta}
+        made = [(i, _place_of(leaves[i], self._touch(leaves[i]))) for i in fresh]
+        written = {self._touch(t): None for t in _written(func, args, kwargs)}
+        if not (written or made) or "empty" in func._schema.name:
+            return results
+        random = self._draw(func, args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
+        if "dtype" in (names := {a.name for a in func._schema.arguments}) and made:
+            kwargs = {**kwargs, "dtype": leaves[made[0][0]].dtype}  # the default dtype may change
+        if "device" in names and made:
+            kwargs = {**kwargs, "device": self._device}
+        self._append(func, args, kwargs, made, list(before), list(written), random)
+        return results
+
+    def _append(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        made: list[tuple[int, _Place]],
+        touched: list[Record],
+        written: list[Record],
+        random: Any,
+    ) -> None:
+        first = args[0] if args else None
+        if len(written) == 1 and not written[0].read and _overwrites(func, first, written[0]):
+            written[0].operations.clear()
+        for record in touched:
+            record.read |= record not in written or len(written) > 1
+        fresh = [place.record for _, place in made]
+        clock = 1 + max(record.clock for record in (*touched, *fresh))
+        operation = _Operation(
+            function=func,
+            args=tree_map(_frozen, args),
+            kwargs=tree_map(_frozen, kwargs),
+            made=made,
+            before=[(record, len(record.operations)) for record in (*touched, *fresh)],
+            clock=clock,
+            random=random,
+        )
+        for record in (*touched, *fresh):
+            record.clock = clock
+        for record in (*written, *fresh):
+            record.operations.append(operation)
+
+    def _touch(self, tensor: Tensor) -> Record:
+        """The record of a tensor on meta, made if there is none."""
+        storage = tensor.untyped_storage()
+        record: Record | None = getattr(storage, _ATTRIBUTE, None)
+        if record is None:
+            record = Record(self._device)
+            setattr(storage, _ATTRIBUTE, record)
+        record.nbytes = storage.nbytes()
+        return record
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> tuple[torch.Generator, Tensor]:
+        """Draws for real, for the sake of the generator alone; returns the generator and its state before."""
+        generator = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)), None)
+        if generator is None:
+            generator = _default_generator(self._device)
+        state = generator.get_state()
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": self._device}
+        into = {id(t) for t in _written(func, args, kwargs)} if _base_name(func) in _OVERWRITES else set()
+        real_args, real_kwargs = tree_map(lambda a: self._scratch(a) if id(a) in into else _value(a), (args, kwargs))
+        func(*real_args, **real_kwargs)
+        return generator, state
+
+    def _scratch(self, tensor: Tensor) -> Tensor:
+        """Memory like that of a tensor on meta, the same for all: what is freed between small things stays resident."""
+        extent = 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+        nbytes = tensor.dtype.itemsize * (extent if tensor.numel() else 0)
+        if self._memory.nbytes < nbytes:
+            self._memory = self._memory[:0].clone()  # the old memory is freed before there is more
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._memory[:nbytes].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+
+
+def _is_tensor(argument: Any) -> bool:
+    return isinstance(argument, Tensor)
+
+
+def _value(argument: Any) -> Any:
+    return drawn(argument) if isinstance(argument, Tensor) else argument
+
+
+def _frozen(argument: Any) -> Any:
+    """An argument as it is now: a place in a storage, or a copy of a tensor with data."""
+    if not isinstance(argument, Tensor):
+        return argument
+    record = record_of(argument)
+    return argument.detach().clone() if record is None else _place_of(argument, record)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operator writes."""
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+
+def _base_name(func: Any) -> str:
+    name: str = func._schema.name
+    return name.removeprefix("aten::")
+
+
+def _overwrites(func: Any, first: Any, record: Record) -> bool:
+    """Whether an operator leaves nothing of what a storage held before."""
+    return _base_name(func) in _OVERWRITES and first.nbytes == record.nbytes
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    generator: torch.Generator = torch.get_device_module(device).default_generators[device.index]
+    return generator
+
+
+def _caller() -> str:
+    """The method of a module that called an operator, from the stack."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return f"{type(owner).__name__}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "the code in the context"

@@ -1,0 +1,298 @@
+"""`sharded_init`: the model of a plain start, bit for bit, built without memory for its weights.
+
+The oracle is the same construction from the same seed without the context. Drawing changes no bit, so everything is
+compared bitwise, and so is the state of the random generator after the construction.
+"""
+
+import copy
+import gc
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import elixir_moe as em
+from elixir_moe.errors import ConfigError, ElixirError, LayoutError
+from elixir_moe.models.config import GPTConfig
+from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from elixir_moe.setup.drawing import drawn, record_of
+from tests.support.cases import with_further
+from tests.support.hf_cases import FAMILIES
+from tests.support.parity import make_optimizer, mesh_of_world
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+SEED = 11
+SHAPE: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 2, "seq_len": 16}
+DENSE = GPTConfig(**SHAPE, tie_embeddings=True)
+EXPERTS = GPTConfig(**SHAPE, experts=(2, 4), ep=(1, 2), residual=True)
+
+
+class Initialised(nn.Module):
+    """One parameter for each way in which modules draw their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.truncated = nn.Parameter(nn.init.trunc_normal_(torch.empty(20, 30)))
+        self.orthogonal = nn.Parameter(nn.init.orthogonal_(torch.empty(20, 30)))
+        self.sparse = nn.Parameter(nn.init.sparse_(torch.empty(10, 10), 0.3))
+        self.eye = nn.Parameter(nn.init.eye_(torch.empty(4, 4)))
+        self.transposed = nn.Parameter(nn.init.normal_(torch.empty(4, 40).t()))
+        self.arithmetic = nn.Parameter(torch.randn(7, 5) / math.sqrt(3))
+        self.old = nn.Parameter(torch.Tensor(3, 5).uniform_(-1, 1))
+        self.by_numpy = nn.Parameter(torch.empty(3, 4))
+        self.singular = nn.Parameter(torch.linalg.svd(torch.randn(4, 3)).U)
+        self.chosen = nn.Parameter(torch.multinomial(torch.ones(40), 20).float())
+        self.around = nn.Parameter(torch.normal(torch.zeros(30), torch.ones(30)))
+        self.linear = nn.Linear(17, 33)
+        nn.init.xavier_uniform_(self.linear.weight)
+        self.copied = copy.deepcopy(self.linear)
+        self.padded = nn.Embedding(10, 6, padding_idx=2)
+        self.recurrent = nn.LSTM(5, 7, 2)
+        self.last = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+        self.half = nn.Linear(5, 6).to(torch.bfloat16)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(5, 6))
+        self.statistics = nn.BatchNorm1d(5)
+        self.two_kinds = nn.Parameter(torch.empty(9))
+        with torch.no_grad():
+            self.by_numpy.copy_(torch.from_numpy(np.random.default_rng(0).standard_normal((3, 4))))
+            self.two_kinds[:3].normal_()
+            self.two_kinds[3:] = 2
+            self.two_kinds.mul_(self.arithmetic.sum())
+            self.linear.bias.copy_(torch.tensor([float(i) for i in range(33)]))
+        self.generated = nn.Parameter(torch.empty(5).normal_(generator=torch.Generator().manual_seed(4)))
+        self.register_buffer("mask", torch.tril(torch.ones(5, 5)).bool())
+        self.positions = torch.arange(6)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)] + torch.rand(2).tolist()
+        self.rates += list(torch.rand(2, device="cpu").numpy())
+        self.looks = self.linear.weight.is_meta, self.linear.weight.device.type, len(torch.nonzero(self.mask))
+        self.register_buffer("after", torch.rand(3, device=self.linear.weight.device))
+
+
+def plain_gpt(config: GPTConfig) -> GPT:
+    return GPT(config)
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "initialised": Initialised,
+    "transformer": lambda: nn.Transformer(16, 2, 2, 2, 32),
+    "dense": lambda: plain_gpt(DENSE),
+    "experts": lambda: plain_gpt(EXPERTS),
+    **{name: family.build for name, family in FAMILIES.items()},
+}
+
+
+def both(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """The model of a plain start and of a sharded one, which leave the generator in one state."""
+    torch.manual_seed(SEED)
+    plain = build()
+    state = torch.get_rng_state()
+    torch.manual_seed(SEED)
+    with em.sharded_init():
+        model = build()
+    assert torch.equal(torch.get_rng_state(), state)
+    return plain, model
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+QUICK = ("initialised", "transformer", "dense", "experts", "gpt2", "llama", "mixtral")
+
+
+@pytest.mark.parametrize("name", with_further(BUILDERS, QUICK))
+def test_every_tensor_is_that_of_a_plain_start(name: str) -> None:
+    plain, model = both(BUILDERS[name])
+    state, found = torch.get_rng_state(), tensors_of(model)
+    assert {n: p.is_meta for n, p in model.named_parameters() if not p.is_meta and p.dim()} == {}
+    assert found.keys() == tensors_of(plain).keys()
+    for key, wanted in reversed(tensors_of(plain).items()):
+        value = drawn(found[key])
+        assert torch.equal(value, wanted) and value.dtype == wanted.dtype and value.stride() == wanted.stride(), key
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_python_code_sees_the_values_of_a_plain_start() -> None:
+    plain, model = both(Initialised)
+    assert model.rates == plain.rates
+    assert model.looks == plain.looks == (False, "cpu", 15)
+
+
+def test_what_is_drawn_again_is_dropped() -> None:
+    with em.sharded_init():
+        layer = nn.Linear(3, 4)
+        for _ in range(5):
+            layer.reset_parameters()
+    record = record_of(layer.weight)
+    assert record is not None and len(record.operations) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ wrapping
+
+
+def plans() -> dict[str, em.Plan]:
+    disk = tempfile.gettempdir()
+    return {
+        "ddp": em.Plan.ddp(),
+        "zero3": em.Plan.zero3(rcache_blocks=12),
+        "offload": em.Plan.offload(rcache_blocks=12),
+        "disk": em.Plan.offload(rcache_blocks=12, disk_chunks=3, disk=disk),
+    }
+
+
+def started(build: Callable[[], nn.Module], plan: em.Plan, *, sharded: bool, mine: int = 0) -> dict[str, Any]:
+    """The weights after `wrap` and after a step, and the generator; with `mine`, other ranks have another seed."""
+    torch.manual_seed(SEED + mine * dist.get_rank())
+    if sharded:
+        with em.sharded_init():
+            model = build()
+    else:
+        model = build()
+    if isinstance(model, GPT):
+        em.annotate(model, gpt_patterns(model))
+    assert all(p.is_meta == sharded for p in model.parameters())
+    model, optimizer = em.wrap(model, make_optimizer(model), plan=plan)
+    generator, first = torch.get_rng_state(), em.full_state_dict(model, all_ranks=True)
+    rows = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss = lm_loss(model, rows) if isinstance(model, GPT) else model(input_ids=rows, labels=rows).loss
+    loss.backward()
+    optimizer.step()
+    result = {"first": first, "generator": generator, "trained": em.full_state_dict(model, all_ranks=True)}
+    optimizer.close()
+    gc.collect()
+    return result
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    wrong = [] if torch.equal(found["generator"], wanted["generator"]) else ["generator"]
+    for key in ("first", "trained"):
+        assert found[key].keys() == wanted[key].keys()
+        wrong += [f"{key} {n}" for n, value in wanted[key].items() if not torch.equal(found[key][n], value)]
+    return wrong
+
+
+def starts_differ(names: tuple[str, ...], which: tuple[str, ...], mine: int) -> list[str]:
+    """What differs between sharded and plain starts, on this rank; of GPTs also from a start of one process."""
+    builders: dict[str, Callable[[], nn.Module]] = {
+        "dense": lambda: GPT(DENSE, mesh_of_world()),
+        "experts": lambda: GPT(replace(EXPERTS, ep=(1, min(2, dist.get_world_size()))), mesh_of_world()),
+    }
+    wrong = []
+    for name in names:
+        build = builders.get(name, BUILDERS[name])
+        for kind in which:
+            wanted = started(build, plans()[kind], sharded=False, mine=mine)
+            found = started(build, plans()[kind], sharded=True, mine=mine)
+            wrong += [f"{name} {kind} {what}" for what in differences(found, wanted)]
+            if isinstance(config := {"dense": DENSE, "experts": EXPERTS}.get(name), GPTConfig):
+                torch.manual_seed(SEED)
+                alone = plain_gpt(config).state_dict()
+                assert alone.keys() == found["first"].keys()
+                wrong += [f"{name} {kind} alone {n}" for n in alone if not torch.equal(alone[n], found["first"][n])]
+    return wrong
+
+
+EVERY = ("ddp", "zero3", "offload", "disk")
+CASES = [
+    (1, ("experts", "gpt2"), ("offload",), 0),
+    (2, ("dense", "experts"), EVERY, 0),
+    (2, ("llama", "mixtral"), ("zero3",), 1),
+    (1, ("dense", "experts", "gpt2", "llama", "mixtral"), EVERY, 0),
+    (2, ("gpt2", "llama", "mixtral"), EVERY, 1),
+    (4, ("dense", "experts", "gpt2", "mixtral"), EVERY, 0),
+]
+
+
+@pytest.mark.parametrize(("world", "names", "which", "mine"), with_further(CASES, CASES[:3]))
+def test_weights_and_a_step_are_those_of_a_plain_start(
+    world: int, names: tuple[str, ...], which: tuple[str, ...], mine: int, ranks: Ranks
+) -> None:
+    assert ranks(world).run(starts_differ, names, which, mine) == [[]] * world
+
+
+class Wide(nn.Module):
+    """Many layers of one width, and each weight drawn twice."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        for layer in self.layers:
+            nn.init.normal_(layer.weight, std=0.02)
+
+
+def most_bytes(layers: int, width: int) -> tuple[int, int]:
+    """(most bytes of tensors at once from the construction to the end of `wrap`, bytes that the library then holds)."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        with em.sharded_init():
+            model = Wide(layers, width)
+        model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero3())
+    held = sum(em.inspect(model).held_bytes.values())
+    optimizer.close()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes)), held
+
+
+def test_no_rank_holds_more_than_its_shards_and_one_parameter(ranks: Ranks) -> None:
+    """The tenth is for the states of the generator, 5 KB each. A plain start holds the whole model besides."""
+    layers, width = 8, 512
+    for most, held in ranks(1).run(most_bytes, layers, width):  # gloo's threads let go of a broadcast when they please
+        assert most < held + 1.1 * 4 * width * width
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_the_module_that_cannot_be_recorded_is_named() -> None:
+    message = r"_Orthogonal\.right_inverse calls aten\.geqrf\.default, which em\.sharded_init cannot record"
+    with pytest.raises(ConfigError, match=message), em.sharded_init():
+        nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+
+
+def test_meta_is_no_default_device_for_it() -> None:
+    with pytest.raises(ConfigError, match=r"leave torch\.device"), torch.device("meta"), em.sharded_init():
+        pass
+
+
+def converted_late() -> str:
+    with em.sharded_init():
+        model = nn.Linear(4, 4)
+    model = model.to(torch.bfloat16)
+    with pytest.raises(LayoutError) as error:
+        em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero3())
+    return str(error.value)
+
+
+def test_a_conversion_after_the_context_is_refused(ranks: Ranks) -> None:
+    for message in ranks(1).run(converted_late):
+        assert message.startswith("'weight' and 1 more are on the meta device: build the model, and convert it, inside")
+
+
+def failing() -> str:
+    with em.sharded_init():
+        model = nn.Linear(4, 4)
+    record = record_of(model.weight)
+    assert record is not None
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise MemoryError("no memory")
+
+    record.operations[-1].function = broken
+    with pytest.raises(ElixirError) as error:
+        em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero3())
+    return str(error.value)
+
+
+def test_all_ranks_learn_that_a_drawing_failed(ranks: Ranks) -> None:
+    for message in ranks(2).run(failing):
+        assert message == "[rank 0] MemoryError: no memory"
