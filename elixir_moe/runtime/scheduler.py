@@ -342,6 +342,7 @@ class Scheduler:
         are copied together.
         """
         chunk = self.chunks[index]
+        self._streams.enter_compute()  # autograd may have made it on a stream of its own
         self.used.add((index, position))
         chunk.loose.append((position, gradient))
         waits = chunk.gradients is not None and gradient.nbytes <= _SMALL_BYTES and len(chunk.loose) <= _MOST_SMALL

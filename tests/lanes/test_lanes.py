@@ -22,6 +22,7 @@ TELLING = [
         ),
     ),
     (1, Case(parts=("plain", "beside"), plan="ddp", accumulation=2)),
+    (1, Case(parts=("plain", "beside", "mixture"), plan="zero2")),
     (1, Case(parts=("plain", "tied", "beside"), plan="zero2", half=True, habits=frozenset({"view"}))),
     (
         2,
