@@ -33,11 +33,12 @@ from elixir_moe.runtime.reduction_order import Peers, alone
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.units import build_units, find_parts, registered_uses
-from elixir_moe.search.auto import Request, forecast, groups_of, uses_of
+from elixir_moe.search.auto import Request, device_room, forecast, groups_of, uses_of
 from elixir_moe.search.prediction import Prediction
 from elixir_moe.setup.agreement import agree_on, check_alike, check_host_memory, host_bytes_of_a_rank
 from elixir_moe.setup.checks import check_arguments, check_data, check_disk, check_modules, check_names
 from elixir_moe.setup.filling import build_chunks, move_buffers, open_files
+from elixir_moe.setup.tiling import tile_to_fit
 from elixir_moe.state.full import groups_needed, refuse_plain_state_dicts
 from elixir_moe.state.huggingface import Pretrained
 from elixir_moe.state.wrapped import Wrapped
@@ -117,8 +118,9 @@ def wrap(
 
     # 2. Describe the model and settle its plan.
     moments, staged = moments_of(optimizer), backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
-    parts, prediction, communicators = find_parts(model), None, {}
+    prediction, communicators = None, {}
     if isinstance(plan, Plan):
+        parts = find_parts(model)
         uses = registered_uses(parts) if step is None else uses_of(model, parts, step, sample, compute_dtype)
     else:
         request = Request(
@@ -129,6 +131,8 @@ def wrap(
             moments=moments,
             staged=staged,
         )
+        tile_to_fit(model, optimizer, device_room(model, request), compute_dtype)
+        parts = find_parts(model)
         communicators = build_communicators(groups_of(model), device)  # their memory is not free for the plan
         try:
             prediction = Prediction(*forecast(model, request))

@@ -116,6 +116,12 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
     return found, tasks[0] if tasks else None, machine
 
 
+def device_room(model: nn.Module, request: Request) -> int:
+    """Bytes of device memory that a plan for each rank of the model may use, activations included. Collective."""
+    peers = ranks_of(model, replicated_everywhere())
+    return _room(peers, request, gathered(_left(request, 0))).device_bytes
+
+
 def groups_of(model: nn.Module) -> set[tuple[int, ...]]:
     """The ranks of each replicate process group of the model."""
     everywhere = replicated_everywhere()

@@ -19,15 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elixir_moe.chunks.plan import size_bytes
+from elixir_moe.chunks.plan import size_bytes, size_text
 from elixir_moe.distributed.to_host import begin_to_host
-from elixir_moe.errors import ConfigError, UsageError
+from elixir_moe.errors import ConfigError, PlanError, UsageError
 from elixir_moe.moe.dispatch import permute, place
 from elixir_moe.moe.experts import GroupedExperts, Groups
 from elixir_moe.parallel.dataless import even_counts, has_data
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.rules import UNCUT, pattern_of
-from elixir_moe.parallel.tiles import Tile, child_name, mark
+from elixir_moe.parallel.tiles import Tile, child_name, mark, tile_of
+
+_TILES_IN_ROOM = 16
+"""Tiles that fit in device memory beside each other: a few are gathered, and activations take the rest."""
 
 
 def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
@@ -56,6 +59,12 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
     most = size_bytes("at_most", at_most)
     if most is None or most < 1:
         raise ConfigError(f"at_most={at_most!r}: expected a size of at least 1 byte")
+    _tile(model, most)
+    return model
+
+
+def _tile(model: nn.Module, most: int) -> dict[nn.Parameter, list[nn.Parameter]]:
+    """As `tile`; returns the tiles of each parameter that has some."""
     bounds = _bounds(model, most)
     tiles: dict[tuple[nn.Parameter, int], nn.Parameter] = {}
     tiled = {module: _tiled(module, cuts, tiles) for module, cuts in bounds.items()}
@@ -63,7 +72,38 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
         if module in tiled:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, tiled[module])
-    return model
+    made: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for (parameter, _), part in tiles.items():
+        made.setdefault(parameter, []).append(part)
+    return made
+
+
+def tile_to_fit(
+    model: nn.Module, optimizer: torch.optim.Optimizer, room: int, compute_dtype: torch.dtype | None
+) -> None:
+    """Tiles the model if a parameter and its gradient alone would need more than `room` bytes of a device.
+
+    The tiles take their parameters' places in the optimizer.
+
+    Raises:
+        PlanError: such a parameter cannot be tiled.
+    """
+
+    def needs(parameter: nn.Parameter) -> int:
+        narrow = compute_dtype is not None and parameter.is_floating_point()
+        itemsize = compute_dtype.itemsize if narrow and compute_dtype is not None else parameter.itemsize
+        return parameter.numel() * itemsize * (1 + parameter.requires_grad)
+
+    if max(map(needs, model.parameters()), default=0) <= room:
+        return
+    try:
+        made = _tile(model, room // _TILES_IN_ROOM)
+    except ConfigError as error:
+        raise PlanError(
+            f"a parameter and its gradient do not fit in {size_text(room)} of device memory: {error}"
+        ) from error
+    for group in optimizer.param_groups:
+        group["params"] = [tile for p in group["params"] for tile in made.get(p, [p])]
 
 
 class TiledLinear(nn.Module):
@@ -251,7 +291,8 @@ def _part(
         if (parameter, start) not in tiles:
             cut = nn.Parameter(parameter.data[start:stop], requires_grad=parameter.requires_grad)  # versions of its own
             cut.__dict__.update(parameter.__dict__)
-            mark(cut, Tile(start=start, stop=stop, rows=rows))
+            around = tile_of(parameter) or Tile(start=0, stop=rows, rows=rows)  # the model may be tiled already
+            mark(cut, Tile(start=around.start + start, stop=around.start + stop, rows=around.rows))
             tiles[parameter, start] = cut
         part._parameters[name] = tiles[parameter, start]
     if isinstance(part, nn.Linear):

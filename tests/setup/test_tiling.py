@@ -187,6 +187,33 @@ def test_a_layer_of_sixteen_blocks_needs_no_more_blocks(ranks: Ranks) -> None:
     assert held <= without + 2 * block
 
 
+def planned(budget: str | None, tiles: tuple[int, ...] = ()) -> dict[str, Any]:
+    """(rank) Some steps of a model with two layers of 5 MB, planned for a budget or in plain torch."""
+
+    def build() -> tuple[nn.Module, Any]:
+        model: nn.Module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 20_000), nn.Linear(20_000, 64))
+        for at_most in tiles:
+            em.tile(model, at_most=at_most)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+    def loss(model: nn.Module, rows: Tensor) -> Tensor:
+        return model(rows).square().mean()
+
+    def backward(model: nn.Module, step: int) -> None:
+        rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+        loss(model, rows if budget is None else mine(rows)).backward()
+
+    plan: Any = budget and em.Plan.auto(loss, torch.randn(4, 64), budget=budget, hardware="a100-80g-pcie-x4")
+    return trained(build, backward, plan, STEPS)
+
+
+@pytest.mark.parametrize("tiles", [(), pytest.param((2_000_000, 500_000), marks=pytest.mark.slow)])
+def test_a_plan_for_a_small_budget_tiles_what_is_too_large(tiles: tuple[int, ...], ranks: Ranks) -> None:
+    wanted = planned(None)
+    for found in ranks(2).run(planned, "6 MiB", tiles):
+        assert_alike(found, wanted, "tiled by the plan", TOLERANCE, rel=1e-4)
+
+
 class Doubled(nn.Linear):
     """A layer with a forward of its own."""
 

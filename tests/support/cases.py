@@ -37,7 +37,7 @@ def worlds_in_turn(names: Iterable[str], quick: Collection[str] | None = None) -
 
 def placed(plan: em.Plan) -> em.Plan:
     """The plan with a folder for its chunks on disk, if it has any."""
-    return replace(plan, disk=tempfile.gettempdir()) if plan.disk_chunks else plan
+    return replace(plan, disk=tempfile.gettempdir()) if getattr(plan, "disk_chunks", None) else plan
 
 
 def least_said(error: em.PlanError) -> int:
