@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elixir_moe.chunks.plan import size_bytes, size_text
+from elixir_moe.chunks.plan import size_bytes
 from elixir_moe.distributed.to_host import begin_to_host
-from elixir_moe.errors import ConfigError, PlanError, UsageError
+from elixir_moe.errors import ConfigError, UsageError
 from elixir_moe.moe.dispatch import permute, place
 from elixir_moe.moe.experts import GroupedExperts, Groups
 from elixir_moe.parallel.dataless import even_counts, has_data
@@ -83,10 +83,7 @@ def tile_to_fit(
 ) -> None:
     """Tiles the model if a parameter and its gradient alone would need more than `room` bytes of a device.
 
-    The tiles take their parameters' places in the optimizer.
-
-    Raises:
-        PlanError: such a parameter cannot be tiled.
+    The tiles take their parameters' places in the optimizer. What cannot be tiled stays as it is.
     """
 
     def needs(parameter: nn.Parameter) -> int:
@@ -98,10 +95,8 @@ def tile_to_fit(
         return
     try:
         made = _tile(model, room // _TILES_IN_ROOM)
-    except ConfigError as error:
-        raise PlanError(
-            f"a parameter and its gradient do not fit in {size_text(room)} of device memory: {error}"
-        ) from error
+    except ConfigError:  # the search refuses the whole parameter, and says how many bytes are missing
+        return
     for group in optimizer.param_groups:
         group["params"] = [tile for p in group["params"] for tile in made.get(p, [p])]
 
