@@ -38,7 +38,7 @@ def test_every_row_of_the_table_has_a_test_and_every_test_a_row() -> None:
 
 
 @pytest.mark.fault(19)
-def test_memory_that_cannot_bepage_locked_is_used_as_it_is_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_page_locked_is_used_as_it_is_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
         def cudaHostRegister(self, *_: int) -> int:
             return 2

@@ -13,7 +13,12 @@ from tests.support.gpu_cases import MODELS, PLANS
 
 FP32, BF16 = torch.float32, torch.bfloat16
 EVERY = list(itertools.product(MODELS, PLANS, (FP32, BF16)))
-QUICK = [("mixture", "offload, some on disk", FP32), ("dense", "zero3", BF16)]
+EVERY += list(itertools.product(("adapted",), ("zero3", "offload, all on disk"), (FP32, BF16)))
+QUICK = [
+    ("mixture", "offload, some on disk", FP32),
+    ("dense", "zero3", BF16),
+    ("adapted", "offload, all on disk", BF16),
+]
 """On the CPU, where other files test the same; on a GPU all are run."""
 
 

@@ -319,7 +319,7 @@ def test_a_default_device_of_the_user_changes_nothing(ranks: Callable[[int], Ran
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_what_never_leaves_the_host_is_notpage_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_never_leaves_the_host_is_not_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute shards travel, and the masters of fp32 chunks; those of 16-bit chunks are the host's own."""
     locked: list[int] = []
     monkeypatch.setattr("elixir_moe.memory.slabs.page_lock", lambda memory: locked.append(memory.nbytes))

@@ -34,6 +34,8 @@ CHUNK = 4096
 DENSE = GPTConfig(vocab_size=64, seq_len=16, n_layers=3, d_model=32, n_heads=2, mlp_ratio=1)
 MIXTURE = replace(DENSE, experts=(0, 4, 4), ep=(1, 1, 1), top_k=2, residual=True)
 MODELS = {"dense": DENSE, "mixture": MIXTURE}
+ADAPTED = replace(DENSE, n_layers=4, experts=(0,) * 4, ep=(1,) * 4)
+"""Its first two blocks are frozen, and its MLPs are tiled where it is wrapped."""
 EPS = {torch.float32: 1e-4, torch.bfloat16: 1e-3}
 TOLERANCE = {torch.float32: STEPS * 3e-5, torch.bfloat16: STEPS * 2e-3}
 LOSS_TOLERANCE = {torch.float32: parity.LOSS_TOLERANCE, torch.bfloat16: 1e-2}
@@ -45,6 +47,7 @@ PLANS: dict[str, Callable[[], em.Plan | em.AutoPlan]] = {
     "offload": lambda: em.Plan.offload(chunk_numel=CHUNK),
     "offload, some on the device": lambda: em.Plan.offload(device_chunks=3, chunk_numel=CHUNK),
     DISK: lambda: em.Plan.offload(device_chunks=2, disk_chunks=2, chunk_numel=CHUNK),
+    "offload, all on disk": lambda: em.Plan.offload(disk_chunks=99, chunk_numel=CHUNK),
     "auto": lambda: em.Plan.auto(lm_loss, torch.zeros(ROWS, DENSE.seq_len + 1, dtype=torch.int64), budget="4 GiB"),
 }
 LOOPS = ((1, "none"), (2, "non_reentrant"), (1, "reentrant"))
@@ -52,12 +55,19 @@ LOOPS = ((1, "none"), (2, "non_reentrant"), (1, "reentrant"))
 
 
 def config_of(model: str, dtype: torch.dtype, checkpoint: Any = "none") -> GPTConfig:
-    config = replace(MODELS[model], checkpoint=checkpoint)
+    config = replace(ADAPTED if model == "adapted" else MODELS[model], checkpoint=checkpoint)
     return replace(config, top_k=4) if model == "mixture" and dtype is torch.bfloat16 else config
 
 
+def build(config: GPTConfig, mesh: Any = None) -> GPT:
+    model = GPT(config, mesh)
+    if config.n_layers == ADAPTED.n_layers:
+        model.blocks[:2].requires_grad_(False)
+    return model
+
+
 def optimizer_of(model: nn.Module, dtype: torch.dtype) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS[dtype])
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, eps=EPS[dtype])
 
 
 def tokens(step: int, micro: int, device: str) -> Tensor:
@@ -67,10 +77,11 @@ def tokens(step: int, micro: int, device: str) -> Tensor:
 def plain(config: GPTConfig, dtype: torch.dtype, accumulation: int, device: str) -> dict[str, Any]:
     """The oracle: fp32 masters in torch's AdamW; a copy in the compute dtype runs forward and backward."""
     torch.manual_seed(5)
-    master = GPT(config).to(device)
+    master = build(config).to(device)
     model = copy.deepcopy(master).to(dtype)
     optimizer = optimizer_of(master, dtype)
-    pairs = list(zip(master.parameters(), model.parameters(), strict=True))
+    both = zip(master.parameters(), model.parameters(), strict=True)
+    pairs = [(p, q) for p, q in both if p.requires_grad]
     losses, norms = [], []
     for step in range(STEPS):
         for p, _ in pairs:
@@ -82,7 +93,7 @@ def plain(config: GPTConfig, dtype: torch.dtype, accumulation: int, device: str)
             losses.append(loss.item())
             for p, q in pairs:
                 p.grad += q.grad.float()
-        norms.append(nn.utils.clip_grad_norm_(master.parameters(), CLIP).item())
+        norms.append(nn.utils.clip_grad_norm_([p for p, _ in pairs], CLIP).item())
         optimizer.step()
         with torch.no_grad():
             for p, q in pairs:
@@ -93,8 +104,10 @@ def plain(config: GPTConfig, dtype: torch.dtype, accumulation: int, device: str)
 def wrap(config: GPTConfig, plan: em.Plan | em.AutoPlan, dtype: torch.dtype, device: str) -> tuple[GPT, Any]:
     mesh = em.init_mesh(device_type=device)
     torch.manual_seed(5)
-    model = GPT(config, mesh)
+    model = build(config, mesh)
     em.annotate(model, gpt_patterns(model))
+    if config.n_layers == ADAPTED.n_layers:
+        em.tile(model, at_most=CHUNK * 2)
     plan = placed(plan) if isinstance(plan, em.Plan) else plan
     narrower = None if dtype is torch.float32 else dtype
     return em.wrap(model, optimizer_of(model, dtype), plan=plan, compute_dtype=narrower, device=device)
