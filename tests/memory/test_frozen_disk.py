@@ -186,3 +186,45 @@ def test_a_checkpoint_has_the_frozen_weights(ranks: Ranks, tmp_path: Path) -> No
     for wanted, *loaded in ranks(2).run(saved, str(tmp_path)):
         for state in loaded:
             assert all(torch.equal(value, wanted[name]) for name, value in state.items())
+
+
+def failing(folder: str) -> tuple[str, list[float]]:
+    """(rank) What a read that fails says, and the losses of a training that goes on after it."""
+    losses, said, move = [], "", FrozenFile.move
+    for fails in (False, True):
+        torch.manual_seed(1)
+        model, optimizer = build()
+        plan = em.Plan.offload(chunk_numel=WIDTH * WIDTH + WIDTH, rcache_blocks=4, disk=folder, disk_chunks=99)
+        model, optimizer = em.wrap(model, optimizer, plan=plan)
+        reads = 0
+
+        def once(file: FrozenFile, offset: int, memory: Tensor, *, write: bool) -> None:
+            nonlocal reads
+            reads += 1
+            if reads == 3:
+                raise em.DiskError("the disk is gone for a moment")
+            move(file, offset, memory, write=write)
+
+        for step in range(3):
+            rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+            with pytest.MonkeyPatch.context() as patch:
+                if fails and step == 1:
+                    patch.setattr(FrozenFile, "move", once)
+                    try:
+                        model(rows).square().mean().backward()
+                    except em.DiskError as error:
+                        said = str(error)
+                    optimizer.zero_grad()
+                loss = model(rows).square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        optimizer.close()
+    return said, losses
+
+
+def test_a_read_that_fails_is_told_and_the_step_can_be_repeated(ranks: Ranks, tmp_path: Path) -> None:
+    ((said, losses),) = ranks(1).run(failing, str(tmp_path))
+    assert "gone for a moment" in said
+    assert losses[:3] == losses[3:]
