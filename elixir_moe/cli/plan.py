@@ -7,20 +7,21 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from elixir_moe.chunks.plan import HELD_HEAD, Plan, Tier, held_line, held_rows, size_bytes, size_text
-from elixir_moe.errors import ConfigError, PlanError
+from elixir_moe.errors import ConfigError, PlanError, nothing_called
 from elixir_moe.models import presets
 from elixir_moe.parallel.mesh import init_mesh
-from elixir_moe.search import cost, estimate
+from elixir_moe.search import cost, estimate, zero_infinity
 from elixir_moe.search.explain import explain
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.measure import measured_here
@@ -56,8 +57,16 @@ def add_estimate(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--parameters", type=int, metavar="N", help="parameters of another model")
     verb.add_argument("--adamw", action="store_true", help="AdamW instead of stateless SGD")
     verb.add_argument("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view")
-    verb.add_argument("--zero-infinity", action="store_true", help="print ZeRO-Infinity's Figure 2a")
+    tables = ", ".join(zero_infinity.TABLES)
+    verb.add_argument(
+        "--zero-infinity",
+        nargs="?",
+        const="figure-2a",
+        metavar="TABLE",
+        help=f"print a table of ZeRO-Infinity from its formulas: {tables}; by default figure-2a",
+    )
     verb.add_argument("--efficiency", nargs=3, type=float, metavar=("AIT", "GB/S", "TFLOPS"), help="its equation 2")
+    verb.add_argument("--picture", type=Path, metavar="FILE", help="draw figure-3 as PNG")
 
 
 def run_plan(known: argparse.Namespace) -> int:
@@ -240,25 +249,46 @@ def _short(missing: dict[str, int]) -> str:
 
 def run_estimate(known: argparse.Namespace) -> int:
     """Prints one of the papers' estimates."""
+    if known.picture is not None and known.zero_infinity != "figure-3":
+        raise ConfigError("--picture: of the estimates only figure-3 is drawn: add --zero-infinity figure-3")
     if known.efficiency:
         ait, bandwidth, peak = known.efficiency
         if not all(0 < figure < _MOST_FIGURE for figure in known.efficiency):
             raise ConfigError(f"--efficiency: expected three numbers above 0 and below {_MOST_FIGURE:g}")
-        rows: list[dict[str, Any]] = [{"efficiency": estimate.efficiency(ait, bandwidth * 1e9, peak * 1e12)}]
-    elif known.zero_infinity:
-        rows = [estimate.figure_2_row(model) for model in estimate.FIGURE_2]
+        rows: list[dict[str, Any]] = [{"efficiency": zero_infinity.efficiency(ait, bandwidth * 1e9, peak * 1e12)}]
+    elif known.zero_infinity is not None:
+        if known.zero_infinity not in zero_infinity.TABLES:
+            raise nothing_called("table of ZeRO-Infinity", known.zero_infinity, list(zero_infinity.TABLES))
+        rows = zero_infinity.rows_of(known.zero_infinity)
     else:
         rows = list(_plain_rows(known))
-    if known.json:
-        print(json.dumps({"rows": rows}))
-        return 0
-    for row in rows:
-        if "gib" in row:
-            row["memory"] = size_text(row.pop("gib") * 2**30)
-    print("  ".join(rows[0]))
-    for row in rows:
-        print("  ".join(_cell(value).rjust(len(name)) for name, value in row.items()))
+    if known.picture is not None:
+        from elixir_moe.cli.pictures import draw_efficiency  # matplotlib takes a second to load
+
+        draw_efficiency(known.picture)
+    print(json.dumps({"rows": rows}) if known.json else "\n".join(_table(rows)))
     return 0
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Rows under their column names, which are repeated where they change. Printed figures are in brackets, with a
+    star if they are not what the formula gives; the reasons follow."""
+    reasons = dict[str, str]()
+    block: list[list[str]] = []
+    for i, row in enumerate(rows):
+        stars, printed = row.get("departs", {}), row.get("printed", {})
+        shown = {name: value for name, value in row.items() if name not in ("departs", "printed")}
+        if "gib" in shown:
+            shown["memory"] = size_text(shown.pop("gib") * 2**30)
+        reasons |= {f"{name} {printed[name]}": why for name, why in stars.items()}
+        cells = [_cell(value, printed.get(name), starred=name in stars) for name, value in shown.items()]
+        block = block or [[*shown]]
+        block.append(cells)
+        if i + 1 == len(rows) or rows[i + 1].keys() != row.keys():
+            widths = [max(map(len, column)) for column in zip(*block, strict=True)]
+            yield from ("  ".join(map(str.rjust, line, widths)).rstrip() for line in block)
+            block = []
+    yield from (f"* {what}: {why}" for what, why in reasons.items())
 
 
 def _plain_rows(known: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -287,5 +317,10 @@ def _plain_rows(known: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     }
 
 
-def _cell(value: Any) -> str:
-    return f"{value + 1e-9:.2f}" if isinstance(value, float) else str(value)  # halves are rounded up, as in the papers
+def _cell(value: Any, printed: str | None, *, starred: bool) -> str:
+    """A value, with as many digits as the paper prints; halves are rounded up, as in the papers."""
+    if not isinstance(value, float):
+        return str(value)
+    digits = 2 if printed is None else len(printed.partition(".")[2])
+    text = f"{value + 1e-9:.{digits}f}"
+    return text if printed is None else f"{text} ({printed}{'*' * starred})"
