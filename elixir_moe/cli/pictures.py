@@ -63,7 +63,7 @@ def draw_largest(path: Path, title: str, unit: str, found: Sequence[tuple[str, f
     bars = axes.bar([name for name, *_ in found], [size or 0 for _, size, _ in found], color="tab:blue")
     axes.bar_label(bars, [label for *_, label in found], padding=3)
     axes.set(ylabel=unit, yscale="symlog" if any(size for _, size, _ in found) else "linear")
-    axes.set_title(title.encode(errors="replace").decode(), parse_math=False)
+    axes.set_title(title.encode(errors="replace").decode(), parse_math=False, fontsize=10, wrap=True)
     axes.margins(y=0.1)
     axes.spines[["top", "right"]].set_visible(False)
     with png_asked_for(path):
