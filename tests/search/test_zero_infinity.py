@@ -79,6 +79,14 @@ def test_tables_are_shown_beside_the_paper_and_departures_are_explained(capsys: 
     assert capsys.readouterr().out.count("states  ") == 3, "each panel has its own columns"
 
 
+@pytest.mark.parametrize("table", ["figure-2b", "table-3"])
+def test_the_document_shows_what_the_command_prints(table: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    assert main(["estimate", "--zero-infinity", table]) == 0
+    shown = [f"    $ elixir-moe estimate --zero-infinity {table}", *capsys.readouterr().out.splitlines()]
+    assert "\n    ".join(shown) in text
+
+
 def test_the_curves_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "figure3.png"
     said(capsys, "--zero-infinity", "figure-3", "--picture", str(picture))
