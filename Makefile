@@ -69,6 +69,7 @@ chaos: setup
 
 paper-table: setup
 	$(BIN)/python -m benchmarks.paper_table
+	$(BIN)/python -m benchmarks.paper_table_v1
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.models.presets import named_model
+from elixir_moe.cli.tasks import pretended_ranks
+from elixir_moe.models.presets import is_mixture, named_model
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Fitted, Hardware
 from elixir_moe.search.solve import Choice, Task, solve
@@ -34,25 +35,31 @@ def rows() -> list[tuple[str, int, int, float]]:
         ]
 
 
-def planned(model: str, gpus: int, batch: int, hardware: Hardware) -> tuple[Task, Choice]:
-    """The plan for one row."""
-    given = named_model(model, batch=batch, seq=SEQ)
-    profile = trace(
-        given.model,
-        given.step,
-        given.sample,
-        world=gpus,
-        compute_dtype=torch.bfloat16,
-        reduce_dtype=torch.bfloat16,  # as it was measured
-        tokens=batch * SEQ,
-    )
-    task = Task(
+def task_of(model: str, gpus: int, batch: int, hardware: Hardware, layers: int | None = None) -> Task:
+    """The planning problem of one row; `layers` is another depth of the model."""
+    with pretended_ranks(gpus if is_mixture(model) else 1) as mesh:
+        given = named_model(model, batch=batch, seq=SEQ, mesh=mesh, layers=layers)
+        profile = trace(
+            given.model,
+            given.step,
+            given.sample,
+            world=gpus,
+            compute_dtype=torch.bfloat16,
+            reduce_dtype=torch.bfloat16,  # as it was measured
+            tokens=batch * SEQ,
+        )
+    return Task(
         profile=profile,
         hardware=hardware,
         gpus=gpus,
         capacity_bytes=hardware.gpu_bytes,
         host_bytes=hardware.host_bytes_per_rank(gpus),
     )
+
+
+def planned(model: str, gpus: int, batch: int, hardware: Hardware) -> tuple[Task, Choice]:
+    """The plan for one row."""
+    task = task_of(model, gpus, batch, hardware)
     return task, solve(task)
 
 

@@ -7,25 +7,21 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from elixir_moe.chunks.plan import HELD_HEAD, Plan, Tier, held_line, held_rows, size_bytes, size_text
-from elixir_moe.errors import ConfigError, PlanError
+from elixir_moe.chunks.plan import HELD_HEAD, Tier, held_line, held_rows, size_bytes, size_text
+from elixir_moe.cli.largest import LARGEST, run_largest
+from elixir_moe.cli.tasks import pretended_ranks, ranks_of, task_of
+from elixir_moe.errors import ConfigError, PlanError, nothing_called
 from elixir_moe.models import presets
-from elixir_moe.parallel.mesh import init_mesh
-from elixir_moe.search import cost, estimate
+from elixir_moe.search import cost, estimate, strategies, zero_infinity
 from elixir_moe.search.explain import explain
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.measure import measured_here
 from elixir_moe.search.solve import Choice, Task, price, shortage, solve
-from elixir_moe.search.trace import trace
 
 _MOST_TOKENS = 2**40
 """Most tokens in a batch: the sizes of larger tensors would overflow."""
@@ -43,11 +39,15 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         "--hardware", metavar="NAME|FILE", required=True, help="a machine that ships, a JSON file, or here"
     )
     verb.add_argument("--gpus", type=int, metavar="N", required=True)
-    verb.add_argument("--batch", type=int, metavar="B", required=True, help="sequences of one GPU")
-    verb.add_argument("--seq", type=int, metavar="S", required=True, help="tokens of a sequence")
+    verb.add_argument("--batch", type=int, metavar="B", help="sequences of one GPU")
+    verb.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence")
     verb.add_argument("--budget", metavar="SIZE", help="memory of a GPU to plan for: 40GiB; by default all of it")
     verb.add_argument("--imbalance", type=float, default=1.0, help="routed rows of the busiest rank, in even shares")
     verb.add_argument("--compare", action="store_true", help="price DDP and ZeRO-1/2/3 beside the plan")
+    verb.add_argument(
+        "--largest", choices=LARGEST, help="instead of a plan: the deepest model, batch or sequence that fits"
+    )
+    verb.add_argument("--picture", type=Path, metavar="FILE", help="draw what --largest found as PNG")
 
 
 def add_estimate(verb: argparse.ArgumentParser) -> None:
@@ -56,17 +56,21 @@ def add_estimate(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--parameters", type=int, metavar="N", help="parameters of another model")
     verb.add_argument("--adamw", action="store_true", help="AdamW instead of stateless SGD")
     verb.add_argument("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view")
-    verb.add_argument("--zero-infinity", action="store_true", help="print ZeRO-Infinity's Figure 2a")
+    tables = ", ".join(zero_infinity.TABLES)
+    verb.add_argument(
+        "--zero-infinity",
+        nargs="?",
+        const="figure-2a",
+        metavar="TABLE",
+        help=f"print a table of ZeRO-Infinity from its formulas: {tables}; by default figure-2a",
+    )
     verb.add_argument("--efficiency", nargs=3, type=float, metavar=("AIT", "GB/S", "TFLOPS"), help="its equation 2")
+    verb.add_argument("--picture", type=Path, metavar="FILE", help="draw figure-3 as PNG")
 
 
 def run_plan(known: argparse.Namespace) -> int:
     """Prints the plan and returns 0, or prints why there is none and returns 2. Raises ConfigError."""
-    for name in ("gpus", "batch", "seq"):
-        if getattr(known, name) < 1:
-            raise ConfigError(f"--{name}: expected at least 1, got {getattr(known, name)}")
-    if known.batch * known.seq > _MOST_TOKENS:
-        raise ConfigError(f"--batch, --seq: expected at most {_MOST_TOKENS} tokens, got {known.batch} x {known.seq}")
+    _check_sizes(known)
     if not 1 <= known.imbalance <= _MOST_IMBALANCE:
         raise ConfigError(
             f"--imbalance: expected a finite number of at least 1, at most {_MOST_IMBALANCE}, got {known.imbalance}"
@@ -76,8 +80,11 @@ def run_plan(known: argparse.Namespace) -> int:
     hardware = measured_here(known.gpus) if known.hardware == "here" else Hardware.named(known.hardware)
     hardware.links(known.gpus)
     _import_compiler()
+    if known.largest is not None:
+        return run_largest(known, hardware)
     started = time.perf_counter()
-    task, name = _task(known, hardware)
+    with pretended_ranks(ranks_of(known)) as mesh:
+        task, name = task_of(known, hardware, mesh)
     profiled = time.perf_counter()
     reason, choice = "", None
     try:
@@ -90,6 +97,24 @@ def run_plan(known: argparse.Namespace) -> int:
         report["compare"] = list(_compare(task, choice))
     print(json.dumps(report) if known.json else _as_text(report, task, choice))
     return 0 if choice is not None else 2
+
+
+def _check_sizes(known: argparse.Namespace) -> None:
+    """Checks the numbers of GPUs, sequences and tokens. The one that is searched for must not be given."""
+    for name in ("gpus", "batch", "seq"):
+        value = getattr(known, name)
+        if name == known.largest and value is not None:
+            raise ConfigError(f"--{name} {value}: --largest {name} finds it, leave it out")
+        if name != known.largest and value is None:
+            raise ConfigError(f"the following arguments are required: --{name}; see elixir-moe plan --help")
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}: expected at least 1, got {value}")
+    if (known.batch or 1) * (known.seq or 1) > _MOST_TOKENS:
+        raise ConfigError(f"--batch, --seq: expected at most {_MOST_TOKENS} tokens, got {known.batch} x {known.seq}")
+    if known.largest is not None and known.compare:
+        raise ConfigError("--compare prices one plan, and --largest finds none: leave one of them out")
+    if known.largest is None and known.picture is not None:
+        raise ConfigError("--picture draws what --largest finds: add --largest model, batch or seq")
 
 
 def _import_compiler() -> None:
@@ -106,52 +131,6 @@ def _import_compiler() -> None:
         if collects:
             gc.enable()
     gc.freeze()
-
-
-def _task(known: argparse.Namespace, hardware: Hardware) -> tuple[Task, str]:
-    """(planning problem of the traced model on the machine, name of the model)."""
-    named = known.model is not None
-    with _pretended(known.gpus if named and presets.is_mixture(known.model) else 1) as mesh:
-        if named:
-            given = presets.named_model(known.model, batch=known.batch, seq=known.seq, mesh=mesh)
-        else:
-            given = presets.huggingface_model(known.config, batch=known.batch, seq=known.seq)
-        profile = trace(
-            given.model,
-            given.step,
-            given.sample,
-            world=known.gpus,
-            compute_dtype=torch.bfloat16,
-            tokens=known.batch * known.seq,
-        )
-    capacity = size_bytes("--budget", known.budget) or hardware.gpu_bytes
-    task = Task(
-        profile=profile,
-        hardware=hardware,
-        gpus=known.gpus,
-        capacity_bytes=capacity,
-        host_bytes=hardware.host_bytes_per_rank(known.gpus),
-        disk_bytes=hardware.disk_bytes_per_rank(known.gpus),
-        imbalance=known.imbalance,
-    )
-    return task, given.name
-
-
-@contextmanager
-def _pretended(ranks: int) -> Iterator[Any]:
-    """A mesh of fake ranks, which send nothing, so that experts are distributed as on the real ones; None for one."""
-    if ranks == 1:
-        yield None
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        raise ConfigError("plan pretends to be a cluster and cannot run inside one: call it without torchrun")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)  # type: ignore[no-untyped-call]
-    try:
-        yield init_mesh(device_type="cpu")
-    finally:
-        dist.destroy_process_group()
 
 
 def _report(known: argparse.Namespace, name: str, task: Task, choice: Choice | None, reason: str) -> dict[str, Any]:
@@ -194,24 +173,9 @@ def _predicted(task: Task, choice: Choice) -> dict[str, Any]:
 
 
 def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
-    """Other strategies on the same chunks. ZeRO-1 is ZeRO-2 plus whole gradients in the compute dtype (bf16)."""
+    """Other strategies on the same chunks."""
     numel = choice.plan.chunk_numel if choice is not None else None
-
-    def least(plan: Plan) -> int:
-        return max(1, task.profile.schedule(price(task, plan, loads=()).layout).least_blocks())
-
-    on_device, in_memory = Plan.zero2(chunk_numel=numel), Plan.offload(rcache_blocks="all", chunk_numel=numel)
-    gradients = sum(p.numel * p.key.dtype.itemsize for p in task.profile.params)
-    plans = {
-        "ddp": (Plan(scatter=False, offloaded=False, rcache_blocks="all", chunk_numel=numel), 0),
-        "zero-1": (on_device, gradients),
-        "zero-1-offload": (in_memory, gradients),
-        "zero-2": (on_device, 0),
-        "zero-2-offload": (in_memory, 0),
-        "zero-3": (replace(on_device, rcache_blocks=least(on_device)), 0),
-        "zero-3-offload": (replace(in_memory, rcache_blocks=least(in_memory)), 0),
-    }
-    for name, (plan, more) in plans.items():
+    for name, (plan, more) in strategies.plans(task, numel).items():
         priced = price(task, plan)
         missing = shortage(task, priced.size)
         if task.allowed_bytes < priced.size.device_bytes + more:
@@ -240,25 +204,46 @@ def _short(missing: dict[str, int]) -> str:
 
 def run_estimate(known: argparse.Namespace) -> int:
     """Prints one of the papers' estimates."""
+    if known.picture is not None and known.zero_infinity != "figure-3":
+        raise ConfigError("--picture: of the estimates only figure-3 is drawn: add --zero-infinity figure-3")
     if known.efficiency:
         ait, bandwidth, peak = known.efficiency
         if not all(0 < figure < _MOST_FIGURE for figure in known.efficiency):
             raise ConfigError(f"--efficiency: expected three numbers above 0 and below {_MOST_FIGURE:g}")
-        rows: list[dict[str, Any]] = [{"efficiency": estimate.efficiency(ait, bandwidth * 1e9, peak * 1e12)}]
-    elif known.zero_infinity:
-        rows = [estimate.figure_2_row(model) for model in estimate.FIGURE_2]
+        rows: list[dict[str, Any]] = [{"efficiency": zero_infinity.efficiency(ait, bandwidth * 1e9, peak * 1e12)}]
+    elif known.zero_infinity is not None:
+        if known.zero_infinity not in zero_infinity.TABLES:
+            raise nothing_called("table of ZeRO-Infinity", known.zero_infinity, list(zero_infinity.TABLES))
+        rows = zero_infinity.rows_of(known.zero_infinity)
     else:
         rows = list(_plain_rows(known))
-    if known.json:
-        print(json.dumps({"rows": rows}))
-        return 0
-    for row in rows:
-        if "gib" in row:
-            row["memory"] = size_text(row.pop("gib") * 2**30)
-    print("  ".join(rows[0]))
-    for row in rows:
-        print("  ".join(_cell(value).rjust(len(name)) for name, value in row.items()))
+    if known.picture is not None:
+        from elixir_moe.cli.pictures import draw_efficiency  # matplotlib takes a second to load
+
+        draw_efficiency(known.picture)
+    print(json.dumps({"rows": rows}) if known.json else "\n".join(_table(rows)))
     return 0
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Rows under their column names, which are repeated where they change. Printed figures are in brackets, with a
+    star if they are not what the formula gives; the reasons follow."""
+    reasons = dict[str, str]()
+    block: list[list[str]] = []
+    for i, row in enumerate(rows):
+        stars, printed = row.get("departs", {}), row.get("printed", {})
+        shown = {name: value for name, value in row.items() if name not in ("departs", "printed")}
+        if "gib" in shown:
+            shown["memory"] = size_text(shown.pop("gib") * 2**30)
+        reasons |= {f"{name} {printed[name]}": why for name, why in stars.items()}
+        cells = [_cell(value, printed.get(name), starred=name in stars) for name, value in shown.items()]
+        block = block or [[*shown]]
+        block.append(cells)
+        if i + 1 == len(rows) or rows[i + 1].keys() != row.keys():
+            widths = [max(map(len, column)) for column in zip(*block, strict=True)]
+            yield from ("  ".join(map(str.rjust, line, widths)).rstrip() for line in block)
+            block = []
+    yield from (f"* {what}: {why}" for what, why in reasons.items())
 
 
 def _plain_rows(known: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -287,5 +272,10 @@ def _plain_rows(known: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     }
 
 
-def _cell(value: Any) -> str:
-    return f"{value + 1e-9:.2f}" if isinstance(value, float) else str(value)  # halves are rounded up, as in the papers
+def _cell(value: Any, printed: str | None, *, starred: bool) -> str:
+    """A value, with as many digits as the paper prints; halves are rounded up, as in the papers."""
+    if not isinstance(value, float):
+        return str(value)
+    digits = 2 if printed is None else len(printed.partition(".")[2])
+    text = f"{value + 1e-9:.{digits}f}"
+    return text if printed is None else f"{text} ({printed}{'*' * starred})"

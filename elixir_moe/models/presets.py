@@ -7,7 +7,7 @@ has GPT-2's GELU here instead of its ReLU; parameters, products and memory are t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,15 @@ def is_mixture(name: str) -> bool:
     return name in PR_MOE or name in LARGE_MOE
 
 
-def named_model(name: str, *, batch: int, seq: int, mesh: DeviceMesh | None = None) -> Planned:
+def named_model(
+    name: str,
+    *,
+    batch: int,
+    seq: int,
+    mesh: DeviceMesh | None = None,
+    layers: int | None = None,
+    stretch: bool = False,
+) -> Planned:
     """The model called `name` with activation checkpointing of every layer.
 
     Args:
@@ -68,6 +76,8 @@ def named_model(name: str, *, batch: int, seq: int, mesh: DeviceMesh | None = No
         batch: sequences of one rank.
         seq: tokens of a sequence.
         mesh: the ranks over which experts are spread; needed by mixtures only.
+        layers: another number of layers, of a dense model.
+        stretch: give the model the positions that `seq` needs.
 
     Raises:
         ConfigError: no model has that name; the nearest is suggested. Or `seq` is longer than it allows.
@@ -76,8 +86,8 @@ def named_model(name: str, *, batch: int, seq: int, mesh: DeviceMesh | None = No
     if name in GPT2:
         config = gpt_config(name, checkpoint="non_reentrant")
     elif name in OPT:
-        layers, width, heads = OPT[name]
-        config = _gpt(vocab_size=50272, seq_len=2050, n_layers=layers, d_model=width, n_heads=heads)
+        own, width, heads = OPT[name]
+        config = _gpt(vocab_size=50272, seq_len=2050, n_layers=own, d_model=width, n_heads=heads)
     elif name in PR_MOE:
         few, many = PR_MOE[name]
         experts = tuple((few if i < 20 else many) if i % 2 else 0 for i in range(24))
@@ -93,20 +103,24 @@ def named_model(name: str, *, batch: int, seq: int, mesh: DeviceMesh | None = No
             capacity_factor=1.25,
         )
     elif name in LARGE_MOE:
-        layers, width, heads, count = LARGE_MOE[name]
+        own, width, heads, count = LARGE_MOE[name]
         config = _gpt(
             vocab_size=50257,
             seq_len=2048,
-            n_layers=layers,
+            n_layers=own,
             d_model=width,
             n_heads=heads,
-            experts=(0, count) * (layers // 2),
-            ep=(1, gcd(count, ranks)) * (layers // 2),
+            experts=(0, count) * (own // 2),
+            ep=(1, gcd(count, ranks)) * (own // 2),
             top_k=2,
             capacity_factor=1.25,
         )
     else:
         raise nothing_called("model", name, names())
+    if layers is not None:
+        config = replace(config, n_layers=layers, experts=(), ep=())
+    if stretch:
+        config = replace(config, seq_len=max(seq, config.seq_len))
     if seq > config.seq_len:
         raise ConfigError(f"seq={seq}: {name} has {config.seq_len} positions, choose at most that many")
     return of_config(name, config, batch=batch, seq=seq, mesh=mesh)
@@ -122,12 +136,16 @@ def of_config(name: str, config: GPTConfig, *, batch: int, seq: int, mesh: Devic
     return Planned(name=name, model=model, step=lm_loss, sample=sample)
 
 
-def huggingface_model(path: str, *, batch: int, seq: int) -> Planned:
+def huggingface_model(path: str, *, batch: int, seq: int, layers: int | None = None, stretch: bool = False) -> Planned:
     """The causal language model that a Hugging Face ``config.json`` describes, with activation checkpointing.
+
+    Args:
+        path: the file, or its directory.
+        batch, seq, layers, stretch: as in `named_model`.
 
     Raises:
         ConfigError: transformers is not installed, or the file is not the config of such a model, or `seq` is longer
-            than it allows.
+            than it allows, or another number of `layers` is wanted of a config that has a setting for each.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -138,8 +156,11 @@ def huggingface_model(path: str, *, batch: int, seq: int) -> Planned:
     try:
         config = AutoConfig.from_pretrained(path)
         config.use_cache = False
+        _resized(path, config, seq, layers, stretch=stretch)
         with torch.device("meta"), _Undrawn():
             model = AutoModelForCausalLM.from_config(config)
+    except ConfigError:
+        raise
     except Exception as error:  # transformers checks its settings with error types of its own
         why = str(error).partition("\n")[0]
         raise ConfigError(f"{path!r} is not the config of a causal language model: {why}") from error
@@ -151,6 +172,20 @@ def huggingface_model(path: str, *, batch: int, seq: int) -> Planned:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sample = torch.empty(batch, seq, dtype=torch.int64, device="meta")
     return Planned(name=str(path), model=model, step=_causal_loss, sample=sample)
+
+
+def _resized(path: str, config: Any, seq: int, layers: int | None, *, stretch: bool) -> None:
+    """Changes the number of layers and of positions of a Hugging Face config."""
+    if layers is not None:
+        had = getattr(config, "num_hidden_layers", None)
+        listed = [name for name, value in config.to_dict().items() if isinstance(value, list) and len(value) == had]
+        if had is None or listed:
+            why = f"{listed[0]} has one entry a layer" if listed else "it has no num_hidden_layers"
+            raise ConfigError(f"the number of layers of {path!r} cannot be changed: {why}; name another model")
+        config.num_hidden_layers = layers
+    positions = getattr(config, "max_position_embeddings", None)
+    if stretch and isinstance(positions, int) and positions < seq:
+        config.max_position_embeddings = seq
 
 
 def _causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:

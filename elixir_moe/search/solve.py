@@ -112,6 +112,23 @@ def solve(task: Task) -> Choice:
     return min(found, key=_rank)
 
 
+def device_bytes_for(task: Task) -> int:
+    """Device memory that a plan needs in the task's host memory and on its disk.
+
+    At most `Task.allowed_bytes` exactly if `solve` finds a plan; it is then such a plan's, and otherwise no more than
+    that of any plan.
+    """
+    step_order = task.profile.step_order
+    bounds = sorted((_Length(task, None, n).least_device_bytes(), n) for n in chunk_lengths(task.profile.params))
+    needed = [nbytes for nbytes, _ in bounds if nbytes > task.allowed_bytes][:1]
+    for bound, length in bounds:
+        if bound <= task.allowed_bytes:
+            needed.append(_Length(task, step_order, length).least_device_bytes())
+            if needed[-1] <= task.allowed_bytes:
+                return needed[-1]
+    return min(needed)
+
+
 def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[int] | None = None) -> Choice:
     """The cost of `plan`, whether it fits or not.
 
@@ -226,9 +243,11 @@ class _Held:
 class _Length:
     """The search at one chunk length."""
 
-    def __init__(self, task: Task, step_order: StepOrder, chunk_numel: int) -> None:
+    def __init__(self, task: Task, step_order: StepOrder | None, chunk_numel: int) -> None:
+        """Without an order, blocks are counted as one, and none is for gradients: a lower bound of memory."""
         self._task, self._step_order = task, step_order
-        self._layout = step_order.counted(build_layout(task.profile.params, chunk_numel))
+        layout = build_layout(task.profile.params, chunk_numel)
+        self._layout = layout if step_order is None else step_order.counted(layout)
         self._numel = chunk_numel
         self._updated = [chunk.shard_numel * chunk.key.trainable for chunk in self._layout.chunks]
         self._frozen = [0 if chunk.key.trainable else frozen_bytes(chunk) for chunk in self._layout.chunks]
@@ -354,6 +373,7 @@ class _Length:
 
     def _step(self, device_chunks: int) -> tuple[Simulator, int, int]:
         """(simulator, least blocks, most open gradients) of the step with that many chunks on the device."""
+        assert self._step_order is not None, "a bound counts no blocks"
         cached = self._held[device_chunks].cached
         if cached not in self._steps:
             plan = Plan.offload(rcache_blocks="all", device_chunks=device_chunks)
@@ -365,7 +385,13 @@ class _Length:
         """The missing bytes with the fewest blocks, for each number of chunks on the device."""
         chunks = len(self._layout.chunks)
         for count, held in enumerate(self._held):
-            yield held.missing(self._task, self._step(chunks if count == chunks else 0)[1])
+            blocks = 1 if self._step_order is None else self._step(chunks if count == chunks else 0)[1]
+            yield held.missing(self._task, blocks)
+
+    def least_device_bytes(self) -> int:
+        """The least device memory with which host memory and disk are large enough."""
+        missing = [s[Tier.DEVICE] for s in self.shortages() if s[Tier.HOST] <= 0 and s.get(Tier.DISK, 0) <= 0]
+        return self._task.allowed_bytes + min(missing)
 
 
 def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:

@@ -138,18 +138,14 @@ def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the run has no losses yet, or `path` is not a PNG file that can be written.
     """
-    from elixir_moe.train.picture import draw_losses  # matplotlib takes a second to load
+    from elixir_moe.train.picture import draw_losses, png_asked_for  # matplotlib takes a second to load
 
     records = [record for _, record in records_of(directory / "metrics.jsonl")]
     train, validation = losses_of(records)
     if not train:
         raise ConfigError(f"--picture: {str(directory)!r} has no losses yet: ask again when a step was taken")
-    if path.suffix != ".png":
-        raise ConfigError(f"--picture {str(path)!r}: expected a file that ends in .png")
-    try:
+    with png_asked_for(path):
         draw_losses(path, f"{directory}: {found['state']}", train, validation, found["bigram_loss"])
-    except OSError as error:
-        raise ConfigError(f"--picture: cannot write {str(path)!r}: {error.strerror}; choose another file") from error
 
 
 def _words(value: Any) -> str | None:

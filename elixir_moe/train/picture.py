@@ -1,13 +1,17 @@
 """The picture of a run: losses against steps, with the bigram model's loss as a line.
 
-Owns `loss.png` and its appearance. Draws off screen and uses no global state of matplotlib.
+Owns `loss.png`, its appearance, and the check of a file that `--picture` names. Draws off screen and uses no global
+state of matplotlib.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from elixir_moe.errors import ConfigError
 
 _WINDOW = 15
 """Steps that the smoothed training loss averages over."""
@@ -49,6 +53,21 @@ def draw_losses(
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, format="png")
+
+
+@contextmanager
+def png_asked_for(path: Path) -> Iterator[None]:
+    """Around the drawing of the PNG that `--picture` names.
+
+    Raises:
+        ConfigError: `path` does not end in .png, or cannot be written.
+    """
+    if path.suffix != ".png":
+        raise ConfigError(f"--picture {str(path)!r}: expected a file that ends in .png")
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--picture: cannot write {str(path)!r}: {error.strerror}; choose another file") from error
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
