@@ -34,10 +34,10 @@ class TensorRanks:
 
     @classmethod
     def on(cls, mesh: DeviceMesh | None) -> Self | None:
-        """The ranks along ``tp``; None if nothing is cut."""
-        if mesh is None or mesh["tp"].size() == 1:
+        """The ranks along ``tp`` of a mesh ("dp", "tp"); None if nothing is cut."""
+        if mesh is None or mesh.size(1) == 1:
             return None
-        return cls(rank=mesh.get_local_rank("tp"), size=mesh["tp"].size(), process_group=mesh.get_group("tp"))
+        return cls(rank=mesh.get_local_rank("tp"), size=mesh.size(1), process_group=mesh.get_group("tp"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
