@@ -97,7 +97,6 @@ class GPTConfig:
             ]
         return problems
 
-
     def check_tp(self, tp: int) -> None:
         """Raises LayoutError if the model cannot be cut over `tp` tensor-parallel ranks."""
         if self.n_heads % tp:

@@ -69,9 +69,7 @@ class CutLinear(nn.Linear):
     @torch.no_grad()
     def draw_weight(self, std: float) -> None:
         """Draws the whole weight from the global RNG, and keeps this rank's part."""
-        whole = torch.empty(
-            self.out_features, self.in_features, dtype=self.weight.dtype, device=self.weight.device
-        )
+        whole = torch.empty(self.out_features, self.in_features, dtype=self.weight.dtype, device=self.weight.device)
         self.weight.copy_(self._part(nn.init.normal_(whole, std=std)))
 
     def patterns(self, mesh: DeviceMesh) -> dict[str, Pattern]:

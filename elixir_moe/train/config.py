@@ -182,7 +182,16 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _check(bool(self.out.strip()), "run.out", self.out, "a directory")
-        for name in ("steps", "global_batch", "accumulation", "eval_every", "eval_batches", "log_every", "tp", "threads"):
+        for name in (
+            "steps",
+            "global_batch",
+            "accumulation",
+            "eval_every",
+            "eval_batches",
+            "log_every",
+            "tp",
+            "threads",
+        ):
             _check(getattr(self, name) >= 1, f"run.{name}", getattr(self, name), "at least 1")
         _check(self.sample_bytes >= 0, "run.sample_bytes", self.sample_bytes, "0 or more")
         _check(0 <= self.seed < 2**62, "run.seed", self.seed, "0 or more, below 2**62")

@@ -146,9 +146,7 @@ def moved(folder: str, degrees: tuple[int, int], plan: str) -> tuple[dict[str, T
 
 
 @pytest.mark.parametrize(("degrees", "plan"), with_further([((2, 1), "zero3"), ((1, 2), "offload")], []))
-def test_a_checkpoint_loads_under_another_tp(
-    degrees: tuple[int, int], plan: str, ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_checkpoint_loads_under_another_tp(degrees: tuple[int, int], plan: str, ranks: Ranks, tmp_path: Path) -> None:
     torch.manual_seed(5)
     whole = GPT(config_of("mixture"))
     optimizer = make_optimizer(whole)
