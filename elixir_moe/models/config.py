@@ -104,8 +104,8 @@ class GPTConfig:
             raise LayoutError(f"tp={tp} does not divide n_heads={self.n_heads}: choose tp among {degrees}")
         if tp > 1 and self.dropout:
             raise LayoutError(
-                f"dropout={self.dropout} with tp={tp}: the ranks of tp would drop different elements of the activations "
-                f"that they share; set dropout=0, or tp=1"
+                f"dropout={self.dropout} with tp={tp}: the ranks of tp would drop different elements of activations "
+                f"they share; set dropout=0, or tp=1"
             )
 
 

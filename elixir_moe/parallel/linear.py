@@ -92,7 +92,7 @@ class CutLinear(nn.Linear):
         """The text that `print` shows."""
         return f"{super().extra_repr()}, dim {self.dim} cut over {self.ranks.size} ranks"
 
-    def _cut_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _cut_parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield "weight", self.weight
         if self.dim == 0 and self.bias is not None:
             yield "bias", self.bias

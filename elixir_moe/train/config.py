@@ -293,14 +293,14 @@ class TrainConfig:
         _check_degree("run.tp", tp, ranks, f"the {ranks} ranks of this run")
         self.model.check_tp(tp)
         replicas = ranks // tp
-        shared = f"the {ranks} ranks of this run" + f" / run.tp={tp}" * (tp > 1)
+        by_tp = f" / run.tp={tp}" * (tp > 1)
         for layer, ep in enumerate(self.model.ep):
-            _check_degree(f"model.ep[{layer}]", ep, replicas, shared)
+            _check_degree(f"model.ep[{layer}]", ep, replicas, f"the {ranks} ranks of this run{by_tp}")
         unit = replicas * self.run.accumulation
         if self.run.global_batch % unit:
             raise ConfigError(
-                f"run.global_batch={self.run.global_batch} is no multiple of {ranks} ranks"
-                f"{f' / run.tp={tp}' * (tp > 1)} x run.accumulation={self.run.accumulation}: choose a multiple of {unit}"
+                f"run.global_batch={self.run.global_batch} is no multiple of {ranks} ranks{by_tp} x run.accumulation="
+                f"{self.run.accumulation}: choose a multiple of {unit}"
             )
 
 
