@@ -7,7 +7,7 @@ Sources of the named shapes: Elixir v2, table 3 (gpt2-4b to gpt2-20b); PR-MoE's 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from elixir_moe.errors import ConfigError, nothing_called
+from elixir_moe.errors import ConfigError, LayoutError, nothing_called
 
 Checkpoint = Literal["none", "reentrant", "non_reentrant"]
 
@@ -96,6 +96,17 @@ class GPTConfig:
                 if getattr(self, name) != value
             ]
         return problems
+
+    def check_tp(self, tp: int) -> None:
+        """Raises LayoutError if the model cannot be cut over `tp` tensor-parallel ranks."""
+        if self.n_heads % tp:
+            degrees = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
+            raise LayoutError(f"tp={tp} does not divide n_heads={self.n_heads}: choose tp among {degrees}")
+        if tp > 1 and self.dropout:
+            raise LayoutError(
+                f"dropout={self.dropout} with tp={tp}: the ranks of tp would drop different elements of activations "
+                f"they share; set dropout=0, or tp=1"
+            )
 
 
 def gpt_config(name: str, **changes: Any) -> GPTConfig:

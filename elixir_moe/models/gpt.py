@@ -23,6 +23,7 @@ from elixir_moe.models.config import GPTConfig
 from elixir_moe.moe.experts import MLP, GroupedExperts
 from elixir_moe.moe.layer import MoE
 from elixir_moe.moe.router import TopKRouter
+from elixir_moe.parallel.linear import CutLinear, TensorRanks, linear
 from elixir_moe.parallel.mesh import expert_mesh
 from elixir_moe.parallel.pattern import Pattern
 
@@ -37,13 +38,13 @@ class GPTOutput(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention."""
+    """Causal multi-head self-attention; a tensor-parallel rank has some of the heads."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, ranks: TensorRanks | None) -> None:
         super().__init__()
-        self.n_heads = config.n_heads
-        self.qkv = nn.Linear(config.d_model, 3 * config.d_model)
-        self.out = nn.Linear(config.d_model, config.d_model)
+        self.n_heads = config.n_heads if ranks is None else config.n_heads // ranks.size
+        self.qkv = linear(config.d_model, 3 * config.d_model, ranks, dim=0, pieces=3)
+        self.out = linear(config.d_model, config.d_model, ranks, dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, d) -> (B, S, d)."""
@@ -55,11 +56,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer: attention, then an MLP or a mixture of experts."""
 
-    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None) -> None:
+    def __init__(self, config: GPTConfig, layer: int, meshes: "Meshes") -> None:
         super().__init__()
         d_hidden = config.mlp_ratio * config.d_model
         self.norm_1 = nn.LayerNorm(config.d_model)
-        self.attention = Attention(config)
+        self.attention = Attention(config, meshes.tensor_ranks)
         self.norm_2 = nn.LayerNorm(config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.mlp: MLP | MoE
@@ -69,14 +70,14 @@ class Block(nn.Module):
                 d_hidden=d_hidden,
                 num_experts=config.experts[layer],
                 top_k=config.top_k,
-                mesh=mesh,
+                mesh=meshes.of_layer(layer),
                 capacity_factor=config.capacity_factor,
                 residual=config.residual,
                 aux_coefficient=config.aux_coefficient,
                 z_coefficient=config.z_coefficient,
             )
         else:
-            self.mlp = MLP(d_model=config.d_model, d_hidden=d_hidden)
+            self.mlp = MLP(d_model=config.d_model, d_hidden=d_hidden, ranks=meshes.tensor_ranks)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(B, S, d) -> (B, S, d) and the layer's auxiliary loss, () fp32."""
@@ -95,11 +96,13 @@ class GPT(nn.Module):
     Args:
         config: its shape.
         mesh: ("dp", "tp") from `init_mesh`; experts are spread over ``dp`` in the degrees of ``config.ep``, and every
-            rank must build the model, since process groups are made. None builds all experts in this process: the same
-            function of the global batch, whatever ``config.ep`` says.
+            rank must build the model, since process groups are made. Heads and dense MLPs are cut over ``tp``; all
+            else is the same on its ranks, which must be given the same tokens. None builds the whole model in this
+            process: the same function of the global batch, whatever ``config.ep`` says.
 
     Raises:
-        LayoutError: the mesh has more than one ``tp`` rank, or a degree does not divide its ranks.
+        LayoutError: a degree does not divide the mesh's ranks; ``tp`` does not divide the heads; dropout with ``tp``
+            above 1.
     """
 
     def __init__(self, config: GPTConfig, mesh: DeviceMesh | None = None) -> None:
@@ -109,7 +112,7 @@ class GPT(nn.Module):
         self.tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = nn.Embedding(config.seq_len, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, i, self.meshes.of_layer(i)) for i in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config, i, self.meshes) for i in range(config.n_layers))
         self.norm = nn.LayerNorm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -120,8 +123,11 @@ class GPT(nn.Module):
         """Draws all parameters from the global RNG; the values do not depend on the layout."""
         std, std_out = 0.02, 0.02 / math.sqrt(2 * self.config.n_layers)
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=std_out if name.endswith(("attention.out", "w_out")) else std)
+            into_stream = name.endswith(("attention.out", "w_out"))
+            if isinstance(module, CutLinear):
+                module.draw_weight(std=std_out if into_stream else std)
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=std_out if into_stream else std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
             if isinstance(module, nn.LayerNorm | TopKRouter):
@@ -147,19 +153,19 @@ class GPT(nn.Module):
 
 
 class Meshes:
-    """The model's mesh and one expert mesh for each distinct degree; copies of a model share them."""
+    """The model's mesh, its tensor-parallel ranks and an expert mesh for each degree; copies of a model share them."""
 
     def __init__(self, config: GPTConfig, mesh: DeviceMesh | None) -> None:
         self.mesh = mesh
         self.degrees = config.ep
         self.experts: dict[int, DeviceMesh] = {}
+        self.tensor_ranks: TensorRanks | None = None
         if mesh is None:
             return
-        if mesh.mesh_dim_names != ("dp", "tp") or mesh.size(1) > 1:
-            raise LayoutError(
-                f"GPT runs on a mesh ('dp', 'tp') with tp=1, got {mesh.mesh_dim_names} of sizes "
-                f"{tuple(mesh.mesh.shape)}: use em.init_mesh(), or Megatron-core's GPTModel for tensor parallelism"
-            )
+        if mesh.mesh_dim_names != ("dp", "tp"):
+            raise LayoutError(f"GPT runs on a mesh ('dp', 'tp'), got {mesh.mesh_dim_names}: use em.init_mesh()")
+        config.check_tp(mesh.size(1))
+        self.tensor_ranks = TensorRanks.on(mesh)
         layers = zip(config.experts, config.ep, strict=True)
         self.experts = {ep: expert_mesh(mesh, ep) for ep in sorted({ep for experts, ep in layers if experts})}
 
@@ -178,15 +184,22 @@ def lm_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def gpt_patterns(model: GPT) -> dict[str, Pattern]:
-    """The rules for `annotate`: one for the experts of each mixture layer, one for the rest; none without a mesh."""
-    if model.meshes.mesh is None:
+    """The rules for `annotate`: for each layer cut over ``tp``, for the experts of each mixture layer, and one for the
+    rest; none without a mesh."""
+    dense = model.meshes.mesh
+    if dense is None:
         return {}
-    rules = {}
+    rules = {
+        f"{path}.{name}": pattern
+        for path, module in model.named_modules()
+        if isinstance(module, CutLinear)
+        for name, pattern in module.patterns(dense).items()
+    }
     for i, block in enumerate(model.blocks):
         mesh = model.meshes.of_layer(i)
         if isinstance(block.mlp, MoE) and mesh is not None:
-            rules[f"blocks.{i}.mlp.experts.*"] = Pattern(mesh, replicate=("edp",), shard={"ep": 0})
-    return rules | {"*": Pattern(model.meshes.mesh, replicate=("dp",))}
+            rules[f"blocks.{i}.mlp.experts.*"] = Pattern(mesh, replicate=("edp", "tp"), shard={"ep": 0})
+    return rules | {"*": Pattern(dense, replicate=("dp", "tp"))}
 
 
 def tokens_per_expert(model: nn.Module) -> dict[str, list[int]]:

@@ -17,15 +17,16 @@ from torch.autograd.function import once_differentiable
 
 from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.parallel.dataless import even_counts, has_data
+from elixir_moe.parallel.linear import TensorRanks, linear
 
 
 class MLP(nn.Module):
-    """Linear, GELU, linear: (..., d) -> (..., d)."""
+    """Linear, GELU, linear: (..., d) -> (..., d); its hidden features may be cut over tensor-parallel ranks."""
 
-    def __init__(self, *, d_model: int, d_hidden: int, bias: bool = True) -> None:
+    def __init__(self, *, d_model: int, d_hidden: int, bias: bool = True, ranks: TensorRanks | None = None) -> None:
         super().__init__()
-        self.w_in = nn.Linear(d_model, d_hidden, bias=bias)
-        self.w_out = nn.Linear(d_hidden, d_model, bias=bias)
+        self.w_in = linear(d_model, d_hidden, ranks, dim=0, bias=bias)
+        self.w_out = linear(d_hidden, d_model, ranks, dim=1, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., d)."""

@@ -61,12 +61,7 @@ class LayerRanks:
             raise LayoutError(
                 f"MoE needs a mesh with axes {EXPERT_MESH_AXES}, got {mesh.mesh_dim_names}: use em.expert_mesh()"
             )
-        edp, ep, tp = mesh.mesh.shape
-        if tp > 1:
-            raise LayoutError(
-                f"MoE does not cut its experts over the {tp} ranks of axis 'tp': use em.init_mesh(tp=1), or a "
-                f"Megatron-core MoE layer with em.megatron.annotate"
-            )
+        edp, ep, _ = mesh.mesh.shape
         batch_rank = mesh.get_local_rank("edp") * ep + mesh.get_local_rank("ep")
         ep_group = mesh.get_group("ep") if ep > 1 else None
         if ep == 1:
@@ -93,7 +88,9 @@ class MoE(nn.Module):
         d_hidden: inner width of each expert (and of the residual MLP).
         num_experts: experts of the layer, on all ranks together.
         top_k: experts a token is sent to.
-        mesh: an expert mesh ("edp", "ep", "tp") from `expert_mesh`; None puts all experts in this process.
+        mesh: an expert mesh ("edp", "ep", "tp") from `expert_mesh`; None puts all experts in this process. Experts are
+            not cut over ``tp``: its ranks have the same tokens and do the same work, so annotate every parameter of the
+            layer as replicated over ``tp``.
         capacity_factor: each expert takes ``ceil(capacity_factor · top_k · tokens / num_experts)`` of the global
             batch's tokens, first choices first, then in the order of the batch; further choices are dropped and
             contribute zero. None drops nothing.
@@ -105,7 +102,7 @@ class MoE(nn.Module):
 
     Raises:
         LayoutError: `num_experts` is not a multiple of the mesh's ``ep``; `top_k` not in 1..num_experts;
-            `capacity_factor` not positive; a mesh with other axes, or with more than one ``tp`` rank.
+            `capacity_factor` not positive; a mesh with other axes.
     """
 
     tokens_per_expert: Tensor

@@ -174,12 +174,24 @@ class RunConfig:
     """Bytes of text that the trained model writes at the end; 0: none."""
     temperature: float = 0.8
     """Sampling temperature of this text; 0 always takes the most likely byte."""
+    tp: int = 1
+    """Tensor-parallel degree: neighbouring ranks that share the samples of a micro-batch, and cut attention heads and
+    dense MLPs among them. Divides the ranks and model.n_heads."""
     threads: int = 1
     """CPU threads per rank."""
 
     def __post_init__(self) -> None:
         _check(bool(self.out.strip()), "run.out", self.out, "a directory")
-        for name in ("steps", "global_batch", "accumulation", "eval_every", "eval_batches", "log_every", "threads"):
+        for name in (
+            "steps",
+            "global_batch",
+            "accumulation",
+            "eval_every",
+            "eval_batches",
+            "log_every",
+            "tp",
+            "threads",
+        ):
             _check(getattr(self, name) >= 1, f"run.{name}", getattr(self, name), "at least 1")
         _check(self.sample_bytes >= 0, "run.sample_bytes", self.sample_bytes, "0 or more")
         _check(0 <= self.seed < 2**62, "run.seed", self.seed, "0 or more, below 2**62")
@@ -277,16 +289,17 @@ class TrainConfig:
 
     def check_ranks(self, ranks: int) -> None:
         """Raises LayoutError or ConfigError if these settings do not fit that many ranks."""
+        tp = self.run.tp
+        _check_degree("run.tp", tp, ranks, f"the {ranks} ranks of this run")
+        self.model.check_tp(tp)
+        replicas = ranks // tp
+        by_tp = f" / run.tp={tp}" * (tp > 1)
         for layer, ep in enumerate(self.model.ep):
-            if ranks % ep:
-                raise LayoutError(
-                    f"model.ep[{layer}]={ep} does not divide the {ranks} ranks of this run: choose one of "
-                    f"{[n for n in range(1, ranks + 1) if ranks % n == 0]}, or start another number of ranks"
-                )
-        unit = ranks * self.run.accumulation
+            _check_degree(f"model.ep[{layer}]", ep, replicas, f"the {ranks} ranks of this run{by_tp}")
+        unit = replicas * self.run.accumulation
         if self.run.global_batch % unit:
             raise ConfigError(
-                f"run.global_batch={self.run.global_batch} is no multiple of {ranks} ranks x run.accumulation="
+                f"run.global_batch={self.run.global_batch} is no multiple of {ranks} ranks{by_tp} x run.accumulation="
                 f"{self.run.accumulation}: choose a multiple of {unit}"
             )
 
@@ -307,6 +320,14 @@ def load(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> 
     """The settings in a YAML file, overridden by (dotted key, text) pairs. Raises ConfigError."""
     values = settings.read_yaml(path) if path is not None else {}
     return settings.build(TrainConfig, values, overrides)
+
+
+def _check_degree(key: str, degree: int, ranks: int, what: str) -> None:
+    if ranks % degree:
+        raise LayoutError(
+            f"{key}={degree} does not divide {what}: choose one of "
+            f"{[n for n in range(1, ranks + 1) if ranks % n == 0]}, or start another number of ranks"
+        )
 
 
 def _check(holds: bool, key: str, found: object, expected: str) -> None:

@@ -92,7 +92,7 @@ def train(
     """
     torch.set_num_threads(config.run.threads)
     with ExitStack() as stack:
-        mesh = init_mesh(timeout=timedelta(seconds=config.run.timeout_seconds))
+        mesh = init_mesh(config.run.tp, timeout=timedelta(seconds=config.run.timeout_seconds))
         signals = stack.enter_context(Signals())
         store = dist.distributed_c10d._get_default_store()
         watchdog = stack.enter_context(
@@ -117,7 +117,7 @@ def train(
                 claim.source = loops[0].keeper.latest
             loops.clear()
             memory.release()
-            mesh = init_mesh()
+            mesh = init_mesh(config.run.tp)
 
 
 def _train(

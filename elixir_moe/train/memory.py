@@ -60,7 +60,7 @@ class Scarcity:
     def next(self, training: Training) -> TrainConfig:
         """Settings for the next try. Raises TierError if none are left."""
         config, found = self._config, inspect(training.model)
-        rows, blocks = config.run.global_batch // training.ranks, found.plan.blocks(found.layout)
+        rows, blocks = config.run.global_batch // training.replicas, found.plan.blocks(found.layout)
         if self._steps is None:
             least = 1 if found.schedule is None else found.schedule.least_blocks()
             self._steps = smaller(config.plan, blocks, least, rows, training.progress.accumulation)

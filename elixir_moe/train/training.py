@@ -22,6 +22,7 @@ from elixir_moe.kernels import sum_of_squares
 from elixir_moe.models.gpt import GPT, Meshes, generate, gpt_patterns, lm_loss
 from elixir_moe.moe.layer import LayerRanks, MoE
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.parallel.linear import CutLinear
 from elixir_moe.parallel.rules import annotate, logical_numel
 from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.state.checkpoint.load import load
@@ -70,7 +71,8 @@ class Training:
         self.config, self.text = config, text
         self.mesh: DeviceMesh | None = mesh
         self.identity = identity(config, text)
-        self.rank, self.ranks = mesh.get_local_rank("dp"), mesh.size(0)
+        self.ranks = mesh.size()
+        self.replica, self.replicas = mesh.get_local_rank("dp"), mesh.size(0)  # ranks of one tp group share their rows
         self.device = torch.device(mesh.device_type)
         optimizer = config.optimizer
         self.progress = Progress(lr=optimizer.lr, clip_norm=optimizer.clip_norm, accumulation=config.run.accumulation)
@@ -80,7 +82,7 @@ class Training:
         annotate(model, gpt_patterns(model))
         self.parameters = _count_parameters(model)
         self.model, self.optimizer = self._wrap(model)
-        torch.manual_seed(config.run.seed + 1 + self.rank)  # from here on for dropout, which differs between ranks
+        torch.manual_seed(config.run.seed + 1 + self.replica)  # from here on for dropout, which differs between ranks
         self.updating = False
         """Whether weights are being written: a step interrupted now cannot be undone."""
         self.mark()
@@ -89,7 +91,7 @@ class Training:
         )
 
     def _wrap(self, model: GPT) -> tuple[GPT, ShardedOptimizer]:
-        rows = self.config.micro_batch // self.ranks
+        rows = self.config.micro_batch // self.replicas
         sample = torch.zeros(rows, self.config.model.seq_len + 1, dtype=torch.int64)
         return wrap(
             model,
@@ -106,7 +108,7 @@ class Training:
         progress.batch = progress.next_batch()
         losses = []
         for micro_batch in self._batch().chunk(progress.accumulation):
-            loss = lm_loss(self.model, rows_of(micro_batch, self.rank, self.ranks).to(self.device))
+            loss = lm_loss(self.model, rows_of(micro_batch, self.replica, self.replicas).to(self.device))
             (self.optimizer.scale(loss) / progress.accumulation).backward()
             losses.append(loss.detach())
         return torch.stack(losses).mean().item()
@@ -165,6 +167,8 @@ class Training:
                 module.meshes = Meshes(self.config.model, None)
             if isinstance(module, MoE):
                 module.place = LayerRanks()
+            if isinstance(module, CutLinear):
+                module.ranks = replace(module.ranks, process_group=None)
 
     def save(
         self, path: Path, supervisor: dict[str, Any], *, keep: int | None = None, asynchronous: bool = False
@@ -177,7 +181,7 @@ class Training:
         """Restores the state in a checkpoint; returns the supervisor's state. Collective. Raises CheckpointError."""
         extra = load(path, self.model, self.optimizer)
         self.progress = Progress(**extra["progress"])
-        unit = self.ranks * self.progress.accumulation
+        unit = self.replicas * self.progress.accumulation
         if self.config.run.global_batch % unit or self.progress.accumulation < self.config.run.accumulation:
             self.progress.accumulation = self.config.run.accumulation
         self.mark()
@@ -231,7 +235,7 @@ class Training:
             for name, module in self.model.named_modules()
         ]
         for micro_batch in self._batch().chunk(self.progress.accumulation):
-            self.model(rows_of(micro_batch, self.rank, self.ranks).to(self.device)[:, :-1])
+            self.model(rows_of(micro_batch, self.replica, self.replicas).to(self.device)[:, :-1])
         for handle in handles:
             handle.remove()
         return found
@@ -254,7 +258,7 @@ class Training:
         self.model.eval()
         losses = []
         for batch in self.validation:
-            mine = rows_of(batch, self.rank, self.ranks).to(self.device)
+            mine = rows_of(batch, self.replica, self.replicas).to(self.device)
             logits = self.model(mine[:, :-1]).logits
             losses.append(F.cross_entropy(logits.float().flatten(0, 1), mine[:, 1:].flatten()))
         self.model.train()
@@ -288,7 +292,8 @@ class Training:
             f"({len(self.validation_text) - 1:,} of them used: {batches} batches of {rows})"
         )
         yield (
-            f"step        {run.global_batch} samples of {model.seq_len} bytes, ranks: {self.ranks}, "
+            f"step        {run.global_batch} samples of {model.seq_len} bytes, ranks: {self.ranks}"
+            f"{f' (tp {run.tp})' * (run.tp > 1)}, "
             f"micro-batches: {self.progress.accumulation}, {run.dtype}"
         )
         if self.device.type == "cuda" and any(model.experts) and model.capacity_factor is None and not _expandable():

@@ -212,9 +212,9 @@ def test_too_long_a_sequence() -> None:
 
 def run_errors() -> list[str]:
     messages = []
-    for mesh, ep in ((world_mesh(2), 1), (world_mesh(), 4)):
+    for mesh, ep, heads in ((world_mesh(2), 1, 1), (world_mesh(), 4, 4)):
         try:
-            GPT(GPTConfig(**TINY, experts=(0, 0, 4), ep=(1, 1, ep)), mesh)
+            GPT(GPTConfig(**{**TINY, "n_heads": heads}, experts=(0, 0, 4), ep=(1, 1, ep)), mesh)
         except LayoutError as error:
             messages.append(str(error))
     return messages
@@ -223,4 +223,4 @@ def run_errors() -> list[str]:
 def test_errors_of_meshes(ranks: Ranks) -> None:
     for messages in ranks(2).run(run_errors):
         tp, degree = messages
-        assert "tp=1" in tp and "ep=4" in degree and "[1, 2]" in degree
+        assert "tp=2 does not divide n_heads=1" in tp and "ep=4" in degree and "[1, 2]" in degree

@@ -30,9 +30,9 @@ TOLERANCE = 5 * 3e-5
 LOSS_TOLERANCE = 2e-5
 
 
-def mesh_of_world() -> DeviceMesh:
-    """The mesh of all ranks, without tensor parallelism."""
-    return em.init_mesh(device_type="cpu")
+def mesh_of_world(tp: int = 1) -> DeviceMesh:
+    """The mesh of all ranks."""
+    return em.init_mesh(tp, device_type="cpu")
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -87,9 +87,11 @@ def plain(config: GPTConfig, accumulation: int, clip: float | None) -> dict[str,
     return result
 
 
-def wrapped(config: GPTConfig, plan: em.Plan, accumulation: int, clip: float | None, **options: Any) -> dict[str, Any]:
+def wrapped(
+    config: GPTConfig, plan: em.Plan, accumulation: int, clip: float | None, tp: int = 1, **options: Any
+) -> dict[str, Any]:
     """The same run under `plan` on this rank."""
-    mesh = mesh_of_world()
+    mesh = mesh_of_world(tp)
     torch.manual_seed(5)
     model = GPT(config, mesh)
     em.annotate(model, gpt_patterns(model))
@@ -99,11 +101,11 @@ def wrapped(config: GPTConfig, plan: em.Plan, accumulation: int, clip: float | N
         plan=placed(plan),
         **options,
     )
-    rank, world = dist.get_rank(), dist.get_world_size()
-    result: dict[str, Any] = run(model, optimizer, config, accumulation, clip, rank, world)
+    place = mesh.get_local_rank("dp"), mesh.size(0)
+    result: dict[str, Any] = run(model, optimizer, config, accumulation, clip, *place)
     losses = torch.tensor(result["loss"], dtype=torch.float64)
     dist.all_reduce(losses)
-    result["loss"] = (losses / world).tolist()
+    result["loss"] = (losses / dist.get_world_size()).tolist()
     result["state"] = em.full_state_dict(model, all_ranks=True)
     result["statistics"] = em.inspect(model).statistics.as_dict()
     assert em.inspect(model).schedule is not None

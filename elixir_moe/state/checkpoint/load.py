@@ -22,7 +22,7 @@ from elixir_moe.state.checkpoint.local_shard import LocalShard, buffers_of, loca
 from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Manifest, ParameterRecord, Piece
 from elixir_moe.state.checkpoint.rng import read_random_states, seed_new_rank, set_random_states
 from elixir_moe.state.checkpoint.save import UPDATES, settle_earlier
-from elixir_moe.state.checkpoint.shard_ranges import Part, overlap
+from elixir_moe.state.checkpoint.shard_ranges import Part, Span, overlap
 from elixir_moe.state.checkpoint.storage import MANIFEST, path_of, read_manifest, verify
 from elixir_moe.state.checkpoint.tensors import Files
 from elixir_moe.state.checkpoint.values import decode
@@ -175,7 +175,8 @@ def _differences(
         if entry.names != tied:
             yield f"parameter {name!r} has the names {list(entry.names)} in the checkpoint, {list(tied)} in the model"
         yield from _unlike(f"parameter {name!r}", entry, held.global_shape, held.values.dtype)
-        if entry.shape == held.global_shape and entry.grid != held.grid:
+        uncut = held.span.shape == held.grid or all(piece.span.shape == entry.grid for piece in entry.pieces)
+        if entry.shape == held.global_shape and entry.grid != held.grid and not uncut:
             yield f"parameter {name!r} is cut as {entry.grid} in the checkpoint, as {held.grid} in the model"
     for name, buffer in buffers.items():
         if name in manifest.buffers:
@@ -211,7 +212,7 @@ def _check_optimizer(manifest: Manifest, wrapped: Wrapped, optimizer: ShardedOpt
 def _move(
     held: LocalShard, entry: ParameterRecord, files: Files, directory: Path, optimizer: ShardedOptimizer
 ) -> _Move:
-    parts = [(piece, pairs) for piece in entry.pieces if (pairs := list(overlap(held.span, piece.span)))]
+    parts = [(piece, pairs) for piece in entry.pieces if (pairs := list(overlap(*_in_one_grid(held, entry, piece))))]
     first = parts[0][0]
     names: tuple[str, ...] = (WEIGHT,)
     if held.chunk.spec.key.trainable and entry.trainable:
@@ -221,6 +222,16 @@ def _move(
         for name in names:
             files.check(piece.file, piece.key(held.name, name), piece.state[name], (piece.span.numel,))
     return _Move(held=held, parts=parts, names=names)
+
+
+def _in_one_grid(held: LocalShard, entry: ParameterRecord, piece: Piece) -> tuple[Span, Span]:
+    """The runs of elements of `held` and `piece`. An uncut parameter's run is the same in whatever grid the other's
+    slices are cut."""
+    if held.grid == entry.grid:
+        return held.span, piece.span
+    if piece.span.shape == entry.grid:
+        return held.span, piece.span.of_uncut(held.grid)
+    return held.span.of_uncut(entry.grid), piece.span
 
 
 def _check_state(held: LocalShard, pieces: list[Piece], directory: Path, optimizer: ShardedOptimizer) -> None:

@@ -14,7 +14,7 @@ Elements 7 .. 31 of a slice of shape (4, 10)::
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ class Span:
     def numel(self) -> int:
         """Elements of the run."""
         return self.stop - self.start
+
+    def of_uncut(self, shape: tuple[int, ...]) -> "Span":
+        """The same elements, if the box is the whole parameter and that is seen as `shape`."""
+        return replace(self, offset=(0,) * len(shape), shape=shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
