@@ -121,7 +121,7 @@ def test_homes_and_blocks() -> None:
     mixed = Plan.offload(rcache_blocks=1, device_chunks=1, disk_chunks=1)
     assert [mixed.home(layout, chunk) for chunk in layout.chunks] == [Tier.HOST, Tier.DISK, Tier.DEVICE]
     frozen = tiny_layout(trainable=False)
-    assert [mixed.home(frozen, chunk) for chunk in frozen.chunks] == [Tier.HOST, Tier.HOST, Tier.DEVICE]
+    assert [mixed.home(frozen, chunk) for chunk in frozen.chunks] == [Tier.HOST, Tier.DISK, Tier.DEVICE]
 
 
 def tiny_layout(dtype: torch.dtype = torch.bfloat16, *, trainable: bool = True, scatter: bool = True) -> Layout:
