@@ -100,9 +100,9 @@ GRADIENTS_ON_THEIR_WAY = REDUCTIONS_IN_FLIGHT + 2
 that it overwrites."""
 SUMS_IN_FLIGHT = 3
 """With a GPU: buffers for gradients on their way to a sum in host memory, one being copied while another is added."""
-FROZEN_BUFFERS = LOOKAHEAD + 1
+VALUES_BUFFERS = LOOKAHEAD + 1
 """Shards of frozen chunks on disk that are in host memory at once: those read ahead, and one being copied."""
-FROZEN_REQUEST_BYTES = 1 << 23
+VALUES_REQUEST_BYTES = 1 << 23
 """Bytes of frozen weights read from disk at once."""
 _SPILL_SLICE_NUMEL = 1 << 20
 """Most elements of an array on disk moved in one read or write."""
@@ -473,7 +473,7 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool, bes
             shards[where] += nbytes
         accumulators[tier.of_compute] += accumulator_bytes(chunk, tier)
         if tier is Tier.DISK:
-            spilled[chunk.key.trainable].append(chunk.shard_numel if chunk.key.trainable else frozen_bytes(chunk))
+            spilled[chunk.key.trainable].append(chunk.shard_numel if chunk.key.trainable else values_bytes(chunk))
     if not staged if beside is None else beside:
         accumulators[Tier.HOST] += arriving_bytes(c for c in layout.chunks if plan.home(layout, c) is not Tier.DEVICE)
     return Footprint(
@@ -481,7 +481,7 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool, bes
         resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.resident and not chunk.in_place),
         staging_bytes=staging_bytes(layout, staged=staged),
         shard_bytes=shards,
-        spill_buffer_bytes=spill_buffer_bytes(spilled[True], 1 + moments) + frozen_buffer_bytes(spilled[False]),
+        spill_buffer_bytes=spill_buffer_bytes(spilled[True], 1 + moments) + values_buffer_bytes(spilled[False]),
         gradient_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.keeps_pieces),
         landing_bytes=landing_bytes(layout),
         accumulator_bytes=accumulators,
@@ -493,7 +493,7 @@ def home_bytes(chunk: ChunkSpec, tier: Tier, moments: int) -> dict[Tier, int]:
     compute = 0 if chunk.keeps_pieces else chunk.key.dtype.itemsize * chunk.shard_numel
     arrays = (1 + moments) * chunk.key.trainable
     if tier is Tier.DISK and not chunk.key.trainable:
-        return {Tier.HOST: 0, Tier.DISK: paged_bytes(frozen_bytes(chunk))}
+        return {Tier.HOST: 0, Tier.DISK: paged_bytes(values_bytes(chunk))}
     if tier is Tier.DISK:
         return {Tier.HOST: compute, Tier.DISK: spilled_bytes(chunk.shard_numel, arrays)}
     return {tier: compute + 4 * arrays * chunk.shard_numel}
@@ -562,7 +562,7 @@ def spill_buffer_bytes(numels: Sequence[int], arrays: int) -> int:
     return 4 * DISK_THREADS * arrays * spill_slice_numel(numels)
 
 
-def frozen_bytes(chunk: ChunkSpec) -> int:
+def values_bytes(chunk: ChunkSpec) -> int:
     """Bytes of one rank's weights of a frozen chunk."""
     return chunk.shard_numel * chunk.key.dtype.itemsize
 
@@ -572,10 +572,10 @@ def paged_bytes(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def frozen_buffer_bytes(sizes: Iterable[int]) -> int:
+def values_buffer_bytes(sizes: Iterable[int]) -> int:
     """Bytes in host memory through which frozen shards of these sizes come from disk."""
     largest = paged_bytes(max(sizes, default=0))
-    return min(FROZEN_REQUEST_BYTES, largest) + FROZEN_BUFFERS * largest
+    return min(VALUES_REQUEST_BYTES, largest) + VALUES_BUFFERS * largest
 
 
 def landing_bytes(layout: Layout) -> int:

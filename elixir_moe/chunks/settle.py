@@ -13,11 +13,11 @@ from elixir_moe.chunks.param_spec import ParamSpec
 from elixir_moe.chunks.plan import (
     Plan,
     Tier,
-    frozen_buffer_bytes,
-    frozen_bytes,
     home_bytes,
     size_text,
     spill_buffer_bytes,
+    values_buffer_bytes,
+    values_bytes,
 )
 from elixir_moe.chunks.step_order import StepOrder
 from elixir_moe.errors import PlanError, TierError
@@ -76,8 +76,8 @@ def _disk_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int, allowed:
             break
         state -= home_bytes(chunk, Tier.HOST, moments)[Tier.HOST] - home_bytes(chunk, Tier.DISK, moments)[Tier.HOST]
         trains = chunk.key.trainable
-        largest[trains] = max(largest[trains], chunk.shard_numel if trains else frozen_bytes(chunk))
-        buffers = spill_buffer_bytes([largest[True]], 1 + moments) + frozen_buffer_bytes([largest[False]])
+        largest[trains] = max(largest[trains], chunk.shard_numel if trains else values_bytes(chunk))
+        buffers = spill_buffer_bytes([largest[True]], 1 + moments) + values_buffer_bytes([largest[False]])
         needed.append(state + buffers)
     if needed[-1] > allowed:
         raise TierError(

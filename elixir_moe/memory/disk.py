@@ -1,6 +1,6 @@
 """The disk tier: one file for each rank, which holds the master shard and the moments of trainable chunks on disk.
 
-Owns the file, its layout and its checksums, and what it shares with the file of frozen chunks (`frozen_disk`). Knows
+Owns the file, its layout and its checksums, and what it shares with the file of frozen chunks (`disk_values`). Knows
 nothing of the meaning of the floats or of when they change (`optim.shard_update`).
 
 The file has no name: no other process can open it, two runs can share a folder, and nothing is left behind however the

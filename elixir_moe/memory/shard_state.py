@@ -27,12 +27,12 @@ from typing import Protocol
 import torch
 
 from elixir_moe.chunks.packing import ChunkSpec
-from elixir_moe.chunks.plan import Tier, frozen_bytes
+from elixir_moe.chunks.plan import Tier, values_bytes
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import DiskError
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.memory.disk import Spill, Spilled
-from elixir_moe.memory.frozen_disk import FrozenElements, FrozenFile, FrozenPlace, Reading
+from elixir_moe.memory.disk_values import Reading, ValuesElements, ValuesFile, ValuesPlace
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.slabs import Slab
 
@@ -319,7 +319,7 @@ class FrozenDiskShard(ShardState):
 
     compute_tier = Tier.DISK  # type: ignore[assignment]
 
-    def __init__(self, spec: ChunkSpec, place: FrozenPlace) -> None:
+    def __init__(self, spec: ChunkSpec, place: ValuesPlace) -> None:
         super().__init__(spec, Tier.DISK)
         self._place = place
         self._reading: Reading | None = None
@@ -353,7 +353,7 @@ class FrozenDiskShard(ShardState):
 
     def weights(self) -> Elements:
         """As `ShardState.weights`."""
-        return FrozenElements(self._place, self.spec.key.dtype, 0, self.spec.shard_numel)
+        return ValuesElements(self._place, self.spec.key.dtype, 0, self.spec.shard_numel)
 
     def fill(self, values: torch.Tensor, start: int = 0) -> None:
         """As `ShardState.fill`."""
@@ -609,7 +609,7 @@ def build_shards(
     device: torch.device,
     spill: Spill | None = None,
     beside: HostSums | None = None,
-    frozen: FrozenFile | None = None,
+    frozen: ValuesFile | None = None,
 ) -> list[ShardState]:
     """Allocates the state of all chunks: one slab for each tier and dtype; `spill` and `frozen` are the files for
     trainable and frozen chunks on disk.
@@ -641,7 +641,7 @@ def build_shards(
             return PieceShard(spec, tier, take(spec, tier, torch.float32))
         if tier is Tier.DISK and not spec.key.trainable:
             assert frozen is not None, "frozen chunks on disk without a file"
-            return FrozenDiskShard(spec, frozen.take(frozen_bytes(spec), spec.index))
+            return FrozenDiskShard(spec, frozen.take(values_bytes(spec), spec.index))
         own = take(spec, tier.of_compute, spec.key.dtype)
         if not spec.key.trainable:
             return FrozenShard(spec, tier, own)

@@ -24,11 +24,11 @@ from elixir_moe.chunks.plan import (
     accumulator_bytes,
     arriving_bytes,
     footprint,
-    frozen_buffer_bytes,
-    frozen_bytes,
     home_bytes,
     spill_buffer_bytes,
     staging_bytes,
+    values_buffer_bytes,
+    values_bytes,
 )
 from elixir_moe.chunks.step_order import StepOrder
 from elixir_moe.errors import PlanError
@@ -250,7 +250,7 @@ class _Length:
         self._layout = layout if step_order is None else step_order.counted(layout)
         self._numel = chunk_numel
         self._updated = [chunk.shard_numel * chunk.key.trainable for chunk in self._layout.chunks]
-        self._frozen = [0 if chunk.key.trainable else frozen_bytes(chunk) for chunk in self._layout.chunks]
+        self._frozen = [0 if chunk.key.trainable else values_bytes(chunk) for chunk in self._layout.chunks]
         saved, on_disk = [0], [0]
         for chunk in self._layout.chunks:
             saved.append(saved[-1] + self._held_at(chunk, Tier.HOST) - self._held_at(chunk, Tier.DISK))
@@ -310,7 +310,7 @@ class _Length:
 
         def left(first: int) -> int:
             buffers = spill_buffer_bytes(self._updated[first:count], 1 + task.moments)
-            buffers += frozen_buffer_bytes(self._frozen[first:count])
+            buffers += values_buffer_bytes(self._frozen[first:count])
             return host - (saved[count] - saved[first]) + buffers
 
         last = bisect_right(saved, saved[count] - (host - task.host_bytes), 0, count + 1) - 1

@@ -12,7 +12,7 @@ import torch
 
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.blocks import Block
-from elixir_moe.memory.frozen_disk import FrozenPlace, Reading
+from elixir_moe.memory.disk_values import Reading, ValuesPlace
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.runtime.reduction_order import Reductions
@@ -111,8 +111,8 @@ def _buffers_read_before_they_are_filled(patch: Patch) -> None:
 
 
 def _buffers_filled_while_they_are_copied(patch: Patch) -> None:
-    give_back = FrozenPlace.give_back
-    patch(FrozenPlace, "give_back", lambda place, reading, _: give_back(place, reading, Work()))
+    give_back = ValuesPlace.give_back
+    patch(ValuesPlace, "give_back", lambda place, reading, _: give_back(place, reading, Work()))
 
 
 def _no_wait_for_the_gather(patch: Patch) -> None:

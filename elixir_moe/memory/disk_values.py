@@ -1,4 +1,4 @@
-"""The weights of frozen chunks on disk: one file for each rank, read ahead of the gathers.
+"""Values on disk: one file for each rank, read ahead of the gathers.
 
 Owns the file, its checksums, and the buffers in host memory through which weights reach the device. `runtime.scheduler`
 says when.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from elixir_moe.chunks.plan import FROZEN_BUFFERS, FROZEN_REQUEST_BYTES, frozen_buffer_bytes, paged_bytes
+from elixir_moe.chunks.plan import VALUES_BUFFERS, VALUES_REQUEST_BYTES, paged_bytes, values_buffer_bytes
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import DiskError
 from elixir_moe.memory.direct_file import paged_memory
@@ -28,7 +28,7 @@ from elixir_moe.memory.disk import DiskFile, bytes_of
 from elixir_moe.memory.slabs import page_lock
 
 
-class FrozenFile(DiskFile):
+class ValuesFile(DiskFile):
     """The file of one rank, and its buffers."""
 
     def __init__(
@@ -37,24 +37,24 @@ class FrozenFile(DiskFile):
         """Makes the file. `sizes` are the bytes of each chunk's shard; the rest is as for `Spill`."""
         super().__init__(directory, sum(map(paged_bytes, sizes)), rank=rank)
         self.checked = checked
-        self.buffer_bytes = frozen_buffer_bytes(sizes)
+        self.buffer_bytes = values_buffer_bytes(sizes)
         self._memory = torch.frombuffer(paged_memory(self.buffer_bytes), dtype=torch.uint8)
         if device.type == "cuda":
             page_lock(self._memory)
-        buffers = paged_bytes(max(sizes)) * FROZEN_BUFFERS
+        buffers = paged_bytes(max(sizes)) * VALUES_BUFFERS
         self.own = self._memory[buffers:]
         """Memory for what is read or written apart from gathers."""
         self.lock = threading.Lock()
         """Held while `own` is in use."""
-        self.free = deque((buffer, Work()) for buffer in self._memory[:buffers].chunk(FROZEN_BUFFERS))
+        self.free = deque((buffer, Work()) for buffer in self._memory[:buffers].chunk(VALUES_BUFFERS))
         """Buffers with the copy that must end before they are filled again."""
         self._taken = 0
 
-    def take(self, nbytes: int, chunk: int) -> "FrozenPlace":
+    def take(self, nbytes: int, chunk: int) -> "ValuesPlace":
         """The place of the next chunk's weights; `chunk` is its number, for messages."""
         start, self._taken = self._taken, self._taken + paged_bytes(nbytes)
         assert self._taken <= self.nbytes, "file handed out beyond its size"
-        return FrozenPlace(self, start, nbytes, chunk)
+        return ValuesPlace(self, start, nbytes, chunk)
 
 
 class Reading:
@@ -81,10 +81,10 @@ class Reading:
             request.exception()
 
 
-class FrozenPlace:
+class ValuesPlace:
     """The weights of one chunk on disk, as bytes."""
 
-    def __init__(self, file: FrozenFile, offset: int, nbytes: int, chunk: int) -> None:
+    def __init__(self, file: ValuesFile, offset: int, nbytes: int, chunk: int) -> None:
         self._file, self._offset, self._chunk = file, offset, chunk
         self._nbytes = nbytes
         self.nbytes = paged_bytes(nbytes)
@@ -130,8 +130,8 @@ class FrozenPlace:
 
     def _requests(self) -> Iterator[tuple[int, int]]:
         """(start, stop) of the requests, in whole pages."""
-        for start in range(0, self.nbytes, FROZEN_REQUEST_BYTES):
-            yield start, min(start + FROZEN_REQUEST_BYTES, self.nbytes)
+        for start in range(0, self.nbytes, VALUES_REQUEST_BYTES):
+            yield start, min(start + VALUES_REQUEST_BYTES, self.nbytes)
 
     def _parts(self, low: int, high: int) -> Iterator[tuple[int, torch.Tensor, slice, slice]]:
         """(start, memory, bytes of the caller, bytes of the memory) of the requests with bytes `low` to `high`."""
@@ -153,10 +153,10 @@ class FrozenPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenElements:
+class ValuesElements:
     """Elements of frozen weights on disk, as `shard_state.Elements`."""
 
-    place: FrozenPlace
+    place: ValuesPlace
     dtype: torch.dtype
     start: int
     stop: int
@@ -171,6 +171,6 @@ class FrozenElements:
         """As `Elements.write`."""
         self.place.write(self.start * self.dtype.itemsize, values.to(self.dtype).cpu().view(torch.uint8))
 
-    def __getitem__(self, part: slice) -> "FrozenElements":
+    def __getitem__(self, part: slice) -> "ValuesElements":
         start, stop, _ = part.indices(self.stop - self.start)
         return replace(self, start=self.start + start, stop=self.start + max(start, stop))
