@@ -24,7 +24,7 @@ import torch
 from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.distributed.collectives import Communicator, Work
 from elixir_moe.errors import UsageError
-from elixir_moe.kernels import host_threads, sum_of_squares
+from elixir_moe.kernels import host_threads
 from elixir_moe.memory.blocks import Block, ShardBlock
 from elixir_moe.memory.shard_state import Fp32Shard, MixedShard, PieceShard, ShardState
 from elixir_moe.parallel.dtensor import local_of, recast
@@ -394,10 +394,7 @@ class Chunk:
 
     def squares(self) -> float | torch.Tensor:
         """The sum of squares of the gradient in the shard; a scalar on the device if it was computed there."""
-        if self.shard.squares is not None:
-            return self.shard.squares
-        threads = host_threads(self.device)
-        return sum(sum_of_squares(part, threads=threads) for part in self.shard.gradients())
+        return self.shard.sum_of_squares(host_threads(self.device))
 
     # ------------------------------------------------------------------------------------------------------------ reset
 

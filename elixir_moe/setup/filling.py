@@ -157,33 +157,35 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
 
 
-def open_files(plan: Plan, layout: Layout, arrays: int, device: torch.device) -> tuple[Spill | None, ValuesFile | None]:
-    """Creates the files for trainable and for frozen chunks on disk; None without such chunks.
+def open_files(
+    plan: Plan, layout: Layout, moments: int, device: torch.device
+) -> tuple[Spill | None, ValuesFile | None]:
+    """Creates the files for masters and moments, and for values on disk; None without such chunks.
 
     Raises TierError on all ranks if one fails.
     """
     there = [chunk for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
     numels = [chunk.shard_numel for chunk in there if chunk.key.trainable]
-    sizes = [values_bytes(chunk) for chunk in there if not chunk.key.trainable]
+    sizes = [values_bytes(chunk) for chunk in there if plan.puts_values_on_disk(layout, chunk)]
     if not there:
         return None, None
     assert plan.disk is not None, "checked with the other arguments"
     directory, checked, rank = plan.disk, plan.verify, dist.get_rank()
     spill: Spill | None = None
-    frozen: ValuesFile | None = None
+    values: ValuesFile | None = None
 
     def make() -> None:
-        nonlocal spill, frozen
+        nonlocal spill, values
         if numels:
-            spill = Spill(directory, numels, arrays, rank=rank, checked=checked)
+            spill = Spill(directory, numels, plan.arrays_on_disk(moments), rank=rank, checked=checked)
         if sizes:
-            frozen = ValuesFile(directory, sizes, device, rank=rank, checked=checked)
+            values = ValuesFile(directory, sizes, device, rank=rank, checked=checked)
 
     try:
         raise_on_all_ranks("made the files for chunks on disk", make, error=TierError)
     except BaseException:
-        for file in (spill, frozen):
+        for file in (spill, values):
             if file is not None:
                 file.close()
         raise
-    return spill, frozen
+    return spill, values

@@ -644,7 +644,7 @@ class Machine:
 
             return end
 
-        for room in ("memory.shard_state", "runtime.chunk"):
+        for room in ("memory.shard_state", "memory.disk_values"):
             set_to(import_module(f"elixir_moe.{room}"), "sum_of_squares", sum_of_squares)
         set_to(import_module("elixir_moe.optim.shard_update"), "adam_step", adam_step)
         for room in ("optim.optimizer", "moe.dispatch", "moe.experts"):

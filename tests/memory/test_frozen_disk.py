@@ -91,7 +91,7 @@ def test_a_flipped_bit_is_noticed_if_the_plan_verifies(opened: Callable[..., Val
         reading = place.begin()
         assert reading is not None
         if checked:
-            with pytest.raises(em.DiskError, match="frozen chunk 7, bytes 12288 to"):
+            with pytest.raises(em.DiskError, match="values of chunk 7, bytes 12288 to"):
                 reading.values()
         else:
             assert not torch.equal(reading.values(), noise(SIZES[0], 0))
