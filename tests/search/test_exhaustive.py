@@ -81,6 +81,14 @@ def drawn(rng: random.Random) -> Task:
     )
 
 
+def with_little_host_memory(rng: random.Random) -> Task:
+    """As `drawn`, with a disk that is large enough and too little memory for the values of all chunks on it."""
+    task = drawn(rng)
+    _, most = task.held_bytes(price(task, Plan.offload(rcache_blocks="all")).size)
+    disk = rng.choice([most, PLENTY, PLENTY])
+    return replace(task, host_bytes=int(rng.uniform(0.0, 0.3) * most), disk_bytes=disk)
+
+
 def every_plan(task: Task, rng: random.Random) -> Iterator[Choice]:
     """All blocks and tiers that can be carried out and fit, on lengths worth trying and on some others."""
     lengths = chunk_lengths(task.profile.params)
@@ -89,9 +97,16 @@ def every_plan(task: Task, rng: random.Random) -> Iterator[Choice]:
         layout = price(task, Plan.offload(rcache_blocks="all", chunk_numel=length)).layout
         chunks = len(layout.chunks)
         for device_chunks, blocks in product(range(chunks + 1), range(1, layout.most_blocks + 1)):
-            for disk_chunks in range(chunks - device_chunks + 1 if task.disk_bytes else 1):
+            on_disk = range(chunks - device_chunks + 1 if task.disk_bytes else 1)
+            for disk_chunks, whole in product(on_disk, (False, True)):
+                if whole and not disk_chunks:
+                    continue
                 plan = Plan.offload(
-                    rcache_blocks=blocks, device_chunks=device_chunks, disk_chunks=disk_chunks, chunk_numel=length
+                    rcache_blocks=blocks,
+                    device_chunks=device_chunks,
+                    disk_chunks=disk_chunks,
+                    values_on_disk=whole,
+                    chunk_numel=length,
                 )
                 try:
                     found = price(task, plan)
@@ -126,6 +141,9 @@ def short_pages() -> Iterator[None]:
     with (
         mock.patch("elixir_moe.chunks.plan.SPILL_ALIGN_NUMEL", 4),
         mock.patch("elixir_moe.chunks.plan._SPILL_SLICE_NUMEL", 8),
+        mock.patch("elixir_moe.chunks.plan.PAGE_BYTES", 16),
+        mock.patch("elixir_moe.chunks.plan.VALUES_BUFFERS", 1),
+        mock.patch("elixir_moe.chunks.plan.VALUES_REQUEST_BYTES", 16),
     ):
         yield
 
@@ -133,7 +151,16 @@ def short_pages() -> Iterator[None]:
 @pytest.mark.parametrize("seed", with_further(range(400), range(30)))
 def test_nothing_beats_the_plan_found(seed: int) -> None:
     rng = random.Random(seed)
-    task = drawn(rng)
+    nothing_beats_the_plan_for(drawn(rng), rng)
+
+
+@pytest.mark.parametrize("seed", with_further(range(200), (0, 1, 30, 51, 59, 88)))
+def test_nothing_beats_the_plan_found_with_little_host_memory(seed: int) -> None:
+    rng = random.Random(seed)
+    nothing_beats_the_plan_for(with_little_host_memory(rng), rng)
+
+
+def nothing_beats_the_plan_for(task: Task, rng: random.Random) -> None:
     best = min((choice.seconds.step for choice in every_plan(task, rng)), default=None)
     if best is None:
         with pytest.raises(PlanError, match="bytes too few in") as error:
