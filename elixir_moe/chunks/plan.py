@@ -117,6 +117,7 @@ _WHOLE_NUMBERS: tuple[tuple[str, int, tuple[object, ...]], ...] = (
     ("host_bytes", 0, (None,)),
     ("chunk_numel", 1, (None,)),
     ("prefetch", 0, ()),
+    ("host_checkpoints", 0, ("all",)),
 )
 """(field, smallest number, other allowed values)."""
 
@@ -161,6 +162,10 @@ class Plan:
     rounded once. Over NCCL gradients then take twice the bytes on the wire, and a staging buffer of four bytes an
     element of the largest chunk. ``torch.bfloat16`` saves both for parameters in bf16, and rounds with every rank that
     adds. Over gloo scattered chunks are sent in 16 bits and summed in fp32, whatever this says."""
+    host_checkpoints: int | Literal["all"] = 0
+    """Activation checkpoints in host memory: of what checkpointed regions keep in a forward, so many tensors, the first
+    ones, or "all". They are copied there during forward and back during backward. Most models keep one tensor for each
+    region, its input; one that autograd has not computed stays on the device."""
     explanation: str = field(default="", compare=False, repr=False)
     """Why a search chose this plan; ignored in comparisons and left out of the JSON."""
 
@@ -360,6 +365,11 @@ class Plan:
         return layout.with_in_place(
             {c.index for c in layout.chunks if c.shards == 1 and self.home(layout, c) is Tier.DEVICE}
         )
+
+    @property
+    def most_host_checkpoints(self) -> float:
+        """`host_checkpoints` as a number."""
+        return math.inf if self.host_checkpoints == "all" else self.host_checkpoints
 
     def blocks(self, layout: Layout) -> int:
         """Number of rCache blocks for this layout, at most what a step can fill."""

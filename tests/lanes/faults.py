@@ -215,6 +215,10 @@ def _reductions_at_once(patch: Patch) -> None:
     patch(Reductions, "__init__", lambda order, agreement, *, in_order: start(order, agreement, in_order=False))
 
 
+def _checkpoints_copied_at_once(patch: Patch) -> None:
+    patch(Streams, "keeping", lambda streams: torch.cuda.stream(streams._keep))
+
+
 FAULTS: dict[str, Callable[[Patch], None]] = {
     "a gather does not wait for its fetch": _no_gather_behind_fetch,
     "a reduction does not wait for compute": _no_reduction_behind_compute,
@@ -242,6 +246,8 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "nobody waits for sums": _readers_do_not_wait_for_sums,
     "frozen weights are used before they are read": _buffers_read_before_they_are_filled,
     "a buffer of frozen weights is filled while it is copied": _buffers_filled_while_they_are_copied,
+    "a checkpoint is copied before it is computed": _checkpoints_copied_at_once,
+    "the copy of a checkpoint is not waited for": _without(Work, "wait in finish_keeping", on=Streams),
     "an update does not wait for a save": _updates_do_not_wait_for_a_save,
     "an update does not wait for reductions": _step_not_behind("_reduce"),
     "a gather begins when its update has ended": _gathers_begin_when_updates_have_ended,
