@@ -1,9 +1,9 @@
 """The tensors that autograd saves for backward while a wrapped model runs.
 
 Owns the pair of saved-tensor hooks. A view of gathered weights is packed as (chunk, size, stride, offset) and rebuilt
-from the chunk's buffer when it is unpacked, so that the block can be reused in between. What checkpointed regions keep
-may go to host memory (`host_checkpoints`). All other tensors are kept as torch keeps them, versions checked. Saved-tensor
-hooks that user code has set around the model get every saved tensor, weights included.
+from the chunk's buffer when it is unpacked, so that the block can be reused in between. The inputs of checkpointed
+regions may go to host memory (`host_checkpoints`). All other tensors are kept as torch keeps them, versions checked.
+Saved-tensor hooks that user code has set around the model get every saved tensor, weights included.
 """
 
 from bisect import bisect_right

@@ -15,6 +15,7 @@ from elixir_moe.memory.blocks import Block
 from elixir_moe.memory.frozen_disk import FrozenPlace, Reading
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.optim.decision import StepDecision
 from elixir_moe.runtime.reduction_order import Reductions
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
@@ -248,6 +249,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "a buffer of frozen weights is filled while it is copied": _buffers_filled_while_they_are_copied,
     "a checkpoint is copied before it is computed": _checkpoints_copied_at_once,
     "the copy of a checkpoint is not waited for": _without(Work, "wait in finish_keeping", on=Streams),
+    "a fetch does not wait for the norm": _without(Scheduler, "fetch_after_compute in facts", on=StepDecision),
     "an update does not wait for a save": _updates_do_not_wait_for_a_save,
     "an update does not wait for reductions": _step_not_behind("_reduce"),
     "a gather begins when its update has ended": _gathers_begin_when_updates_have_ended,
