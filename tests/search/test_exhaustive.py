@@ -129,7 +129,8 @@ def what_would_help(task: Task, message: str) -> Iterator[Task]:
         yield replace(task, disk_bytes=(task.disk_bytes or 0) + int(more))
     for less in re.findall(r"free (\d+) of the", changes):
         freed = task.profile.activation_bytes - int(less)
-        yield replace(task, profile=replace(task.profile, activation_bytes=freed))
+        peaks = tuple(peak - int(less) for peak in task.profile.kept_peaks)
+        yield replace(task, profile=replace(task.profile, activation_bytes=freed, kept_peaks=peaks))
 
 
 @pytest.fixture(autouse=True)
