@@ -28,6 +28,7 @@ from elixir_moe.parallel.mesh import start
 from elixir_moe.parallel.rules import annotate_dtensors
 from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.host_checkpoints import HostCheckpoints
 from elixir_moe.runtime.model_spec import describe
 from elixir_moe.runtime.reduction_order import Peers, alone
 from elixir_moe.runtime.scheduler import Scheduler
@@ -176,7 +177,9 @@ def wrap(
         groups = ControlGroups(described.ranks, groups_needed(model, layout.chunks))
     agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone
     scheduler = Scheduler(chunks, cache, blocks, staging, streams, statistics, agreement, sums)
-    hooks = Hooks(model, build_units(described.parts, described.parameters, layout), scheduler, placeholder)
+    checkpoints = HostCheckpoints(plan.most_host_checkpoints, device, streams) if plan.host_checkpoints else None
+    units = build_units(described.parts, described.parameters, layout)
+    hooks = Hooks(model, units, scheduler, placeholder, checkpoints)
     everyone = communicators.get(described.ranks) if streams.asynchronous and not groups.has_stages else None
     sharded = ShardedOptimizer(optimizer, scheduler, hooks, groups, files, everyone)
     wrapped = Wrapped(
@@ -188,6 +191,7 @@ def wrap(
         groups=groups.by_ranks,
         scheduler=scheduler,
         hooks=hooks,
+        checkpoints=checkpoints,
         optimizer=sharded,
         files=files,
         prediction=prediction,

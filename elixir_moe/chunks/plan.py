@@ -118,6 +118,7 @@ _WHOLE_NUMBERS: tuple[tuple[str, int, tuple[object, ...]], ...] = (
     ("host_bytes", 0, (None,)),
     ("chunk_numel", 1, (None,)),
     ("prefetch", 0, ()),
+    ("host_checkpoints", 0, ("all",)),
 )
 """(field, smallest number, other allowed values)."""
 
@@ -165,6 +166,9 @@ class Plan:
     rounded once. Over NCCL gradients then take twice the bytes on the wire, and a staging buffer of four bytes an
     element of the largest chunk. ``torch.bfloat16`` saves both for parameters in bf16, and rounds with every rank that
     adds. Over gloo scattered chunks are sent in 16 bits and summed in fp32, whatever this says."""
+    host_checkpoints: int | Literal["all"] = 0
+    """Activation checkpoints in host memory: of how many checkpointed regions of a forward, the first ones, or "all".
+    Inputs that autograd has computed are copied there during forward, and back during backward; others stay."""
     explanation: str = field(default="", compare=False, repr=False)
     """Why a search chose this plan; ignored in comparisons and left out of the JSON."""
 
@@ -204,10 +208,22 @@ class Plan:
         return cls(scatter=False, offloaded=False, rcache_blocks="all", reduce_dtype=summed)
 
     @classmethod
-    def zero2(cls, *, chunk_numel: int | None = None, reduce_dtype: torch.dtype | str | None = None) -> Self:
+    def zero2(
+        cls,
+        *,
+        chunk_numel: int | None = None,
+        reduce_dtype: torch.dtype | str | None = None,
+        host_checkpoints: int | Literal["all"] = 0,
+    ) -> Self:
         """Chunks scattered, gathered once a step and kept until the update: [True, False, inf]."""
-        summed = reduction_dtype("reduce_dtype", reduce_dtype)
-        return cls(scatter=True, offloaded=False, rcache_blocks="all", chunk_numel=chunk_numel, reduce_dtype=summed)
+        return cls(
+            scatter=True,
+            offloaded=False,
+            rcache_blocks="all",
+            chunk_numel=chunk_numel,
+            reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
+            host_checkpoints=host_checkpoints,
+        )
 
     @classmethod
     def zero3(
@@ -217,6 +233,7 @@ class Plan:
         rcache_blocks: int | Literal["all"] | None = None,
         chunk_numel: int | None = None,
         reduce_dtype: torch.dtype | str | None = None,
+        host_checkpoints: int | Literal["all"] = 0,
     ) -> Self:
         """Chunks scattered, gathered through the rCache: [True, False, C].
 
@@ -225,7 +242,7 @@ class Plan:
                 that a step needs, plus room to gather ahead.
             rcache_blocks: the same as a number of blocks.
             chunk_numel: chunk length C in elements; by default the smallest length with little waste.
-            reduce_dtype: the field of that name.
+            reduce_dtype, host_checkpoints: the fields of these names.
         """
         return cls(
             scatter=True,
@@ -234,6 +251,7 @@ class Plan:
             rcache_bytes=size_bytes("rcache", rcache),
             chunk_numel=chunk_numel,
             reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
+            host_checkpoints=host_checkpoints,
         )
 
     @classmethod
@@ -251,6 +269,7 @@ class Plan:
         disk_chunks: int | None = None,
         chunk_numel: int | None = None,
         reduce_dtype: torch.dtype | str | None = None,
+        host_checkpoints: int | Literal["all"] = 0,
     ) -> Self:
         """Like `zero3`, with the state of chunks at home in host memory: [True, True, C].
 
@@ -267,7 +286,7 @@ class Plan:
             verify: keep checksums of everything written to disk, and compare them on every read.
             rcache: device memory for gathered chunks, as in `zero3`.
             rcache_blocks, device_chunks, disk_chunks: numbers of blocks and chunks, instead of sizes.
-            chunk_numel, reduce_dtype: as in `zero3`.
+            chunk_numel, reduce_dtype, host_checkpoints: as in `zero3`.
         """
         if disk_chunks is None and disk is None:
             disk_chunks = 0
@@ -285,6 +304,7 @@ class Plan:
             verify=verify,
             chunk_numel=chunk_numel,
             reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
+            host_checkpoints=host_checkpoints,
         )
 
     @staticmethod
@@ -371,6 +391,11 @@ class Plan:
         return layout.with_in_place(
             {c.index for c in layout.chunks if c.shards == 1 and self.home(layout, c) is Tier.DEVICE}
         )
+
+    @property
+    def most_host_checkpoints(self) -> float:
+        """`host_checkpoints` as a number."""
+        return math.inf if self.host_checkpoints == "all" else self.host_checkpoints
 
     def blocks(self, layout: Layout) -> int:
         """Number of rCache blocks for this layout, at most what a step can fill."""

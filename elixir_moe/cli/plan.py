@@ -156,18 +156,18 @@ def _report(known: argparse.Namespace, name: str, task: Task, choice: Choice | N
     report |= dict(zip(keys, values, strict=True))
     report["reason"] = "the fastest of all plans that fit"
     report["plan"] = json.loads(choice.plan.to_json())
-    report["predicted"] = _predicted(task, choice)
+    report["predicted"] = _predicted(choice)
     report["groups"] = held_rows(choice.plan, choice.layout, task.moments)
     return report
 
 
-def _predicted(task: Task, choice: Choice) -> dict[str, Any]:
-    step = choice.seconds.step
+def _predicted(choice: Choice) -> dict[str, Any]:
+    task, step = choice.task, choice.seconds.step
     return {
         "step_seconds": step,
         "tflops_per_gpu": cost.tflops_per_gpu(task.profile, step),
         "device_peak_bytes": cost.device_peak(task.profile, choice.size.device_bytes, task.imbalance),
-        "host_bytes_per_rank": choice.size.host_bytes,
+        "host_bytes_per_rank": choice.size.host_bytes + task.kept_bytes,
         "disk_bytes": choice.size.disk_bytes,
     }
 
@@ -180,7 +180,7 @@ def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
         missing = shortage(task, priced.size)
         if task.allowed_bytes < priced.size.device_bytes + more:
             missing[Tier.DEVICE] = priced.size.device_bytes + more - task.allowed_bytes
-        predicted = _predicted(task, priced)
+        predicted = _predicted(priced)
         predicted["device_peak_bytes"] += more
         short = {tier.value: nbytes for tier, nbytes in missing.items()}
         yield {"strategy": name, "feasible": not missing, "short_bytes": short, **predicted}
@@ -188,7 +188,7 @@ def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
 
 def _as_text(report: dict[str, Any], task: Task, choice: Choice | None) -> str:
     lines = [f"{report['model']}: {report['parameters']:,} parameters on {task.gpus} x {task.hardware.name}"]
-    lines += [report["reason"]] if choice is None else [explain(task, choice)]
+    lines += [report["reason"]] if choice is None else [explain(choice)]
     if choice is not None:
         lines += [HELD_HEAD, *map(held_line, report["groups"])]
     for row in report.get("compare", ()):

@@ -135,6 +135,7 @@ class StepDecision:
             if chunk.shard.has_gradient:
                 weight = chunk.spec.shards / len(chunk.spec.key.ranks)
                 mine += weight * chunk.squares() * self._unscale(chunk) ** 2
+        self._scheduler.fetch_after_compute()
         norm = None
         if self._on_device is not None and self.loss_scale is None:  # a loss scale must know of an overflow
             norm = self._sum_on_device(mine, self._on_device)

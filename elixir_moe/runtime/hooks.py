@@ -40,6 +40,7 @@ from elixir_moe.parallel.dtensor import placed_like
 from elixir_moe.runtime.access import ParamAccess
 from elixir_moe.runtime.autograd import Hook, hook_outputs, in_backward
 from elixir_moe.runtime.chunk import ATTACHED, Placeholder
+from elixir_moe.runtime.host_checkpoints import HostCheckpoints
 from elixir_moe.runtime.saved_tensors import SavedTensors
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.units import Unit
@@ -107,14 +108,23 @@ class Backward:
 class Hooks:
     """All hooks on one wrapped model."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], scheduler: Scheduler, placeholder: Placeholder) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        scheduler: Scheduler,
+        placeholder: Placeholder,
+        checkpoints: HostCheckpoints | None = None,
+    ) -> None:
+        """`checkpoints` takes what checkpointed regions keep, if it goes to host memory."""
         self._root = model
         self._scheduler = scheduler
         self._on_gpu = placeholder.device.type == "cuda"
         self._given: list[list[nn.Parameter]] = []
         """Parameters of each open `em.unsharded` block outside of a forward, outermost first."""
-        self._saved = SavedTensors(scheduler, placeholder, self._begin_backward)
-        self._packs = not all(chunk.placement is ATTACHED for chunk in scheduler.chunks)  # else weights stay in place
+        self._saved = SavedTensors(scheduler, placeholder, self._begin_backward, checkpoints)
+        stays = all(chunk.placement is ATTACHED for chunk in scheduler.chunks)
+        self._packs = checkpoints is not None or not stays
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
         self._names = {p: name for name, p in model.named_parameters()}
         self._owners: dict[ParamId, list[Unit]] = {slot: [] for slot in self._slot_of.values()}
@@ -567,7 +577,7 @@ class Hooks:
             self._scheduler.learn()
         self._scheduler.rewind()
         self._forget_step()
-        self._saved.updates += 1
+        self._saved.updated()
 
 
 # Python's garbage collector cannot see into autograd's graph: a strong reference there would keep the model alive.

@@ -1,9 +1,9 @@
 """The tensors that autograd saves for backward while a wrapped model runs.
 
 Owns the pair of saved-tensor hooks. A view of gathered weights is packed as (chunk, size, stride, offset) and rebuilt
-from the chunk's buffer when it is unpacked, so that the block can be reused in between. All other tensors are kept as
-torch keeps them, versions checked. Saved-tensor hooks that user code has set around the model get every saved tensor,
-weights included.
+from the chunk's buffer when it is unpacked, so that the block can be reused in between. The inputs of checkpointed
+regions may go to host memory (`host_checkpoints`). All other tensors are kept as torch keeps them, versions checked.
+Saved-tensor hooks that user code has set around the model get every saved tensor, weights included.
 """
 
 from bisect import bisect_right
@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from elixir_moe.errors import PlanError
 from elixir_moe.parallel.dtensor import local_of, spec_of, wrap_local
 from elixir_moe.runtime.chunk import ATTACHED, Chunk, Placeholder
+from elixir_moe.runtime.host_checkpoints import Away, HostCheckpoints, kept_by_region
 from elixir_moe.runtime.scheduler import Scheduler
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -49,11 +50,18 @@ class Packed:
 class SavedTensors:
     """The saved-tensor hooks of one wrapped model."""
 
-    def __init__(self, scheduler: Scheduler, placeholder: Placeholder, unpacking: Callable[[], None]) -> None:
-        """`unpacking` is called before a weight is rebuilt."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        placeholder: Placeholder,
+        unpacking: Callable[[], None],
+        checkpoints: HostCheckpoints | None,
+    ) -> None:
+        """`unpacking` is called before a weight is rebuilt; `checkpoints` takes what regions keep, if it may leave."""
         self._scheduler = scheduler
         self._placeholder = placeholder
         self._unpacking = unpacking
+        self._checkpoints = checkpoints
         self.updates = 0
         """Number of updates so far."""
         self._rebuilt: list[int] = []
@@ -71,6 +79,8 @@ class SavedTensors:
 
     def hooks(self) -> saved_tensors_hooks:
         """A context in which weights are packed."""
+        if self._checkpoints is not None:
+            self._checkpoints.begin_forward()
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None:
             return saved_tensors_hooks(self._pack, self._unpack)
@@ -94,6 +104,10 @@ class SavedTensors:
                     f"an autograd function saves parameter {self._name_of(tensor)!r} of shape {tuple(tensor.shape)}, "
                     f"which it has not read and which is not gathered: read it in forward, or call its module"
                 )
+        if self._checkpoints is not None and kept_by_region(tensor):
+            away = self._checkpoints.take(tensor)
+            if away is not None:
+                return away
         # A saved output would keep its own graph alive, in a cycle that the garbage collector cannot see.
         return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
 
@@ -102,6 +116,12 @@ class SavedTensors:
         return next((name for name, parameter in named if parameter is tensor or parameter is tensor._base), "unknown")
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, Away):
+            assert self._checkpoints is not None
+            tensor = self._checkpoints.bring_back(packed)
+            if packed.written is not None:
+                _refuse_written(packed.written, packed.version, packed.size)
+            return tensor
         if not isinstance(packed, Packed):
             tensor, version = packed
             if tensor._version != version:
@@ -136,6 +156,16 @@ class SavedTensors:
     def forget(self) -> None:
         """Forgets the holds, which a reset of the scheduler has ended."""
         self._rebuilt.clear()
+        self._leave_device()
+
+    def updated(self) -> None:
+        """Called when the optimizer has written new values."""
+        self.updates += 1
+        self._leave_device()
+
+    def _leave_device(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.forget()
 
 
 def _operator() -> int | None:

@@ -495,6 +495,10 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------- between steps
 
+    def fetch_after_compute(self) -> None:
+        """To be called when compute has read shards: a gather may overwrite a gradient that is in the values' place."""
+        self._streams.fetch_after_compute()
+
     @property
     def has_gradients(self) -> bool:
         """Whether gradients have been reduced since the last update, or are in flight."""

@@ -9,6 +9,8 @@ last step, most often one; the other streams have a higher priority. On a CPU ev
     gather    all-gathers, in the block               all earlier fetches               compute
     reduce    reductions, and block-to-shard copies   compute                           fetch of the block or the shard,
                                                                                         the update
+    keep      activation checkpoints to host memory   compute                           compute
+              and back
 
 The next chunk is copied while the previous one is gathered. `gather` needs no other order: it touches only blocks, and
 compute waits for it before a block is vacated. Each compute stream waits for the weights it uses, and for the others
@@ -35,8 +37,8 @@ class Streams:
         self._compute: list[torch.cuda.Stream] = []
         self._moving = False
         """Something was given to `fetch` or `reduce` since the last step ended."""
-        self._fetch, self._gather, self._reduce = (
-            torch.cuda.Stream(device, priority=_FIRST) if device.type == "cuda" else None for _ in range(3)
+        self._fetch, self._gather, self._reduce, self._keep = (
+            torch.cuda.Stream(device, priority=_FIRST) if device.type == "cuda" else None for _ in range(4)
         )
         self.enter_compute()
 
@@ -99,6 +101,20 @@ class Streams:
         """Keeps `memory`, allocated for compute, from being reused before `reduce` and compute are done with it."""
         if self._reduce is not None:
             for stream in (self._reduce, *self._compute):
+                memory.record_stream(stream)
+
+    def keeping(self) -> AbstractContextManager[object]:
+        """A context whose work goes to `keep`, behind all that was issued to the current stream so far."""
+        if self._keep is None:
+            return _HOST
+        self._keep.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._keep)
+
+    def finish_keeping(self, memory: torch.Tensor, copied: Work) -> None:
+        """Orders the current stream behind the copy of `memory` on `keep`; compute may then read and drop it."""
+        copied.wait()
+        if len(self._compute) > 1:
+            for stream in self._compute:
                 memory.record_stream(stream)
 
     def marked(self, work: Work) -> Work:

@@ -106,7 +106,7 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
         task = _task(model, request, hardware, room)
         shown = None if machine is None else remembered_fit(machine, task.profile.key)
         tasks.append(task if shown is None else replace(task, hardware=replace(hardware, fitted=shown)))
-        return forecast_of(tasks[0], solve(tasks[0]))
+        return forecast_of(solve(tasks[0]))
 
     found = raise_on_all_ranks("searched for a plan", search)[peers[0]]
     assert found is not None, "the first rank of those that hold the model has searched"
@@ -180,15 +180,16 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
     )
 
 
-def forecast_of(task: Task, choice: Choice) -> Forecast:
+def forecast_of(choice: Choice) -> Forecast:
     """The forecast of a choice."""
+    task = choice.task
     device, host = task.held_bytes(choice.size)
     return Forecast(
-        plan=explained(task, choice),
+        plan=explained(choice),
         uses=task.profile.registered_uses,
         seconds=choice.seconds,
         device_bytes=device,
-        host_bytes=host,
+        host_bytes=host + task.kept_bytes,
         disk_bytes=choice.size.disk_bytes,
         hardware=task.hardware,
     )

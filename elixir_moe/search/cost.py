@@ -66,6 +66,8 @@ class Traffic:
     """Gradient shards copied to the host."""
     summed_bytes: int
     """fp32 sums of gradients that are written to disk, and by the second backward of a step on read before."""
+    kept_bytes: int
+    """Inputs of checkpointed regions copied to the host, and back."""
     device_numel: int
     """Elements updated on the device."""
     host_numel: int
@@ -92,7 +94,9 @@ def activations(profile: Profile, imbalance: float) -> int:
     return profile.activation_bytes + int((imbalance - 1) * max((e.row_bytes for e in profile.exchanges), default=0))
 
 
-def traffic(plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2, *, staged: bool = False) -> Traffic:
+def traffic(
+    plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2, *, staged: bool = False, kept_bytes: int = 0
+) -> Traffic:
     """The traffic of one step.
 
     Args:
@@ -101,6 +105,7 @@ def traffic(plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2, 
         loads: the cached chunks gathered in a step, once per gather.
         moments: fp32 values the optimizer keeps per element.
         staged: whether reductions run over gloo.
+        kept_bytes: inputs of checkpointed regions in host memory.
     """
     gathers = Counter([*loads, *(chunk.index for chunk in layout.chunks if chunk.resident)])
     home = [plan.home(layout, chunk) for chunk in layout.chunks]
@@ -136,6 +141,7 @@ def traffic(plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2, 
         read_bytes=fetched(read),
         offloaded_bytes=sum(chunk.nbytes // chunk.shards for chunk in trained if chunk.index in host),
         summed_bytes=summed,
+        kept_bytes=kept_bytes,
         device_numel=updated(Tier.DEVICE),
         host_numel=updated(Tier.HOST),
         disk_numel=updated(Tier.DISK),
@@ -168,8 +174,8 @@ def seconds(
             + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
             + exchange
         ),
-        fetch=max(accumulation * moved.fetched_bytes * gpus / (links.b_c2g * _GIGA), disk_beside),
-        offload=accumulation * moved.offloaded_bytes * gpus / (links.b_g2c * _GIGA),
+        fetch=max(accumulation * (moved.fetched_bytes + moved.kept_bytes) * gpus / (links.b_c2g * _GIGA), disk_beside),
+        offload=accumulation * (moved.offloaded_bytes + moved.kept_bytes) * gpus / (links.b_g2c * _GIGA),
         collectives=collectives,
         exposed=fitted.exposed_collectives * collectives,
         device_update=moved.device_numel * gpus / (links.v_g * _GIGA),

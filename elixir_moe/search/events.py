@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -23,6 +24,7 @@ from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.dataless import has_data
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.autograd import in_backward, tensors_in
+from elixir_moe.runtime.host_checkpoints import kept_by_region, region_number
 from elixir_moe.runtime.units import Parts, reads_heard
 from elixir_moe.search.megatron_dataless import is_mixture
 
@@ -53,6 +55,10 @@ class Kind(Enum):
     MIX_AGAIN = auto()
     SENT = auto()
     """A collective of the model itself; `name` lists its ranks."""
+    KEEP = auto()
+    """A checkpointed region keeps inputs of `nbytes`, which may go to host memory."""
+    ASK = auto()
+    """A region asks for its inputs in backward."""
     BOUNDARY = auto()
     """Forward enters, or backward leaves, a traced period of repeated layers (`repeat`); `nbytes` numbers the
     periods, three for each cut."""
@@ -79,6 +85,33 @@ def peak_of(events: Iterable[Event]) -> int:
     return max(accumulate((event.nbytes for event in events if event.kind is Kind.MEMORY), initial=0))
 
 
+def kept_of(events: Iterable[Event]) -> tuple[list[int], list[int]]:
+    """(bytes that each checkpointed region keeps, peak bytes if those of the first n are in host memory, n from 0 on).
+
+    As in `runtime.host_checkpoints`, inputs leave when the next region keeps its own, and begin to come back when the
+    next region asks for its own. Both are empty if regions do not ask in the reverse order.
+    """
+    live, kept, asked = [0], list[tuple[int, int]](), list[int]()
+    for event in events:
+        if event.kind is Kind.MEMORY:
+            live.append(live[-1] + event.nbytes)
+        elif event.kind is Kind.KEEP:
+            kept.append((event.nbytes, len(live)))
+        elif event.kind is Kind.ASK:
+            asked.append(len(live))
+            if len(asked) > len(kept) or event.nbytes != kept[-len(asked)][0]:
+                return [], []
+    if len(asked) != len(kept):
+        return [], []
+    held, asked = torch.tensor(live), asked[::-1]
+    peaks = [int(held.max())]
+    for region in range(len(kept)):
+        if region + 1 < len(kept):
+            held[kept[region + 1][1] : asked[region + 1]] -= kept[region][0]
+        peaks.append(int(held.max()))
+    return [nbytes for nbytes, _ in kept], peaks
+
+
 class Recorder(TorchDispatchMode):
     """Records the events of whatever runs inside it. The model's parameters and buffers do not count as memory."""
 
@@ -88,6 +121,8 @@ class Recorder(TorchDispatchMode):
         self.alive = 0
         """Number of storages allocated inside it that are still alive."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._kept: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._region: tuple[int, list[int]] = (-1, [0])
         self._listening = True
         self._handles: list[Any] = []
         self._model, self._parts, self._boundaries = model, parts, boundaries
@@ -109,6 +144,7 @@ class Recorder(TorchDispatchMode):
         for number, (first, last) in enumerate(self._boundaries):
             self._mark_boundary(first, last, number)
         self._reading.enter_context(self._reads_heard())
+        self._reading.enter_context(saved_tensors_hooks(self._saved, self._asked))
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._landed))
@@ -205,6 +241,27 @@ class Recorder(TorchDispatchMode):
                 whose[0].register_hook(lambda _: self.events.append(Event(Kind.BOUNDARY, "backward", nbytes=number)))
 
         self._handles += [first.register_forward_pre_hook(enter), last.register_forward_hook(leave)]
+
+    def _saved(self, tensor: Tensor) -> tuple[Tensor, list[int] | None]:
+        """Records what checkpointed regions keep; returns the tensor, and the region's bytes, shared by its inputs."""
+        region = None
+        if not in_backward() and kept_by_region(tensor) and tensor.untyped_storage() not in self._kept:
+            self._kept.add(tensor.untyped_storage())
+            number, region = self._region
+            if number != region_number():
+                region = [0]
+                self._region = region_number(), region
+                self.events.append(Event(Kind.KEEP))
+            region[0] += _nbytes(tensor)
+            self.events[-1] = Event(Kind.KEEP, nbytes=region[0])
+        return (tensor if tensor.is_leaf else tensor.detach()), region
+
+    def _asked(self, saved: tuple[Tensor, list[int] | None]) -> Tensor:
+        tensor, region = saved
+        if region and region[0]:
+            self.events.append(Event(Kind.ASK, nbytes=region[0]))
+            region[0] = 0
+        return tensor
 
     def _landed(self, parameter: Tensor) -> None:
         """Frees the gradient, as the runtime does by moving it into its block at once."""

@@ -8,19 +8,23 @@ from dataclasses import replace
 from elixir_moe.chunks.plan import Plan, Tier, size_text
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
-from elixir_moe.search.solve import Choice, Task, price
+from elixir_moe.search.solve import Choice, price
 
 
-def explained(task: Task, choice: Choice) -> Plan:
+def explained(choice: Choice) -> Plan:
     """The plan of a choice, with its explanation."""
-    return replace(choice.plan, explanation=explain(task, choice))
+    return replace(choice.plan, explanation=explain(choice))
 
 
-def explain(task: Task, choice: Choice) -> str:
+def explain(choice: Choice) -> str:
     """The plan, its memory and time on one rank, and the time that each choice saves."""
-    plan, layout, size, seconds = choice.plan, choice.layout, choice.size, choice.seconds
+    task, plan, layout, size, seconds = choice.task, choice.plan, choice.layout, choice.size, choice.seconds
     blocks, chunks = plan.blocks(layout), len(layout.chunks)
     activations = cost.activations(task.profile, task.imbalance)
+    kept = [
+        f"kept      {size_text(task.kept_bytes)} more of host memory for the inputs of {task.kept_regions} of "
+        f"{len(task.profile.kept)} checkpointed regions"
+    ] * bool(task.kept_regions)
     lines = [
         f"chunks    {chunks} of {plan.chunk_numel} elements, {layout.waste_fraction:.1%} of their space unused",
         f"rCache    {blocks} blocks: {len(choice.loads)} gathers a step, {len(layout.cached)} if all were kept",
@@ -30,6 +34,7 @@ def explain(task: Task, choice: Choice) -> str:
         f"{size_text(activations)} activations, {size_text(task.profile.buffer_bytes)} buffers; "
         f"{size_text(task.capacity_bytes)} there are",
         f"host      {size_text(size.host_bytes)} a rank of {size_text(task.host_bytes)}",
+        *kept,
         f"disk      {size_text(size.disk_bytes)} a rank of {size_text(task.disk_bytes or 0)}",
         f"step      {seconds.step:.3f} s, {cost.tflops_per_gpu(task.profile, seconds.step):.1f} TFLOPS a GPU: compute "
         f"{seconds.compute:.3f}, fetch {seconds.fetch:.3f}, offload {seconds.offload:.3f}, exposed collectives "
@@ -41,6 +46,10 @@ def explain(task: Task, choice: Choice) -> str:
         others["one chunk fewer on the device"] = replace(plan, device_chunks=plan.device_chunks - 1)
     if plan.disk_chunks:
         others["one chunk more on disk"] = replace(plan, disk_chunks=plan.disk_chunks + 1)
+    if task.kept_regions:
+        others["inputs of one checkpointed region fewer in host memory"] = replace(
+            plan, host_checkpoints=task.kept_regions - 1
+        )
     for change, other in others.items():
         try:
             slower = price(task, other).seconds.step - seconds.step

@@ -34,7 +34,7 @@ class Sizes:
     def __init__(self, task_at: Callable[[int], Task]) -> None:
         self._task_at = task_at
         self.tasks: dict[int, Task] = {}
-        self._needs: dict[tuple[str, _Step], tuple[int, int, int]] = {}
+        self._needs: dict[tuple[str, _Step, tuple[int, ...]], tuple[int, int, int]] = {}
 
     def at(self, size: int) -> Task:
         """The problem of that size."""
@@ -49,7 +49,7 @@ class Sizes:
         found to fit there may be fewer.
         """
         task = self.at(size)
-        key = strategy, (task.profile.params, task.profile.parts, task.profile.uses)
+        key = strategy, (task.profile.params, task.profile.parts, task.profile.uses), task.profile.kept
         device, host, allowed = self._needs.get(key, (0, 0, -1))
         if allowed < 0 or task.allowed_bytes < device <= allowed:
             device, host = strategies.needs(task, strategy)

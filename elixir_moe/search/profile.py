@@ -66,6 +66,10 @@ class Profile:
     """
     buffer_bytes: int
     """Bytes of the model's buffers."""
+    kept: tuple[int, ...] = ()
+    """Bytes of the inputs that each checkpointed region keeps, in order of forward."""
+    kept_peaks: tuple[int, ...] = ()
+    """`activation_bytes` if the inputs of the first n regions are in host memory, n from 0 on."""
     exchanges: tuple[SentCollective, ...] = ()
     sent: tuple[Sent, ...] = ()
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from elixir_moe.chunks.packing import ALIGN_BYTES, FUSE_BELOW, ChunkSpec, Layout, best_chunk_numel, build_layout
@@ -66,6 +66,25 @@ class Task:
     """Routed rows of the busiest rank, in multiples of an even share."""
     accumulation: int = 1
     """Backwards per step; with more than one, gradients are summed in fp32."""
+    kept_regions: int = 0
+    """Checkpointed regions whose inputs are in host memory, the first ones; see `keeping`."""
+
+    def keeping(self, most: float) -> "Task":
+        """This problem, if inputs of so many checkpointed regions are in host memory.
+
+        Activations on the device are fewer then, and so is the host memory left.
+        """
+        regions = int(min(most, len(self.profile.kept)))
+        if regions == self.kept_regions:
+            return self
+        profile = replace(self.profile, activation_bytes=self.profile.kept_peaks[regions])
+        host_bytes = self.host_bytes + self.kept_bytes - sum(self.profile.kept[:regions])
+        return replace(self, profile=profile, host_bytes=host_bytes, kept_regions=regions)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of these inputs."""
+        return sum(self.profile.kept[: self.kept_regions])
 
     @property
     def allowed_bytes(self) -> int:
@@ -83,6 +102,8 @@ class Task:
 class Choice:
     """A plan and its cost."""
 
+    task: Task
+    """The problem, with the inputs of checkpointed regions where the plan has them."""
     plan: Plan
     layout: Layout
     size: Footprint
@@ -102,12 +123,35 @@ def solve(task: Task) -> Choice:
     Raises:
         PlanError: no plan fits; the message has the missing bytes, the tier and a remedy.
     """
-    step_order = task.profile.step_order
-    searches = [_Length(task, step_order, length) for length in chunk_lengths(task.profile.params)]
-    found = [choice for choice in (search.best() for search in searches) if choice is not None]
+    found: dict[int, Choice] = {}
+    shortages: list[dict[Tier, int]] = []
+    none, *others = _kept_counts(task)
+
+    def search(regions: int) -> None:
+        there = task.keeping(regions)
+        searches = [_Length(there, task.profile.step_order, n) for n in chunk_lengths(task.profile.params)]
+        fits = [choice for choice in (search.best() for search in searches) if choice is not None]
+        if fits:
+            found[regions] = min(fits, key=_rank)
+        else:
+            shortages.extend(short for search in searches for short in search.shortages())
+
+    search(none)
+    if others and not (none in found and found[none].plan.rcache_blocks == "all" and not found[none].plan.offloaded):
+        search(others[0])
+        if not found or min(found, key=lambda regions: _rank(found[regions])) != none:
+            for regions in others[1:]:
+                search(regions)
     if not found:
-        raise PlanError(_why_not(task, [short for search in searches for short in search.shortages()]))
-    return min(found, key=_rank)
+        raise PlanError(_why_not(task, shortages))
+    return min(found.values(), key=_rank)
+
+
+def _kept_counts(task: Task) -> list[int]:
+    """The numbers of checkpointed regions tried: none, the most that host memory can hold, and some between."""
+    held = list(accumulate(task.profile.kept))
+    most = bisect_right(held, task.host_bytes)
+    return list(dict.fromkeys([0, most, most // 2, most // 4, 3 * most // 4]))
 
 
 def device_bytes_for(task: Task) -> int:
@@ -116,6 +160,17 @@ def device_bytes_for(task: Task) -> int:
     At most `Task.allowed_bytes` exactly if `solve` finds a plan; it is then such a plan's, and otherwise no more than
     that of any plan.
     """
+    least: list[int] = []
+    for regions in _kept_counts(task):
+        there = task.keeping(regions)
+        least.append(_device_bytes_for(there) + task.allowed_bytes - there.allowed_bytes)
+        if least[-1] <= task.allowed_bytes:
+            break
+    return min(least)
+
+
+def _device_bytes_for(task: Task) -> int:
+    """As `device_bytes_for`, with the inputs of checkpointed regions where they are."""
     step_order = task.profile.step_order
     bounds = sorted((_Length(task, None, n).least_device_bytes(), n) for n in chunk_lengths(task.profile.params))
     needed = [nbytes for nbytes, _ in bounds if nbytes > task.allowed_bytes][:1]
@@ -133,14 +188,16 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
     Raises:
         PlanError: the plan cannot run: chunks too short, or rCache too small.
     """
+    task = task.keeping(plan.most_host_checkpoints)
     if layout is None:
         layout = plan.layout(task.profile.params)
     if loads is None:
         schedule = task.profile.schedule(layout)
         layout = replace(layout, open_gradients=schedule.open_gradients())
         loads = gathers(Simulator(schedule), plan.blocks(layout))
-    moved = cost.traffic(plan, layout, loads, task.moments, staged=task.staged)
+    moved = cost.traffic(plan, layout, loads, task.moments, staged=task.staged, kept_bytes=task.kept_bytes)
     return Choice(
+        task=task,
         plan=plan,
         layout=layout,
         size=footprint(plan, layout, moments=task.moments, staged=task.staged),
@@ -390,6 +447,7 @@ class _Length:
                 values_on_disk=self._held[count].values_on_disk,
                 chunk_numel=self._numel,
             )
+        plan = replace(plan, host_checkpoints=self._task.kept_regions)
         layout = replace(plan.place(self._layout), open_gradients=gradients)
         loads = gathers(simulator, plan.blocks(layout))
         self._found[blocks] = price(self._task, plan, layout, loads)

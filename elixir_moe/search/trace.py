@@ -30,7 +30,7 @@ from elixir_moe.parallel.rules import logical_numel
 from elixir_moe.runtime.model_spec import param_specs
 from elixir_moe.runtime.units import Parts, find_parts
 from elixir_moe.search import megatron_dataless
-from elixir_moe.search.events import Event, Kind, Recorder, peak_of
+from elixir_moe.search.events import Event, Kind, Recorder, kept_of, peak_of
 from elixir_moe.search.profile import Profile, Sent, SentCollective
 from elixir_moe.search.repeat import Cut, cuts_of, made_whole
 
@@ -84,6 +84,7 @@ def trace(
     index_of = {p: i for i, p in enumerate(specs)}
     found = list(_uses(events, numbers, {name: index_of[p] for name, p in model.named_parameters()}))
     order, part_specs, uses = by_first_use(parts.specs, found, len(listed))
+    kept, kept_peaks = kept_of(events)
     return Profile(
         params=tuple(listed[i] for i in order),
         order=tuple(order),
@@ -95,6 +96,8 @@ def trace(
         traffic_bytes=sum(event.traffic for event in events),
         activation_bytes=peak_of(events),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        kept=tuple(kept),
+        kept_peaks=tuple(kept_peaks),
         exchanges=tuple(_exchanges(model, events, compute_dtype)),
         sent=tuple(_sent(events)),
     )

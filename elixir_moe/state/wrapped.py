@@ -17,6 +17,7 @@ from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.rules import named_tensors
 from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.host_checkpoints import HostCheckpoints
 from elixir_moe.runtime.model_spec import ModelSpec
 from elixir_moe.runtime.scheduler import Scheduler
 
@@ -37,6 +38,8 @@ class Wrapped:
     """gloo process groups by their ranks, for every chunk and every sharded axis."""
     scheduler: Scheduler
     hooks: Hooks
+    checkpoints: HostCheckpoints | None
+    """Holds what checkpointed regions keep in host memory, if anything."""
     optimizer: ShardedOptimizer
     files: tuple[DiskFile, ...]
     """The files of the chunks on disk."""
@@ -50,6 +53,8 @@ class Wrapped:
         held[Tier.HOST] = sum(file.buffer_bytes for file in self.files)
         if self.scheduler.sums is not None:
             held[Tier.HOST] += self.scheduler.sums.nbytes
+        if self.checkpoints is not None:
+            held[Tier.HOST] += self.checkpoints.nbytes
         for chunk in self.scheduler.chunks:
             for tier, nbytes in chunk.shard.held_bytes().items():
                 held[tier] += nbytes

@@ -22,11 +22,11 @@ from elixir_moe.train.data import VOCABULARY, ByteText
 
 _MEANINGFUL: dict[str, tuple[str, ...]] = {
     "ddp": ("reduce_dtype",),
-    "zero2": ("chunk_numel", "reduce_dtype"),
-    "zero3": ("rcache", "rcache_blocks", "chunk_numel", "reduce_dtype"),
+    "zero2": ("chunk_numel", "reduce_dtype", "host_checkpoints"),
+    "zero3": ("rcache", "rcache_blocks", "chunk_numel", "reduce_dtype", "host_checkpoints"),
     "offload": (
         *("device", "host", "disk", "values_on_disk", "verify", "rcache"),
-        *("rcache_blocks", "device_chunks", "disk_chunks", "chunk_numel", "reduce_dtype"),
+        *("rcache_blocks", "device_chunks", "disk_chunks", "chunk_numel", "reduce_dtype", "host_checkpoints"),
     ),
     "auto": ("hardware", "budget", "disk", "verify", "reduce_dtype"),
 }
@@ -86,6 +86,10 @@ class PlanConfig:
     reduce_dtype: str | None = None
     """Dtype in which gradients are summed over the ranks: float32, or the 16-bit dtype of the weights, which halves the
     bytes on the wire over NCCL and rounds with every rank that adds; null: float32."""
+
+    host_checkpoints: int | Literal["all"] | None = None
+    """Number of layers, the first ones, whose inputs go to host memory where model.checkpoint recomputes them (zero2,
+    zero3, offload), or all; null: none."""
 
     def __post_init__(self) -> None:
         for name in {name for names in _MEANINGFUL.values() for name in names}:

@@ -58,6 +58,8 @@ class Case:
     """bf16 instead of fp32."""
     accumulation: int = 1
     habits: frozenset[str] = frozenset()
+    away: bool = False
+    """What checkpointed regions keep is in host memory."""
     delays: int = 0
     """Seed of the delays of updates."""
     steps: int = 3
@@ -73,6 +75,7 @@ def cases(draw: st.DrawFn) -> Case:
         half=draw(st.booleans()),
         accumulation=draw(st.integers(1, 2)),
         habits=draw(st.frozensets(st.sampled_from(HABITS), max_size=3)),
+        away=draw(st.booleans()),
         delays=draw(st.integers(0, 99)),
     )
 
@@ -253,6 +256,7 @@ def _as_ever() -> Iterator[None]:
 
 
 def _wrapped(case: Case, plan: em.Plan) -> tuple[nn.Module, Any]:
+    plan = replace(plan, host_checkpoints="all") if case.away else plan
     mesh = em.init_mesh(device_type="cpu")
     torch.manual_seed(1)
     model = _Model(case, mesh)

@@ -15,6 +15,7 @@ from elixir_moe.memory.blocks import Block
 from elixir_moe.memory.disk_values import Reading, ValuesPlace
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import DiskShard, ShardState
+from elixir_moe.optim.decision import StepDecision
 from elixir_moe.runtime.reduction_order import Reductions
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
@@ -224,6 +225,10 @@ def _reductions_at_once(patch: Patch) -> None:
     patch(Reductions, "__init__", lambda order, agreement, *, in_order: start(order, agreement, in_order=False))
 
 
+def _checkpoints_copied_at_once(patch: Patch) -> None:
+    patch(Streams, "keeping", lambda streams: torch.cuda.stream(streams._keep))
+
+
 FAULTS: dict[str, Callable[[Patch], None]] = {
     "a gather does not wait for its fetch": _no_gather_behind_fetch,
     "a reduction does not wait for compute": _no_reduction_behind_compute,
@@ -252,6 +257,9 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "values on disk are used before they are read": _buffers_read_before_they_are_filled,
     "a buffer of values on disk is filled while it is copied": _buffers_filled_while_they_are_copied,
     "values on disk are read before their update has ended": _values_read_before_their_update_has_ended,
+    "a checkpoint is copied before it is computed": _checkpoints_copied_at_once,
+    "the copy of a checkpoint is not waited for": _without(Work, "wait in finish_keeping", on=Streams),
+    "a fetch does not wait for the norm": _without(Scheduler, "fetch_after_compute in facts", on=StepDecision),
     "an update does not wait for a save": _updates_do_not_wait_for_a_save,
     "an update does not wait for reductions": _step_not_behind("_reduce"),
     "a gather begins when its update has ended": _gathers_begin_when_updates_have_ended,

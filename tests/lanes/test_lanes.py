@@ -88,7 +88,9 @@ TELLING = [
         ),
     ),
     (2, Case(parts=("plain", "tied", "reentrant"), plan="ddp", accumulation=2, habits=frozenset({"late"}))),
+    (1, Case(parts=("plain", "plain"), plan="zero2", half=True, habits=frozenset({"write", "clip"}))),
     (1, Case(parts=("plain",), plan="offload", blocks=3, half=True, habits=frozenset({"between"}))),
+    (1, Case(parts=("plain", "reentrant", *("checkpointed",) * 3), plan="zero3", away=True, accumulation=2)),
     (1, Case(parts=("plain", "bias"), plan="offload", blocks=0, half=True, habits=frozenset({"load"}))),
 ]
 """Runs that between them need every wait: (ranks, case)."""

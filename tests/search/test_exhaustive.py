@@ -2,9 +2,10 @@
 
 import random
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 from unittest import mock
 
 import pytest
@@ -60,8 +61,9 @@ def drawn(rng: random.Random) -> Task:
         tokens=1,
         flops=rng.choice([0, 10**7]),
         traffic_bytes=0,
-        activation_bytes=rng.choice([0, 2000]),
+        activation_bytes=(held := rng.choice([0, 2000])),
         buffer_bytes=0,
+        **_kept(rng, held),
     )
     plenty = Task(
         profile=profile,
@@ -89,9 +91,18 @@ def with_little_host_memory(rng: random.Random) -> Task:
     return replace(task, host_bytes=int(rng.uniform(0.0, 0.3) * most), disk_bytes=disk)
 
 
+def _kept(rng: random.Random, held: int) -> dict[str, tuple[int, ...]]:
+    """Inputs of checkpointed regions among `held` bytes of activations, in half of the cases."""
+    if not held or rng.random() < 0.5:
+        return {}
+    kept = tuple(rng.choice([100, 400]) for _ in range(rng.randint(1, 4)))
+    return {"kept": kept, "kept_peaks": tuple(held - sum(kept[:n]) for n in range(len(kept) + 1))}
+
+
 def every_plan(task: Task, rng: random.Random) -> Iterator[Choice]:
     """All blocks and tiers that can be carried out and fit, on lengths worth trying and on some others."""
     lengths = chunk_lengths(task.profile.params)
+    away = {0, bisect_right(list(accumulate(task.profile.kept)), task.host_bytes)}
     others = [rng.randint(lengths[0], 4 * lengths[0]) for _ in range(3)]
     for length in {*rng.sample(lengths, min(len(lengths), 12)), *others}:
         layout = price(task, Plan.offload(rcache_blocks="all", chunk_numel=length)).layout
@@ -108,12 +119,13 @@ def every_plan(task: Task, rng: random.Random) -> Iterator[Choice]:
                     values_on_disk=whole,
                     chunk_numel=length,
                 )
-                try:
-                    found = price(task, plan)
-                except PlanError:
-                    continue
-                if not shortage(task, found.size):
-                    yield found
+                for regions in away:
+                    try:
+                        found = price(task, replace(plan, host_checkpoints=regions))
+                    except PlanError:
+                        continue
+                    if not shortage(found.task, found.size):
+                        yield found
 
 
 def what_would_help(task: Task, message: str) -> Iterator[Task]:
@@ -132,7 +144,8 @@ def what_would_help(task: Task, message: str) -> Iterator[Task]:
         yield replace(task, disk_bytes=(task.disk_bytes or 0) + int(more))
     for less in re.findall(r"free (\d+) of the", changes):
         freed = task.profile.activation_bytes - int(less)
-        yield replace(task, profile=replace(task.profile, activation_bytes=freed))
+        peaks = tuple(peak - int(less) for peak in task.profile.kept_peaks)
+        yield replace(task, profile=replace(task.profile, activation_bytes=freed, kept_peaks=peaks))
 
 
 @pytest.fixture(autouse=True)
@@ -166,9 +179,10 @@ def nothing_beats_the_plan_for(task: Task, rng: random.Random) -> None:
         with pytest.raises(PlanError, match="bytes too few in") as error:
             solve(task)
         for enough in what_would_help(task, str(error.value)):
-            assert not shortage(enough, solve(enough).size)
+            found = solve(enough)
+            assert not shortage(found.task, found.size)
         return
     found = solve(task)
-    assert not shortage(task, found.size)
+    assert not shortage(found.task, found.size)
     assert found.seconds.step <= best * (1 + 1e-12)
     assert price(task, found.plan) == found, "what was found is what the plan says"

@@ -44,21 +44,22 @@ def task(gpus: int, room: float, layers: int = 3, host: int = 1 << 40) -> Task:
 def test_nothing_beats_the_plan_found(gpus: int, room: float) -> None:
     given = task(gpus, room, layers=2)
     found = solve(given)
-    assert not shortage(given, found.size)
+    assert not shortage(found.task, found.size)
     best = min(choice.seconds.step for choice in every_plan(given, random.Random(0)))
     assert found.seconds.step <= best * (1 + 1e-12)
-    assert "chunks" in explain(given, found)
+    assert "chunks" in explain(found)
 
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def test_the_explanation_of_a_small_model_shows_its_bytes() -> None:
-    given = task(2, 0.65, layers=2)
-    found = solve(given)
-    shown = re.findall(r"([\d.]+) (B|KiB|MiB|GiB)\b", explain(given, found))
-    sizes = [found.size.device_bytes, given.allowed_bytes, given.profile.activation_bytes, given.profile.buffer_bytes]
-    sizes += [given.capacity_bytes, found.size.host_bytes, given.host_bytes, found.size.disk_bytes, 0]
+    found = solve(task(2, 0.65, layers=2))
+    shown = re.findall(r"([\d.]+) (B|KiB|MiB|GiB)\b", explain(found))
+    there, size = found.task, found.size
+    sizes = [size.device_bytes, there.allowed_bytes, there.profile.activation_bytes, there.profile.buffer_bytes]
+    sizes += [there.capacity_bytes, size.host_bytes, there.host_bytes, *[there.kept_bytes] * bool(there.kept_regions)]
+    sizes += [size.disk_bytes, 0]
     assert len(shown) == len(sizes)
     for (number, unit), nbytes in zip(shown, sizes, strict=True):
         assert abs(float(number) * UNITS[unit] - nbytes) <= 0.006 * UNITS[unit]
@@ -85,7 +86,8 @@ def test_what_does_not_fit_says_where_and_by_how_much() -> None:
         capacity_bytes=given.capacity_bytes + more,
         host_bytes=1 << 40,
     )
-    assert not shortage(enough, solve(enough).size)
+    found = solve(enough)
+    assert not shortage(found.task, found.size)
     with pytest.raises(PlanError, match=r"or give each rank [0-9]+ bytes more host memory"):
         solve(task(2, 0.5, host=1000))
 

@@ -1,0 +1,201 @@
+"""Activation checkpoints in host memory: what checkpointed regions keep from forward to backward.
+
+Owns the page-locked buffers, the copies, and the order in which tensors come back. `saved_tensors` shows each tensor
+that autograd saves; `Plan.host_checkpoints` says how many may leave.
+
+    forward   a region keeps its inputs: their copies to buffers begin; those of the region before leave the device
+    backward  a region asks for its inputs: they are there, and the copies of those of the region before begin
+
+Copies run beside the regions, and the device holds the inputs of two regions. Those of the last one need not come back.
+Source: ZeRO-Infinity, 5.1.2 (CPU offload of activation checkpoints).
+"""
+
+import sys
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch._subclasses import FakeTensor
+
+from elixir_moe.chunks.plan import Tier, size_text
+from elixir_moe.distributed.collectives import Work
+from elixir_moe.errors import TierError
+from elixir_moe.memory.slabs import Slab, host_bytes_left
+from elixir_moe.runtime.streams import Streams
+
+_CHECKPOINTING = ("torch.utils.checkpoint", "megatron.core.tensor_parallel.random")
+"""Modules whose autograd functions keep the inputs of a region."""
+_FRAMES = 3
+"""Frames from a pack hook to the one that made the region."""
+
+
+def kept_by_region(tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor is the computed input of a checkpointed region; asked within a pack hook.
+
+    Masks, positions and the like have no gradient and are most often shared by all regions: they do not count. Nor do
+    subclasses of Tensor, except those of a trace, and views with gaps.
+    """
+    if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.grad_fn is None or not tensor.is_floating_point():
+        return False
+    files = {sys.modules[name].__file__ for name in _CHECKPOINTING if name in sys.modules}
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code.co_filename in files:
+            return _without_gaps(tensor)
+    return False
+
+
+def region_number() -> int:
+    """A number that is the same for all inputs of a region and that grows with each region of a thread."""
+    return torch._C._autograd._get_sequence_nr()  # of the node that autograd makes next
+
+
+def _without_gaps(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements fill a piece of memory."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return tensor.numel() > 0
+
+
+@dataclass(slots=True, eq=False)
+class _Region:
+    """A checkpointed region whose inputs are in host memory."""
+
+    number: int
+    before: "_Region | None"
+    """The region that ran before it, in the same forward."""
+    inputs: list["weakref.ref[Away]"] = field(default_factory=list)
+
+
+class Away:
+    """A tensor in host memory. The last reference to it frees the buffer."""
+
+    def __init__(self, region: _Region, tensor: torch.Tensor, buffer: torch.Tensor, free: list[torch.Tensor]) -> None:
+        self.region = region
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.version = tensor._version
+        self.written: int | None = None
+        """The tensor's version when it left, if that is another one: its values may be lost."""
+        self._buffer, self._free = buffer, free
+        self.values = buffer.view(tensor.dtype).as_strided(self.size, self.stride)
+        region.inputs.append(weakref.ref(self))
+
+    def __del__(self) -> None:
+        self._free.append(self._buffer)
+
+
+@dataclass(slots=True)
+class _OnDevice:
+    """A tensor that is copied to host memory, or back."""
+
+    tensor: torch.Tensor
+    copied: Work
+
+
+class HostCheckpoints:
+    """The inputs of checkpointed regions of one wrapped model."""
+
+    def __init__(self, most: float, device: torch.device, streams: Streams) -> None:
+        """`most`: of how many regions of each forward inputs go to host memory, the first ones."""
+        self.nbytes = 0
+        """Bytes of the buffers, which are used again in each step."""
+        self._most, self._device, self._streams = most, device, streams
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._leaving: dict[Away, _OnDevice] = {}
+        """Inputs of the last region, until the next one begins."""
+        self._coming: dict[Away, _OnDevice] = {}
+        self._asks: _Region | None = None
+        """The region that asked for an input last."""
+        self.begin_forward()
+
+    def begin_forward(self) -> None:
+        """Counts from the start: what follows belongs to another forward."""
+        self._count = 0
+        self._last: _Region | None = None
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Away]]] = {}
+
+    def take(self, tensor: torch.Tensor) -> Away | None:
+        """Starts to copy the input of a region; None if it stays on the device. Raises TierError."""
+        seen, known = self._known.get(id(tensor), (None, None))
+        if seen is not None and known is not None and seen() is tensor:  # another region has the same input
+            found = known()
+            if found is not None and found.version == tensor._version:
+                return found
+        number = region_number()
+        if self._last is None or self._last.number != number:
+            self._leave()
+            if self._count >= self._most:
+                return None
+            self._count += 1
+            self._last = _Region(number, self._last)
+        free = self._free.setdefault(tensor.nbytes, [])
+        away = Away(self._last, tensor, free.pop() if free else self._buffer(tensor.nbytes), free)
+        self._known[id(tensor)] = weakref.ref(tensor), weakref.ref(away)
+        with self._streams.keeping():
+            away.values.copy_(tensor.detach(), non_blocking=True)
+            self._leaving[away] = _OnDevice(tensor.detach(), self._streams.marked(Work()))
+        return away
+
+    def bring_back(self, away: Away) -> torch.Tensor:
+        """The tensor, on the device. Starts to bring the region's other inputs, and those of the region before."""
+        if away.region is not self._asks:
+            self._asks = away.region
+            self._arrive(kept=away.region)
+            for region in (away.region, away.region.before):
+                for other in region.inputs if region is not None else ():
+                    self._fetch(other())
+        if away in self._leaving:
+            found = self._leaving[away].tensor
+            away.written = None if found._version == away.version else found._version
+            return found
+        self._fetch(away)
+        coming = self._coming.pop(away)
+        self._streams.finish_keeping(coming.tensor, coming.copied)
+        return coming.tensor
+
+    def forget(self) -> None:
+        """Lets go of what is on the device; tensors in host memory stay."""
+        self._leave()
+        self._arrive()
+        self._asks = None
+
+    def _leave(self) -> None:
+        """Lets the inputs of the last region go from the device."""
+        while self._leaving:
+            away, on_device = self._leaving.popitem()
+            self._streams.finish_keeping(on_device.tensor, on_device.copied)
+            if on_device.tensor._version != away.version:
+                away.written = on_device.tensor._version
+
+    def _fetch(self, away: Away | None) -> None:
+        """Starts to bring a tensor, unless it is on the device."""
+        if away is None or away in self._leaving or away in self._coming:
+            return
+        tensor = torch.empty_strided(away.size, away.stride, dtype=away.values.dtype, device=self._device)
+        with self._streams.keeping():
+            tensor.copy_(away.values, non_blocking=True)
+            self._coming[away] = _OnDevice(tensor, self._streams.marked(Work()))
+
+    def _arrive(self, kept: _Region | None = None) -> None:
+        """Lets go of tensors that nobody has asked for, except those of a region."""
+        for away in [away for away in self._coming if kept is None or away.region is not kept]:
+            coming = self._coming.pop(away)
+            self._streams.finish_keeping(coming.tensor, coming.copied)
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        left = host_bytes_left()
+        if nbytes > left:
+            raise TierError(
+                f"host memory: an activation checkpoint needs {size_text(nbytes)}, {size_text(left)} are left "
+                f"({size_text(nbytes - left)} short): keep fewer there (host_checkpoints=), or use a smaller batch or "
+                f"shorter sequences"
+            )
+        slab = Slab(nbytes, torch.uint8, Tier.HOST, self._device, travels=self._device.type == "cuda")
+        self.nbytes += nbytes
+        return slab.take(nbytes)
