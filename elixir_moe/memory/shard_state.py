@@ -32,7 +32,7 @@ from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import DiskError
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.memory.disk import Spill, Spilled
-from elixir_moe.memory.frozen_disk import FrozenElements, FrozenFile, FrozenPlace, Reading
+from elixir_moe.memory.frozen_disk import FrozenElements, FrozenFile, FrozenPlace, Reading, same_bits
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.slabs import Slab
 
@@ -215,6 +215,10 @@ class ShardState:
         """The result of `values`, computed from `weights`. Blocks as `values` does."""
         return self.weights().read().to(self.spec.key.dtype)
 
+    def keeps(self, values: torch.Tensor) -> bool:
+        """Whether `values`, a shard on any device, are `kept_values` to the bit. Blocks as `values` does."""
+        return same_bits(values, self.kept_values().to(values.device))
+
     # -------------------------------------------------------------------------------------------------------- gradients
 
     has_gradient = False
@@ -354,6 +358,10 @@ class FrozenDiskShard(ShardState):
     def weights(self) -> Elements:
         """As `ShardState.weights`."""
         return FrozenElements(self._place, self.spec.key.dtype, 0, self.spec.shard_numel)
+
+    def keeps(self, values: torch.Tensor) -> bool:
+        """As `ShardState.keeps`; holds no second shard in memory."""
+        return self._place.equals(values.view(torch.uint8))
 
     def fill(self, values: torch.Tensor, start: int = 0) -> None:
         """As `ShardState.fill`."""
