@@ -5,6 +5,7 @@ others are Accelerate's own: data loaders, schedulers, accumulation, gathering, 
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -16,7 +17,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.errors import ConfigError, UsageError
+from elixir_moe.distributed.all_ranks import raise_on_all_ranks
+from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.state.checkpoint.load import load
@@ -30,13 +32,29 @@ _SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_
 _DTYPES = {"no": None, "bf16": torch.bfloat16}
 
 
+def save_over(folder: str, model: nn.Module, optimizer: ShardedOptimizer) -> None:
+    """Saves a checkpoint in a folder; one that is there already is replaced once the new one is whole. Collective."""
+    target = os.path.join(folder, CHECKPOINT)
+    there = raise_on_all_ranks("looked for a checkpoint", lambda: os.path.exists(target))[0]
+    save(f"{target}.new" if there else target, model, optimizer)
+
+    def replace() -> None:
+        if there and dist.get_rank() == 0:
+            shutil.rmtree(target)
+            os.rename(f"{target}.new", target)
+
+    raise_on_all_ranks("replaced a checkpoint", replace, error=CheckpointError)
+
+
 class ElixirAccelerator(Accelerator):
     """Accelerate's `Accelerator`; `prepare` calls `em.wrap` on the model and optimizer that it is given.
 
     ``mixed_precision="bf16"`` becomes `compute_dtype`: weights are gathered in bf16, and fp32 masters are updated.
     """
 
-    def __init__(self, *args: Any, plan: Plan | AutoPlan | None = None, wrap: dict[str, Any] | None = None, **kwargs: Any):
+    def __init__(
+        self, *args: Any, plan: Plan | AutoPlan | None = None, wrap: dict[str, Any] | None = None, **kwargs: Any
+    ):
         """`plan`: as in `em.wrap`, by default `Plan.zero3()`. `wrap`: its further arguments. The rest is Accelerate's.
 
         Raises:
@@ -123,7 +141,7 @@ class ElixirAccelerator(Accelerator):
     # ------------------------------------------------------------------------------------------------------ gradients
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """As `ShardedOptimizer.clip_grad_norm_`, over all parameters of the model. Raises UsageError for other norms."""
+        """As `ShardedOptimizer.clip_grad_norm_`, over all parameters. Raises UsageError for other norms."""
         if norm_type != 2:
             raise UsageError(f"norm_type={norm_type}: gradients are clipped by the norm of degree 2")
         return self._both()[1].clip_grad_norm_(max_norm)
@@ -143,7 +161,7 @@ class ElixirAccelerator(Accelerator):
         model, optimizer = self._both()
         with self._without_optimizers():
             folder: str = super().save_state(output_dir, *args, **kwargs)
-        save(os.path.join(folder, CHECKPOINT), model, optimizer)
+        save_over(folder, model, optimizer)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -157,7 +175,8 @@ class ElixirAccelerator(Accelerator):
 
     @contextmanager
     def _without_optimizers(self) -> Iterator[None]:
-        optimizers, self._optimizers = self._optimizers, []
+        optimizers = self._optimizers  # type: ignore[has-type]
+        self._optimizers = []
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
 """Hugging Face's Trainer, and trainers built on it such as TRL's SFTTrainer.
 
-Owns what a trainer must do otherwise with a wrapped model: how it is prepared (`integrations.accelerate`), saved, loaded
-and resumed, and which of its settings contradict this library. The loop, the losses, schedulers, accumulation,
+Owns what a trainer must do otherwise with a wrapped model: how it is prepared (`integrations.accelerate`), saved,
+loaded and resumed, and which of its settings contradict this library. The loop, the losses, schedulers, accumulation,
 evaluation and logging are the trainer's own. Needs the packages `transformers` and `accelerate`.
 
 A checkpoint folder of the trainer has weights for `from_pretrained`, and beside them those of `em.save`, from which
@@ -9,7 +9,7 @@ training resumes on any number of ranks.
 """
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import Trainer
@@ -17,9 +17,8 @@ from transformers.trainer import SCHEDULER_NAME
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.errors import ConfigError
-from elixir_moe.integrations.accelerate import CHECKPOINT, ElixirAccelerator
+from elixir_moe.integrations.accelerate import CHECKPOINT, ElixirAccelerator, save_over
 from elixir_moe.state.checkpoint.load import load
-from elixir_moe.state.checkpoint.save import save
 from elixir_moe.state.huggingface import save_pretrained
 from elixir_moe.state.wrapped import Wrapped
 
@@ -32,13 +31,11 @@ _REFUSED = {
 }
 
 
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
+_Trainer: Any = object
+"""The trainer that the mixin is mixed into."""
 
 
-class ElixirMixin(_Base):
+class ElixirMixin(_Trainer):
     """Makes a Trainer train a model under a plan: ``class MyTrainer(ElixirMixin, SFTTrainer): pass``."""
 
     def __init__(
@@ -95,7 +92,7 @@ class ElixirMixin(_Base):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save(os.path.join(output_dir, CHECKPOINT), self.model, self._sharded)
+        save_over(output_dir, self.model, self._sharded)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
