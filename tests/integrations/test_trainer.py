@@ -114,8 +114,9 @@ def trained(
 
 def check_alike(ours: dict[str, Any], plain: dict[str, Any]) -> None:
     assert ours["rate"] == plain["rate"]
-    for name in ("loss", "norm", "eval"):
+    for name in ("loss", "eval"):
         assert ours[name] == pytest.approx(plain[name], abs=TOLERANCE), name
+    assert ours["norm"] == pytest.approx(plain["norm"], rel=1e-4)
     for name, value in plain["state"].items():
         torch.testing.assert_close(ours["state"][name], value, atol=2e-3, rtol=0)
 
