@@ -65,6 +65,11 @@ def test_what_is_read_is_what_was_written_last(checked: bool, opened: Callable[.
         assert reading is not None
         assert torch.equal(reading.values(), values)
         place.give_back(reading, Work())
+        assert place.equals(values)
+        for byte in (0, values.numel() - 1):
+            other = values.clone()
+            other[byte] += 1
+            assert not place.equals(other)
 
 
 def test_a_buffer_is_free_again_when_it_is_given_back(opened: Callable[..., ValuesFile]) -> None:
@@ -152,6 +157,30 @@ def run(on_disk: bool, dtype: torch.dtype, folder: str, devices: int = 0) -> dic
         return model
 
     return trained(build, backward, plan, 3, after=after, compute_dtype=dtype)
+
+
+def copied(folder: str) -> list[int]:
+    """(rank) Elements of frozen shards that the first step copies out of the file, apart from gathers."""
+    model, optimizer = build()
+    plan = em.Plan.offload(chunk_numel=WIDTH * WIDTH + WIDTH, disk=folder, disk_chunks=99)
+    model, optimizer = em.wrap(model, optimizer, plan=plan)
+    found: list[int] = []
+    read = ValuesElements.read
+
+    def spied(elements: ValuesElements) -> Tensor:
+        found.append(elements.stop - elements.start)
+        return read(elements)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ValuesElements, "read", spied)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+    optimizer.close()
+    return found
+
+
+def test_the_first_step_compares_frozen_weights_without_a_copy(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(1).run(copied, str(tmp_path)) == [[]]
 
 
 @pytest.mark.parametrize("dtype", with_further((torch.bfloat16, torch.float32), (torch.bfloat16,)))
