@@ -12,12 +12,13 @@ import os
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.errors import ConfigError
 from elixir_moe.integrations.accelerate import CHECKPOINT, ElixirAccelerator, save_over
+from elixir_moe.integrations.routers import Routers, busiest
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.huggingface import save_pretrained
 from elixir_moe.state.wrapped import Wrapped
@@ -31,6 +32,17 @@ _REFUSED = {
 }
 
 
+class _AfterStep(TrainerCallback):
+    """Tells the routers that a step is over."""
+
+    def __init__(self, routers: Routers) -> None:
+        self._routers = routers
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Called behind each update."""
+        self._routers.step()
+
+
 _Trainer: Any = object
 """The trainer that the mixin is mixed into."""
 
@@ -39,7 +51,12 @@ class ElixirMixin(_Trainer):
     """Makes a Trainer train a model under a plan: ``class MyTrainer(ElixirMixin, SFTTrainer): pass``."""
 
     def __init__(
-        self, *args: Any, plan: Plan | AutoPlan | None = None, wrap: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        plan: Plan | AutoPlan | None = None,
+        wrap: dict[str, Any] | None = None,
+        routers: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         """As the trainer's own constructor.
 
@@ -48,12 +65,26 @@ class ElixirMixin(_Trainer):
             plan: as in `em.wrap`, by default `Plan.zero3()`.
             wrap: further arguments of `em.wrap`. With ``bf16=True`` among the trainer's settings, `compute_dtype` is
                 bf16.
+            routers: arguments of `integrations.routers.Routers`, or {}, to log the load of a mixture's experts:
+                ``router_busiest`` is the busiest expert's tokens in multiples of an even share, for each router and
+                the worst of them.
 
         Raises:
             ConfigError: a setting of the trainer contradicts this library.
         """
         self._plan, self._wrap = plan, wrap
         super().__init__(*args, **kwargs)
+        self.routers = None if routers is None else Routers(self.model, **routers)
+        if self.routers is not None:
+            self.add_callback(_AfterStep(self.routers))
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As Trainer's, with the load of routers beside each loss."""
+        if self.routers is not None and "loss" in logs:
+            found = busiest(self.routers.loads())
+            logs["router_busiest"] = max(found.values(), default=0.0)
+            logs |= {f"router_busiest/{name}": load for name, load in found.items()}
+        super().log(logs, *args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As Trainer's; the accelerator is an `ElixirAccelerator`. Raises ConfigError."""
