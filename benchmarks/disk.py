@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elixir_moe.memory.frozen_disk import FrozenFile, FrozenPlace
+from elixir_moe.memory.disk_values import ValuesFile, ValuesPlace
 
 from benchmarks.measure import in_turn
 from benchmarks.report import race_row, unmeasured_row
-from elixir_moe.chunks.plan import DISK_THREADS, FROZEN_REQUEST_BYTES
+from elixir_moe.chunks.plan import DISK_THREADS, VALUES_REQUEST_BYTES
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.direct_file import DirectFile, paged_memory
 
@@ -64,16 +64,16 @@ def _random(nbytes: int, seed: int) -> torch.Tensor:
     return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def _written(folder: str, shards: int, nbytes: int) -> tuple[FrozenFile, list[FrozenPlace]]:
+def _written(folder: str, shards: int, nbytes: int) -> tuple[ValuesFile, list[ValuesPlace]]:
     """A file of this library with the weights of as many chunks."""
-    file = FrozenFile(folder, [nbytes] * shards, torch.device("cpu"))
+    file = ValuesFile(folder, [nbytes] * shards, torch.device("cpu"))
     places = [file.take(nbytes, index) for index in range(shards)]
     for index, place in enumerate(places):
         place.write(0, _random(nbytes, index))
     return file, places
 
 
-def _ours(places: list[FrozenPlace]) -> None:
+def _ours(places: list[ValuesPlace]) -> None:
     """Reads all, with every buffer in flight."""
     waiting, readings = deque(places), deque[Any]()
     while waiting or readings:
@@ -86,7 +86,7 @@ def _ours(places: list[FrozenPlace]) -> None:
 
 def _plain(folder: str, shards: int, nbytes: int) -> Callable[[], None]:
     """Reads a file from start to end in one thread, in requests as long as the library's."""
-    path, length = Path(folder) / "plain", min(FROZEN_REQUEST_BYTES, nbytes)
+    path, length = Path(folder) / "plain", min(VALUES_REQUEST_BYTES, nbytes)
     memory = memoryview(paged_memory(length))
 
     def read() -> None:
