@@ -160,7 +160,7 @@ MACHINE = ["--hardware", "dgx-2-v100-32g-x16", "--gpus", "16"]
     ("largest", "kept", "budget"),
     [
         pytest.param("model", ["--batch", "1", "--seq", "16"], "2MiB", marks=pytest.mark.slow),
-        ("batch", ["--seq", "16"], "8MiB"),
+        pytest.param("batch", ["--seq", "16"], "8MiB", marks=pytest.mark.slow),
         pytest.param("seq", ["--batch", "1"], "8MiB", marks=pytest.mark.slow),
     ],
 )
