@@ -83,60 +83,59 @@ class ElixirAccelerator(Accelerator):
             raise ConfigError("a wrapped model cannot be compiled as a whole: leave torch_compile out")
         self._plan = Plan.zero3() if plan is None else plan
         self._options = {"compute_dtype": _DTYPES[self.mixed_precision], **(options or {})}
-        self._wrapped: tuple[nn.Module, ShardedOptimizer] | None = None
+        self._prepared: tuple[Any, ...] = ()
+        """The wrapped model, its optimizer, and Accelerate's around that."""
 
     # ------------------------------------------------------------------------------------------------------- prepare
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """As Accelerate's, for a model together with its optimizer, data loaders and schedulers.
 
-        The model stays the same object; the optimizer is an `AcceleratedOptimizer` around the sharded one.
+        The model stays the same object; the optimizer is an `AcceleratedOptimizer` around the sharded one. What was
+        prepared before is returned as it is.
 
         Raises:
             UsageError: a model comes without its optimizer, or a second model.
         """
-        models = [item for item in args if isinstance(item, nn.Module)]
-        optimizers = [item for item in args if isinstance(item, torch.optim.Optimizer)]
-        if any(self._is_wrapped(model) for model in models) and not optimizers:
-            models = []
-        made: dict[int, Any] = {}
+        made: dict[int, Any] = {id(item): item for item in args if self._is_prepared(item)}
+        fresh = [item for item in args if id(item) not in made]
+        models = [item for item in fresh if isinstance(item, nn.Module)]
+        optimizers = [item for item in fresh if isinstance(item, torch.optim.Optimizer)]
         if models or optimizers:
-            if (len(models), len(optimizers)) != (1, 1) or self._wrapped is not None:
+            if (len(models), len(optimizers)) != (1, 1) or self._prepared:
                 raise UsageError(
                     f"prepare got {len(models)} models and {len(optimizers)} optimizers"
-                    f"{', after others' * (self._wrapped is not None)}: give one model with its optimizer, once"
+                    f"{', after others' * bool(self._prepared)}: give one model with its optimizer, once"
                 )
             if not dist.is_initialized():
                 init_mesh(device_type=self.device.type)
-            self._wrapped = wrap(models[0], optimizers[0], plan=self._plan, device=self.device, **self._options)
+            self.unwrap_model(
+                models[0], keep_fp32_wrapper=False
+            )  # an evaluation before has set autocast around forward
+            model, optimizer = wrap(models[0], optimizers[0], plan=self._plan, device=self.device, **self._options)
             # With a device to place it on, Accelerate would take the optimizer's state dict and load it again.
-            made = {
-                id(models[0]): self._wrapped[0],
-                id(optimizers[0]): self.prepare_optimizer(self._wrapped[1], device_placement=False),
-            }
-        rest = [item for item in args if id(item) not in made and not isinstance(item, nn.Module)]
+            self._prepared = (model, optimizer, self.prepare_optimizer(optimizer, device_placement=False))
+            made |= {id(models[0]): model, id(optimizers[0]): self._prepared[-1]}
+        rest = [item for item in args if id(item) not in made]
         prepared = super().prepare(*rest) if rest else ()
         others = iter(prepared if len(rest) > 1 else (prepared,))
-        found = tuple(
-            made[id(item)] if id(item) in made else item if isinstance(item, nn.Module) else next(others)
-            for item in args
-        )
+        found = tuple(made[id(item)] if id(item) in made else next(others) for item in args)
         return found if len(found) > 1 else found[0]
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The model itself if it is wrapped, else as Accelerate's: to evaluate a model that is not trained."""
-        if self._is_wrapped(model):
+        if self._is_prepared(model):
             return model
         found: nn.Module = super().prepare_model(model, *args, **kwargs)
         return found
 
-    def _is_wrapped(self, model: nn.Module) -> bool:
-        return self._wrapped is not None and self._wrapped[0] is model
+    def _is_prepared(self, item: Any) -> bool:
+        return any(each is item for each in self._prepared)
 
     def _both(self) -> tuple[nn.Module, ShardedOptimizer]:
-        if self._wrapped is None:
+        if not self._prepared:
             raise UsageError("this needs model and optimizer: call prepare with both first")
-        return self._wrapped
+        return self._prepared[0], self._prepared[1]
 
     # ------------------------------------------------------------------------------------------------------ gradients
 

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.integrations.accelerate import CHECKPOINT, ElixirAccelerator, save_over
 from elixir_moe.integrations.routers import Routers, busiest
 from elixir_moe.state.checkpoint.load import load
@@ -91,6 +91,11 @@ class ElixirMixin(_Trainer):
         for name, why in _REFUSED.items():
             if getattr(self.args, name, None):
                 raise ConfigError(f"TrainingArguments({name}={getattr(self.args, name)!r}): {why}; leave it out")
+        if self.args.save_only_model and self.args.load_best_model_at_end:
+            raise ConfigError(
+                "TrainingArguments(save_only_model=True, load_best_model_at_end=True): the best model is loaded from a "
+                "checkpoint with its optimizer; leave one out"
+            )
         if self.args.n_gpu > 1:
             raise ConfigError(f"one process sees {self.args.n_gpu} GPUs: start one for each with torchrun")
         super().create_accelerator_and_postprocess()
@@ -130,11 +135,15 @@ class ElixirMixin(_Trainer):
     # -------------------------------------------------------------------------------------------------------- loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        """Loads nothing: weights come with the optimizer, into shards. Raises CheckpointError for other folders."""
         if not os.path.isdir(os.path.join(resume_from_checkpoint, CHECKPOINT)):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            raise CheckpointError(
+                f"{resume_from_checkpoint}: expected a folder {CHECKPOINT!r}, found none: a run without a plan or with "
+                f"save_only_model=True cannot be resumed; read its weights with from_pretrained and start anew"
+            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not os.path.isdir(os.path.join(checkpoint, CHECKPOINT)):
+        if checkpoint is None:
             return
         load(os.path.join(checkpoint, CHECKPOINT), self.model, self._sharded)
         state = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)

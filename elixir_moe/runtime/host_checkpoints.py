@@ -12,6 +12,7 @@ Source: ZeRO-Infinity, 5.1.2 (CPU offload of activation checkpoints).
 
 import sys
 import weakref
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import torch
@@ -74,7 +75,7 @@ class _Region:
 
 
 class Away:
-    """A tensor in host memory. The last reference to it frees the buffer."""
+    """A tensor in host memory, at the start of a buffer. The last reference to it frees the buffer."""
 
     def __init__(self, region: _Region, tensor: torch.Tensor, buffer: torch.Tensor, free: list[torch.Tensor]) -> None:
         self.region = region
@@ -83,7 +84,7 @@ class Away:
         self.written: int | None = None
         """The tensor's version when it left, if that is another one: its values may be lost."""
         self._buffer, self._free = buffer, free
-        self.values = buffer.view(tensor.dtype).as_strided(self.size, self.stride)
+        self.values = buffer[: tensor.nbytes].view(tensor.dtype).as_strided(self.size, self.stride)
         region.inputs.append(weakref.ref(self))
 
     def __del__(self) -> None:
@@ -104,9 +105,9 @@ class HostCheckpoints:
     def __init__(self, most: float, device: torch.device, streams: Streams) -> None:
         """`most`: of how many regions of each forward inputs go to host memory, the first ones."""
         self.nbytes = 0
-        """Bytes of the buffers, which are used again in each step."""
+        """Bytes of the buffers, which are used again in each step: at most the most at once, of the largest size."""
         self._most, self._device, self._streams = most, device, streams
-        self._free: dict[int, list[torch.Tensor]] = {}
+        self._free: list[torch.Tensor] = []
         self._leaving: dict[Away, _OnDevice] = {}
         """Inputs of the last region, until the next one begins."""
         self._coming: dict[Away, _OnDevice] = {}
@@ -134,8 +135,7 @@ class HostCheckpoints:
                 return None
             self._count += 1
             self._last = _Region(number, self._last)
-        free = self._free.setdefault(tensor.nbytes, [])
-        away = Away(self._last, tensor, free.pop() if free else self._buffer(tensor.nbytes), free)
+        away = Away(self._last, tensor, self._buffer(tensor.nbytes), self._free)
         self._known[id(tensor)] = weakref.ref(tensor), weakref.ref(away)
         with self._streams.keeping():
             away.values.copy_(tensor.detach(), non_blocking=True)
@@ -189,6 +189,17 @@ class HostCheckpoints:
             self._streams.finish_keeping(coming.tensor, coming.copied)
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
+        """The smallest free buffer that is large enough; without one, a new one in place of the largest free one."""
+        by_size = sorted((buffer.nbytes, index) for index, buffer in enumerate(self._free))
+        enough = bisect_left(by_size, (nbytes, 0))
+        if enough < len(by_size):
+            return self._free.pop(by_size[enough][1])
+        if by_size:
+            self._streams.end_keeping()  # a copy may still read the buffer
+            self.nbytes -= self._free.pop(by_size[-1][1]).nbytes
+        return self._new_buffer(nbytes)
+
+    def _new_buffer(self, nbytes: int) -> torch.Tensor:
         left = host_bytes_left()
         if nbytes > left:
             raise TierError(

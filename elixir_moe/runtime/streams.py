@@ -117,6 +117,11 @@ class Streams:
             for stream in self._compute:
                 memory.record_stream(stream)
 
+    def end_keeping(self) -> None:
+        """Blocks until all copies on `keep` have ended; host memory that they read may then be freed."""
+        if self._keep is not None:
+            self._keep.synchronize()
+
     def marked(self, work: Work) -> Work:
         """Returns `work`, which now ends with everything issued to the current stream so far."""
         if self._fetch is not None:

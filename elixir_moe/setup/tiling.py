@@ -49,7 +49,8 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
 
     Raises:
         ConfigError: a row alone is larger than `at_most`; a large parameter belongs to another kind of module, or is
-            shared by modules that cannot have the same tiles; `at_most` is no size.
+            shared by modules that cannot have the same tiles; `at_most` is less than 1 byte.
+        PlanError: `at_most` is no size.
         UsageError: the model is wrapped.
     """
     if getattr(model, "_elixir", None) is not None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import elixir_moe as em
-from elixir_moe.errors import ConfigError, UsageError
+from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from tests.state.test_huggingface import run_example
 from tests.support.ranks import RankPool
 
@@ -168,14 +168,88 @@ def refused(settings: dict[str, Any], folder: str) -> str:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"auto_find_batch_size": True}, "auto_find_batch_size=True"), ({"torch_compile": True}, "torch_compile=True")],
-    ids=["batch", "compile"],
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
+        ({"torch_compile": True}, "torch_compile=True"),
+        (BEST | EVERY_4 | {"save_only_model": True}, "save_only_model=True, load_best_model_at_end=True"),
+    ],
+    ids=["batch", "compile", "best"],
 )
 def test_settings_that_fight_the_plan_are_refused(
     ranks: Ranks, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     (said,) = ranks(1).run(refused, settings, str(tmp_path))
-    assert message in said and "leave it out" in said
+    assert message in said and "leave" in said
+
+
+def made(folder: str, ours: bool, **settings: Any) -> Any:
+    """A trainer of a dense model: Trainer does not find fused experts in the checkpoints it has saved."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+
+    from elixir_moe.integrations.transformers import ElixirTrainer
+
+    arguments = TrainingArguments(
+        folder, max_steps=2, learning_rate=1e-2, logging_steps=1, save_steps=1, use_cpu=True, report_to=[],
+        disable_tqdm=True, **settings,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, hidden_size=32, **sizes))
+    kind: Any = ElixirTrainer if ours else Trainer
+    return kind(model, arguments, train_dataset=data(), eval_dataset=data()[:8])
+
+
+def again(folder: str, ours: bool) -> list[float]:
+    """Losses of one trainer that trains, evaluates, trains on, and goes back to a checkpoint."""
+    losses = []
+    with launched():
+        trainer = made(folder, ours)
+        for resume in (None, None, f"{folder}/checkpoint-1"):
+            trainer.train(resume_from_checkpoint=resume)
+            losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            losses.append(trainer.evaluate()["eval_loss"])
+        if ours:
+            trainer.model._elixir.optimizer.close()
+    return losses
+
+
+def test_a_trainer_trains_more_than_once(ranks: Ranks, tmp_path: Path) -> None:
+    plain, ours = (ranks(1).run(again, str(tmp_path / str(ours)), ours)[0] for ours in (False, True))
+    assert ours == pytest.approx(plain, abs=TOLERANCE)
+
+
+def dtype_after(folder: str, evaluates: bool) -> str:
+    with launched():
+        trainer = made(folder, True, bf16=True)
+        if evaluates:
+            trainer.evaluate()
+        trainer.train()
+        found = trainer.model(data()[0]["input_ids"][None]).logits.dtype
+        trainer.model._elixir.optimizer.close()
+    return str(found)
+
+
+@pytest.mark.slow
+def test_an_evaluation_before_leaves_no_autocast_in_training(ranks: Ranks, tmp_path: Path) -> None:
+    (before,), (without,) = (ranks(1).run(dtype_after, str(tmp_path), first) for first in (True, False))
+    assert before == without == "torch.bfloat16"
+
+
+def foreign(folder: str, ours: bool, **settings: Any) -> str:
+    with launched():
+        trainer = made(folder, ours, **settings)
+        trainer.train()
+        if ours:
+            trainer.model._elixir.optimizer.close()
+        with pytest.raises(CheckpointError) as error:
+            made(folder, True).train(resume_from_checkpoint=True)
+    return str(error.value)
+
+
+def test_a_folder_without_our_checkpoint_is_no_silent_start(ranks: Ranks, tmp_path: Path) -> None:
+    for ours, settings in ((False, {}), (True, {"save_only_model": True})):
+        (said,) = ranks(1).run(foreign, str(tmp_path / str(ours)), ours, **settings)
+        assert "checkpoint-2: expected a folder 'elixir_moe', found none" in said
 
 
 def accelerated(folder: str, ours: bool, first: int, last: int) -> list[float]:

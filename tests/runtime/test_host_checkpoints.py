@@ -161,6 +161,16 @@ def test_an_input_of_several_regions_goes_once_and_masks_stay() -> None:
 
 
 @pytest.mark.usefixtures("world")
+def test_buffers_serve_batches_of_every_size() -> None:
+    model, optimizer = wrapped(Blocks(reentrant=False))
+    for rows in (3, 7, 1, 5, 8, 2, 6):
+        model(torch.arange(rows)).square().mean().backward()
+        optimizer.step()
+    assert em.inspect(model).held_bytes["host"] == (LAYERS + 1) * 8 * WIDTH * 4, "those of the largest batch"
+    optimizer.close()
+
+
+@pytest.mark.usefixtures("world")
 def test_two_forwards_wait_and_a_graph_is_gone_through_twice() -> None:
     def run(away: Any) -> list[Tensor]:
         model, optimizer = wrapped(Blocks(reentrant=False), away)
