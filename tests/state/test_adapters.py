@@ -6,6 +6,9 @@ that is not interrupted, and the hash of a parameter in Python's whole numbers.
 
 import contextlib
 import gc
+import io
+import re
+import runpy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,6 +87,10 @@ def step(model: Any, optimizer: Any, number: int, rank: int = 0, world: int = 1)
 def steps(model: Any, optimizer: Any, numbers: range) -> None:
     for number in numbers:
         step(model, optimizer, number, dist.get_rank(), dist.get_world_size())
+
+
+def trainable_numel(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 class Watched:
@@ -223,6 +230,45 @@ def test_prompts_are_refused_on_several_ranks(tmp_path: Path, ranks: Ranks) -> N
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.usefixtures("alone")
+def test_what_is_trainable_is_counted_by_name() -> None:
+    plain = adapted("attention and experts")
+    numel, trainable = sum(p.numel() for p in plain.parameters()), trainable_numel(plain)
+    model, optimizer = wrap(plain, "offload")
+    found = em.inspect(model)
+    optimizer.close()
+    assert found.numel == numel and sum(found.trainable.values()) == trainable
+    assert found.trainable["base_model.model.model.layers.*.mlp.experts.base_layer.lora_B.default.weight"] == 2 * 32 * 8
+    lines = str(found).splitlines()
+    assert lines[1] == f"trainable {trainable:,} of {numel:,} ({trainable / numel:.2%})"
+    assert lines[2:4] == [
+        "  mlp.experts.base_layer.lora_B.default.weight: 512",
+        "  mlp.experts.base_layer.lora_A.default.weight: 256",
+    ]
+    model, optimizer = wrap(nn.Linear(2, 2), "offload")
+    assert "trainable" not in str(em.inspect(model))
+    optimizer.close()
+
+
+def test_the_example_runs(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).run(run_example, ["--steps", "4", "--disk", str(tmp_path)])
+    assert "rank 1 step 3: loss" in second and "trainable" in first
+    losses = [float(line.split()[-1]) for line in first.splitlines() if "loss" in line]
+    assert losses[-1] < losses[0] - 0.1
+    difference = re.search(r"plain peft: logits differ by (\S+) at most", first)
+    assert difference is not None and float(difference[1]) < 1e-5
+    assert not any(tmp_path.iterdir())
+
+
+def run_example(arguments: list[str]) -> str:
+    """What the example prints on this rank."""
+    path = Path(__file__).parents[2] / "examples" / "lora_moe.py"
+    with mock.patch("sys.argv", [str(path), *arguments]), contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(path))
+    gc.collect()
+    return printed.getvalue()
+
+
 # --------------------------------------------------------------------------------------------- a base that is not saved
 
 
@@ -356,7 +402,9 @@ def test_what_else_does_not_fit_is_named_before_anything_is_hashed(saved: Path) 
         assert not read["frozen"]
         optimizer.close()
     model, optimizer = wrap(adapted("and whole modules"), "offload")
-    with pytest.raises(CheckpointError, match=r"(?s)does not fit the model: .*modules_to_save.*is not in the checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)does not fit the model: .*modules_to_save.*is not in the checkpoint"
+    ):
         em.load(saved, model, optimizer)
     optimizer.close()
 
