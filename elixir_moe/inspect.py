@@ -3,6 +3,9 @@
 Owns the answers; each is read at its source when a user asks for it. Changes nothing, and is not collective.
 """
 
+import os
+import re
+from collections import Counter
 from typing import Any
 
 from torch import nn
@@ -11,8 +14,12 @@ from elixir_moe.chunks.cache_policy import Schedule
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import HELD_HEAD, Footprint, Plan, held_line, held_rows, size_text
 from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.parallel.rules import logical_numel
 from elixir_moe.search.prediction import Prediction
 from elixir_moe.state.wrapped import Wrapped, require_wrapped
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_MOST_NAMES = 6
 
 
 class Inspection:
@@ -50,6 +57,20 @@ class Inspection:
         return held_rows(self.plan, self.layout, self._wrapped.moments)
 
     @property
+    def numel(self) -> int:
+        """Elements of all parameters, experts of all ranks included."""
+        return sum(map(logical_numel, self._wrapped.model.parameters))
+
+    @property
+    def trainable(self) -> dict[str, int]:
+        """{name: elements} of the trainable parameters, the most first; those of all layers together, as ``*``."""
+        found: Counter[str] = Counter()
+        for parameter in self._wrapped.model.parameters:
+            if parameter.requires_grad:
+                found[_NUMBER.sub("*", self._wrapped.model.names[parameter][0])] += logical_numel(parameter)
+        return dict(found.most_common())
+
+    @property
     def statistics(self) -> Statistics:
         """A snapshot of the counters of moved data; subtract two for an interval."""
         return self._wrapped.scheduler.statistics.copy()
@@ -67,7 +88,18 @@ class Inspection:
     def __str__(self) -> str:
         """The plan, and the state on this rank under it, as a table."""
         held = ", ".join(f"{tier}: {size_text(nbytes)}" for tier, nbytes in self.held_bytes.items())
-        return "\n".join([f"{self.plan}", held, HELD_HEAD, *map(held_line, self.rows)])
+        return "\n".join([f"{self.plan}", *self._trainable_lines(), held, HELD_HEAD, *map(held_line, self.rows)])
+
+    def _trainable_lines(self) -> list[str]:
+        """What is trainable, if some parameters are frozen; names without what all of them begin with."""
+        by_name, numel = self.trainable, self.numel
+        count = sum(by_name.values())
+        if count == numel:
+            return []
+        first = os.path.commonprefix([*by_name]).rpartition(".")[0]  # noqa: RUF071 (cut at a dot)
+        lines = [f"  {name.removeprefix(first).lstrip('.')}: {n:,}" for name, n in by_name.items()]
+        more = [f"  and {len(lines) - _MOST_NAMES} more names"] if len(lines) > _MOST_NAMES else []
+        return [f"trainable {count:,} of {numel:,} ({count / numel:.2%})", *lines[:_MOST_NAMES], *more]
 
 
 def inspect(model: nn.Module) -> Inspection:

@@ -194,6 +194,7 @@ def wrap(
         checkpoints=checkpoints,
         optimizer=sharded,
         files=files,
+        weights=None if weights is None else os.path.abspath(os.path.expanduser(weights)),
         prediction=prediction,
     )
     model._elixir = wrapped  # type: ignore[assignment]

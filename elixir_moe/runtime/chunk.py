@@ -202,6 +202,8 @@ class Chunk:
         """Number of uses that have not ended; for a chunk that shares no blocks."""
         self.reduced: list[tuple[torch.Tensor, float | torch.Tensor | None]] = []
         """(reduced gradient, sum of squares), waiting until nobody holds the values that the gradient overwrites."""
+        self.frozen_sums: dict[int, int] = {}
+        """The part of a frozen parameter's hash that this rank has computed, by index; until a parameter is written."""
         self.gaps = _gaps(spec)
         """(start, stop) of elements that belong to no parameter."""
         self.starts = [slot.start for slot in spec.slots]
@@ -256,6 +258,7 @@ class Chunk:
     def store(self, index: int) -> None:
         """Copies this rank's part of parameter `index` from the buffer to the shard."""
         assert self.buffer is not None
+        self.frozen_sums.clear()
         local, place = self.locals[index], self.place_in(self.buffer, index)
         with torch._C.DisableTorchFunctionSubclass():
             if local.data_ptr() != place.data_ptr():  # user code gave it other memory: ``parameter.data = …``

@@ -4,7 +4,7 @@ Owns `full_state_dict`. Reads the shards at home and gathers over its own proces
 schedule.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -54,20 +54,27 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
 
 
 @torch.no_grad()
-def full_parameters(wrapped: Wrapped) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+def full_parameters(
+    wrapped: Wrapped, wanted: Container[nn.Parameter] | None = None
+) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """Yields (parameter, full CPU tensor in its dtype before `wrap`); gathers one chunk at a time. Collective.
 
-    Of the tiles of a parameter, yields the last one, with the whole parameter.
+    Of the tiles of a parameter, yields the last one, with the whole parameter. Chunks without a parameter in `wanted`
+    are neither read nor gathered; by default all parameters are wanted.
     """
     wrapped.scheduler.check_open()
     wrapped.hooks.check_outside("em.full_state_dict()")
     wrapped.scheduler.flush()
     tiles: dict[str, dict[int, torch.Tensor]] = {}
     for chunk in wrapped.scheduler.chunks:
+        if wanted is not None and not any(parameter in wanted for parameter in chunk.parameters):
+            continue
         source = chunk.shard.weights().read().cpu()
         whole = torch.cat(_all(source, wrapped.groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
         owned = zip(chunk.spec.slots, chunk.parameters, chunk.locals, chunk.original_dtypes, strict=True)
         for slot, parameter, shaped, dtype in owned:
+            if wanted is not None and parameter not in wanted:
+                continue
             local = whole[slot.start : slot.stop].view(shaped.shape).to(dtype, copy=True)
             if (tile := tile_of(parameter)) is not None:
                 name = wrapped.model.names[parameter][0]

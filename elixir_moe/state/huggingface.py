@@ -8,8 +8,9 @@ tensor per expert in files, and one per layer in memory.
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
-from elixir_moe.errors import CheckpointError
+from elixir_moe.errors import CheckpointError, UsageError
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.rules import UNCUT, logical_box, logical_shape, named_tensors, names_of, pattern_of
-from elixir_moe.state.full import full_parameters, full_state_dict
+from elixir_moe.state.full import full_parameters
 from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 
@@ -210,7 +211,8 @@ def _make(model: Any, buffers: list[Tensor]) -> None:
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_file_bytes: int = 5 * 10**9) -> None:
     """Writes a wrapped model's full weights, and its config if it has one, for ``from_pretrained``.
 
-    For a peft model, writes its adapters for ``PeftModel.from_pretrained``; rank 0 then holds all weights at once.
+    For a peft model, writes its adapters for ``PeftModel.from_pretrained``. Only chunks with something that peft saves
+    are read and gathered; rank 0 holds all that peft saves at once.
 
     Collective; rank 0 writes. Trainable weights are read from their fp32 masters and written in their dtype before
     `wrap`. The previous contents of the folder stay until everything is written.
@@ -221,21 +223,16 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         max_file_bytes: largest size of a file with several tensors.
 
     Raises:
-        UsageError: the model is not wrapped, or its parameters or buffers have changed since `wrap`.
+        UsageError: the model is not wrapped, its parameters or buffers have changed since `wrap`, or, on several
+            ranks, peft would save what it computes from the model (prompt learning).
         CheckpointError: rank 0 cannot write; raised on every rank.
     """
     wrapped = require_wrapped(model, "save_pretrained", "; a plain one has its own")
     folder = os.path.expanduser(folder)
-    if hasattr(model, "peft_config"):
-        state = full_state_dict(model)
-
-        def save() -> None:
-            if dist.get_rank() == 0:
-                model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
-
-        raise_on_all_ranks("saved the adapters", save, error=CheckpointError)
-        return
     check_as_wrapped(model, wrapped)
+    if hasattr(model, "peft_config"):
+        _save_adapters(model, wrapped, folder)
+        return
     writers: list[_Writer] = []
 
     def begin() -> None:
@@ -255,6 +252,69 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
     finally:
         for writer in writers:
             writer.clean()
+
+
+def _save_adapters(model: Any, wrapped: Wrapped, folder: str) -> None:
+    """Lets peft write, on rank 0, a state dict that has values where peft saves them, and meta tensors elsewhere."""
+    like = _meta_state(model, wrapped)
+    mine = dist.get_rank() == 0
+    chosen = raise_on_all_ranks("chose the adapters' weights", lambda: _of_adapters(model, like) if mine else None)[0]
+    wanted = {p for p, names in wrapped.model.names.items() if chosen is None or not chosen.isdisjoint(names)}
+    state = like | {name: b.cpu() for name, b in model.named_buffers(remove_duplicate=False) if name in like}
+    for parameter, value in full_parameters(wrapped, wanted):
+        if mine:
+            state |= dict.fromkeys(wrapped.model.names[parameter], value)
+
+    def save() -> None:
+        if mine:
+            with _alone():
+                model.save_pretrained(folder, state_dict=state)
+
+    raise_on_all_ranks("saved the adapters", save, error=CheckpointError)
+
+
+def _alone() -> AbstractContextManager[object]:
+    """A context for rank 0 to walk over the model's parameters without a gather, which would wait for other ranks."""
+    return torch._C.DisableTorchFunctionSubclass() if dist.get_world_size() > 1 else nullcontext()
+
+
+def _meta_state(model: nn.Module, wrapped: Wrapped) -> dict[str, Tensor]:
+    """The state dict of the model before `wrap`, on meta. Each name has a tensor of its own."""
+    dtypes = {
+        p: dtype for c in wrapped.scheduler.chunks for p, dtype in zip(c.parameters, c.original_dtypes, strict=True)
+    }
+    tensors: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    tensors |= {name: p for p, names in wrapped.model.names.items() for name in names}
+    return {
+        name: torch.empty(
+            logical_shape(tensors[name]),
+            dtype=dtypes.get(tensors[name], tensors[name].dtype),  # type: ignore[call-overload]
+            device="meta",
+        )
+        for name in wrapped.model.keys
+    }
+
+
+def _of_adapters(model: Any, like: dict[str, Tensor]) -> set[str] | None:
+    """The names of the tensors in `like` that peft saves; None if it makes others from them."""
+    from peft import get_peft_model_state_dict
+
+    alone = dist.get_world_size() == 1
+    computed = (
+        "peft saves what it computes from the model on one rank, which cannot gather weights: take the weights with "
+        "em.full_state_dict(model) instead"
+    )
+    if not alone and any(config.is_prompt_learning for config in model.peft_config.values()):
+        raise UsageError(f"of learnt prompts, {computed}")
+    name_of_each = {id(tensor): name for name, tensor in like.items()}
+    picked: list[Any] = []
+    with warnings.catch_warnings(action="ignore"), _alone():  # peft repeats its warnings when it saves
+        for adapter in model.peft_config:
+            picked += get_peft_model_state_dict(model, dict(like), adapter_name=adapter).values()
+    if not alone and any(isinstance(value, Tensor) and not value.is_meta for value in picked):
+        raise UsageError(f"of such adapters, {computed}")
+    names = {name_of_each.get(id(value)) for value in picked}
+    return None if None in names else {name for name in names if name is not None}
 
 
 def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Tensor]]:

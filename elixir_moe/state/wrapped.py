@@ -43,6 +43,8 @@ class Wrapped:
     optimizer: ShardedOptimizer
     files: tuple[DiskFile, ...]
     """The files of the chunks on disk."""
+    weights: str | None
+    """The folder that `wrap` read weights from."""
     prediction: Any
     """The predicted cost of a step (`search.prediction.Prediction`); None for a plan without a search."""
 

@@ -255,6 +255,11 @@ def renamed(name: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def hash_of_a_frozen(digest: str) -> dict[str, Any]:
+    """The base of a manifest, with one parameter."""
+    return {"source": "", "parameters": {"frozen": {"shape": [2], "dtype": "F32", "digest": digest}}}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -262,8 +267,15 @@ def renamed(name: str) -> Callable[[dict[str, Any]], None]:
         (renamed("/etc/other.safetensors"), "not the name of a file"),
         (renamed("a\n.safetensors"), "not the name of a file"),
         (renamed("other.pt"), "not the name of a file"),
-        (lambda f: f.update(version=1), "version '1' of the format, this elixir_moe reads 3: use the elixir_moe that"),
-        (lambda f: f.update(version=4), "version '?4'? of the format"),
+        (
+            lambda f: f.update(version=1),
+            "version '1' of the format, this elixir_moe reads 3 and 4: use the elixir_moe that",
+        ),
+        (lambda f: f.update(version=5), "version '?5'? of the format"),
+        (lambda f: f.update(version=4), "base is missing"),
+        (lambda f: f.update(base=None), r"unknown fields \['base'\]"),
+        (lambda f: f.update(version=4, base={"source": "", "parameters": {"a": {}}}), "shape is missing"),
+        (lambda f: f.update(version=4, base=hash_of_a_frozen("12")), "'12' is no hash of a parameter"),
         (lambda f: f.update(format="other"), "not the manifest"),
         (lambda f: f.update(more=1), r"unknown fields \['more'\]"),
         (lambda f: f.pop("rng"), "rng is missing"),

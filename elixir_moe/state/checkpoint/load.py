@@ -5,7 +5,7 @@ then every parameter, shape and tensor is looked up, on all ranks. The first sha
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.local_shard import LocalShard, buffers_of, local_shards, wrapped_of
-from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Manifest, ParameterRecord, Piece
+from elixir_moe.state.checkpoint.manifest import WEIGHT, Base, Buffer, FrozenRecord, Manifest, ParameterRecord, Piece
 from elixir_moe.state.checkpoint.rng import read_random_states, seed_new_rank, set_random_states
 from elixir_moe.state.checkpoint.save import UPDATES, settle_earlier
 from elixir_moe.state.checkpoint.shard_ranges import Part, Span, overlap
@@ -71,7 +72,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
 
     Raises:
         CheckpointError: on all ranks, with nothing changed: a file is damaged, missing, a link or of another version; a
-            parameter or buffer is missing, unknown, or has another shape; or another optimizer was saved.
+            parameter or buffer is missing, unknown, or has another shape; another optimizer was saved; or it was saved
+            with ``frozen=False``, and the frozen weights of the model are not those of the save.
         UsageError: model or optimizer are not wrapped, or parameters or buffers have changed since `wrap`.
     """
     wrapped = wrapped_of(model, optimizer)
@@ -99,6 +101,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
         control,
         error=CheckpointError,
     )
+    if manifests[0].base is not None:
+        _check_base(manifests[0].base, frozen_records(wrapped, control), directory)
     raise_on_all_ranks(
         "loaded a checkpoint",
         lambda: _carry_out(todo[0], files, optimizer, found[0]),
@@ -140,7 +144,7 @@ def _look_up(
         raise CheckpointError(f"{directory} does not fit the model: " + "\n  ".join(problems[:_MOST_NAMED]) + more)
     if any(chunk.spec.key.trainable for chunk in wrapped.scheduler.chunks):
         _check_optimizer(manifest, wrapped, optimizer, directory)
-    present = [held for held in holdings if held.span.numel]
+    present = [held for held in holdings if held.span.numel and held.name in manifest.parameters]
     moves = [_move(held, manifest.parameters[held.name], files, directory, optimizer) for held in present]
     rank = dist.get_rank()
     sources = []
@@ -164,8 +168,14 @@ def _differences(
     manifest: Manifest, wrapped: Wrapped, holdings: list[LocalShard], buffers: dict[str, torch.Tensor]
 ) -> Iterator[str]:
     own = {held.name: held for held in holdings}
+    left_out = {} if manifest.base is None else manifest.base.parameters
+    yield from _unfit(left_out, own)
     for kind, saved, found in (("parameter", manifest.parameters, own), ("buffer", manifest.buffers, buffers)):
-        yield from (f"{kind} {name!r} of the model is not in the checkpoint" for name in found if name not in saved)
+        yield from (
+            f"{kind} {name!r} of the model is not in the checkpoint"
+            for name in found
+            if name not in saved and name not in left_out
+        )
         yield from (f"{kind} {name!r} of the checkpoint is not in the model" for name in saved if name not in found)
     for name, held in own.items():
         entry = manifest.parameters.get(name)
@@ -181,6 +191,36 @@ def _differences(
     for name, buffer in buffers.items():
         if name in manifest.buffers:
             yield from _unlike(f"buffer {name!r}", manifest.buffers[name], tuple(buffer.shape), buffer.dtype)
+
+
+def _unfit(left_out: Mapping[str, FrozenRecord], own: dict[str, LocalShard]) -> Iterator[str]:
+    """What is wrong with the model's parameters that the checkpoint does not hold."""
+    for name, saved in left_out.items():
+        held = own.get(name)
+        if held is None:
+            yield f"parameter {name!r}, frozen in the save, is not in the model"
+        elif held.chunk.spec.key.trainable:
+            yield f"parameter {name!r} is trainable now; it was frozen and left out (em.save(..., frozen=False))"
+        elif held.global_shape != saved.shape:
+            yield f"parameter {name!r} was of shape {saved.shape} in the save, is of {held.global_shape} in the model"
+        elif held.values.dtype != DTYPES[saved.dtype]:
+            yield (
+                f"frozen parameter {name!r} was held in {DTYPES[saved.dtype]} in the save, is in {held.values.dtype}: "
+                f"its hash needs the same compute_dtype"
+            )
+
+
+def _check_base(base: Base, found: Mapping[str, FrozenRecord], directory: Path) -> None:
+    """Raises CheckpointError unless the frozen weights of the model are those of the save."""
+    others = [name for name, saved in base.parameters.items() if found[name].digest != saved.digest]
+    if others:
+        name = others[0]
+        raise CheckpointError(
+            f"{directory} was saved without its frozen weights, which came from {base.source or 'no named folder'!r}. "
+            f"{len(others)} of {len(base.parameters)} frozen parameters of this model have other values: {name!r} has "
+            f"the hash {found[name].digest}, expected {base.parameters[name].digest}. Wrap the model with the frozen "
+            f"weights of the save"
+        )
 
 
 def _unlike(what: str, saved: ParameterRecord | Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
@@ -284,6 +324,7 @@ def _carry_out(todo: _Todo, files: Files, optimizer: ShardedOptimizer, source: s
 
 def _fill(move: _Move, files: Files, optimizer: ShardedOptimizer) -> None:
     held, (first, _) = move.held, move.parts[0]
+    held.chunk.frozen_sums.clear()
     kept = {WEIGHT: held.values}
     if len(move.names) > 1 or (held.chunk.spec.key.trainable and UPDATES in first.scalars):
         values = {name: decode(value, name) for name, value in first.scalars.items() if name != UPDATES}

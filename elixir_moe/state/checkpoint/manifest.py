@@ -20,10 +20,13 @@ from elixir_moe.state.safetensors_format import DTYPES
 
 FORMAT = "elixir-moe checkpoint"
 VERSION = 3
+VERSION_WITH_BASE = 4
+"""Of a manifest that names frozen parameters which the checkpoint does not hold."""
 WEIGHT = "weight"
 """Name of the parameter itself in a piece's state; all other names are those of the optimizer."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_SUM = re.compile(r"[0-9a-f]{16}")
 _LARGEST = 2**62
 T = TypeVar("T")
 
@@ -90,6 +93,28 @@ class FileRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenRecord:
+    """One frozen parameter that the checkpoint does not hold."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    dtype: str
+    """Dtype in which it was held, the compute dtype."""
+    digest: str
+    """Hash from `frozen.frozen_records`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """The frozen parameters that the checkpoint does not hold."""
+
+    source: str
+    """The folder of their weights, or a model's name; may be empty."""
+    parameters: Mapping[str, FrozenRecord]
+    """By first name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """The whole manifest. Encoded values are encoded by `values.encode`."""
 
@@ -113,6 +138,8 @@ class Manifest:
     """Random states by rank, encoded."""
     extra: Any
     """The user's `extra`, encoded."""
+    base: Base | None = None
+    """None if the checkpoint holds all parameters."""
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +154,10 @@ class Manifest:
 
 def dump(manifest: Manifest) -> bytes:
     """The manifest as the bytes of its file."""
-    whole = {"format": FORMAT, "version": VERSION, **_fields_of(manifest)}
+    version = VERSION if manifest.base is None else VERSION_WITH_BASE
+    whole = {"format": FORMAT, "version": version, **_fields_of(manifest)}
+    if manifest.base is None:
+        del whole["base"]
     text = json.dumps(whole, allow_nan=False, separators=(",", ":"), default=_fields_of).removeprefix("{") + "\n"
     return _first_line(text.encode()) + text.encode()
 
@@ -222,10 +252,10 @@ def _manifest(fields: _Fields) -> Manifest:
     if fields.any("format") != FORMAT:
         raise CheckpointError(f"{fields.where}: not the manifest of an {FORMAT}")
     version = fields.any("version")
-    if version != VERSION:
+    if version not in (VERSION, VERSION_WITH_BASE):
         raise CheckpointError(
-            f"{fields.where}: version {str(version)[:40]!r} of the format, this elixir_moe reads {VERSION}: use the "
-            f"elixir_moe that saved it"
+            f"{fields.where}: version {str(version)[:40]!r} of the format, this elixir_moe reads {VERSION} and "
+            f"{VERSION_WITH_BASE}: use the elixir_moe that saved it"
         )
     files = {name: _record(name, item) for name, item in fields.objects("files").items()}
     parameters = {name: _entry(name, item, files) for name, item in fields.objects("parameters").items()}
@@ -242,6 +272,7 @@ def _manifest(fields: _Fields) -> Manifest:
         files=files,
         rng=fields.each("rng", dict),
         extra=fields.any("extra"),
+        base=_base(_Fields(fields.any("base"), f"{fields.where}: base")) if version == VERSION_WITH_BASE else None,
     )
     fields.end()
     if len(manifest.rng) != world:
@@ -283,6 +314,25 @@ def _entry(name: str, fields: _Fields, files: Mapping[str, FileRecord]) -> Param
     if problem is not None:
         raise CheckpointError(f"{fields.where} of shape {entry.grid} is not whole: {problem}")
     return entry
+
+
+def _base(fields: _Fields) -> Base:
+    base = Base(
+        source=fields.take("source", str),
+        parameters={name: _frozen(item) for name, item in fields.objects("parameters").items()},
+    )
+    fields.end()
+    return base
+
+
+def _frozen(fields: _Fields) -> FrozenRecord:
+    record = FrozenRecord(
+        shape=fields.sizes("shape"), dtype=fields.one_of("dtype", DTYPES), digest=fields.take("digest", str)
+    )
+    fields.end()
+    if not _SUM.fullmatch(record.digest):
+        raise CheckpointError(f"{fields.where}: {record.digest[:80]!r} is no hash of a parameter")
+    return record
 
 
 def _piece(fields: _Fields, files: Mapping[str, FileRecord]) -> Piece:

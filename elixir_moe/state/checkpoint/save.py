@@ -36,6 +36,7 @@ from elixir_moe.memory.shard_state import InMemory, OnDisk
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.runtime.chunk import ATTACHED
+from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.hashing import digest_of
 from elixir_moe.state.checkpoint.local_shard import (
     LocalShard,
@@ -47,6 +48,7 @@ from elixir_moe.state.checkpoint.local_shard import (
 )
 from elixir_moe.state.checkpoint.manifest import (
     WEIGHT,
+    Base,
     Buffer,
     FileRecord,
     Manifest,
@@ -146,6 +148,7 @@ def save(
     extra: Any = None,
     keep: int | None = None,
     asynchronous: bool = False,
+    frozen: bool = True,
 ) -> Saving:
     """Saves model, optimizer and random generators as the checkpoint `path`, completely or not at all. Collective.
 
@@ -162,6 +165,9 @@ def save(
         asynchronous: copy to host memory (as many bytes as this rank's file) and write in the background. The next
             update waits until the copy is complete. If the plan has chunks on disk, the copy is no faster than the
             writes, so that the file need not fit in memory.
+        frozen: write frozen parameters too. False names them by their hash instead, with the folder of ``em.wrap(...,
+            weights=folder)`` if there was one; `load` then needs a model that has them. They are read once, at the
+            first such save.
 
     Returns:
         A `Saving`, complete unless `asynchronous`. The next save waits for it.
@@ -180,11 +186,13 @@ def save(
     control = optimizer.kept.groups.control
     facts = raise_on_all_ranks(
         "looked at what to save",
-        lambda: _facts(path, model, optimizer, extra, wrapped),
+        lambda: _facts(path, model, optimizer, extra, wrapped, frozen),
         control,
         error=CheckpointError,
     )
     _compare(facts)
+    base = None if frozen else _base(model, wrapped, control)
+    fixed = {**facts[0].fixed, "base": base}
     target = Path(facts[dist.get_rank()].target)
     contents: list[_Contents] = []
     drafts: list[Draft] = []
@@ -193,12 +201,13 @@ def save(
         if dist.get_rank() == 0:
             drafts.append(Draft(target))
         on_disk = any(chunk.shard.tier is Tier.DISK for chunk in wrapped.scheduler.chunks)  # may exceed memory
-        contents.append(_Contents(model, optimizer, wrapped, facts, bounded=on_disk or not asynchronous))
+        bounded = on_disk or not asynchronous
+        contents.append(_Contents(model, optimizer, wrapped, facts, bounded=bounded, holds_frozen=base is None))
         if asynchronous:
             contents[0].take_what_may_change()
 
     def write(process_group: dist.ProcessGroup, taken: Callable[[], None]) -> None:
-        _write(process_group, target, contents[0], drafts, facts[0].fixed, keep, taken)
+        _write(process_group, target, contents[0], drafts, fixed, keep, taken)
 
     with _abandoning(drafts):
         raise_on_all_ranks("began a checkpoint", begin, control, error=CheckpointError)
@@ -278,11 +287,15 @@ class _Facts:
     extra_digest: str
     buffer_digests: dict[str, str]
     rng: Any
+    frozen: bool
+    """Whether the checkpoint is to hold frozen parameters."""
     fixed: dict[str, Any]
     """Fields of the manifest that are the same on all ranks; filled on rank 0 only."""
 
 
-def _facts(path: Any, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, wrapped: Wrapped) -> _Facts:
+def _facts(
+    path: Any, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, wrapped: Wrapped, frozen: bool
+) -> _Facts:
     target = path_of(path)
     optimizer.check_last_step()
     if optimizer.kept.has_gradients:
@@ -316,6 +329,7 @@ def _facts(path: Any, model: nn.Module, optimizer: ShardedOptimizer, extra: Any,
         extra_digest=digest_of(repr(encoded).encode()),
         buffer_digests={name: digest_of(_bytes(buffer)) for name, buffer in buffers_of(model, wrapped).items()},
         rng=random_states(),
+        frozen=frozen,
         fixed=fixed,
     )
 
@@ -331,6 +345,15 @@ def _compare(facts: list[_Facts]) -> None:
                 f"extra of rank {rank} is not that of rank 0: what differs between ranks belongs into a list of all "
                 f"(torch.distributed.all_gather_object)"
             )
+        if found.frozen != facts[0].frozen:
+            raise CheckpointError(f"frozen={facts[0].frozen} on rank 0, {found.frozen} on rank {rank}: pass one value")
+
+
+def _base(model: nn.Module, wrapped: Wrapped, process_group: dist.ProcessGroup) -> Base | None:
+    """The record of the frozen parameters; None if there are none. Collective."""
+    records = frozen_records(wrapped, process_group)
+    named = getattr(getattr(model, "config", None), "_name_or_path", "")
+    return Base(source=wrapped.weights or str(named), parameters=records) if records else None
 
 
 # ----------------------------------------------------------------------------------------------------- this rank's part
@@ -340,7 +363,14 @@ class _Contents:
     """The tensors this rank writes, and their places in the logical parameters."""
 
     def __init__(
-        self, model: nn.Module, optimizer: ShardedOptimizer, wrapped: Wrapped, facts: list[_Facts], *, bounded: bool
+        self,
+        model: nn.Module,
+        optimizer: ShardedOptimizer,
+        wrapped: Wrapped,
+        facts: list[_Facts],
+        *,
+        bounded: bool,
+        holds_frozen: bool,
     ) -> None:
         self.file = f"rank-{dist.get_rank():05d}.safetensors"
         self._items: list[Item] = []
@@ -348,6 +378,8 @@ class _Contents:
         self.entries: dict[str, ParameterRecord] = {}
         self.rng = tuple(found.rng for found in facts)
         for held in local_shards(wrapped):
+            if not (holds_frozen or held.chunk.spec.key.trainable):
+                continue
             pieces = self._pieces(held, optimizer)
             earlier = self.entries[held.name].pieces if held.name in self.entries else ()  # of other tiles
             self.entries[held.name] = ParameterRecord(

@@ -69,8 +69,8 @@ def overlap(a: Span, b: Span) -> Iterator[tuple[Part, Part]]:
         if low < high:
             yield _line(low - a.start, high - low), _line(low - b.start, high - low)
         return
-    theirs = list(_rectangles(b))
-    for start, offset, shape in _rectangles(a):
+    theirs = list(rectangles(b))
+    for start, offset, shape in rectangles(a):
         for other_start, other_offset, other_shape in theirs:
             lows = [max(i, j) for i, j in zip(offset, other_offset, strict=True)]
             ends = zip(offset, shape, other_offset, other_shape, strict=True)
@@ -116,7 +116,7 @@ def flaw(shape: Sequence[int], spans: Iterable[Span]) -> str | None:
     return None if len(runs) == wanted else f"{len(runs)} slices of {wanted}"
 
 
-def _rectangles(span: Span) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def rectangles(span: Span) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """(first element in the run, offset in the parameter, shape) of the boxes that make up the run, in order."""
     for start, offset, shape in _split(span.shape, span.start, span.stop):
         yield start - span.start, tuple(i + j for i, j in zip(offset, span.offset, strict=True)), shape

@@ -42,6 +42,13 @@ class Whole:
 
     def state_dict(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Item]]:
         """(name, tensor to write) of the plain model's state dict, in its order; `dtype` is for floating parameters."""
+        base = self._manifest.base
+        if base is not None:
+            raise CheckpointError(
+                f"the checkpoint was saved with frozen=False and holds no frozen weights, which came from "
+                f"{base.source or 'no named folder'!r}: load it into a wrapped model and write "
+                f"that model with em.save_pretrained"
+            )
         first_of = {name: first for first, entry in self._manifest.parameters.items() for name in entry.names}
         for key in self._manifest.keys:
             if key in self._manifest.buffers:

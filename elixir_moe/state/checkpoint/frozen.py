@@ -1,0 +1,88 @@
+"""Frozen parameters that a checkpoint names and does not hold.
+
+Owns their hash, which is the same under every layout: a sum modulo 2^64 over the elements of the logical parameter, of
+each element's bits times an odd number that its place gives. Every rank sums over the elements that it holds, and the
+sums of all ranks are added. The hash tells other weights from the same ones; it is no protection against forgery.
+
+Each frozen shard is read once. A chunk keeps the sums of this rank until one of its parameters is written.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from elixir_moe.distributed.all_ranks import raise_on_all_ranks
+from elixir_moe.errors import CheckpointError
+from elixir_moe.state.checkpoint.local_shard import LocalShard, local_shards, share_of
+from elixir_moe.state.checkpoint.manifest import FrozenRecord
+from elixir_moe.state.checkpoint.shard_ranges import Span, rectangles
+from elixir_moe.state.safetensors_format import name_of
+from elixir_moe.state.wrapped import Wrapped
+
+_RUN_NUMEL = 1 << 16
+"""Elements hashed at once: what is computed of them fits in a core's cache."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FACTORS = (-7046029254386353131, -4658895280553007687)
+"""Odd, with about as many ones as zeros: 2^64 over the golden ratio, and a factor of splitmix64."""
+
+
+def frozen_records(wrapped: Wrapped, process_group: dist.ProcessGroup) -> dict[str, FrozenRecord]:
+    """{first name: shape, dtype and hash} of the frozen parameters, the same on all ranks. Collective."""
+    holdings = [held for held in local_shards(wrapped) if not held.chunk.spec.key.trainable]
+
+    def sums_here() -> dict[str, int]:
+        wrapped.scheduler.flush()
+        sums: dict[str, int] = {}
+        for held in holdings:
+            sums[held.name] = sums.get(held.name, 0) + _kept_sum(held)
+        return sums
+
+    found = raise_on_all_ranks("hashed the frozen weights", sums_here, process_group, error=CheckpointError)
+    totals = {name: sum(sums.get(name, 0) for sums in found) % 2**64 for name in found[0]}
+    return {
+        held.name: FrozenRecord(
+            shape=held.global_shape, dtype=name_of(held.values.dtype, held.name), digest=f"{totals[held.name]:016x}"
+        )
+        for held in holdings
+    }
+
+
+def _kept_sum(held: LocalShard) -> int:
+    sums = held.chunk.frozen_sums
+    if held.index not in sums:
+        sums[held.index] = _sum(held.cut(*share_of(held.chunk)), held.grid)
+    return sums[held.index]
+
+
+def _sum(held: LocalShard, grid: tuple[int, ...]) -> int:
+    """The sum over elements that no other rank sums over."""
+    total = 0
+    for start in range(held.here.start, held.here.stop, _RUN_NUMEL):
+        run = held.cut(start, start + _RUN_NUMEL)
+        values = run.values.read().reshape(-1)
+        bits = values.view(_BITS[values.itemsize])
+        for first, places in _places(run.span, grid, values.device):
+            total += int(_odd(places).mul_(bits[first : first + places.numel()]).sum())
+    return total % 2**64
+
+
+def _places(span: Span, grid: tuple[int, ...], device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first element in the run, places in the parameter in row-major order) of the boxes that make up the run."""
+    strides = [math.prod(grid[dim + 1 :]) for dim in range(len(grid))]
+    for first, offset, shape in rectangles(span):
+        places = torch.zeros(1, dtype=torch.int64, device=device)
+        for begin, length, stride in zip(offset, shape, strides, strict=True):
+            steps = torch.arange(begin, begin + length, device=device) * stride
+            places = (places[:, None] + steps).reshape(-1)
+        yield first, places
+
+
+def _odd(places: torch.Tensor) -> torch.Tensor:
+    """Makes each place an odd number that is spread over all 64 bits, in place. Products wrap around."""
+    for factor in _FACTORS:
+        places *= factor
+        places ^= places >> 32
+    places |= 1
+    return places
