@@ -6,9 +6,9 @@ Owns the formats. `build/bench.json`::
      "rows": [{"name", "peer", "workload", "ranks", "limit", "ratio", "spread": [low, high], "unit", "ours", "theirs",
                "note"}]}
 
-`ratio` is the median over rounds of ours / peer, `spread` its quartiles; `ours` and `theirs` are medians in `unit`, of
-a step or a call. A row without a peer has neither `theirs` nor a ratio: its `spread` and `limit` are those of `ours`.
-One that could not be measured says why in `note` and has none of them.
+`ratio` is the median over rounds of the times ours / peer, `spread` its quartiles; `ours` and `theirs` are medians in
+`unit`, of a step or a call, or as a rate. A row without a peer has neither `theirs` nor a ratio: its `spread` and
+`limit` are those of `ours`. One that could not be measured says why in `note` and has none of them.
 """
 
 import json
@@ -48,16 +48,18 @@ def _cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def race_row(what: dict[str, Any], times: list[tuple[float, float]], unit: str = "ms") -> dict[str, Any]:
-    """The row of a race, told in `unit`; `times` are seconds (ours, theirs) of each round."""
+def race_row(
+    what: dict[str, Any], times: list[tuple[float, float]], unit: str = "ms", *, nbytes: int = 0
+) -> dict[str, Any]:
+    """The row of a race, told in `unit`; `times` are seconds (ours, theirs) of each round, in which `nbytes` move."""
     ratios = [ours / theirs for ours, theirs in times]
-    scale = {"ms": 1e3, "us": 1e6}[unit]
+    tell = {"ms": lambda s: s * 1e3, "us": lambda s: s * 1e6, "GB/s": lambda s: nbytes / s / 1e9}[unit]
     return what | {
         "ratio": round(median(ratios), 4),
         "spread": spread(ratios),
         "unit": unit,
-        "ours": round(median(ours for ours, _ in times) * scale, 2),
-        "theirs": round(median(theirs for _, theirs in times) * scale, 2),
+        "ours": round(tell(median(ours for ours, _ in times)), 2),
+        "theirs": round(tell(median(theirs for _, theirs in times)), 2),
         "note": None,
     }
 
@@ -88,7 +90,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"kernel: {m['adam_kernel']}. Products in bf16 are {m['bf16_products']}"
         f"{_EMULATED * (m['bf16_products'] == 'emulated')}. Median and quartiles over {result['rounds']} rounds of "
         f"{result['steps']} steps each, ours and the peer in turn; three times as many of Adam, six times of the "
-        f"host's work.",
+        f"host's work. Ratios are those of times, also where a rate is told.",
         "",
         "| ours | peer | workload | ranks | ours / peer | quartiles | limit | ours | peer's | unit |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|---|",

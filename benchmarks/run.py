@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks import adam, checkpoint, hooks, memory
+from benchmarks import adam, checkpoint, disk, hooks, memory
 from benchmarks.contenders import Build, start_rank
 from benchmarks.measure import check_agreement, host_microseconds, race
 from benchmarks.report import describe, host_row, machine, markdown, race_row, unmeasured_row, write
@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     races = [row for row in wanted if row not in PEAKS]
     parts = {HOST_ROW: (1, _host_rows), ADAM_ROW: (1, _adam_rows)}
     parts |= {name: (2, partial(checkpoint.rows, name)) for name in checkpoint.ROWS}
+    parts |= {disk.ROW: (1, disk.rows)}
     parts |= {name: (2, partial(hooks.rows, name)) for name in hooks.ROWS}
     names = {name for row in everything for name in (row.name, row.peer)} | set(parts)
     parts = {name: part for name, part in parts.items() if options.only in (None, name)}
@@ -79,7 +80,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME", help="only the rows with this name or this peer")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     parser.add_argument("--quick", action="store_true", help="tiny models and few rounds: to see that all works")
+    parser.add_argument("group", nargs="?", choices=["disk"], help="only the rows of reads from disk")
     options = parser.parse_args(arguments)
+    if options.group == "disk":
+        options.only = disk.ROW
     try:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

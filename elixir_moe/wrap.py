@@ -150,6 +150,7 @@ def wrap(
         described.step_order,
         moments=moments,
         free_host_bytes=host_bytes_of_a_rank(described.ranks),
+        beside=adds_beside(device),
     )
     layout, for_gradients = described.layout(plan)
 
@@ -157,13 +158,13 @@ def wrap(
     pretrained = None if weights is None else Pretrained(model, weights)
     size = footprint(plan, layout, moments=moments, staged=staged, beside=adds_beside(device))
     check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
-    spill, frozen = open_files(plan, layout, 1 + moments, device)
-    files = tuple(file for file in (spill, frozen) if file is not None)
+    spill, values = open_files(plan, layout, moments, device)
+    files = tuple(file for file in (spill, values) if file is not None)
     communicators = communicators or build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
     homes = [(chunk, plan.home(layout, chunk)) for chunk in layout.chunks]
     arriving = arriving_bytes(chunk for chunk, tier in homes if tier is not Tier.DEVICE)
     sums = HostSums(arriving // SUMS_IN_FLIGHT, device) if arriving and adds_beside(device) else None
-    shards = build_shards(homes, device, spill, sums, frozen)
+    shards = build_shards(homes, device, spill, sums, values, values_on_disk=plan.values_on_disk)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
     statistics, placeholder, streams = Statistics(cache=cache.counts), Placeholder(device), Streams(device)
     blocks = Blocks(layout, plan.blocks(layout), for_gradients, shards, device, statistics, streams.allocating)

@@ -33,11 +33,12 @@ class Tier(StrEnum):
     """Host memory, pinned if there is a GPU: updates run on the CPU, and each gather first fetches the shard."""
     DISK = "disk"
     """Master shard and moments in a file, compute shard in host memory: gathers work as for `HOST`, and updates
-    read and write the file. A frozen chunk has its compute shard in a file, which gathers read."""
+    read and write the file. A frozen chunk has its compute shard in a file, which gathers read. So has every chunk with
+    `Plan.values_on_disk`, beside a sum of its gradients, and nothing stays in host memory."""
 
     @property
     def of_compute(self) -> "Tier":
-        """The tier of a trainable chunk's compute shard and of accumulated gradients."""
+        """The tier of a trainable chunk's compute shard and of accumulated gradients, without `values_on_disk`."""
         return Tier.HOST if self is Tier.DISK else self
 
 
@@ -108,10 +109,10 @@ GRADIENTS_ON_THEIR_WAY = REDUCTIONS_IN_FLIGHT + 2
 that it overwrites."""
 SUMS_IN_FLIGHT = 3
 """With a GPU: buffers for gradients on their way to a sum in host memory, one being copied while another is added."""
-FROZEN_BUFFERS = LOOKAHEAD + 1
-"""Shards of frozen chunks on disk that are in host memory at once: those read ahead, and one being copied."""
-FROZEN_REQUEST_BYTES = 1 << 23
-"""Bytes of frozen weights read from disk at once."""
+VALUES_BUFFERS = LOOKAHEAD + 1
+"""Shards of values on disk that are in host memory at once: those read ahead, and one being copied."""
+VALUES_REQUEST_BYTES = 1 << 23
+"""Bytes of a frozen chunk's values read from disk at once."""
 _SPILL_SLICE_NUMEL = 1 << 20
 """Most elements of an array on disk moved in one read or write."""
 
@@ -157,6 +158,9 @@ class Plan:
     `host_bytes`; without `host_bytes`, in free host memory."""
     host_bytes: int | None = None
     """Host memory for state, in bytes; an alternative to `disk_chunks`."""
+    values_on_disk: bool = False
+    """Chunks on disk have their compute shards there too, and an fp32 sum of their gradients: in host memory they then
+    have only buffers that all of them share. Gathers read the disk, and gradients are written to it."""
     disk: str | None = None
     """Folder in which each rank creates the file for its chunks on disk; nothing remains in it afterwards."""
     verify: bool = False
@@ -177,7 +181,7 @@ class Plan:
     """Why a search chose this plan; ignored in comparisons and left out of the JSON."""
 
     def __post_init__(self) -> None:
-        for name in ("scatter", "offloaded", "verify"):
+        for name in ("scatter", "offloaded", "values_on_disk", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected True or False")
         for name, least, others in _WHOLE_NUMBERS:
@@ -200,6 +204,8 @@ class Plan:
             raise PlanError("what does not fit in host memory goes to disk: say with disk= in which folder")
         if self.disk is None and self.verify:
             raise PlanError("verify=True means nothing without disk=, the folder of what is on disk")
+        if self.values_on_disk and self.disk_chunks == 0 and self.host_bytes is None:
+            raise PlanError("values_on_disk=True means nothing with disk_chunks=0: leave it out")
         if self.disk is not None and self.disk_chunks == 0 and self.host_bytes is None:
             raise PlanError(f"disk={self.disk!r} means nothing with disk_chunks=0: leave one of them out")
 
@@ -263,6 +269,7 @@ class Plan:
         device: int | str | None = None,
         host: int | str | None = None,
         disk: str | os.PathLike[str] | None = None,
+        values_on_disk: bool = False,
         verify: bool = False,
         rcache: int | str | None = None,
         rcache_blocks: int | Literal["all"] | None = None,
@@ -282,6 +289,8 @@ class Plan:
                 `disk`, as much as fits in free host memory.
             disk: folder in which each rank creates the file for its chunks on disk, best on a fast local disk of each
                 host. Nothing remains in it afterwards.
+            values_on_disk: put the weights that gathers read, and sums of gradients, on disk too: chunks on disk then
+                keep nothing in host memory. For models whose 16-bit weights alone exceed it.
             verify: keep checksums of everything written to disk, and compare them on every read.
             rcache: device memory for gathered chunks, as in `zero3`.
             rcache_blocks, device_chunks, disk_chunks: numbers of blocks and chunks, instead of sizes.
@@ -298,6 +307,7 @@ class Plan:
             device_bytes=size_bytes("device", device),
             disk_chunks=disk_chunks,
             host_bytes=size_bytes("host", host),
+            values_on_disk=values_on_disk,
             disk=_path("disk", disk),
             verify=verify,
             chunk_numel=chunk_numel,
@@ -328,7 +338,8 @@ class Plan:
                 ``"40 GiB"``; None takes all free memory. On CPUs, the rest of the rank's equal share of memory is the
                 host tier.
             accumulation: backwards per step; more than one needs fp32 sums of narrower gradients.
-            disk: folder for chunks on disk, used if host memory is too small; None allows none on disk.
+            disk: folder for chunks on disk, used if host memory is too small; None allows none on disk. Values of
+                trainable chunks go there (`values_on_disk`) only where host memory is too small for them too.
             verify: as in `offload`.
             reduce_dtype: the field of that name; the search counts its bytes.
         """
@@ -409,6 +420,14 @@ class Plan:
         on_disk = chunk.index >= first_on_device - (self.disk_chunks or 0)
         return Tier.DISK if on_disk else Tier.HOST
 
+    def puts_values_on_disk(self, layout: Layout, chunk: ChunkSpec) -> bool:
+        """Whether gathers read a chunk from disk."""
+        return self.home(layout, chunk) is Tier.DISK and (self.values_on_disk or not chunk.key.trainable)
+
+    def arrays_on_disk(self, moments: int) -> int:
+        """fp32 arrays of each trainable chunk on disk: master, moments, with `values_on_disk` a sum of gradients."""
+        return 1 + moments + self.values_on_disk
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AutoPlan:
@@ -458,8 +477,8 @@ class Footprint:
     shard_bytes: dict[str, int]
     """By tier: compute or gradient shards, master shards and moments."""
     spill_buffer_bytes: int
-    """In host memory: buffers for the slices of chunks on disk during their update, and for frozen chunks on disk on
-    their way to the device."""
+    """In host memory: buffers for the slices of chunks on disk during their update, for values on disk on their way to
+    the device, and, with a GPU, for gradients on their way to disk (`arriving_bytes`)."""
     gradient_bytes: int
     """On the device, from backward to update: gradients left where autograd put them, for fp32 chunks that are used in
     place and belong to this rank alone."""
@@ -467,7 +486,8 @@ class Footprint:
     """On the device, from the first gradient of a chunk to its reduction: gradients of chunks without blocks."""
     accumulator_bytes: dict[str, int]
     """By tier: fp32 sums of gradients, used only if a step has several backwards (`accumulator_bytes`). With a GPU, in
-    host memory also the buffers of gradients on their way to the sums (`arriving_bytes`)."""
+    host memory also the buffers of gradients on their way to the sums (`arriving_bytes`), unless gradients go to disk.
+    """
 
     @property
     def device_bytes(self) -> int:
@@ -499,34 +519,42 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool, bes
     """
     shards = {tier.value: 0 for tier in Tier}
     accumulators = dict(shards)
-    spilled: dict[bool, list[int]] = {True: [], False: []}
+    whole = plan.values_on_disk
     for chunk in layout.chunks:
         tier = plan.home(layout, chunk)
-        for where, nbytes in home_bytes(chunk, tier, moments).items():
+        for where, nbytes in home_bytes(chunk, tier, moments, values_on_disk=whole).items():
             shards[where] += nbytes
-        accumulators[tier.of_compute] += accumulator_bytes(chunk, tier)
-        if tier is Tier.DISK:
-            spilled[chunk.key.trainable].append(chunk.shard_numel if chunk.key.trainable else frozen_bytes(chunk))
+        accumulators[tier.of_compute] += accumulator_bytes(chunk, tier, values_on_disk=whole)
+    buffers = disk_buffer_bytes(
+        [c for c in layout.chunks if plan.home(layout, c) is Tier.DISK], moments, values_on_disk=whole
+    )
     if not staged if beside is None else beside:
-        accumulators[Tier.HOST] += arriving_bytes(c for c in layout.chunks if plan.home(layout, c) is not Tier.DEVICE)
+        away = [chunk for chunk in layout.chunks if plan.home(layout, chunk) is not Tier.DEVICE]
+        if any(chunk.key.trainable and plan.puts_values_on_disk(layout, chunk) for chunk in away):
+            buffers += arriving_bytes(away)
+        else:
+            accumulators[Tier.HOST] += arriving_bytes(away)
     return Footprint(
         rcache_bytes=plan.blocks(layout) * layout.block_bytes,
         resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.resident and not chunk.in_place),
         staging_bytes=staging_bytes(layout, staged=staged),
         shard_bytes=shards,
-        spill_buffer_bytes=spill_buffer_bytes(spilled[True], 1 + moments) + frozen_buffer_bytes(spilled[False]),
+        spill_buffer_bytes=buffers,
         gradient_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.keeps_pieces),
         landing_bytes=landing_bytes(layout),
         accumulator_bytes=accumulators,
     )
 
 
-def home_bytes(chunk: ChunkSpec, tier: Tier, moments: int) -> dict[Tier, int]:
+def home_bytes(chunk: ChunkSpec, tier: Tier, moments: int, *, values_on_disk: bool = False) -> dict[Tier, int]:
     """Bytes by tier of one rank's long-lived state of a chunk: compute or gradient shard, master shard and moments."""
     compute = 0 if chunk.keeps_pieces else chunk.key.dtype.itemsize * chunk.shard_numel
     arrays = (1 + moments) * chunk.key.trainable
     if tier is Tier.DISK and not chunk.key.trainable:
-        return {Tier.HOST: 0, Tier.DISK: paged_bytes(frozen_bytes(chunk))}
+        return {Tier.HOST: 0, Tier.DISK: paged_bytes(values_bytes(chunk))}
+    if tier is Tier.DISK and values_on_disk:
+        values = paged_bytes(values_bytes(chunk))
+        return {Tier.HOST: 0, Tier.DISK: values + spilled_bytes(chunk.shard_numel, arrays + 1)}
     if tier is Tier.DISK:
         return {Tier.HOST: compute, Tier.DISK: spilled_bytes(chunk.shard_numel, arrays)}
     return {tier: compute + 4 * arrays * chunk.shard_numel}
@@ -556,16 +584,18 @@ def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:
         row = rows.setdefault(tuple(kind.values()), {**kind, "chunks": 0, "numel": 0, "shard_bytes": 0})
         row["chunks"] += 1
         row["numel"] += sum(slot.numel for slot in chunk.slots)
-        row["shard_bytes"] += sum(home_bytes(chunk, tier, moments).values())
+        row["shard_bytes"] += sum(home_bytes(chunk, tier, moments, values_on_disk=plan.values_on_disk).values())
     return list(rows.values())
 
 
-def accumulator_bytes(chunk: ChunkSpec, tier: Tier) -> int:
+def accumulator_bytes(chunk: ChunkSpec, tier: Tier, *, values_on_disk: bool = False) -> int:
     """Bytes of one rank's fp32 sum of a chunk's gradients in a step of several backwards.
 
     fp32 gradients are summed in place and need no other memory, except on the disk tier: without a master in memory,
-    the weights must stay in that place.
+    the weights must stay in that place. With `values_on_disk` the sum is a part of `home_bytes`.
     """
+    if tier is Tier.DISK and values_on_disk:
+        return 0
     apart = chunk.key.dtype != torch.float32 or tier is Tier.DISK
     return 4 * chunk.shard_numel if chunk.key.trainable and apart else 0
 
@@ -595,8 +625,8 @@ def spill_buffer_bytes(numels: Sequence[int], arrays: int) -> int:
     return 4 * DISK_THREADS * arrays * spill_slice_numel(numels)
 
 
-def frozen_bytes(chunk: ChunkSpec) -> int:
-    """Bytes of one rank's weights of a frozen chunk."""
+def values_bytes(chunk: ChunkSpec) -> int:
+    """Bytes of one rank's values of a chunk."""
     return chunk.shard_numel * chunk.key.dtype.itemsize
 
 
@@ -605,10 +635,21 @@ def paged_bytes(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def frozen_buffer_bytes(sizes: Iterable[int]) -> int:
-    """Bytes in host memory through which frozen shards of these sizes come from disk."""
+def values_buffer_bytes(sizes: Iterable[int]) -> int:
+    """Bytes in host memory through which values of these sizes come from disk."""
     largest = paged_bytes(max(sizes, default=0))
-    return min(FROZEN_REQUEST_BYTES, largest) + FROZEN_BUFFERS * largest
+    return min(VALUES_REQUEST_BYTES, largest) + VALUES_BUFFERS * largest
+
+
+def disk_buffer_bytes(chunks: Iterable[ChunkSpec], moments: int, *, values_on_disk: bool) -> int:
+    """Bytes of all buffers in host memory that `chunks`, at home on disk, need for updates and gathers."""
+    updated, values = [], []
+    for chunk in chunks:
+        if chunk.key.trainable:
+            updated.append(chunk.shard_numel)
+        if values_on_disk or not chunk.key.trainable:
+            values.append(values_bytes(chunk))
+    return spill_buffer_bytes(updated, 1 + moments + values_on_disk) + values_buffer_bytes(values)
 
 
 def landing_bytes(layout: Layout) -> int:

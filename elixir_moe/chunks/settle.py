@@ -8,23 +8,30 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
-from elixir_moe.chunks.packing import Layout
+import torch
+
+from elixir_moe.chunks.packing import ChunkSpec, Layout
 from elixir_moe.chunks.param_spec import ParamSpec
 from elixir_moe.chunks.plan import (
     Plan,
     Tier,
-    frozen_buffer_bytes,
-    frozen_bytes,
+    arriving_bytes,
+    disk_buffer_bytes,
     home_bytes,
     size_text,
-    spill_buffer_bytes,
 )
 from elixir_moe.chunks.step_order import StepOrder
 from elixir_moe.errors import PlanError, TierError
 
 
 def settled(
-    plan: Plan, params: Sequence[ParamSpec], step_order: StepOrder, *, moments: int, free_host_bytes: int
+    plan: Plan,
+    params: Sequence[ParamSpec],
+    step_order: StepOrder,
+    *,
+    moments: int,
+    free_host_bytes: int,
+    beside: bool = False,
 ) -> Plan:
     """`plan` with every size and every open number replaced by a number of chunks or blocks.
 
@@ -34,6 +41,7 @@ def settled(
         step_order: the order in which a step uses the parameters.
         moments: fp32 values the optimizer keeps per element.
         free_host_bytes: host memory of this rank for state, if the plan does not say.
+        beside: whether gradients reach sums outside the device beside backward, as with a GPU.
 
     Raises:
         PlanError: a size is too small for a step.
@@ -43,9 +51,16 @@ def settled(
         plan = replace(plan, device_bytes=None, device_chunks=_device_chunks(plan, params, moments))
     if plan.host_bytes is not None or plan.disk_chunks is None:
         allowed = free_host_bytes if plan.host_bytes is None else plan.host_bytes
-        count = _disk_chunks(plan, params, moments, allowed)
+        count = _disk_chunks(plan, params, moments, allowed, beside)
         disk = plan.disk if count else None
-        plan = replace(plan, host_bytes=None, disk_chunks=count, disk=disk, verify=plan.verify and disk is not None)
+        plan = replace(
+            plan,
+            host_bytes=None,
+            disk_chunks=count,
+            disk=disk,
+            values_on_disk=plan.values_on_disk and disk is not None,
+            verify=plan.verify and disk is not None,
+        )
     if plan.rcache_blocks is None:
         layout = step_order.counted(plan.layout(params))
         plan = replace(plan, rcache_bytes=None, rcache_blocks=_blocks(plan, layout, step_order))
@@ -65,24 +80,29 @@ def _device_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int) -> int
     return bisect_right(range(1, len(layout.chunks) + 1), plan.device_bytes, key=state_bytes)
 
 
-def _disk_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int, allowed: int) -> int:
+def _disk_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int, allowed: int, beside: bool) -> int:
     """The fewest chunks on disk with which host memory is large enough."""
     layout = plan.layout(params)
     offloaded = layout.chunks[: max(0, len(layout.chunks) - plan.device_chunks)]
     state = sum(home_bytes(chunk, Tier.HOST, moments)[Tier.HOST] for chunk in offloaded)
-    needed, largest = [state], {True: 0, False: 0}
+    needed, whole = [state], plan.values_on_disk
+    largest: dict[tuple[bool, torch.dtype], ChunkSpec] = {}
     for chunk in reversed(offloaded):
         if needed[-1] <= allowed:
             break
-        state -= home_bytes(chunk, Tier.HOST, moments)[Tier.HOST] - home_bytes(chunk, Tier.DISK, moments)[Tier.HOST]
-        trains = chunk.key.trainable
-        largest[trains] = max(largest[trains], chunk.shard_numel if trains else frozen_bytes(chunk))
-        buffers = spill_buffer_bytes([largest[True]], 1 + moments) + frozen_buffer_bytes([largest[False]])
+        state -= home_bytes(chunk, Tier.HOST, moments)[Tier.HOST]
+        state += home_bytes(chunk, Tier.DISK, moments, values_on_disk=whole)[Tier.HOST]
+        kind = chunk.key.trainable, chunk.key.dtype
+        largest[kind] = max(chunk, largest.get(kind, chunk), key=lambda c: c.shard_numel)
+        buffers = disk_buffer_bytes(largest.values(), moments, values_on_disk=whole)
+        if beside and whole and any(c.key.trainable for c in largest.values()):
+            buffers += arriving_bytes(offloaded)
         needed.append(state + buffers)
     if needed[-1] > allowed:
         raise TierError(
             f"host memory: {size_text(allowed)} are for state, and {size_text(min(needed))} are needed even with "
-            f"chunks on disk ({size_text(min(needed) - allowed)} short): use more ranks, or keep more on the device"
+            f"chunks on disk ({size_text(min(needed) - allowed)} short): use more ranks, "
+            f"{'' if whole else 'put values on disk too (values_on_disk=True), '}or keep more on the device"
         )
     return len(needed) - 1
 

@@ -1,6 +1,6 @@
 """The disk tier: one file for each rank, which holds the master shard and the moments of trainable chunks on disk.
 
-Owns the file, its layout and its checksums, and what it shares with the file of frozen chunks (`frozen_disk`). Knows
+Owns the file, its layout and its checksums, and what it shares with the file of values (`disk_values`). Knows
 nothing of the meaning of the floats or of when they change (`optim.shard_update`).
 
 The file has no name: no other process can open it, two runs can share a folder, and nothing is left behind however the
@@ -35,6 +35,8 @@ from elixir_moe.errors import DiskError, TierError
 from elixir_moe.memory.direct_file import DirectFile, paged_memory
 
 _FLOAT_BYTES = 4
+_ARRAYS = "master", "moment 1", "moment 2", "gradient"
+"""The arrays of a chunk, for messages."""
 
 
 class DiskFile:
@@ -92,7 +94,7 @@ class Spill(DiskFile):
         Args:
             directory: where the file is made; on a disk, not on a file system in memory.
             numels: elements of each chunk's shard.
-            arrays: arrays of each chunk: the master shard and the optimizer's moments.
+            arrays: arrays of each chunk: the master shard, the optimizer's moments, and perhaps the gradient's sum.
             rank: the owner of the file, for messages.
             checked: keep a checksum of each slice in memory, and compare it at each read.
 
@@ -113,9 +115,13 @@ class Spill(DiskFile):
 
     def take(self, numel: int, chunk: int) -> "Spilled":
         """The place of the next chunk's arrays; `chunk` is its number, for messages."""
+        return Spilled(self, self.reserve(numel), numel, chunk)
+
+    def reserve(self, numel: int) -> int:
+        """Hands out the next bytes for arrays of `numel` elements; returns their offset."""
         start, self._taken = self._taken, self._taken + spilled_bytes(numel, self.arrays)
         assert self._taken <= self.nbytes, "spill file handed out beyond its size"
-        return Spilled(self, start, numel, chunk)
+        return start
 
     @contextmanager
     def buffer(self) -> Iterator[torch.Tensor]:
@@ -166,9 +172,14 @@ class Spilled:
                 self._check(index, array, content)
             start, stop = self._bounds(index)
             work(start, [content[: stop - start] for content in arrays])
-            self._spill.move(offset, record, write=True)
-            for array, content in enumerate(arrays):
-                self._sign(index, array, content)
+            self._leave(index, arrays)
+
+    def _leave(self, index: int, arrays: list[torch.Tensor]) -> None:
+        """Writes slice `index` of the first arrays, which lie one after another in memory."""
+        record = torch.as_strided(arrays[0], (len(arrays) * len(arrays[0]),), (1,))
+        self._spill.move(self._place(index, 0), record, write=True)
+        for array, content in enumerate(arrays):
+            self._sign(index, array, content)
 
     def read(self, array: int, start: int, stop: int) -> torch.Tensor:
         """A copy of elements `start` to `stop` of an array, fp32."""
@@ -183,9 +194,7 @@ class Spilled:
         for index, here, there in self._parts(start, start + values.numel()):
             with self._loaded(array, index) as content:
                 content[there] = values[here]
-                self._checksums.pop((index, array), None)  # an interrupt leaves no checksum, not a wrong one
-                self._spill.move(self._place(index, array), content, write=True)
-                self._sign(index, array, content)
+                self._store(array, index, content)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
         """(slice index, its elements in the request, its elements in the slice) for each slice of a request."""
@@ -201,6 +210,11 @@ class Spilled:
             self._spill.move(self._place(index, array), content, write=False)
             self._check(index, array, content)
             yield content
+
+    def _store(self, array: int, index: int, content: torch.Tensor) -> None:
+        self._checksums.pop((index, array), None)  # an interrupt leaves no checksum, not a wrong one
+        self._spill.move(self._place(index, array), content, write=True)
+        self._sign(index, array, content)
 
     def _padded(self, index: int) -> int:
         start, stop = self._bounds(index)
@@ -220,7 +234,7 @@ class Spilled:
             start, stop = self._bounds(index)
             raise DiskError(
                 f"{self._spill.where}: what rank {self._spill.rank} read from {self._spill.directory!r} is not what it "
-                f"wrote there (chunk {self._chunk}, {f'moment {array}' if array else 'master'}, elements {start} to "
+                f"wrote there (chunk {self._chunk}, {_ARRAYS[array]}, elements {start} to "
                 f"{stop} of its shard): the disk cannot be trusted; go on from a checkpoint, on another one"
             )
 

@@ -1,12 +1,13 @@
 """Sums of gradients in host memory, computed beside backward.
 
 Owns a few page-locked buffers and the thread that adds. A gradient leaves the device without a wait: it is copied to
-the next buffer, and the thread adds it to its sum once it has arrived. Gradients are added in the order in which they
-were given, so that sums have the bits they would have if backward waited. Never decides what is summed: `shard_state`
-does.
+the next buffer, and the thread adds it to its sum, in memory or on disk, once it has arrived. Gradients are added in
+the order in which they were given, so that sums have the bits they would have if backward waited. Never decides what is
+summed: `shard_state` does.
 """
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -39,8 +40,17 @@ class HostSums:
     ) -> "Future[None]":
         """Adds `reduced` to `total`; `first`: replaces what `total` holds.
 
-        Waits only if all buffers are in use. Nobody may use `total` before the result is there. It raises the error of
-        `behind`, the sum's last addition, too.
+        Otherwise as `take`. Nobody may use `total` before the result is there.
+        """
+        return self.take(reduced, lambda gradient: self._add(total, gradient, first), behind=behind)
+
+    def take(
+        self, reduced: torch.Tensor, use: Callable[[torch.Tensor], None], *, behind: "Future[None] | None"
+    ) -> "Future[None]":
+        """Copies `reduced` to host memory and has the thread call `use` with the copy.
+
+        Waits only if all buffers are in use. The result raises the error of `behind`, the last result of the same sum,
+        too.
         """
         if not self._buffers:
             memory = Slab(
@@ -57,7 +67,7 @@ class HostSums:
         buffer.copy_(reduced, non_blocking=True)
         arrived = torch.cuda.Event(blocking=True)
         arrived.record(torch.cuda.current_stream(self._device))
-        adding = self._thread.submit(self._add, total, buffer, arrived, first, behind)
+        adding = self._thread.submit(self._use, buffer, arrived, use, behind)
         self._running.append(adding)
         self._given += 1
         return adding
@@ -85,17 +95,19 @@ class HostSums:
         oldest.exception()  # after an interrupt it is waited for again
         self._running.popleft().result()
 
-    def _add(
+    def _use(
         self,
-        total: torch.Tensor,
         buffer: torch.Tensor,
         arrived: torch.cuda.Event,
-        first: bool,
+        use: Callable[[torch.Tensor], None],
         behind: "Future[None] | None",
     ) -> None:
         arrived.synchronize()
         if behind is not None:
             behind.result()  # it has ended: one thread adds
+        use(buffer)
+
+    def _add(self, total: torch.Tensor, buffer: torch.Tensor, first: bool) -> None:
         if self._threads <= torch.get_num_threads():
             _accumulate(total, buffer, first)
             return

@@ -6,6 +6,7 @@ what an update writes. Nothing here moves bytes between ranks. No property block
     class            a gather sends        a reduced gradient is stored in         the master is
     FrozenShard      the values            -                                       -
     FrozenDiskShard  values read ahead     -                                       -
+    DiskShard        values read ahead     fp32 sums on disk                       on disk
     Fp32Shard        the master            memory of its own, where it is summed   in memory
     PieceShard       the master            autograd's own tensors                  in memory
     MixedShard       the values            the values' place (v2, 4.1)             in memory or on disk
@@ -22,17 +23,18 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from elixir_moe.chunks.packing import ChunkSpec
-from elixir_moe.chunks.plan import Tier, frozen_bytes
+from elixir_moe.chunks.plan import Tier, values_bytes
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import DiskError
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.memory.disk import Spill, Spilled
-from elixir_moe.memory.frozen_disk import FrozenElements, FrozenFile, FrozenPlace, Reading
+from elixir_moe.memory.disk_values import Reading, ValuesElements, ValuesFile, ValuesPlace, WhollySpilled, same_bits
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.slabs import Slab
 
@@ -211,9 +213,16 @@ class ShardState:
         self.wait_for_reader()
         self.shown[start : start + written.numel()].copy_(written)
 
+    def write_values(self, start: int, weights: torch.Tensor) -> None:
+        """Writes the values of elements from `start` on, whose `weights` were written; only where these are apart."""
+
     def kept_values(self) -> torch.Tensor:
         """The result of `values`, computed from `weights`. Blocks as `values` does."""
         return self.weights().read().to(self.spec.key.dtype)
+
+    def keeps(self, values: torch.Tensor) -> bool:
+        """Whether `values`, a shard on any device, are `kept_values` to the bit. Blocks as `values` does."""
+        return same_bits(values, self.kept_values().to(values.device))
 
     # -------------------------------------------------------------------------------------------------------- gradients
 
@@ -275,6 +284,23 @@ class ShardState:
         """The whole summed gradient, in one piece or several."""
         return (self.gradient(),)
 
+    def sum_of_squares(self, threads: int) -> float | torch.Tensor:
+        """The sum of squares of the gradient; a scalar on the device if it was computed there. Blocks for `finish_sum`.
+
+        `threads` is for a sum on the host.
+        """
+        self.finish_sum()
+        if self.squares is not None:
+            return self.squares
+        return sum(sum_of_squares(part, threads=threads) for part in self.gradients())
+
+    def clamp_gradient(self, limit: float) -> None:
+        """Clamps each element of the gradient to at most `limit` away from 0, in the gradient's dtype; keeps NaN."""
+        for part in self.gradients():
+            bound = min(limit, torch.finfo(part.dtype).max)
+            part.clamp_(-bound, bound)
+        self.squares = None
+
     def clear_gradient(self) -> None:
         """Forgets the gradient without an update. Blocks until nobody adds to it."""
 
@@ -314,19 +340,23 @@ class FrozenShard(ShardState):
         return [self._values]
 
 
-class FrozenDiskShard(ShardState):
-    """Values on disk that no update changes. From `prepare` to `sent` they are in a buffer in host memory."""
+class _ReadAhead(ShardState):
+    """Values on disk. From `prepare` to `sent` they are in a buffer in host memory."""
 
     compute_tier = Tier.DISK  # type: ignore[assignment]
 
-    def __init__(self, spec: ChunkSpec, place: FrozenPlace) -> None:
+    def __init__(self, spec: ChunkSpec, place: ValuesPlace) -> None:
         super().__init__(spec, Tier.DISK)
         self._place = place
         self._reading: Reading | None = None
 
+    @property
+    def _values(self) -> ValuesElements:
+        return ValuesElements(self._place, self.spec.key.dtype, 0, self.spec.shard_numel)
+
     def prepare(self) -> bool:
-        """As `ShardState.prepare`: starts to read, if a buffer is free."""
-        if self._reading is None:
+        """As `ShardState.prepare`: starts to read, if no update runs and a buffer is free."""
+        if self._reading is None and not self.updating:
             self._reading = self._place.begin()
         return self._reading is not None
 
@@ -337,6 +367,7 @@ class FrozenDiskShard(ShardState):
 
     def values(self) -> torch.Tensor:
         """As `ShardState.values`. Blocks until they are read. Raises DiskError."""
+        self.finish_update()
         prepared = self.prepare()
         assert prepared and self._reading is not None, "gathers take buffers in their order"
         try:
@@ -351,9 +382,23 @@ class FrozenDiskShard(ShardState):
             reading, self._reading = self._reading, None
             self._place.give_back(reading, mark())
 
+    def kept_values(self) -> torch.Tensor:
+        """As `ShardState.kept_values`."""
+        self.finish_update()
+        return self._values.read()
+
+    def keeps(self, values: torch.Tensor) -> bool:
+        """As `ShardState.keeps`; holds no second shard in memory."""
+        self.finish_update()
+        return self._place.equals(values.view(torch.uint8))
+
+
+class FrozenDiskShard(_ReadAhead):
+    """Values on disk that no update changes."""
+
     def weights(self) -> Elements:
         """As `ShardState.weights`."""
-        return FrozenElements(self._place, self.spec.key.dtype, 0, self.spec.shard_numel)
+        return self._values
 
     def fill(self, values: torch.Tensor, start: int = 0) -> None:
         """As `ShardState.fill`."""
@@ -368,6 +413,71 @@ class FrozenDiskShard(ShardState):
     def held_bytes(self) -> dict[Tier, int]:
         """As `ShardState.held_bytes`; the buffers are the file's."""
         return {Tier.DISK: self._place.nbytes}
+
+
+class DiskShard(_ReadAhead):
+    """Values, master, moments and the gradient's sum on disk, nothing in memory; never used in place."""
+
+    def __init__(self, spec: ChunkSpec, spill: Spill, file: ValuesFile) -> None:
+        itemsize = spec.key.dtype.itemsize
+        super().__init__(spec, file.take(values_bytes(spec), spec.index, spill.slice_numel * itemsize))
+        self.spilled: WhollySpilled = WhollySpilled(spill, spec.shard_numel, spec.index, self._values)
+
+    def weights(self) -> Elements:
+        """As `ShardState.weights`."""
+        return OnDisk(self.spilled, 0, 0, self.spec.shard_numel, self.wait_for_update)
+
+    def write_values(self, start: int, weights: torch.Tensor) -> None:
+        """As `ShardState.write_values`; forgets values that were read ahead."""
+        self.sent(Work)
+        self._values[start : start + weights.numel()].write(weights)
+
+    def fill(self, values: torch.Tensor, start: int = 0) -> None:
+        """As `ShardState.fill`."""
+        self.weights()[start : start + values.numel()].write(values)
+        self.write_values(start, values)
+
+    def store(self, start: int, written: torch.Tensor) -> None:
+        """As `ShardState.store`; unchanged elements keep the precision of the master."""
+        self.finish_update()
+        self.wait_for_reader()
+        _write_master(self.weights()[start : start + written.numel()], written.cpu())
+        self.write_values(start, written)
+
+    def _land(self, reduced: torch.Tensor) -> None:
+        take = partial(self._take, first=not self.has_gradient)
+        if self.beside is None:
+            take(reduced)
+        else:
+            self._adding = self.beside.take(reduced, take, behind=self._adding)
+        self.has_gradient = True
+
+    def _take(self, gradient: torch.Tensor, *, first: bool) -> None:
+        """Writes a gradient, or adds it to the sum; on the thread of `beside`, if that takes it."""
+        squares = self.spilled.add_gradient(gradient, first=first)
+        if not first or self.squares is None:
+            self.squares = squares
+
+    def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """As `ShardState.gradient`; a copy."""
+        assert self.has_gradient, f"chunk {self.spec.index} has no gradient"
+        self.finish_sum()
+        start, stop, _ = slice(start, stop).indices(self.spec.shard_numel)
+        return self.spilled.read(self.spilled.gradient, start, stop)
+
+    def clamp_gradient(self, limit: float) -> None:
+        """As `ShardState.clamp_gradient`."""
+        self.finish_sum()
+        self.squares = self.spilled.clamp_gradient(min(limit, torch.finfo(torch.float32).max))
+
+    def clear_gradient(self) -> None:
+        """As `ShardState.clear_gradient`."""
+        self._leave_sum()
+        self.has_gradient = False
+
+    def held_bytes(self) -> dict[Tier, int]:
+        """As `ShardState.held_bytes`; the buffers are the files'."""
+        return {Tier.DISK: self._place.nbytes + self.spilled.nbytes}
 
 
 class Fp32Shard(ShardState):
@@ -521,15 +631,17 @@ class MixedShard(ShardState):
         super().fill(values, start)
         self.weights()[start : start + values.numel()].write(values)
 
+    def write_values(self, start: int, weights: torch.Tensor) -> None:
+        """As `ShardState.write_values`."""
+        self.shown[start : start + weights.numel()].copy_(weights)
+
     def store(self, start: int, written: torch.Tensor) -> None:
         """As `ShardState.store`; unchanged elements keep the precision of the master."""
         self.finish_update()
         self.wait_for_reader()
         here = slice(start, start + written.numel())
-        kept, written = self.weights()[here], written.to(self.shown.device)
-        master = kept.read()
-        master.copy_(torch.where(master.to(written.dtype) == written, master, written.float()))
-        kept.write(master)
+        written = written.to(self.shown.device)
+        _write_master(self.weights()[here], written)
         if self.contents is Contents.VALUES:
             self.shown[here].copy_(written)
 
@@ -604,17 +716,27 @@ class MixedShard(ShardState):
         return [tensor for tensor in (self.shown, self.master, self.accumulator) if tensor is not None]
 
 
+def _write_master(kept: Elements, written: torch.Tensor) -> None:
+    """Writes values of user code to their masters; unchanged elements keep the precision of the master."""
+    master = kept.read()
+    master.copy_(torch.where(master.to(written.dtype) == written, master, written.float()))
+    kept.write(master)
+
+
 def build_shards(
     chunks: list[tuple[ChunkSpec, Tier]],
     device: torch.device,
     spill: Spill | None = None,
     beside: HostSums | None = None,
-    frozen: FrozenFile | None = None,
+    values: ValuesFile | None = None,
+    *,
+    values_on_disk: bool = False,
 ) -> list[ShardState]:
-    """Allocates the state of all chunks: one slab for each tier and dtype; `spill` and `frozen` are the files for
-    trainable and frozen chunks on disk.
+    """Allocates the state of all chunks: one slab for each tier and dtype.
 
-    `beside` adds gradients of chunks outside the device tier, beside backward.
+    For chunks on disk, `spill` is the file of masters and moments, and `values` that of values: of frozen chunks, and
+    with `values_on_disk` of trainable ones too. `beside` adds gradients of chunks outside the device tier, beside
+    backward.
 
     With a GPU, host state in the compute dtype has slabs of its own: it is copied to the GPU, and so page-locked.
     """
@@ -622,9 +744,12 @@ def build_shards(
     def slab_of(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> tuple[Tier, torch.dtype, bool]:
         return tier, dtype, device.type == "cuda" and tier is Tier.HOST and dtype == spec.key.dtype
 
+    def is_whole(spec: ChunkSpec, tier: Tier) -> bool:
+        return tier is Tier.DISK and (values_on_disk or not spec.key.trainable)
+
     wanted: Counter[tuple[Tier, torch.dtype, bool]] = Counter()
     for spec, tier in chunks:
-        if not (spec.keeps_pieces or (tier is Tier.DISK and not spec.key.trainable)):
+        if not (spec.keeps_pieces or is_whole(spec, tier)):
             wanted[slab_of(spec, tier.of_compute, spec.key.dtype)] += spec.shard_numel
         if spec.key.trainable and tier is not Tier.DISK:
             wanted[slab_of(spec, tier, torch.float32)] += spec.shard_numel
@@ -639,9 +764,12 @@ def build_shards(
     def build(spec: ChunkSpec, tier: Tier) -> ShardState:
         if spec.keeps_pieces:
             return PieceShard(spec, tier, take(spec, tier, torch.float32))
-        if tier is Tier.DISK and not spec.key.trainable:
-            assert frozen is not None, "frozen chunks on disk without a file"
-            return FrozenDiskShard(spec, frozen.take(frozen_bytes(spec), spec.index))
+        if is_whole(spec, tier):
+            assert values is not None, "values on disk without a file"
+            if not spec.key.trainable:
+                return FrozenDiskShard(spec, values.take(values_bytes(spec), spec.index))
+            assert spill is not None, "chunks on disk without a file"
+            return DiskShard(spec, spill, values)
         own = take(spec, tier.of_compute, spec.key.dtype)
         if not spec.key.trainable:
             return FrozenShard(spec, tier, own)

@@ -93,11 +93,7 @@ class StepDecision:
         for chunk in self._chunks:
             if chunk.shard.has_gradient:
                 scale = float(self.gradient_scale(chunk))
-                for part in chunk.shard.gradients():
-                    most = torch.finfo(part.dtype).max
-                    bound = min(limit / scale, most) if scale else most
-                    part.clamp_(-bound, bound)
-                chunk.shard.squares = None
+                chunk.shard.clamp_gradient(limit / scale if scale else math.inf)
         clipped, self._clipped = self._clipped or limit < math.inf, False
         self._facts = None  # the norm is another
         self.facts()

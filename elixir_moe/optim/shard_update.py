@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from elixir_moe.kernels import adam_step, host_threads
-from elixir_moe.memory.shard_state import Elements, InMemory, OnDisk, PieceShard
+from elixir_moe.memory.shard_state import DiskShard, Elements, InMemory, OnDisk, PieceShard
 from elixir_moe.optim.accepted import check_kept, is_adam, like
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk
@@ -45,7 +45,8 @@ class _Run:
 
     start: int
     stop: int
-    gradient: torch.Tensor
+    gradient: torch.Tensor | None
+    """None if the gradient comes with master and moments."""
     settings: dict[str, Any]
 
 
@@ -77,6 +78,7 @@ class AdamUpdate:
         `skip` as in `kernels.adam_step`. The update returns the work it has not finished: the update of slices on disk.
         """
         home = chunk.shard
+        home.finish_sum()
         compute = home.values_shard
         runs = []
         for start, stop, group, steps in _runs(segments, used, apart=isinstance(home, PieceShard)):
@@ -95,7 +97,8 @@ class AdamUpdate:
                 "maximize": options["maximize"],
                 "threads": host_threads(chunk.device) if home.spilled is None else 1,
             }
-            runs.append(_Run(start=start, stop=stop, gradient=home.gradient(start, stop), settings=settings))
+            gradient = None if isinstance(home, DiskShard) else home.gradient(start, stop)
+            runs.append(_Run(start=start, stop=stop, gradient=gradient, settings=settings))
         unused = [] if compute is None else [(s.start, s.stop) for s in segments if s.parameter not in used]
         work = partial(_adam, runs, unused, compute)
         if home.spilled is not None:
@@ -138,6 +141,7 @@ def _adam(
 ) -> None:
     """Updates a part of a shard: `arrays` are the master and the moments of the elements from `first` on.
 
+    For a chunk wholly on disk the gradient is the last of them.
     Elements in `unused` get their values back, which a gradient of zeros has overwritten.
     """
     last = first + arrays[0].numel()
@@ -145,11 +149,11 @@ def _adam(
         start, stop = max(run.start, first), min(run.stop, last)
         if start >= stop:
             continue
-        gradient = run.gradient[start - run.start : stop - run.start]
         here = [array[start - first : stop - first] for array in arrays]
         shown = None if compute is None else compute[start:stop]
         narrow = None if shown is None or shown.dtype == torch.float32 else shown
-        master, exp_avg, exp_avg_sq = here
+        master, exp_avg, exp_avg_sq, *brought = here
+        gradient = brought[0] if run.gradient is None else run.gradient[start - run.start : stop - run.start]
         adam_step(master, exp_avg, exp_avg_sq, gradient, narrow, **run.settings)
         if shown is not None and narrow is None:
             shown.copy_(master)

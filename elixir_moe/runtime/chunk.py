@@ -24,8 +24,9 @@ import torch
 from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.distributed.collectives import Communicator, Work
 from elixir_moe.errors import UsageError
-from elixir_moe.kernels import host_threads, sum_of_squares
+from elixir_moe.kernels import host_threads
 from elixir_moe.memory.blocks import Block, ShardBlock
+from elixir_moe.memory.disk_values import same_bits
 from elixir_moe.memory.shard_state import Fp32Shard, MixedShard, PieceShard, ShardState
 from elixir_moe.parallel.dtensor import local_of, recast
 
@@ -278,12 +279,12 @@ class Chunk:
             return moved
         low, high = self.spec.shard_bounds(self.communicator.rank)
         here = self.buffer[low:high]
-        kept = self.shard.kept_values().to(here.device)
-        if _same_bits(here, kept):
+        if self.shard.keeps(here):
             return None
+        kept = self.shard.kept_values().to(here.device)
         for slot, name in zip(self.spec.slots, self.names, strict=True):
             start, stop = max(slot.start, low) - low, min(slot.stop, high) - low
-            if start < stop and not _same_bits(here[start:stop], kept[start:stop]):
+            if start < stop and not same_bits(here[start:stop], kept[start:stop]):
                 return name
         return None
 
@@ -394,10 +395,7 @@ class Chunk:
 
     def squares(self) -> float | torch.Tensor:
         """The sum of squares of the gradient in the shard; a scalar on the device if it was computed there."""
-        if self.shard.squares is not None:
-            return self.shard.squares
-        threads = host_threads(self.device)
-        return sum(sum_of_squares(part, threads=threads) for part in self.shard.gradients())
+        return self.shard.sum_of_squares(host_threads(self.device))
 
     # ------------------------------------------------------------------------------------------------------------ reset
 
@@ -416,11 +414,6 @@ def _gaps(spec: ChunkSpec) -> list[tuple[int, int]]:
     ends = [0, *(slot.stop for slot in spec.slots)]
     starts = [*(slot.start for slot in spec.slots), spec.numel]
     return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two flat tensors are alike, NaNs included."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

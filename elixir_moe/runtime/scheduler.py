@@ -472,7 +472,7 @@ class Scheduler:
                 self._count(chunk, "all_reduce", 2 * nbytes)
             return communicator.all_reduce(buffer, land, staging, of=chunk.label)
         self._count(chunk, "reduce_scatter", nbytes)
-        near = chunk.shard.shown.device == buffer.device
+        near = chunk.shard.tier is Tier.DEVICE or buffer.device.type == "cpu"
         place = chunk.shard.take_place() if near and communicator.staged else None
         if communicator.needs_staging(place):
             staging = self._staging_for(chunk, buffer.dtype)

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from elixir_moe.chunks.packing import ChunkSpec, Layout
-from elixir_moe.chunks.plan import Plan, Tier, home_bytes
+from elixir_moe.chunks.plan import Plan, Tier, paged_bytes, spilled_bytes, values_bytes
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile
 
@@ -35,7 +35,7 @@ class Seconds:
     compute: float
     """Matrix products, other operators, overheads, and the model's own collectives, such as tokens sent to experts."""
     fetch: float
-    """Host to device, or disk to host if that takes longer."""
+    """Host to device; or reads and writes of the disk beside compute, if they take longer."""
     offload: float
     """Device to host."""
     collectives: float
@@ -59,11 +59,13 @@ class Traffic:
     """Bytes moved and elements updated in a step on one rank."""
 
     fetched_bytes: int
-    """Shards of host chunks, and of frozen chunks on disk, copied to the device."""
+    """Shards of chunks in host memory or on disk, copied to the device."""
     read_bytes: int
-    """The part of them that is read from disk: shards of frozen chunks."""
+    """The part of them that is read from disk: values on disk."""
     offloaded_bytes: int
     """Gradient shards copied to the host."""
+    summed_bytes: int
+    """fp32 sums of gradients that are written to disk, and by the second backward of a step on read before."""
     kept_bytes: int
     """Inputs of checkpointed regions copied to the host, and back."""
     device_numel: int
@@ -72,8 +74,10 @@ class Traffic:
     """Elements updated in host memory."""
     disk_numel: int
     """Elements updated on disk."""
-    disk_bytes: int
-    """Bytes that these updates read from the disk, and write to it."""
+    disk_read_bytes: int
+    """Bytes that these updates read from the disk."""
+    disk_written_bytes: int
+    """Bytes that these updates write to the disk."""
     collectives: tuple[tuple[tuple[int, ...], int, int], ...]
     """(global ranks, bytes of chunks and gradients, number of gathers and reductions) of each process group."""
     gathered_numel: int
@@ -127,16 +131,22 @@ def traffic(
         there = ((layout.chunks[index], times) for index, times in gathers.items() if index in chunks)
         return sum(times * (chunk.nbytes // chunk.shards) for chunk, times in there)
 
-    frozen = {c.index for c in layout.chunks if home[c.index] is Tier.DISK and not c.key.trainable}
+    read = {chunk.index for chunk in layout.chunks if plan.puts_values_on_disk(layout, chunk)}
+    on_disk = [chunk for chunk in trained if home[chunk.index] is Tier.DISK]
+    record = sum(spilled_bytes(chunk.shard_numel, 1 + moments) for chunk in on_disk)
+    whole = [chunk for chunk in on_disk if plan.values_on_disk]
+    summed = sum(spilled_bytes(chunk.shard_numel, 1) for chunk in whole)
     return Traffic(
         fetched_bytes=fetched(host),
-        read_bytes=fetched(frozen),
+        read_bytes=fetched(read),
         offloaded_bytes=sum(chunk.nbytes // chunk.shards for chunk in trained if chunk.index in host),
+        summed_bytes=summed,
         kept_bytes=kept_bytes,
         device_numel=updated(Tier.DEVICE),
         host_numel=updated(Tier.HOST),
         disk_numel=updated(Tier.DISK),
-        disk_bytes=sum(home_bytes(c, Tier.DISK, moments)[Tier.DISK] for c in trained if home[c.index] is Tier.DISK),
+        disk_read_bytes=record + summed,
+        disk_written_bytes=record + sum(paged_bytes(values_bytes(chunk)) for chunk in whole),
         collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in collective.items()),
         gathered_numel=sum(slot.numel for chunk in layout.chunks for slot in chunk.slots),
     )
@@ -152,8 +162,10 @@ def seconds(
     exchange += sum(hardware.gather_seconds(sent.ranks, sent.nbytes, sent.times) for sent in profile.sent)
     collectives = accumulation * sum(hardware.gather_seconds(*group) for group in moved.collectives)
     v_c = links.v_c * _GIGA / gpus / fitted.host_update_slowdown
-    disk = hardware.disk_seconds(moved.disk_bytes, moved.disk_bytes, gpus) if moved.disk_bytes else 0.0
-    read = hardware.disk_seconds(moved.read_bytes, 0, gpus) if moved.read_bytes else 0.0
+    update = moved.disk_read_bytes, moved.disk_written_bytes
+    read_again = (accumulation - 1) * moved.summed_bytes
+    beside = accumulation * moved.read_bytes + read_again, accumulation * moved.summed_bytes
+    disk, disk_beside = (hardware.disk_seconds(*moves, gpus) if any(moves) else 0.0 for moves in (update, beside))
     return Seconds(
         compute=accumulation
         * (
@@ -162,7 +174,7 @@ def seconds(
             + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
             + exchange
         ),
-        fetch=accumulation * max((moved.fetched_bytes + moved.kept_bytes) * gpus / (links.b_c2g * _GIGA), read),
+        fetch=max(accumulation * (moved.fetched_bytes + moved.kept_bytes) * gpus / (links.b_c2g * _GIGA), disk_beside),
         offload=accumulation * (moved.offloaded_bytes + moved.kept_bytes) * gpus / (links.b_g2c * _GIGA),
         collectives=collectives,
         exposed=fitted.exposed_collectives * collectives,

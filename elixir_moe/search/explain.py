@@ -30,7 +30,7 @@ def explain(choice: Choice) -> str:
         f"chunks    {chunks} of {plan.chunk_numel} elements, {layout.waste_fraction:.1%} of their space unused",
         f"rCache    {blocks} blocks: {len(choice.loads)} gathers a step, {len(layout.cached)} if all were kept",
         f"tiers     {choice.chunks_in(Tier.DEVICE)} chunks on the device, {choice.chunks_in(Tier.HOST)} in host "
-        f"memory, {choice.chunks_in(Tier.DISK)} on disk",
+        f"memory, {choice.chunks_in(Tier.DISK)} on disk{' with their values' if plan.values_on_disk else ''}",
         f"device    {size_text(size.device_bytes)} of the library (U_allowed {size_text(task.allowed_bytes)}), "
         f"{size_text(activations)} activations, {size_text(task.profile.buffer_bytes)} buffers; "
         f"{size_text(task.capacity_bytes)} there are",

@@ -23,13 +23,11 @@ from elixir_moe.chunks.plan import (
     Tier,
     accumulator_bytes,
     arriving_bytes,
+    disk_buffer_bytes,
     enough_text,
     footprint,
-    frozen_buffer_bytes,
-    frozen_bytes,
     home_bytes,
     size_text,
-    spill_buffer_bytes,
     staging_bytes,
 )
 from elixir_moe.chunks.step_order import StepOrder
@@ -152,10 +150,10 @@ def solve(task: Task) -> Choice:
 
 
 def _kept_counts(task: Task) -> list[int]:
-    """The numbers of checkpointed regions tried: none, the most that host memory can hold, and some between."""
+    """The numbers of checkpointed regions tried: none, the most that host memory can hold, and half of them."""
     held = list(accumulate(task.profile.kept))
     most = bisect_right(held, task.host_bytes)
-    return list(dict.fromkeys([0, most, most // 2, most // 4, 3 * most // 4]))
+    return list(dict.fromkeys([0, most, most // 2]))
 
 
 def device_bytes_for(task: Task) -> int:
@@ -280,6 +278,8 @@ class _Held:
     """
     disk_short_bytes: int | None
     """Bytes by which the disk is too small for that; None if no disk would be enough."""
+    values_on_disk: bool
+    """Whether host memory is large enough only if values of chunks on disk are there too."""
     cached: int
     """Blocks for the weights of all cached chunks, and for all gradients that have a block at once."""
     block_bytes: int
@@ -308,23 +308,26 @@ class _Length:
         layout = build_layout(task.profile.params, chunk_numel)
         self._layout = layout if step_order is None else step_order.counted(layout)
         self._numel = chunk_numel
-        self._updated = [chunk.shard_numel * chunk.key.trainable for chunk in self._layout.chunks]
-        self._frozen = [0 if chunk.key.trainable else frozen_bytes(chunk) for chunk in self._layout.chunks]
-        saved, on_disk = [0], [0]
-        for chunk in self._layout.chunks:
-            saved.append(saved[-1] + self._held_at(chunk, Tier.HOST) - self._held_at(chunk, Tier.DISK))
-            on_disk.append(on_disk[-1] + home_bytes(chunk, Tier.DISK, task.moments)[Tier.DISK])
-        self._saved, self._on_disk = saved, on_disk
-        """Cumulative over the first n chunks: host bytes saved by moving them to disk, and their bytes on disk."""
+        self._moved = {whole: self._moved_to_disk(whole) for whole in (False, True)}
+        """As `_moved_to_disk`, without and with values on disk."""
         self._held = list(self._by_device_chunks())
         self._most_blocks = [held.most_blocks(task) for held in self._held]
         self._steps: dict[int, tuple[Simulator, int, int]] = {}
         self._found: dict[int, Choice | None] = {}
 
-    def _held_at(self, chunk: ChunkSpec, tier: Tier) -> int:
-        """Memory of a chunk at home in `tier`, without its bytes on disk."""
-        sums = (self._task.accumulation > 1) * accumulator_bytes(chunk, tier)
-        return home_bytes(chunk, tier, self._task.moments)[tier.of_compute] + sums
+    def _moved_to_disk(self, whole: bool) -> tuple[list[int], list[int]]:
+        """Cumulative over the first n chunks: host bytes saved by moving them to disk, and their bytes on disk."""
+        saved, on_disk = [0], [0]
+        for chunk in self._layout.chunks:
+            saved.append(saved[-1] + self._held_at(chunk, Tier.HOST) - self._held_at(chunk, Tier.DISK, whole))
+            there = home_bytes(chunk, Tier.DISK, self._task.moments, values_on_disk=whole)[Tier.DISK]
+            on_disk.append(on_disk[-1] + there)
+        return saved, on_disk
+
+    def _held_at(self, chunk: ChunkSpec, tier: Tier, whole: bool = False) -> int:
+        """Memory of a chunk at home in `tier`, without its bytes on disk; `whole`: with values on disk."""
+        sums = (self._task.accumulation > 1) * accumulator_bytes(chunk, tier, values_on_disk=whole)
+        return home_bytes(chunk, tier, self._task.moments, values_on_disk=whole)[tier.of_compute] + sums
 
     def _by_device_chunks(self) -> Iterator[_Held]:
         """For each number of chunks on the device, from none to all; these are the last ones in order of first use.
@@ -355,21 +358,36 @@ class _Length:
             elif there.in_place:
                 widths[chunk.key.dtype.itemsize] -= 1
 
-    def _spilled(self, count: int, host: int) -> tuple[int, int, int | None]:
-        """(host bytes, chunks on disk, missing disk bytes) if the first `count` chunks are not on the device.
+    def _spilled(self, count: int, host: int) -> tuple[int, int, int | None, bool]:
+        """(host bytes, chunks on disk, missing disk bytes, values on disk) if the first `count` chunks are not on the
+        device.
 
         Without a disk they take `host` bytes of host memory. The last of them go to disk, as few as host memory
-        requires. If that is impossible, no chunk is on disk, and host bytes are the least that the disk allows.
+        requires, and their values only if it requires that too. If that is impossible, no chunk is on disk, and host
+        bytes are the least that the disk allows.
         """
-        task, saved, spilled = self._task, self._saved, self._on_disk
+        task = self._task
         if task.accumulation > 1 and not task.staged:
             host += arriving_bytes(self._layout.chunks[:count])
         if host <= task.host_bytes or task.disk_bytes is None:
-            return host, 0, None
+            return host, 0, None, False
+        found = [(*self._on_disk(count, host, whole), whole) for whole in (False, True)]
+        fits = [one for one in found if one[2] == 0]
+        if fits:
+            return fits[0]
+        shorts = [short for _, _, short, _ in found if short is not None]
+        return min(least for least, *_ in found), 0, min(shorts, default=None), False
+
+    def _on_disk(self, count: int, host: int, whole: bool) -> tuple[int, int, int | None]:
+        """As `_spilled` for a given answer to its last question; 0 disk bytes are missing if there are enough."""
+        task, chunks, (saved, spilled) = self._task, self._layout.chunks, self._moved[whole]
+        assert task.disk_bytes is not None, "asked where there may be a disk"
+        arriving = arriving_bytes(chunks[:count]) if whole and task.accumulation == 1 and not task.staged else 0
 
         def left(first: int) -> int:
-            buffers = spill_buffer_bytes(self._updated[first:count], 1 + task.moments)
-            buffers += frozen_buffer_bytes(self._frozen[first:count])
+            there = chunks[first:count]
+            buffers = disk_buffer_bytes(there, task.moments, values_on_disk=whole)
+            buffers += arriving * any(chunk.key.trainable for chunk in there)
             return host - (saved[count] - saved[first]) + buffers
 
         last = bisect_right(saved, saved[count] - (host - task.host_bytes), 0, count + 1) - 1
@@ -424,8 +442,13 @@ class _Length:
         if count == len(self._layout.chunks):
             plan = Plan(scatter=True, offloaded=False, rcache_blocks=cached, chunk_numel=self._numel)
         else:
-            on_disk = self._held[count].disk_chunks
-            plan = Plan.offload(rcache_blocks=cached, device_chunks=count, disk_chunks=on_disk, chunk_numel=self._numel)
+            plan = Plan.offload(
+                rcache_blocks=cached,
+                device_chunks=count,
+                disk_chunks=self._held[count].disk_chunks,
+                values_on_disk=self._held[count].values_on_disk,
+                chunk_numel=self._numel,
+            )
         plan = replace(plan, host_checkpoints=self._task.kept_regions)
         layout = replace(plan.place(self._layout), open_gradients=gradients)
         loads = gathers(simulator, plan.blocks(layout))

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
-from elixir_moe.chunks.plan import Plan, Tier, frozen_bytes
+from elixir_moe.chunks.plan import Plan, Tier, values_bytes
 from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.errors import TierError
 from elixir_moe.memory.disk import Spill
-from elixir_moe.memory.frozen_disk import FrozenFile
+from elixir_moe.memory.disk_values import ValuesFile
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk, Placeholder
@@ -157,33 +157,35 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
 
 
-def open_files(plan: Plan, layout: Layout, arrays: int, device: torch.device) -> tuple[Spill | None, FrozenFile | None]:
-    """Creates the files for trainable and for frozen chunks on disk; None without such chunks.
+def open_files(
+    plan: Plan, layout: Layout, moments: int, device: torch.device
+) -> tuple[Spill | None, ValuesFile | None]:
+    """Creates the files for masters and moments, and for values on disk; None without such chunks.
 
     Raises TierError on all ranks if one fails.
     """
     there = [chunk for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
     numels = [chunk.shard_numel for chunk in there if chunk.key.trainable]
-    sizes = [frozen_bytes(chunk) for chunk in there if not chunk.key.trainable]
+    sizes = [values_bytes(chunk) for chunk in there if plan.puts_values_on_disk(layout, chunk)]
     if not there:
         return None, None
     assert plan.disk is not None, "checked with the other arguments"
     directory, checked, rank = plan.disk, plan.verify, dist.get_rank()
     spill: Spill | None = None
-    frozen: FrozenFile | None = None
+    values: ValuesFile | None = None
 
     def make() -> None:
-        nonlocal spill, frozen
+        nonlocal spill, values
         if numels:
-            spill = Spill(directory, numels, arrays, rank=rank, checked=checked)
+            spill = Spill(directory, numels, plan.arrays_on_disk(moments), rank=rank, checked=checked)
         if sizes:
-            frozen = FrozenFile(directory, sizes, device, rank=rank, checked=checked)
+            values = ValuesFile(directory, sizes, device, rank=rank, checked=checked)
 
     try:
         raise_on_all_ranks("made the files for chunks on disk", make, error=TierError)
     except BaseException:
-        for file in (spill, frozen):
+        for file in (spill, values):
             if file is not None:
                 file.close()
         raise
-    return spill, frozen
+    return spill, values

@@ -25,7 +25,7 @@ _MEANINGFUL: dict[str, tuple[str, ...]] = {
     "zero2": ("chunk_numel", "reduce_dtype", "host_checkpoints"),
     "zero3": ("rcache", "rcache_blocks", "chunk_numel", "reduce_dtype", "host_checkpoints"),
     "offload": (
-        *("device", "host", "disk", "verify", "rcache"),
+        *("device", "host", "disk", "values_on_disk", "verify", "rcache"),
         *("rcache_blocks", "device_chunks", "disk_chunks", "chunk_numel", "reduce_dtype", "host_checkpoints"),
     ),
     "auto": ("hardware", "budget", "disk", "verify", "reduce_dtype"),
@@ -72,6 +72,9 @@ class PlanConfig:
     """Folder for state on disk (offload, auto); null: use no disk."""
     disk_chunks: int | None = None
     """Number of chunks whose master weights and moments are on disk, instead of host."""
+    values_on_disk: bool | None = None
+    """Chunks on disk keep nothing in host memory: their 16-bit weights and sums of gradients are on disk too (offload);
+    null: false."""
     verify: bool | None = None
     """Compare checksums of everything read from disk; null: false."""
     chunk_numel: int | None = None

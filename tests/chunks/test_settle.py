@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import elixir_moe as em
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.plan import footprint
+from elixir_moe.chunks.settle import settled
+from elixir_moe.chunks.step_order import StepOrder
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -115,6 +120,32 @@ def test_what_host_memory_does_not_take_is_on_disk(share: float, ranks: Ranks, t
         for key, value in expected.items():
             torch.testing.assert_close(state[key], value, rtol=0, atol=2e-6)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_no_fewer_chunks_on_disk_would_fit(whole: bool, beside: bool) -> None:
+    """`settled` against the footprint of every number of chunks on disk; `beside`: as with a GPU."""
+    kept = ChunkGroupKey(ranks=(0, 1), dtype=torch.bfloat16, trainable=True, divisor=2)
+    numel = 1 << 21
+    params = [
+        ParamSpec(name=str(i), shape=(numel,), key=replace(kept, trainable=i % 5 > 0, divisor=2)) for i in range(40)
+    ]
+    plan = em.Plan.offload(rcache_blocks=2, disk="/tmp", chunk_numel=numel, values_on_disk=whole)
+    sizes = []
+    for count in range(len(params) + 1):
+        tried = replace(plan, disk_chunks=count, values_on_disk=whole) if count else em.Plan.offload(chunk_numel=numel)
+        tried = replace(tried, rcache_blocks=2)
+        sizes.append(footprint(tried, tried.layout(params), staged=True, beside=beside).host_bytes)
+    assert len(set(sizes)) > len(params) // 2
+    for allowed in [*sizes, *(size - 1 for size in sizes)]:
+        fits = [count for count, nbytes in enumerate(sizes) if nbytes <= allowed]
+        asked = partial(settled, moments=2, free_host_bytes=allowed, beside=beside)
+        if fits:
+            assert asked(plan, params, StepOrder((), ())).disk_chunks == fits[0]
+        else:
+            with pytest.raises(em.TierError, match="are needed even with chunks on disk"):
+                asked(plan, params, StepOrder((), ()))
 
 
 def test_free_host_memory_is_enough_for_little(ranks: Ranks, tmp_path: Path) -> None:

@@ -40,6 +40,9 @@ PLANS = {
     "half": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64, device_chunks=2),
     "disk": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64, disk=tempfile.gettempdir(), disk_chunks=2, verify=True),
     "all on disk": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64, disk=tempfile.gettempdir(), disk_chunks=99),
+    "values on disk": em.Plan.offload(
+        chunk_numel=4 * WIDTH * WIDTH + 64, disk=tempfile.gettempdir(), disk_chunks=99, values_on_disk=True, verify=True
+    ),
 }
 
 

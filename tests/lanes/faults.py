@@ -12,9 +12,9 @@ import torch
 
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.blocks import Block
-from elixir_moe.memory.frozen_disk import FrozenPlace, Reading
+from elixir_moe.memory.disk_values import Reading, ValuesPlace
 from elixir_moe.memory.host_sums import HostSums
-from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.memory.shard_state import DiskShard, ShardState
 from elixir_moe.optim.decision import StepDecision
 from elixir_moe.runtime.reduction_order import Reductions
 from elixir_moe.runtime.scheduler import Scheduler
@@ -112,8 +112,17 @@ def _buffers_read_before_they_are_filled(patch: Patch) -> None:
 
 
 def _buffers_filled_while_they_are_copied(patch: Patch) -> None:
-    give_back = FrozenPlace.give_back
-    patch(FrozenPlace, "give_back", lambda place, reading, _: give_back(place, reading, Work()))
+    give_back = ValuesPlace.give_back
+    patch(ValuesPlace, "give_back", lambda place, reading, _: give_back(place, reading, Work()))
+
+
+def _values_read_before_their_update_has_ended(patch: Patch) -> None:
+    def prepare(shard: Any) -> bool:
+        if shard._reading is None:
+            shard._reading = shard._place.begin()
+        return shard._reading is not None
+
+    patch(DiskShard, "prepare", prepare)
 
 
 def _no_wait_for_the_gather(patch: Patch) -> None:
@@ -156,12 +165,12 @@ def _readers_do_not_wait_for_updates(patch: Patch) -> None:
 
 
 def _sums_do_not_wait_for_copies(patch: Patch) -> None:
-    add = HostSums._add
+    use = HostSums._use
 
-    def at_once(sums: Any, total: Any, buffer: Any, arrived: Any, first: bool, behind: Any) -> None:
-        add(sums, total, buffer, torch.cuda.Event(), first, behind)
+    def at_once(sums: Any, buffer: Any, arrived: Any, then: Any, behind: Any) -> None:
+        use(sums, buffer, torch.cuda.Event(), then, behind)
 
-    patch(HostSums, "_add", at_once)
+    patch(HostSums, "_use", at_once)
 
 
 def _buffers_of_sums_taken_while_busy(patch: Patch) -> None:
@@ -245,8 +254,9 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "a sum does not wait for the copy of its gradient": _sums_do_not_wait_for_copies,
     "a buffer of sums is taken while it is in use": _buffers_of_sums_taken_while_busy,
     "nobody waits for sums": _readers_do_not_wait_for_sums,
-    "frozen weights are used before they are read": _buffers_read_before_they_are_filled,
-    "a buffer of frozen weights is filled while it is copied": _buffers_filled_while_they_are_copied,
+    "values on disk are used before they are read": _buffers_read_before_they_are_filled,
+    "a buffer of values on disk is filled while it is copied": _buffers_filled_while_they_are_copied,
+    "values on disk are read before their update has ended": _values_read_before_their_update_has_ended,
     "a checkpoint is copied before it is computed": _checkpoints_copied_at_once,
     "the copy of a checkpoint is not waited for": _without(Work, "wait in finish_keeping", on=Streams),
     "a fetch does not wait for the norm": _without(Scheduler, "fetch_after_compute in facts", on=StepDecision),

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir_moe import kernels
 from elixir_moe.memory.disk import DiskFile, Spill
-from elixir_moe.memory.frozen_disk import FrozenFile
+from elixir_moe.memory.disk_values import ValuesFile
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.streams import Streams
@@ -644,20 +644,20 @@ class Machine:
 
             return end
 
-        for room in ("memory.shard_state", "runtime.chunk"):
+        for room in ("memory.shard_state", "memory.disk_values"):
             set_to(import_module(f"elixir_moe.{room}"), "sum_of_squares", sum_of_squares)
         set_to(import_module("elixir_moe.optim.shard_update"), "adam_step", adam_step)
         for room in ("optim.optimizer", "moe.dispatch", "moe.experts"):
             set_to(import_module(f"elixir_moe.{room}"), "begin_to_host", begin_to_host)
 
     def _patch_disk(self, set_to: Callable[..., None]) -> None:
-        move, buffer, make, make_frozen = DiskFile.move, Spill.buffer, Spill.__init__, FrozenFile.__init__
+        move, buffer, make, make_values = DiskFile.move, Spill.buffer, Spill.__init__, ValuesFile.__init__
 
         def made(spill: Any, *args: Any, **kwargs: Any) -> None:
-            (make if isinstance(spill, Spill) else make_frozen)(spill, *args, **kwargs)
+            (make if isinstance(spill, Spill) else make_values)(spill, *args, **kwargs)
             self.place_on_host(spill._memory)
             spill.file_start = _FILE + (id(spill) << 40)
-            if isinstance(spill, FrozenFile):
+            if isinstance(spill, ValuesFile):
                 spill.lock = _Lock(self)  # type: ignore[assignment]
 
         def moved(spill: DiskFile, offset: int, memory: torch.Tensor, *, write: bool) -> None:
@@ -679,7 +679,7 @@ class Machine:
                     self._free_buffers[memory.data_ptr()] = self.thread.now()
 
         set_to(Spill, "__init__", made)
-        set_to(FrozenFile, "__init__", made)
+        set_to(ValuesFile, "__init__", made)
         set_to(DiskFile, "move", moved)
         set_to(Spill, "buffer", buffered)
 

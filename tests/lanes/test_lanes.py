@@ -21,6 +21,17 @@ TELLING = [
             parts=("plain", *("frozen",) * 5), plan="all on disk", blocks=0, accumulation=2, habits=frozenset({"save"})
         ),
     ),
+    (
+        1,
+        Case(
+            parts=("plain", "bias", "frozen", "mixture", "plain"),
+            plan="values on disk",
+            blocks=1,
+            half=True,
+            accumulation=2,
+            habits=frozenset({"evaluation", "value"}),
+        ),
+    ),
     (1, Case(parts=("plain", "beside"), plan="ddp", accumulation=2)),
     (1, Case(parts=("plain", "beside", "mixture"), plan="zero2")),
     (1, Case(parts=("plain", "tied", "beside"), plan="zero2", half=True, habits=frozenset({"view"}))),
@@ -140,6 +151,7 @@ LATE = [
         ("offload", False, 1, frozenset({"write"})),
         ("half", True, 2, frozenset({"read"})),
         ("disk", True, 1, frozenset({"evaluation"})),
+        ("values on disk", True, 2, frozenset({"write"})),
         ("zero2", True, 2, frozenset({"failing", "value"})),
     )
 ]
@@ -193,9 +205,9 @@ def test_a_model_with_nothing_to_train_has_a_norm_of_0(world: int, ranks: Ranks)
     assert ranks(world).run(norm_of_a_frozen_model) == [0.0] * world
 
 
-@pytest.mark.parametrize("half", [True, False])
-def test_gradients_are_summed_in_host_memory_without_a_wait(half: bool, ranks: Ranks) -> None:
-    case = Case(parts=("plain",) * 4, plan="offload", blocks=3, half=half, accumulation=2, steps=3)
+@pytest.mark.parametrize(("plan", "half"), [("offload", True), ("offload", False), ("values on disk", True)])
+def test_gradients_are_summed_outside_the_device_without_a_wait(plan: str, half: bool, ranks: Ranks) -> None:
+    case = Case(parts=("plain",) * 4, plan=plan, blocks=3, half=half, accumulation=2, steps=3)
     for outcome in ranks(1).run(run, case):
         assert not outcome.races
         assert not any("copy" in wait for waits in outcome.waits[1:] for wait in waits), outcome.waits[1:]

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.chunks.plan import FROZEN_BUFFERS, PAGE_BYTES
+from elixir_moe.chunks.plan import PAGE_BYTES, VALUES_BUFFERS
 from elixir_moe.distributed.collectives import Work
-from elixir_moe.memory.frozen_disk import FrozenElements, FrozenFile
+from elixir_moe.memory.disk_values import ValuesElements, ValuesFile
 from tests.support.cases import with_further
 from tests.support.parity import trained
 from tests.support.ranks import RankPool
@@ -25,16 +25,16 @@ WIDTH = 32
 
 @pytest.fixture
 def short_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in ("chunks.plan", "memory.frozen_disk"):
-        monkeypatch.setattr(f"elixir_moe.{room}.FROZEN_REQUEST_BYTES", REQUEST)
+    for room in ("chunks.plan", "memory.disk_values"):
+        monkeypatch.setattr(f"elixir_moe.{room}.VALUES_REQUEST_BYTES", REQUEST)
 
 
 @pytest.fixture
-def opened(tmp_path: Path, short_requests: None) -> Iterator[Callable[..., FrozenFile]]:
-    files: list[FrozenFile] = []
+def opened(tmp_path: Path, short_requests: None) -> Iterator[Callable[..., ValuesFile]]:
+    files: list[ValuesFile] = []
 
-    def make(**options: Any) -> FrozenFile:
-        files.append(FrozenFile(str(tmp_path), SIZES, torch.device("cpu"), **options))
+    def make(**options: Any) -> ValuesFile:
+        files.append(ValuesFile(str(tmp_path), SIZES, torch.device("cpu"), **options))
         return files[-1]
 
     yield make
@@ -47,7 +47,7 @@ def noise(nbytes: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_what_is_read_is_what_was_written_last(checked: bool, opened: Callable[..., FrozenFile]) -> None:
+def test_what_is_read_is_what_was_written_last(checked: bool, opened: Callable[..., ValuesFile]) -> None:
     file = opened(checked=checked)
     places = [file.take(nbytes, index) for index, nbytes in enumerate(SIZES)]
     assert sum(place.nbytes for place in places) == file.nbytes
@@ -56,7 +56,7 @@ def test_what_is_read_is_what_was_written_last(checked: bool, opened: Callable[.
         place.write(0, values)
     places[0].write(REQUEST - 4, noise(8, 9))  # in two requests
     wanted[0][REQUEST - 4 : REQUEST + 4] = noise(8, 9)
-    elements = FrozenElements(places[0], torch.bfloat16, 0, SIZES[0] // 2)[2:-1]
+    elements = ValuesElements(places[0], torch.bfloat16, 0, SIZES[0] // 2)[2:-1]
     elements[1:3].write(torch.tensor([1.0, 2.0]))
     wanted[0].view(torch.bfloat16)[3:5] = torch.tensor([1.0, 2.0])
     assert torch.equal(elements.read().view(torch.int16), wanted[0].view(torch.int16)[2:-1])
@@ -65,11 +65,16 @@ def test_what_is_read_is_what_was_written_last(checked: bool, opened: Callable[.
         assert reading is not None
         assert torch.equal(reading.values(), values)
         place.give_back(reading, Work())
+        assert place.equals(values)
+        for byte in (0, values.numel() - 1):
+            other = values.clone()
+            other[byte] += 1
+            assert not place.equals(other)
 
 
-def test_a_buffer_is_free_again_when_it_is_given_back(opened: Callable[..., FrozenFile]) -> None:
+def test_a_buffer_is_free_again_when_it_is_given_back(opened: Callable[..., ValuesFile]) -> None:
     place = opened().take(SIZES[0], 0)
-    readings = [place.begin() for _ in range(FROZEN_BUFFERS)]
+    readings = [place.begin() for _ in range(VALUES_BUFFERS)]
     assert place.begin() is None
     first = readings[0]
     assert first is not None
@@ -81,7 +86,7 @@ def test_a_buffer_is_free_again_when_it_is_given_back(opened: Callable[..., Froz
     assert copied, "the copy has ended before the buffer is filled"
 
 
-def test_a_flipped_bit_is_noticed_if_the_plan_verifies(opened: Callable[..., FrozenFile]) -> None:
+def test_a_flipped_bit_is_noticed_if_the_plan_verifies(opened: Callable[..., ValuesFile]) -> None:
     for checked in (True, False):
         file = opened(checked=checked)
         place = file.take(SIZES[0], 7)
@@ -91,7 +96,7 @@ def test_a_flipped_bit_is_noticed_if_the_plan_verifies(opened: Callable[..., Fro
         reading = place.begin()
         assert reading is not None
         if checked:
-            with pytest.raises(em.DiskError, match="frozen chunk 7, bytes 12288 to"):
+            with pytest.raises(em.DiskError, match="values of chunk 7, bytes 12288 to"):
                 reading.values()
         else:
             assert not torch.equal(reading.values(), noise(SIZES[0], 0))
@@ -100,7 +105,7 @@ def test_a_flipped_bit_is_noticed_if_the_plan_verifies(opened: Callable[..., Fro
 def test_a_disk_that_cannot_have_it_is_named(tmp_path: Path) -> None:
     for folder, sizes in ((tmp_path, [1 << 50]), (tmp_path / "nowhere", [10])):
         with pytest.raises(em.TierError, match="for shards cannot be had"):
-            FrozenFile(str(folder), sizes, torch.device("cpu"))
+            ValuesFile(str(folder), sizes, torch.device("cpu"))
 
 
 class Adapted(nn.Module):
@@ -154,6 +159,30 @@ def run(on_disk: bool, dtype: torch.dtype, folder: str, devices: int = 0) -> dic
     return trained(build, backward, plan, 3, after=after, compute_dtype=dtype)
 
 
+def copied(folder: str) -> list[int]:
+    """(rank) Elements of frozen shards that the first step copies out of the file, apart from gathers."""
+    model, optimizer = build()
+    plan = em.Plan.offload(chunk_numel=WIDTH * WIDTH + WIDTH, disk=folder, disk_chunks=99)
+    model, optimizer = em.wrap(model, optimizer, plan=plan)
+    found: list[int] = []
+    read = ValuesElements.read
+
+    def spied(elements: ValuesElements) -> Tensor:
+        found.append(elements.stop - elements.start)
+        return read(elements)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ValuesElements, "read", spied)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+    optimizer.close()
+    return found
+
+
+def test_the_first_step_compares_frozen_weights_without_a_copy(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(1).run(copied, str(tmp_path)) == [[]]
+
+
 @pytest.mark.parametrize("dtype", with_further((torch.bfloat16, torch.float32), (torch.bfloat16,)))
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("devices", with_further((0, 3), (0,)))
@@ -190,7 +219,7 @@ def test_a_checkpoint_has_the_frozen_weights(ranks: Ranks, tmp_path: Path) -> No
 
 def failing(folder: str) -> tuple[str, list[float]]:
     """(rank) What a read that fails says, and the losses of a training that goes on after it."""
-    losses, said, move = [], "", FrozenFile.move
+    losses, said, move = [], "", ValuesFile.move
     for fails in (False, True):
         torch.manual_seed(1)
         model, optimizer = build()
@@ -198,7 +227,7 @@ def failing(folder: str) -> tuple[str, list[float]]:
         model, optimizer = em.wrap(model, optimizer, plan=plan)
         reads = 0
 
-        def once(file: FrozenFile, offset: int, memory: Tensor, *, write: bool) -> None:
+        def once(file: ValuesFile, offset: int, memory: Tensor, *, write: bool) -> None:
             nonlocal reads
             reads += 1
             if reads == 3:
@@ -209,7 +238,7 @@ def failing(folder: str) -> tuple[str, list[float]]:
             rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
             with pytest.MonkeyPatch.context() as patch:
                 if fails and step == 1:
-                    patch.setattr(FrozenFile, "move", once)
+                    patch.setattr(ValuesFile, "move", once)
                     try:
                         model(rows).square().mean().backward()
                     except em.DiskError as error:

@@ -52,6 +52,9 @@ def plans(least: int, least_offloaded: int, every: int) -> dict[str, em.Plan]:
         f"offload-{middle}-mixed": em.Plan.offload(rcache_blocks=middle, device_chunks=3, chunk_numel=CHUNK),
         "offload-all": em.Plan.offload(rcache_blocks="all", chunk_numel=CHUNK),
         "disk": em.Plan.offload(rcache_blocks=middle, device_chunks=2, disk_chunks=every // 2, chunk_numel=CHUNK),
+        "values-on-disk": em.Plan.offload(
+            rcache_blocks=middle, device_chunks=1, disk_chunks=every // 2, values_on_disk=True, chunk_numel=CHUNK
+        ),
     }
 
 

@@ -303,13 +303,13 @@ def test_sums_of_several_backwards_are_planned_for(ranks: Ranks) -> None:
     assert counted == {"device": device, "host": host, "disk": 0}
 
 
-def on_disk(folder: str, hardware: str | None) -> dict[str, Any]:
+def on_disk(folder: str, hardware: str | None, layers: int = 4) -> dict[str, Any]:
     """(rank) A training whose host memory is too small for what its budget leaves over, with a disk beside it."""
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=32, seq_len=8, n_layers=4, d_model=64, n_heads=2, tie_embeddings=False)
+    config = GPTConfig(vocab_size=32, seq_len=8, n_layers=layers, d_model=64, n_heads=2, tie_embeddings=False)
     model, plainer = GPT(config), GPT(config)
     plainer.load_state_dict(model.state_dict())
-    sample, budget = tokens(0, 0, 8, 32), 1_200_000
+    sample, budget = tokens(0, 0, 8, 32), 300_000 * layers
     room = budget + 1_600_000
     wanted = em.Plan.auto(lm_loss, sample, hardware=hardware, budget=budget)
     with mock.patch("elixir_moe.search.auto.host_bytes_left", return_value=room):
@@ -331,9 +331,12 @@ def on_disk(folder: str, hardware: str | None) -> dict[str, Any]:
     return result
 
 
-def test_what_host_memory_cannot_take_goes_to_disk(ranks: Ranks, tmp_path: Path) -> None:
-    (found,) = ranks(1).run(on_disk, str(tmp_path), MACHINE)
-    assert found["plan"].disk_chunks > 0 and found["counted"] == found["predicted"]
+@pytest.mark.parametrize(("layers", "whole"), [(4, False), (8, True)])
+def test_what_host_memory_cannot_take_goes_to_disk(layers: int, whole: bool, ranks: Ranks, tmp_path: Path) -> None:
+    """Values too, only where host memory is too small for those of a deeper model."""
+    (found,) = ranks(1).run(on_disk, str(tmp_path), MACHINE, layers)
+    assert found["plan"].disk_chunks > 0 and found["plan"].values_on_disk == whole
+    assert found["counted"] == found["predicted"]
     assert found["counted"]["disk"] > 0
     assert found["worst"] < 1e-6
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -19,6 +20,7 @@ from elixir_moe.search.profile import Profile, SentCollective
 from tests.support.cases import with_further
 
 MACHINE = "a100-80g-pcie-x4"
+DISK = {"disk_read": 2.0, "disk_write": 1.0}
 
 
 def machine_file() -> dict[str, Any]:
@@ -58,6 +60,24 @@ def test_six_bytes_a_parameter() -> None:
     assert (host.host_numel, host.device_numel) == (3 * shard, shard)
     cached = cost.traffic(Plan.offload(rcache_blocks="all", device_chunks=1), layout, [0, 1, 2, 3])
     assert cached.fetched_bytes == 3 * 2 * shard
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_values_on_disk_are_read_and_gradients_written_there(accumulation: int) -> None:
+    """bf16: 2 read for each gather, 4 written for each gradient, 4 read for each but the first; 16 and 14 an update."""
+    shard = (1 << 20) // 2
+    layout, hardware = build_layout(profile().params, 1 << 20), replace(Hardware.named(MACHINE), **DISK)
+    plan = Plan.offload(rcache_blocks=1, device_chunks=1, disk_chunks=2, values_on_disk=True)
+    moved = cost.traffic(plan, layout, [0, 1, 2, 3, 3, 2, 1, 0])
+    assert moved.fetched_bytes == 3 * 2 * 2 * shard and moved.read_bytes == 2 * 2 * 2 * shard
+    assert (moved.disk_read_bytes, moved.disk_written_bytes) == (2 * 16 * shard, 2 * 14 * shard)
+    seconds = cost.seconds(profile(), moved, hardware, 2, accumulation=accumulation)
+    reads, writes = accumulation * 8 * shard + (accumulation - 1) * 8 * shard, accumulation * 8 * shard
+    assert seconds.fetch == pytest.approx(2 * (reads / 2e9 + writes / 1e9))
+    assert seconds.disk_update == pytest.approx(2 * (32 * shard / 2e9 + 28 * shard / 1e9))
+    kept = cost.traffic(replace(plan, values_on_disk=False), layout, [0, 1, 2, 3, 3, 2, 1, 0])
+    assert kept.read_bytes == kept.summed_bytes == 0
+    assert kept.disk_read_bytes == kept.disk_written_bytes == 2 * 12 * shard
 
 
 def test_a_step_is_the_sum_of_what_is_written_in_the_docs() -> None:

@@ -83,6 +83,14 @@ def drawn(rng: random.Random) -> Task:
     )
 
 
+def with_little_host_memory(rng: random.Random) -> Task:
+    """As `drawn`, with a disk that is large enough and too little memory for the values of all chunks on it."""
+    task = drawn(rng)
+    _, most = task.held_bytes(price(task, Plan.offload(rcache_blocks="all")).size)
+    disk = rng.choice([most, PLENTY, PLENTY])
+    return replace(task, host_bytes=int(rng.uniform(0.0, 0.3) * most), disk_bytes=disk)
+
+
 def _kept(rng: random.Random, held: int) -> dict[str, tuple[int, ...]]:
     """Inputs of checkpointed regions among `held` bytes of activations, in half of the cases."""
     if not held or rng.random() < 0.5:
@@ -100,9 +108,16 @@ def every_plan(task: Task, rng: random.Random) -> Iterator[Choice]:
         layout = price(task, Plan.offload(rcache_blocks="all", chunk_numel=length)).layout
         chunks = len(layout.chunks)
         for device_chunks, blocks in product(range(chunks + 1), range(1, layout.most_blocks + 1)):
-            for disk_chunks in range(chunks - device_chunks + 1 if task.disk_bytes else 1):
+            on_disk = range(chunks - device_chunks + 1 if task.disk_bytes else 1)
+            for disk_chunks, whole in product(on_disk, (False, True)):
+                if whole and not disk_chunks:
+                    continue
                 plan = Plan.offload(
-                    rcache_blocks=blocks, device_chunks=device_chunks, disk_chunks=disk_chunks, chunk_numel=length
+                    rcache_blocks=blocks,
+                    device_chunks=device_chunks,
+                    disk_chunks=disk_chunks,
+                    values_on_disk=whole,
+                    chunk_numel=length,
                 )
                 for regions in away:
                     try:
@@ -138,7 +153,8 @@ def what_would_help(task: Task, message: str) -> Iterator[Task]:
         yield replace(task, disk_bytes=(task.disk_bytes or 0) + nbytes_of(more))
     for less in re.findall(rf"free {_SIZE} of the", changes):
         freed = task.profile.activation_bytes - nbytes_of(less)
-        yield replace(task, profile=replace(task.profile, activation_bytes=freed))
+        peaks = tuple(peak - nbytes_of(less) for peak in task.profile.kept_peaks)
+        yield replace(task, profile=replace(task.profile, activation_bytes=freed, kept_peaks=peaks))
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +163,9 @@ def short_pages() -> Iterator[None]:
     with (
         mock.patch("elixir_moe.chunks.plan.SPILL_ALIGN_NUMEL", 4),
         mock.patch("elixir_moe.chunks.plan._SPILL_SLICE_NUMEL", 8),
+        mock.patch("elixir_moe.chunks.plan.PAGE_BYTES", 16),
+        mock.patch("elixir_moe.chunks.plan.VALUES_BUFFERS", 1),
+        mock.patch("elixir_moe.chunks.plan.VALUES_REQUEST_BYTES", 16),
     ):
         yield
 
@@ -154,7 +173,16 @@ def short_pages() -> Iterator[None]:
 @pytest.mark.parametrize("seed", with_further(range(400), range(30)))
 def test_nothing_beats_the_plan_found(seed: int) -> None:
     rng = random.Random(seed)
-    task = drawn(rng)
+    nothing_beats_the_plan_for(drawn(rng), rng)
+
+
+@pytest.mark.parametrize("seed", with_further(range(200), (0, 1, 30, 51, 59, 88)))
+def test_nothing_beats_the_plan_found_with_little_host_memory(seed: int) -> None:
+    rng = random.Random(seed)
+    nothing_beats_the_plan_for(with_little_host_memory(rng), rng)
+
+
+def nothing_beats_the_plan_for(task: Task, rng: random.Random) -> None:
     best = min((choice.seconds.step for choice in every_plan(task, rng)), default=None)
     if best is None:
         with pytest.raises(PlanError, match=r"too little (device|host) memory") as error:

@@ -300,5 +300,5 @@ def _fill(move: _Move, files: Files, optimizer: ShardedOptimizer) -> None:
             for here, there in pairs:
                 here.of(place).copy_(there.of(read))
         kept[name].write(place)
-        if name == WEIGHT and shard.values_shard is not None:
-            shard.values_shard[held.here].copy_(place)
+        if name == WEIGHT:
+            shard.write_values(held.here.start, place)

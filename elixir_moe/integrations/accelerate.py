@@ -1,0 +1,183 @@
+"""Hugging Face Accelerate: an `Accelerator` whose `prepare` wraps model and optimizer.
+
+Owns which of Accelerate's verbs go to this library: preparing model and optimizer, clipping, saving and loading. All
+others are Accelerate's own: data loaders, schedulers, accumulation, gathering, logging. Needs the package `accelerate`.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+
+from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.distributed.all_ranks import raise_on_all_ranks
+from elixir_moe.errors import CheckpointError, ConfigError, UsageError
+from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.parallel.mesh import init_mesh
+from elixir_moe.state.checkpoint.load import load
+from elixir_moe.state.checkpoint.save import save
+from elixir_moe.state.full import full_state_dict
+from elixir_moe.wrap import wrap
+
+CHECKPOINT = "elixir_moe"
+"""The folder, in one of Accelerate's or the Trainer's, with the checkpoint of model and optimizer."""
+_SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_DTYPES = {"no": None, "bf16": torch.bfloat16}
+
+
+def save_over(folder: str, model: nn.Module, optimizer: ShardedOptimizer) -> None:
+    """Saves a checkpoint in a folder; one that is there already is replaced once the new one is whole. Collective."""
+    target = os.path.join(folder, CHECKPOINT)
+    there = raise_on_all_ranks("looked for a checkpoint", lambda: os.path.exists(target))[0]
+    save(f"{target}.new" if there else target, model, optimizer)
+
+    def replace() -> None:
+        if there and dist.get_rank() == 0:
+            shutil.rmtree(target)
+            os.rename(f"{target}.new", target)
+
+    raise_on_all_ranks("replaced a checkpoint", replace, error=CheckpointError)
+
+
+class ElixirAccelerator(Accelerator):
+    """Accelerate's `Accelerator`; `prepare` calls `em.wrap` on the model and optimizer that it is given.
+
+    ``mixed_precision="bf16"`` becomes `compute_dtype`: weights are gathered in bf16, and fp32 masters are updated.
+    """
+
+    def __init__(
+        self, *args: Any, plan: Plan | AutoPlan | None = None, wrap: dict[str, Any] | None = None, **kwargs: Any
+    ):
+        """`plan`: as in `em.wrap`, by default `Plan.zero3()`. `wrap`: its further arguments. The rest is Accelerate's.
+
+        Raises:
+            ConfigError: other settings want to shard or to convert the model too.
+        """
+        super().__init__(*args, **kwargs)
+        self._adopt(plan, wrap)
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, plan: Plan | AutoPlan | None, wrap: dict[str, Any] | None) -> Self:
+        """Makes an accelerator that others have built one of this class. Raises ConfigError, as the constructor."""
+        accelerator.__class__ = cls
+        assert isinstance(accelerator, cls)
+        accelerator._adopt(plan, wrap)
+        return accelerator
+
+    def _adopt(self, plan: Plan | AutoPlan | None, options: dict[str, Any] | None) -> None:
+        if self.distributed_type not in _SERVED:
+            raise ConfigError(
+                f"accelerate is configured for {self.distributed_type.value}, which shards the model as well: leave it "
+                f"out of its configuration, and start ranks with torchrun"
+            )
+        if self.mixed_precision not in _DTYPES:
+            raise ConfigError(f"mixed_precision={self.mixed_precision!r}: expected 'bf16' or 'no'")
+        if self.state.dynamo_plugin.backend.value != "NO":
+            raise ConfigError("a wrapped model cannot be compiled as a whole: leave torch_compile out")
+        self._plan = Plan.zero3() if plan is None else plan
+        self._options = {"compute_dtype": _DTYPES[self.mixed_precision], **(options or {})}
+        self._wrapped: tuple[nn.Module, ShardedOptimizer] | None = None
+
+    # ------------------------------------------------------------------------------------------------------- prepare
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As Accelerate's, for a model together with its optimizer, data loaders and schedulers.
+
+        The model stays the same object; the optimizer is an `AcceleratedOptimizer` around the sharded one.
+
+        Raises:
+            UsageError: a model comes without its optimizer, or a second model.
+        """
+        models = [item for item in args if isinstance(item, nn.Module)]
+        optimizers = [item for item in args if isinstance(item, torch.optim.Optimizer)]
+        if any(self._is_wrapped(model) for model in models) and not optimizers:
+            models = []
+        made: dict[int, Any] = {}
+        if models or optimizers:
+            if (len(models), len(optimizers)) != (1, 1) or self._wrapped is not None:
+                raise UsageError(
+                    f"prepare got {len(models)} models and {len(optimizers)} optimizers"
+                    f"{', after others' * (self._wrapped is not None)}: give one model with its optimizer, once"
+                )
+            if not dist.is_initialized():
+                init_mesh(device_type=self.device.type)
+            self._wrapped = wrap(models[0], optimizers[0], plan=self._plan, device=self.device, **self._options)
+            # With a device to place it on, Accelerate would take the optimizer's state dict and load it again.
+            made = {
+                id(models[0]): self._wrapped[0],
+                id(optimizers[0]): self.prepare_optimizer(self._wrapped[1], device_placement=False),
+            }
+        rest = [item for item in args if id(item) not in made and not isinstance(item, nn.Module)]
+        prepared = super().prepare(*rest) if rest else ()
+        others = iter(prepared if len(rest) > 1 else (prepared,))
+        found = tuple(
+            made[id(item)] if id(item) in made else item if isinstance(item, nn.Module) else next(others)
+            for item in args
+        )
+        return found if len(found) > 1 else found[0]
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The model itself if it is wrapped, else as Accelerate's: to evaluate a model that is not trained."""
+        if self._is_wrapped(model):
+            return model
+        found: nn.Module = super().prepare_model(model, *args, **kwargs)
+        return found
+
+    def _is_wrapped(self, model: nn.Module) -> bool:
+        return self._wrapped is not None and self._wrapped[0] is model
+
+    def _both(self) -> tuple[nn.Module, ShardedOptimizer]:
+        if self._wrapped is None:
+            raise UsageError("this needs model and optimizer: call prepare with both first")
+        return self._wrapped
+
+    # ------------------------------------------------------------------------------------------------------ gradients
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """As `ShardedOptimizer.clip_grad_norm_`, over all parameters. Raises UsageError for other norms."""
+        if norm_type != 2:
+            raise UsageError(f"norm_type={norm_type}: gradients are clipped by the norm of degree 2")
+        return self._both()[1].clip_grad_norm_(max_norm)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """As `ShardedOptimizer.clip_grad_value_`, over all parameters of the model."""
+        self._both()[1].clip_grad_value_(clip_value)
+
+    # ---------------------------------------------------------------------------------------------------------- state
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """As `em.full_state_dict`: on rank 0 alone. Collective."""
+        return full_state_dict(model)
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
+        """As Accelerate's, with a checkpoint of `em.save` for model and optimizer. Collective."""
+        model, optimizer = self._both()
+        with self._without_optimizers():
+            folder: str = super().save_state(output_dir, *args, **kwargs)
+        save_over(folder, model, optimizer)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """The inverse of `save_state`, on any number of ranks. Collective."""
+        model, optimizer = self._both()
+        if input_dir is None:
+            raise UsageError("load_state needs the folder that save_state returned")
+        load(os.path.join(input_dir, CHECKPOINT), model, optimizer)
+        with self._without_optimizers():
+            super().load_state(input_dir, *args, **kwargs)
+
+    @contextmanager
+    def _without_optimizers(self) -> Iterator[None]:
+        optimizers = self._optimizers  # type: ignore[has-type]
+        self._optimizers = []
+        try:
+            yield
+        finally:
+            self._optimizers = optimizers

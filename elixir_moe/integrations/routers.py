@@ -1,0 +1,124 @@
+"""The routers of Hugging Face's mixtures: their load, fp32, and a balance without a loss.
+
+Owns hooks on the routers and the counts of tokens. A router is a module with `num_experts` that returns (logits,
+weights, indices), as all mixtures of `transformers` 5 have; it keeps its class.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elixir_moe.errors import ConfigError
+from elixir_moe.parallel.mesh import init_mesh
+from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.parallel.rules import annotate, pattern_of
+from elixir_moe.runtime.autograd import in_backward
+
+_BIAS = "e_score_correction_bias"
+
+
+class Routers:
+    """All routers of a model: the tokens that each has sent to each expert, over all ranks."""
+
+    def __init__(self, model: nn.Module, *, fp32: bool = False, balance: float = 0.0) -> None:
+        """Finds the routers. Call it before `em.wrap`, and `step` after each ``optimizer.step()``.
+
+        Args:
+            model: a model of `transformers`, or one that contains such a model (peft).
+            fp32: keep the routers' weights in fp32 and compute them in fp32, whatever `compute_dtype` is.
+            balance: after each step, add this to the selection bias of experts that got fewer tokens than the mean, and
+                take it from those that got more (DeepSeek-V3, 2.1.2: gamma, 0.001 there).
+
+        Raises:
+            ConfigError: there is no router, or `balance` is given for routers without a selection bias.
+        """
+        self.modules = {
+            name: module
+            for name, module in model.named_modules()
+            if type(module).__name__.endswith("Router") and isinstance(getattr(module, "num_experts", None), int)
+        }
+        if not self.modules:
+            raise ConfigError("the model has no router: expected modules named ...Router with num_experts")
+        without = [name for name, module in self.modules.items() if not hasattr(module, _BIAS)]
+        if balance and without:
+            raise ConfigError(
+                f"balance={balance}: {without[0]} has no {_BIAS}, as DeepSeek's routers have; leave it out"
+            )
+        self._balance = balance
+        self._counts: dict[str, Tensor] = {}
+        self._since: dict[str, Tensor] = {}
+        for name, module in self.modules.items():
+            module.register_forward_hook(self._counting(name))
+            if fp32:
+                self._keep_fp32(module)
+
+    def _counting(self, name: str) -> Any:
+        def count(module: nn.Module, args: Sequence[Any], output: Sequence[Tensor]) -> None:
+            if module.training and not in_backward():
+                chosen = output[2].detach().reshape(-1)
+                found = torch.bincount(chosen, minlength=int(module.num_experts))  # type: ignore[arg-type]
+                self._counts[name] = self._counts[name] + found if name in self._counts else found
+
+        return count
+
+    @staticmethod
+    def _keep_fp32(module: nn.Module) -> None:
+        mesh = init_mesh()
+        for name, parameter in module.named_parameters():
+            if pattern_of(parameter) is None:
+                annotate(module, {name: Pattern(mesh, replicate=("dp",), dtype=torch.float32)})
+
+        def widen(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (args[0].float(), *args[1:])
+
+        def narrow(_: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (output[0], output[1].to(dtypes.pop()), *output[2:])
+
+        dtypes: list[torch.dtype] = []
+        module.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
+        module.register_forward_pre_hook(widen)
+        module.register_forward_hook(narrow)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Sums the counts of the step over all ranks, and moves the biases. Collective."""
+        names = list(self.modules)
+        sizes = [int(module.num_experts) for module in self.modules.values()]  # type: ignore[arg-type]
+        some = next(iter(self._counts.values()), None)
+        if some is None:
+            counts = torch.zeros(sum(sizes), dtype=torch.int64)
+        else:
+            counts = torch.cat(
+                [self._counts.get(name, some.new_zeros(size)) for name, size in zip(names, sizes, strict=True)]
+            )
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+        self._counts.clear()
+        for name, found in zip(names, counts.split(sizes), strict=True):
+            self._since[name] = self._since[name] + found if name in self._since else found
+            if self._balance:
+                bias: Any = getattr(self.modules[name], _BIAS)
+                bias += self._balance * (found.float().mean() - found).sign().to(bias)
+
+    def loads(self) -> dict[str, Tensor]:
+        """{router: tokens sent to each expert since the last call}, over all ranks and all steps in between."""
+        found, self._since = self._since, {}
+        return {name: counts.cpu() for name, counts in found.items()}
+
+
+def busiest(loads: dict[str, Tensor]) -> dict[str, float]:
+    """{router: tokens of its busiest expert, in multiples of an even share}."""
+    return {name: float(counts.max() / counts.float().mean().clamp(min=1e-9)) for name, counts in loads.items()}
+
+
+def load_table(loads: dict[str, Tensor]) -> str:
+    """The loads as text: a line for each router, a column for each expert, in percent of the router's tokens."""
+    width = max(map(len, loads), default=0)
+    lines = [f"{'router':{width}}  % of tokens by expert"]
+    for name, counts in loads.items():
+        shares = 100 * counts / counts.sum().clamp(min=1)
+        lines.append(f"{name:{width}}  {' '.join(f'{share:5.1f}' for share in shares.tolist())}")
+    return "\n".join(lines)

@@ -1,0 +1,153 @@
+"""Hugging Face's Trainer, and trainers built on it such as TRL's SFTTrainer.
+
+Owns what a trainer must do otherwise with a wrapped model: how it is prepared (`integrations.accelerate`), saved,
+loaded and resumed, and which of its settings contradict this library. The loop, the losses, schedulers, accumulation,
+evaluation and logging are the trainer's own. Needs the packages `transformers` and `accelerate`.
+
+A checkpoint folder of the trainer has weights for `from_pretrained`, and beside them those of `em.save`, from which
+training resumes on any number of ranks.
+"""
+
+import os
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import SCHEDULER_NAME
+
+from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.errors import ConfigError
+from elixir_moe.integrations.accelerate import CHECKPOINT, ElixirAccelerator, save_over
+from elixir_moe.integrations.routers import Routers, busiest
+from elixir_moe.state.checkpoint.load import load
+from elixir_moe.state.huggingface import save_pretrained
+from elixir_moe.state.wrapped import Wrapped
+
+_REFUSED = {
+    "fsdp": "it shards the model as well",
+    "deepspeed": "it shards the model as well",
+    "torch_compile": "a wrapped model cannot be compiled as a whole",
+    "fp16": "its loss scale is Accelerate's; train in bf16",
+    "auto_find_batch_size": "a wrapped model cannot be built anew in the same process",
+}
+
+
+class _AfterStep(TrainerCallback):
+    """Tells the routers that a step is over."""
+
+    def __init__(self, routers: Routers) -> None:
+        self._routers = routers
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Called behind each update."""
+        self._routers.step()
+
+
+_Trainer: Any = object
+"""The trainer that the mixin is mixed into."""
+
+
+class ElixirMixin(_Trainer):
+    """Makes a Trainer train a model under a plan: ``class MyTrainer(ElixirMixin, SFTTrainer): pass``."""
+
+    def __init__(
+        self,
+        *args: Any,
+        plan: Plan | AutoPlan | None = None,
+        wrap: dict[str, Any] | None = None,
+        routers: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As the trainer's own constructor.
+
+        Args:
+            args, kwargs: the trainer's.
+            plan: as in `em.wrap`, by default `Plan.zero3()`.
+            wrap: further arguments of `em.wrap`. With ``bf16=True`` among the trainer's settings, `compute_dtype` is
+                bf16.
+            routers: arguments of `integrations.routers.Routers`, or {}, to log the load of a mixture's experts:
+                ``router_busiest`` is the busiest expert's tokens in multiples of an even share, for each router and
+                the worst of them.
+
+        Raises:
+            ConfigError: a setting of the trainer contradicts this library.
+        """
+        self._plan, self._wrap = plan, wrap
+        super().__init__(*args, **kwargs)
+        self.routers = None if routers is None else Routers(self.model, **routers)
+        if self.routers is not None:
+            self.add_callback(_AfterStep(self.routers))
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As Trainer's, with the load of routers beside each loss."""
+        if self.routers is not None and "loss" in logs:
+            found = busiest(self.routers.loads())
+            logs["router_busiest"] = max(found.values(), default=0.0)
+            logs |= {f"router_busiest/{name}": load for name, load in found.items()}
+        super().log(logs, *args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As Trainer's; the accelerator is an `ElixirAccelerator`. Raises ConfigError."""
+        for name, why in _REFUSED.items():
+            if getattr(self.args, name, None):
+                raise ConfigError(f"TrainingArguments({name}={getattr(self.args, name)!r}): {why}; leave it out")
+        if self.args.n_gpu > 1:
+            raise ConfigError(f"one process sees {self.args.n_gpu} GPUs: start one for each with torchrun")
+        super().create_accelerator_and_postprocess()
+        ElixirAccelerator.adopt(self.accelerator, self._plan, self._wrap)
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Leaves the model where it is: `em.wrap` moves weights to the device as the plan says."""
+
+    def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:
+        return False  # the norm is one over all meshes; parameters show no gradients
+
+    # --------------------------------------------------------------------------------------------------------- saving
+
+    @property
+    def _elixir(self) -> Wrapped | None:
+        return getattr(self.model, "_elixir", None)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's, by `em.save_pretrained`: of a peft model, the adapters alone. Collective."""
+        if self._elixir is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = self.args.output_dir if output_dir is None else output_dir
+        save_pretrained(self.model, folder)
+        if self.args.should_save:
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, "training_args.bin"))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_over(output_dir, self.model, self._sharded)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    # -------------------------------------------------------------------------------------------------------- loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if not os.path.isdir(os.path.join(resume_from_checkpoint, CHECKPOINT)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not os.path.isdir(os.path.join(checkpoint, CHECKPOINT)):
+            return
+        load(os.path.join(checkpoint, CHECKPOINT), self.model, self._sharded)
+        state = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
+
+    def _load_best_model(self) -> None:
+        load(os.path.join(self.state.best_model_checkpoint, CHECKPOINT), self.model, self._sharded)
+
+    @property
+    def _sharded(self) -> Any:
+        assert self._elixir is not None
+        return self._elixir.optimizer
+
+
+class ElixirTrainer(ElixirMixin, Trainer):
+    """Hugging Face's `Trainer` for models under a plan."""

@@ -1,0 +1,259 @@
+"""Values on disk: one file for each rank, read ahead of the gathers.
+
+Owns the file, its checksums, and the buffers in host memory through which values reach the device. Frozen chunks have
+nothing else; of trainable chunks in the file, `WhollySpilled` is the rest. `runtime.scheduler` says when.
+
+    decided   `begin` takes a free buffer and starts to read, in requests on a few threads
+    gathered  `Reading.values` waits for the last request; the gather copies the values to its block
+    copied    `give_back` frees the buffer, which is filled again when the copy has ended
+
+Source: ZeRO-Infinity, 5.2.2 (disk to host, host to device and gather at the same time) and 6.3 (page-locked buffers are
+few and used again).
+"""
+
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import torch
+
+from elixir_moe.chunks.plan import VALUES_BUFFERS, VALUES_REQUEST_BYTES, paged_bytes, values_buffer_bytes
+from elixir_moe.distributed.collectives import Work
+from elixir_moe.errors import DiskError
+from elixir_moe.kernels import sum_of_squares
+from elixir_moe.memory.direct_file import paged_memory
+from elixir_moe.memory.disk import DiskFile, Spill, Spilled, bytes_of
+from elixir_moe.memory.slabs import page_lock
+
+
+class ValuesFile(DiskFile):
+    """The file of one rank, and its buffers."""
+
+    def __init__(
+        self, directory: str, sizes: Sequence[int], device: torch.device, *, rank: int = 0, checked: bool = False
+    ) -> None:
+        """Makes the file. `sizes` are the bytes of each chunk's shard; the rest is as for `Spill`."""
+        super().__init__(directory, sum(map(paged_bytes, sizes)), rank=rank)
+        self.checked = checked
+        self.buffer_bytes = values_buffer_bytes(sizes)
+        self._memory = torch.frombuffer(paged_memory(self.buffer_bytes), dtype=torch.uint8)
+        if device.type == "cuda":
+            page_lock(self._memory)
+        buffers = paged_bytes(max(sizes)) * VALUES_BUFFERS
+        self.own = self._memory[buffers:]
+        """Memory for what is read or written apart from gathers."""
+        self.lock = threading.Lock()
+        """Held while `own` is in use."""
+        self.free = deque((buffer, Work()) for buffer in self._memory[:buffers].chunk(VALUES_BUFFERS))
+        """Buffers with the copy that must end before they are filled again."""
+        self._taken = 0
+
+    def take(self, nbytes: int, chunk: int, request_bytes: int | None = None) -> "ValuesPlace":
+        """The place of the next chunk's values.
+
+        Args:
+            nbytes: the bytes of the values.
+            chunk: its number, for messages.
+            request_bytes: bytes read at once, where the values are written in parts of so many.
+        """
+        start, self._taken = self._taken, self._taken + paged_bytes(nbytes)
+        assert self._taken <= self.nbytes, "file handed out beyond its size"
+        return ValuesPlace(self, start, nbytes, chunk, paged_bytes(request_bytes or VALUES_REQUEST_BYTES))
+
+
+class Reading:
+    """The values of one chunk on their way to a buffer."""
+
+    def __init__(self, buffer: torch.Tensor, nbytes: int, requests: "list[Future[None]]") -> None:
+        self.buffer = buffer
+        self._nbytes, self._requests = nbytes, requests
+
+    @property
+    def done(self) -> bool:
+        """Whether `values` returns at once."""
+        return all(request.done() for request in self._requests)
+
+    def values(self) -> torch.Tensor:
+        """The values, as bytes. Blocks until they are there. Raises DiskError."""
+        for request in self._requests:
+            request.result()
+        return self.buffer[: self._nbytes]
+
+    def end(self) -> None:
+        """Blocks until nobody writes to the buffer."""
+        for request in self._requests:
+            request.exception()
+
+
+class ValuesPlace:
+    """The values of one chunk on disk, as bytes."""
+
+    def __init__(self, file: ValuesFile, offset: int, nbytes: int, chunk: int, request_bytes: int) -> None:
+        self._file, self._offset, self._chunk = file, offset, chunk
+        self._nbytes, self._request_bytes = nbytes, request_bytes
+        self.nbytes = paged_bytes(nbytes)
+        """Bytes of the file."""
+        self._checksums: dict[int, int] = {}
+
+    def begin(self) -> Reading | None:
+        """Starts to read into a free buffer; None if there is none."""
+        if not self._file.free:
+            return None
+        buffer, copied = self._file.free.popleft()
+
+        def request(start: int, stop: int) -> None:
+            copied.synchronize()
+            self._load(start, buffer[start:stop])
+
+        submit = self._file.threads.submit
+        return Reading(buffer, self._nbytes, [submit(request, start, stop) for start, stop in self._requests()])
+
+    def give_back(self, reading: Reading, copied: Work) -> None:
+        """Frees the buffer of a reading; it is filled again when `copied` has ended."""
+        reading.end()
+        self._file.free.append((reading.buffer, copied))
+
+    def read(self, start: int, into: torch.Tensor) -> None:
+        """Copies bytes from `start` on to `into`, flat uint8. Raises DiskError."""
+        for first, place, here, there in self._parts(start, start + into.numel()):
+            with self._file.lock:
+                self._load(first, place)
+                into[here] = place[there]
+
+    def equals(self, values: torch.Tensor) -> bool:
+        """Whether all bytes are those of `values`, flat uint8 on any device. Copies no shard. Raises DiskError."""
+        for first, place, here, there in self._parts(0, values.numel()):
+            with self._file.lock:
+                self._load(first, place)
+                if not same_bits(values[here].cpu(), place[there]):
+                    return False
+        return True
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Overwrites bytes from `start` on with `values`, flat uint8. Raises DiskError."""
+        for first, place, here, there in self._parts(start, start + values.numel()):
+            with self._file.lock:
+                if there.stop - there.start < min(place.numel(), self._nbytes - first):
+                    self._load(first, place)
+                place[there] = values[here]
+                self.overwrite(first, place)
+
+    def overwrite(self, start: int, request: torch.Tensor) -> None:
+        """Writes the whole request that begins at byte `start`, in whole pages. Raises DiskError. For any thread."""
+        self._checksums.pop(start, None)  # an interrupt leaves no checksum, not a wrong one
+        self._file.move(self._offset + start, request, write=True)
+        if self._file.checked:
+            self._checksums[start] = zlib.crc32(bytes_of(request))
+
+    def _requests(self) -> Iterator[tuple[int, int]]:
+        """(start, stop) of the requests, in whole pages."""
+        for start in range(0, self.nbytes, self._request_bytes):
+            yield start, min(start + self._request_bytes, self.nbytes)
+
+    def _parts(self, low: int, high: int) -> Iterator[tuple[int, torch.Tensor, slice, slice]]:
+        """(start, memory, bytes of the caller, bytes of the memory) of the requests with bytes `low` to `high`."""
+        for start, stop in self._requests():
+            first, last = max(low, start), min(high, stop)
+            if first < last:
+                place = self._file.own[: stop - start]
+                yield start, place, slice(first - low, last - low), slice(first - start, last - start)
+
+    def _load(self, start: int, place: torch.Tensor) -> None:
+        self._file.move(self._offset + start, place, write=False)
+        wanted = self._checksums.get(start)
+        if wanted is not None and zlib.crc32(bytes_of(place)) != wanted:
+            raise DiskError(
+                f"{self._file.where}: what rank {self._file.rank} read from {self._file.directory!r} is not what it "
+                f"wrote there (values of chunk {self._chunk}, bytes {start} to {start + place.numel()} of its shard): "
+                f"the disk cannot be trusted; go on from a checkpoint, on another one"
+            )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two flat tensors are alike, NaNs included."""
+    a, b = a.view(torch.uint8), b.view(torch.uint8)
+    if a.numel() % 4 == 0 and a.storage_offset() % 4 == b.storage_offset() % 4 == 0:
+        a, b = a.view(torch.int32), b.view(torch.int32)  # four times as fast as bytes
+    return torch.equal(a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesElements:
+    """Elements of values on disk, as `shard_state.Elements`."""
+
+    place: ValuesPlace
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    def read(self) -> torch.Tensor:
+        """As `Elements.read`."""
+        found = torch.empty(self.stop - self.start, dtype=self.dtype, device="cpu")
+        self.place.read(self.start * self.dtype.itemsize, found.view(torch.uint8))
+        return found
+
+    def write(self, values: torch.Tensor) -> None:
+        """As `Elements.write`."""
+        self.place.write(self.start * self.dtype.itemsize, values.to(self.dtype).cpu().view(torch.uint8))
+
+    def __getitem__(self, part: slice) -> "ValuesElements":
+        start, stop, _ = part.indices(self.stop - self.start)
+        return replace(self, start=self.start + start, stop=self.start + max(start, stop))
+
+
+class WhollySpilled(Spilled):
+    """The arrays of a chunk of which nothing stays in host memory: master, moments, and the gradient's sum as the last.
+
+    An update reads them all, writes master and moments, and writes the values to their place. In its record the memory
+    of the gradient, which is used up then, takes the values.
+    """
+
+    def __init__(self, spill: Spill, numel: int, chunk: int, values: ValuesElements) -> None:
+        super().__init__(spill, spill.reserve(numel), numel, chunk)
+        self._values = values
+        self.gradient = spill.arrays - 1
+        """The number of the array that is the gradient's sum."""
+
+    def _leave(self, index: int, arrays: list[torch.Tensor]) -> None:
+        *lasting, spare = arrays
+        super()._leave(index, lasting)
+        (start, stop), itemsize = self._bounds(index), self._values.dtype.itemsize
+        memory = spare.view(torch.uint8)[: paged_bytes((stop - start) * itemsize)]
+        memory[: (stop - start) * itemsize].view(self._values.dtype).copy_(lasting[0][: stop - start])
+        self._values.place.overwrite(start * itemsize, memory)
+
+    def add_gradient(self, term: torch.Tensor, *, first: bool) -> float:
+        """Adds a gradient in host memory to the sum, or, `first`, makes it the sum; returns the sum of its squares.
+
+        Blocks until that is written. Raises DiskError.
+        """
+
+        def add(start: int, total: torch.Tensor) -> None:
+            part = term[start : start + total.numel()]
+            total.copy_(part) if first else total.add_(part)
+
+        return self._change_gradient(add, anew=first)
+
+    def clamp_gradient(self, bound: float) -> float:
+        """Clamps the sum to at most `bound` away from 0; the rest as for `add_gradient`."""
+        return self._change_gradient(lambda _, total: total.clamp_(-bound, bound), anew=False)
+
+    def _change_gradient(self, change: Callable[[int, torch.Tensor], object], *, anew: bool) -> float:
+        def one(index: int) -> float:
+            start, stop = self._bounds(index)
+            with self._spill.buffer() as memory, torch.no_grad():
+                content = memory[: self._padded(index)]
+                if not anew:
+                    self._spill.move(self._place(index, self.gradient), content, write=False)
+                    self._check(index, self.gradient, content)
+                change(start, content[: stop - start])
+                self._store(self.gradient, index, content)
+                return float(sum_of_squares(content[: stop - start], threads=1))
+
+        parts = [self._spill.threads.submit(one, index) for index in self._slices]
+        for part in parts:
+            part.exception()  # until nobody reads the gradient any more
+        return sum(part.result() for part in parts)

@@ -1,0 +1,150 @@
+"""Routers of Hugging Face's mixtures: loads counted over ranks and micro-batches, biases moved alike, fp32."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import elixir_moe as em
+from elixir_moe.errors import ConfigError
+from elixir_moe.integrations.routers import Routers, busiest, load_table
+from tests.integrations.test_trainer import data, launched, mixture
+from tests.support.cases import with_further
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+STEPS, GAMMA = 3, 0.01
+
+
+def deepseek() -> Any:
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=3,
+        first_k_dense_replace=1, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=8, n_group=2,
+        num_experts_per_tok=2, topk_group=2, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=8, n_shared_experts=1,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+def run(accumulation: int, reentrant: bool | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Loads of each step, and the biases at the end."""
+    em.init_mesh(device_type="cpu")
+    model = deepseek()
+    routers = Routers(model, balance=GAMMA)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-2), plan=em.Plan.zero3())
+    rank, world, loads = dist.get_rank(), dist.get_world_size(), []
+    for step in range(STEPS):
+        rows = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(step))
+        for micro in rows.chunk(accumulation):
+            mine = micro.chunk(world)[rank]
+            (model(input_ids=mine, labels=mine).loss / accumulation).backward()
+        with torch.no_grad():
+            model.eval()(input_ids=rows)  # does not count
+            model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+        routers.step()
+        loads.append(routers.loads())
+    biases = {name: module.e_score_correction_bias.clone() for name, module in routers.modules.items()}
+    optimizer.close()
+    return loads, biases
+
+
+@pytest.mark.parametrize(
+    ("world", "accumulation", "reentrant"), with_further([(2, 2, True), (2, 1, None), (1, 2, False)], [(2, 2, True)])
+)
+def test_loads_and_biases_do_not_depend_on_ranks_and_micro_batches(
+    ranks: Ranks, world: int, accumulation: int, reentrant: bool | None
+) -> None:
+    ((loads, biases),) = ranks(1).run(run, 1, None)
+    assert set(loads[0]) == {"model.layers.1.mlp.gate", "model.layers.2.mlp.gate"}
+    for counts in (counts for found in loads for counts in found.values()):
+        assert counts.sum() == 8 * 16 * 2, "each token goes to two experts"
+    for name, bias in biases.items():
+        moved = sum(GAMMA * (found[name].float().mean() - found[name]).sign() for found in loads)
+        assert torch.equal(bias, moved)
+    for other, theirs in ranks(world).run(run, accumulation, reentrant):
+        assert [{n: c.tolist() for n, c in found.items()} for found in other] == [
+            {n: c.tolist() for n, c in found.items()} for found in loads
+        ]
+        assert all(torch.equal(theirs[name], bias) for name, bias in biases.items())
+
+
+def widened() -> list[bool]:
+    em.init_mesh(device_type="cpu")
+    model, seen = mixture(), []
+    routers = Routers(model, fp32=True)
+    model, optimizer = em.wrap(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=em.Plan.zero3(), compute_dtype=torch.bfloat16
+    )
+    for module in routers.modules.values():
+        module.register_forward_hook(
+            lambda module, args, output: seen.append(
+                [module.weight.dtype, args[0].dtype, output[0].dtype, output[1].dtype]
+            )
+        )
+    rows = data()[0]["input_ids"][None]
+    model(input_ids=rows, labels=rows).loss.backward()
+    optimizer.step()
+    optimizer.close()
+    wide, narrow = torch.float32, torch.bfloat16
+    return [found == [wide, wide, wide, narrow] for found in seen]
+
+
+def test_routers_stay_in_fp32(ranks: Ranks) -> None:
+    for found in ranks(2).run(widened):
+        assert found == [True, True]
+
+
+def logged(folder: str) -> list[dict[str, float]]:
+    from transformers import TrainingArguments
+
+    from elixir_moe.integrations.transformers import ElixirTrainer
+
+    with launched():
+        arguments = TrainingArguments(
+            folder, max_steps=2, per_device_train_batch_size=2, logging_steps=1, use_cpu=True, report_to=[],
+            disable_tqdm=True, save_strategy="no", bf16=True,
+        )  # fmt: skip
+        trainer = ElixirTrainer(mixture(), arguments, train_dataset=data(), routers={"fp32": True})
+        trainer.train()
+        trainer.model._elixir.optimizer.close()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_the_trainer_logs_loads(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(2).run(logged, str(tmp_path)):
+        assert len(found) == 2
+        for entry in found:
+            each = [entry[f"router_busiest/model.layers.{layer}.mlp.gate"] for layer in range(2)]
+            assert entry["router_busiest"] == max(each) and min(each) >= 1
+
+
+def test_loads_are_shown() -> None:
+    loads = {"a.gate": torch.tensor([1, 3, 0, 0]), "b": torch.zeros(4, dtype=torch.int64)}
+    assert busiest(loads) == {"a.gate": 3.0, "b": 0.0}
+    assert load_table(loads).splitlines() == [
+        "router  % of tokens by expert",
+        "a.gate   25.0  75.0   0.0   0.0",
+        "b         0.0   0.0   0.0   0.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [(lambda: nn.Linear(2, 2), {}, "has no router"), (mixture, {"balance": 0.1}, "has no e_score_correction_bias")],
+    ids=["none", "bias"],
+)
+def test_what_has_no_router_is_told(model: Callable[[], nn.Module], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Routers(model(), **settings)
