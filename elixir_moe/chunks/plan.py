@@ -50,6 +50,14 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def enough_text(nbytes: int) -> str:
+    """A size as text, rounded up: so much is at least as much."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{math.ceil(100 * nbytes / size) / 100:.2f} {unit}"
+    return f"{nbytes} B"
+
+
 _UNITS = {
     **{"": 1, "b": 1},
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},

@@ -8,11 +8,12 @@ import json
 import time
 from dataclasses import asdict
 
-from elixir_moe.cli.tasks import pretended_ranks, ranks_of, task_of
+from elixir_moe.cli.tasks import model_of, pretended_ranks, ranks_of, task_of
 from elixir_moe.errors import ConfigError
 from elixir_moe.models import presets
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.largest import Found, Sizes, largest_each
+from elixir_moe.search.solve import Task
 
 LARGEST = {"model": ("layers", 512), "batch": ("sequences", 2**16), "seq": ("tokens", 2**20)}
 """{what is searched: (unit, largest size tried)}."""
@@ -27,7 +28,14 @@ def run_largest(known: argparse.Namespace, hardware: Hardware) -> int:
         raise ConfigError(f"--largest model: {known.model} has layers of several kinds: name a dense model")
     started = time.perf_counter()
     with pretended_ranks(ranks_of(known)) as mesh:
-        sizes = Sizes(lambda size: task_of(known, hardware, mesh, **{_ARGUMENT[known.largest]: size})[0])
+
+        def task_at(size: int) -> Task:
+            changed = {_ARGUMENT[known.largest]: size}
+            given = model_of(known, mesh, **changed)
+            sizes = {"batch": known.batch, "seq": known.seq} | changed
+            return task_of(known, hardware, given, sizes["batch"], sizes["seq"])
+
+        sizes = Sizes(task_at)
         found = list(largest_each(sizes, _START[known.largest], most, disk=bool(hardware.disk_bytes)))
     report = {
         "model": known.model or str(known.config),

@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from elixir_moe.chunks.plan import HELD_HEAD, Tier, held_line, held_rows, size_bytes, size_text
+from elixir_moe.cli.answer import Asked, sentences, tokens_per_second
 from elixir_moe.cli.largest import LARGEST, run_largest
-from elixir_moe.cli.tasks import pretended_ranks, ranks_of, task_of
+from elixir_moe.cli.tasks import DTYPES, OPTIMIZERS, model_of, pretended_ranks, ranks_of, reserve_of, task_of
 from elixir_moe.errors import ConfigError, PlanError, nothing_called
 from elixir_moe.models import presets
-from elixir_moe.search import cost, estimate, strategies, zero_infinity
+from elixir_moe.search import cost, estimate, gpus, strategies, zero_infinity
 from elixir_moe.search.explain import explain
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.measure import measured_here
 from elixir_moe.search.solve import Choice, Task, price, shortage, solve
 
+_BATCH, _SEQ = 1, 1024
+"""A batch that is not given."""
 _MOST_TOKENS = 2**40
 """Most tokens in a batch: the sizes of larger tensors would overflow."""
 _MOST_IMBALANCE = 10**6
@@ -34,13 +37,41 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     """Adds the arguments of `plan`."""
     model = verb.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(presets.names())}")
-    model.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, or its directory")
-    verb.add_argument(
-        "--hardware", metavar="NAME|FILE", required=True, help="a machine that ships, a JSON file, or here"
+    model.add_argument(
+        "--hf", "--config", dest="config", metavar="FILE", help="a Hugging Face config.json, or its directory"
     )
-    verb.add_argument("--gpus", type=int, metavar="N", required=True)
-    verb.add_argument("--batch", type=int, metavar="B", help="sequences of one GPU")
-    verb.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence")
+    machine = verb.add_mutually_exclusive_group(required=True)
+    machine.add_argument("--hardware", metavar="NAME|FILE", help="a machine that ships, a JSON file, or here")
+    machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(gpus.names())}")
+    machine.add_argument(
+        "--hardware-template",
+        action=_Template,
+        nargs="?",
+        const="rtx-4090",
+        metavar="GPU",
+        help="print a hardware file to edit, with unit and meaning of each key, and do nothing else",
+    )
+    verb.add_argument("--gpus", type=int, metavar="N", default=1, help="number of GPUs; by default 1")
+    verb.add_argument("--host-memory", metavar="SIZE", help="of one host: 128 GiB; by default what --gpu is sold in")
+    verb.add_argument(
+        "--host-reserve", metavar="SIZE", help="host memory not to plan for; by default 6 GiB, and 3 a GPU"
+    )
+    verb.add_argument("--disk-size", metavar="SIZE", help="disk of one host for shards: 2 TB; by default none")
+    verb.add_argument("--disk-speed", metavar="RATE", help="of reads and writes: 6 GB/s; by default 3 GB/s")
+    verb.add_argument("--batch", type=int, metavar="B", help="sequences of one GPU; by default 1")
+    verb.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence; by default 1024")
+    verb.add_argument("--lora", metavar="WORDS", help="train adapters of peft: r=16,targets=all-linear,experts")
+    verb.add_argument("--freeze", metavar="PATTERNS", help="names of parameters not to train, with *, by commas")
+    verb.add_argument(
+        "--checkpointing",
+        choices=("layers", "none"),
+        default="layers",
+        help="recompute each layer in backward, or keep all",
+    )
+    verb.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards in a step; by default 1")
+    verb.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="by default adamw")
+    verb.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of weights and products; by default bf16")
+    verb.add_argument("--quick", action="store_true", help="leave out what takes further searches: how far it reaches")
     verb.add_argument("--budget", metavar="SIZE", help="memory of a GPU to plan for: 40GiB; by default all of it")
     verb.add_argument("--imbalance", type=float, default=1.0, help="routed rows of the busiest rank, in even shares")
     verb.add_argument("--compare", action="store_true", help="price DDP and ZeRO-1/2/3 beside the plan")
@@ -77,35 +108,78 @@ def run_plan(known: argparse.Namespace) -> int:
         )
     if size_bytes("--budget", known.budget) == 0:
         raise ConfigError("--budget=0: expected at least 1 byte")
-    hardware = measured_here(known.gpus) if known.hardware == "here" else Hardware.named(known.hardware)
+    hardware = _machine(known)
     hardware.links(known.gpus)
+    reserve_of(known, hardware)
     _import_compiler()
     if known.largest is not None:
         return run_largest(known, hardware)
+    known.batch, known.seq = known.batch or _BATCH, known.seq or _SEQ
     started = time.perf_counter()
     with pretended_ranks(ranks_of(known)) as mesh:
-        task, name = task_of(known, hardware, mesh)
-    profiled = time.perf_counter()
-    reason, choice = "", None
-    try:
-        choice = solve(task)
-    except PlanError as error:
-        reason = str(error)
-    report = _report(known, name, task, choice, reason)
-    report |= {"profile_seconds": profiled - started, "search_seconds": time.perf_counter() - profiled}
+        given = model_of(known, mesh)
+        task = task_of(known, hardware, given, known.batch, known.seq)
+        profiled = time.perf_counter()
+        reason, choice = "", None
+        try:
+            choice = solve(task)
+        except PlanError as error:
+            reason = str(error)
+        searched = time.perf_counter()
+        answer = sentences(Asked(known=known, given=given, task=task, choice=choice, reason=reason))
+    report = _report(known, given.name, task, choice, reason)
+    report |= {"profile_seconds": profiled - started, "search_seconds": searched - profiled, "answer": answer}
     if known.compare:
         report["compare"] = list(_compare(task, choice))
     print(json.dumps(report) if known.json else _as_text(report, task, choice))
     return 0 if choice is not None else 2
 
 
+def _machine(known: argparse.Namespace) -> Hardware:
+    """The machine that the arguments describe."""
+    host, disk = size_bytes("--host-memory", known.host_memory), size_bytes("--disk-size", known.disk_size)
+    if known.gpu is not None:
+        hardware = gpus.machine(known.gpu, known.gpus)
+    elif known.hardware == "here":
+        hardware = measured_here(known.gpus)
+    else:
+        hardware = Hardware.named(known.hardware)
+    if host is not None:
+        hardware = gpus.with_host(hardware, host)
+    if disk is None and known.disk_speed is not None and hardware.disk_bytes is None:
+        raise ConfigError(f"--disk-speed {known.disk_speed!r}: there is no disk, give --disk-size too")
+    speed = None if known.disk_speed is None else _speed(known.disk_speed)
+    if disk or speed:
+        hardware = gpus.with_disk(hardware, disk or hardware.disk_bytes or 0, speed)
+    return hardware
+
+
+def _speed(text: str) -> float:
+    """1e9 bytes a second from a text such as ``6 GB/s``."""
+    amount, slash, second = text.partition("/")
+    nbytes = size_bytes("--disk-speed", amount) if slash and second.strip() == "s" else None
+    if not nbytes:
+        raise ConfigError(f"--disk-speed {text!r}: expected a rate such as '6 GB/s'")
+    return nbytes / 1e9
+
+
+class _Template(argparse.Action):
+    """Prints a hardware file and ends the command."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: Any, option: str | None = None
+    ) -> None:
+        print(gpus.template(values))
+        parser.exit()
+
+
 def _check_sizes(known: argparse.Namespace) -> None:
     """Checks the numbers of GPUs, sequences and tokens. The one that is searched for must not be given."""
-    for name in ("gpus", "batch", "seq"):
+    for name in ("gpus", "batch", "seq", "accumulation"):
         value = getattr(known, name)
         if name == known.largest and value is not None:
             raise ConfigError(f"--{name} {value}: --largest {name} finds it, leave it out")
-        if name != known.largest and value is None:
+        if known.largest is not None and name != known.largest and value is None:
             raise ConfigError(f"the following arguments are required: --{name}; see elixir-moe plan --help")
         if value is not None and value < 1:
             raise ConfigError(f"--{name}: expected at least 1, got {value}")
@@ -163,11 +237,13 @@ def _report(known: argparse.Namespace, name: str, task: Task, choice: Choice | N
 
 def _predicted(choice: Choice) -> dict[str, Any]:
     task, step = choice.task, choice.seconds.step
+    device, host = task.held_bytes(choice.size)
     return {
         "step_seconds": step,
-        "tflops_per_gpu": cost.tflops_per_gpu(task.profile, step),
-        "device_peak_bytes": cost.device_peak(task.profile, choice.size.device_bytes, task.imbalance),
-        "host_bytes_per_rank": choice.size.host_bytes + task.kept_bytes,
+        "tokens_per_second": tokens_per_second(choice),
+        "tflops_per_gpu": cost.tflops_per_gpu(task.profile, step, task.accumulation),
+        "device_peak_bytes": cost.device_peak(task.profile, device, task.imbalance),
+        "host_bytes_per_rank": host + task.kept_bytes,
         "disk_bytes": choice.size.disk_bytes,
     }
 
@@ -188,7 +264,8 @@ def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
 
 def _as_text(report: dict[str, Any], task: Task, choice: Choice | None) -> str:
     lines = [f"{report['model']}: {report['parameters']:,} parameters on {task.gpus} x {task.hardware.name}"]
-    lines += [report["reason"]] if choice is None else [explain(choice)]
+    lines += report["answer"]
+    lines += [] if choice is None else [explain(choice)]
     if choice is not None:
         lines += [HELD_HEAD, *map(held_line, report["groups"])]
     for row in report.get("compare", ()):

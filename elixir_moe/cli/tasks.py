@@ -6,14 +6,17 @@ Owns the construction of the model without data, on ranks that do not exist, and
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.chunks.plan import size_bytes
+from elixir_moe.chunks.plan import size_bytes, size_text
 from elixir_moe.errors import ConfigError
 from elixir_moe.models import presets
+from elixir_moe.models.adapters import Lora, freeze
+from elixir_moe.models.presets import Planned
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.solve import Task
@@ -42,47 +45,86 @@ def pretended_ranks(ranks: int) -> Iterator[DeviceMesh | None]:
         dist.destroy_process_group()
 
 
-def task_of(
+OPTIMIZERS = {
+    "adamw": 2,
+    "adam": 2,
+    "adamw-amsgrad": 3,
+    "sgd": 0,
+    "sgd-momentum": 1,
+    "adagrad": 1,
+    "rmsprop": 1,
+}
+"""{optimizer: fp32 values that it keeps per element}, as `optim.accepted.moments_of` counts them."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_RESERVE, _RESERVE_RANK = 6 * 2**30, 3 * 2**30
+"""Host memory that is not planned for, by default: for the system, and for Python, torch and the driver of each rank.
+Assumed, and at most a quarter of the memory."""
+
+
+def reserve_of(known: argparse.Namespace, hardware: Hardware) -> int:
+    """Bytes of a node's host memory that are not planned for; by default none where free memory is measured."""
+    given = size_bytes("--host-reserve", known.host_reserve)
+    if given is None and known.hardware == "here":
+        return 0
+    ranks = min(known.gpus, hardware.gpus_per_node)
+    usual = min(_RESERVE + ranks * _RESERVE_RANK, hardware.cpu_bytes // 4)
+    reserve = usual if given is None else given
+    if reserve >= hardware.cpu_bytes:
+        there = f"{size_text(hardware.cpu_bytes)} of host memory"
+        raise ConfigError(f"--host-reserve: {size_text(reserve)} leave nothing of {there}; give a smaller one")
+    return reserve
+
+
+def model_of(
     known: argparse.Namespace,
-    hardware: Hardware,
     mesh: DeviceMesh | None,
     *,
     batch: int | None = None,
     seq: int | None = None,
     layers: int | None = None,
-) -> tuple[Task, str]:
-    """(planning problem of the traced model on the machine, name of the model).
+) -> Planned:
+    """The model without data that the arguments name.
 
     Args:
         known: the arguments of the command.
-        hardware: the machine.
         mesh: as `pretended_ranks` gives it.
         batch: sequences of one rank instead of the arguments'.
         seq: tokens of a sequence instead of the arguments'; the model then gets the positions it lacks.
         layers: layers instead of the model's own number.
     """
-    stretch = seq is not None
-    batch, seq = batch or known.batch, seq or known.seq
-    assert batch is not None and seq is not None, "the command has checked its arguments"
-    if known.model is not None:
-        given = presets.named_model(known.model, batch=batch, seq=seq, mesh=mesh, layers=layers, stretch=stretch)
+    sizes: dict[str, Any] = {"batch": batch or known.batch, "seq": seq or known.seq, "layers": layers}
+    sizes |= {"stretch": seq is not None, "checkpointing": known.checkpointing == "layers"}
+    if known.model is None:
+        lora = None if known.lora is None else Lora.parse(known.lora)
+        given = presets.huggingface_model(known.config, **sizes, lora=lora)
+    elif known.lora is not None:
+        raise ConfigError(f"--lora: peft adapts Hugging Face models: give --hf instead of --model {known.model}")
     else:
-        given = presets.huggingface_model(known.config, batch=batch, seq=seq, layers=layers, stretch=stretch)
+        given = presets.named_model(known.model, **sizes, mesh=mesh)
+    freeze(given.model, known.freeze.split(",") if known.freeze else [])
+    return given
+
+
+def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch: int, seq: int) -> Task:
+    """The planning problem of a step of the model on `batch` sequences of `seq` tokens on the machine."""
+    given = given.resampled(batch, seq)
     profile = trace(
         given.model,
         given.step,
         given.sample,
         world=known.gpus,
-        compute_dtype=torch.bfloat16,
+        compute_dtype=DTYPES[known.dtype],
         tokens=batch * seq,
     )
-    task = Task(
+    reserved = reserve_of(known, hardware) // min(known.gpus, hardware.gpus_per_node)
+    return Task(
         profile=profile,
         hardware=hardware,
         gpus=known.gpus,
         capacity_bytes=size_bytes("--budget", known.budget) or hardware.gpu_bytes,
-        host_bytes=hardware.host_bytes_per_rank(known.gpus),
-        disk_bytes=hardware.disk_bytes_per_rank(known.gpus),
+        host_bytes=hardware.host_bytes_per_rank(known.gpus) - reserved,
+        disk_bytes=hardware.disk_bytes_per_rank(known.gpus) if known.optimizer in ("adam", "adamw") else None,
+        moments=OPTIMIZERS[known.optimizer],
         imbalance=known.imbalance,
+        accumulation=known.accumulation,
     )
-    return task, given.name

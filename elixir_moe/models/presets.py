@@ -6,6 +6,7 @@ OPT, Table 1 of its paper (vocabulary 50272, 2048 + 2 positions). PR-MoE follows
 has GPT-2's GELU here instead of its ReLU; parameters, products and memory are the same.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from elixir_moe.errors import ConfigError, nothing_called
+from elixir_moe.models.adapters import Lora, adapted
 from elixir_moe.models.config import GPTConfig, gpt_config
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
 from elixir_moe.parallel.rules import annotate
@@ -48,6 +50,15 @@ class Planned:
     """The forward of a training step; returns the loss."""
     sample: Any
     """A batch on the meta device."""
+    positions: int | None = None
+    """Most tokens of a sequence; None if the model has no limit."""
+
+    ahead: int = 0
+    """Tokens of the sample beyond those of the sequence."""
+
+    def resampled(self, batch: int, seq: int) -> "Planned":
+        """The same model with a batch of other sizes."""
+        return replace(self, sample=torch.empty(batch, seq + self.ahead, dtype=torch.int64, device="meta"))
 
 
 def names() -> list[str]:
@@ -68,8 +79,9 @@ def named_model(
     mesh: DeviceMesh | None = None,
     layers: int | None = None,
     stretch: bool = False,
+    checkpointing: bool = True,
 ) -> Planned:
-    """The model called `name` with activation checkpointing of every layer.
+    """The model called `name`.
 
     Args:
         name: one of `names`.
@@ -78,6 +90,7 @@ def named_model(
         mesh: the ranks over which experts are spread; needed by mixtures only.
         layers: another number of layers, of a dense model.
         stretch: give the model the positions that `seq` needs.
+        checkpointing: recompute the activations of every layer in backward.
 
     Raises:
         ConfigError: no model has that name; the nearest is suggested. Or `seq` is longer than it allows.
@@ -117,6 +130,8 @@ def named_model(
         )
     else:
         raise nothing_called("model", name, names())
+    if not checkpointing:
+        config = replace(config, checkpoint="none")
     if layers is not None:
         config = replace(config, n_layers=layers, experts=(), ep=())
     if stretch:
@@ -133,15 +148,25 @@ def of_config(name: str, config: GPTConfig, *, batch: int, seq: int, mesh: Devic
         sample = torch.empty(batch, seq + 1, dtype=torch.int64)
     if mesh is not None:
         annotate(model, gpt_patterns(model))
-    return Planned(name=name, model=model, step=lm_loss, sample=sample)
+    return Planned(name=name, model=model, step=lm_loss, sample=sample, positions=config.seq_len, ahead=1)
 
 
-def huggingface_model(path: str, *, batch: int, seq: int, layers: int | None = None, stretch: bool = False) -> Planned:
-    """The causal language model that a Hugging Face ``config.json`` describes, with activation checkpointing.
+def huggingface_model(
+    path: str,
+    *,
+    batch: int,
+    seq: int,
+    layers: int | None = None,
+    stretch: bool = False,
+    checkpointing: bool = True,
+    lora: Lora | None = None,
+) -> Planned:
+    """The causal language model that a Hugging Face ``config.json`` describes.
 
     Args:
         path: the file, or its directory.
-        batch, seq, layers, stretch: as in `named_model`.
+        batch, seq, layers, stretch, checkpointing: as in `named_model`.
+        lora: the adapters that are trained instead of the model's own parameters.
 
     Raises:
         ConfigError: transformers is not installed, or the file is not the config of such a model, or `seq` is longer
@@ -165,13 +190,18 @@ def huggingface_model(path: str, *, batch: int, seq: int, layers: int | None = N
         why = str(error).partition("\n")[0]
         raise ConfigError(f"{path!r} is not the config of a causal language model: {why}") from error
     positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and seq > positions:
+    positions = positions if isinstance(positions, int) else None
+    if positions is not None and seq > positions:
         raise ConfigError(f"seq={seq}: {path} has {positions} positions, choose at most that many")
     model.train()
-    if model.supports_gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with torch.device("meta"), _Undrawn(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of old names and unused defaults within the two libraries
+        if lora is not None:
+            model = adapted(model, lora)
+        if checkpointing and model.supports_gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sample = torch.empty(batch, seq, dtype=torch.int64, device="meta")
-    return Planned(name=str(path), model=model, step=_causal_loss, sample=sample)
+    return Planned(name=str(path), model=model, step=_causal_loss, sample=sample, positions=positions)
 
 
 def _resized(path: str, config: Any, seq: int, layers: int | None, *, stretch: bool) -> None:

@@ -184,9 +184,9 @@ def seconds(
     )
 
 
-def tflops_per_gpu(profile: Profile, step_seconds: float) -> float:
-    """The paper's throughput of one GPU, 8·M·D operations a step, in 1e12 a second (v2, 6.1)."""
-    return 8 * profile.parameters * profile.tokens / step_seconds / 1e12
+def tflops_per_gpu(profile: Profile, step_seconds: float, accumulation: int = 1) -> float:
+    """The paper's throughput of one GPU, 8·M·D operations a backward, in 1e12 a second (v2, 6.1)."""
+    return 8 * profile.parameters * profile.tokens * accumulation / step_seconds / 1e12
 
 
 def device_peak(profile: Profile, library_bytes: int, imbalance: float) -> int:

@@ -20,6 +20,7 @@ def explain(choice: Choice) -> str:
     """The plan, its memory and time on one rank, and the time that each choice saves."""
     task, plan, layout, size, seconds = choice.task, choice.plan, choice.layout, choice.size, choice.seconds
     blocks, chunks = plan.blocks(layout), len(layout.chunks)
+    tflops = cost.tflops_per_gpu(task.profile, seconds.step, task.accumulation)
     activations = cost.activations(task.profile, task.imbalance)
     kept = [
         f"kept      {size_text(task.kept_bytes)} more of host memory for the inputs of {task.kept_regions} of "
@@ -36,7 +37,7 @@ def explain(choice: Choice) -> str:
         f"host      {size_text(size.host_bytes)} a rank of {size_text(task.host_bytes)}",
         *kept,
         f"disk      {size_text(size.disk_bytes)} a rank of {size_text(task.disk_bytes or 0)}",
-        f"step      {seconds.step:.3f} s, {cost.tflops_per_gpu(task.profile, seconds.step):.1f} TFLOPS a GPU: compute "
+        f"step      {seconds.step:.3f} s, {tflops:.1f} TFLOPS a GPU: compute "
         f"{seconds.compute:.3f}, fetch {seconds.fetch:.3f}, offload {seconds.offload:.3f}, exposed collectives "
         f"{seconds.exposed:.3f}, updates {seconds.device_update:.3f} on device, {seconds.host_update:.3f} on host, "
         f"{seconds.disk_update:.3f} on disk",

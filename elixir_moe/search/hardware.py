@@ -3,14 +3,14 @@
 Owns `Hardware`, the format of its files and the messages about them. Measures nothing itself (`measure` does).
 Source of the format: Elixir v2, Tables 4 and 5. Bandwidths are in 1e9 bytes a second, of n GPUs together.
 
-Optional in a file: `node_bandwidth`, without which there is one node; the disk's figures; and `wires`, which give for
-single process groups what `by_gpus` gives by number of ranks.
+Optional in a file: `node_bandwidth`, without which there is one node; the disk's figures; `wires`, which give for
+single process groups what `by_gpus` gives by number of ranks; `origins`; and `mean_error`.
 """
 
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -22,7 +22,9 @@ _GIGA = 1e9
 _MOST = sys.float_info.max
 _WHOLE = ("gpu_bytes", "cpu_bytes", "gpus_per_node")
 _NEEDED = (*_WHOLE, "peak_tflops", "memory_bandwidth")
-_OPTIONAL = ("node_bandwidth", "disk_bytes", "disk_read", "disk_write")
+_OPTIONAL = ("node_bandwidth", "disk_bytes", "disk_read", "disk_write", "mean_error")
+ORIGINS = ("measured", "data sheet", "assumed", "given")
+"""Where a figure may come from; "given" is what the user says of the machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +95,14 @@ class Hardware:
     disk_write: float | None = None
     wires: tuple[Wire, ...] = ()
     """Process groups that were measured."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """{name of a figure: one of `ORIGINS`}; of a figure that is not listed it is unknown."""
+    mean_error: float | None = None
+    """Mean relative error of predicted steps, on steps measured on this machine; None if none was measured."""
+
+    def of_origin(self, origin: str) -> list[str]:
+        """The names of the figures that come from there."""
+        return [name for name, found in self.origins.items() if found == origin]
 
     @classmethod
     def named(cls, name: str) -> Self:
@@ -140,6 +150,7 @@ class Hardware:
             faults.missing.extend(name for name in ("disk_read", "disk_write") if data.get(name) is None)
         links = dict(faults.links(data))
         wires = tuple(faults.wires(data))
+        origins = dict(faults.origins(data))
         if found := str(faults):
             raise ConfigError(f"hardware {name!r}: {found}")
         return cls(
@@ -156,6 +167,8 @@ class Hardware:
             disk_bytes=int(optional["disk_bytes"]) if "disk_bytes" in optional else None,
             disk_read=optional.get("disk_read"),
             disk_write=optional.get("disk_write"),
+            origins=origins,
+            mean_error=optional.get("mean_error"),
         )
 
     def to_json(self) -> str:
@@ -184,7 +197,7 @@ class Hardware:
         if low is None or high is None:
             raise ConfigError(
                 f"hardware {self.name!r} lacks by_gpus.{gpus}: it has figures for "
-                f"{', '.join(map(str, self.by_gpus))} GPUs"
+                f"{', '.join(map(str, self.by_gpus))} GPUs{self._of_nodes()}"
             )
         a, b, part = self.by_gpus[low], self.by_gpus[high], (gpus - low) / (high - low)
 
@@ -199,6 +212,12 @@ class Hardware:
             v_c=between(a.v_c, b.v_c),
             b_g2g=g2g,
         )
+
+    def _of_nodes(self) -> str:
+        """What a larger number of GPUs needs."""
+        if self.node_bandwidth is not None:
+            return f" and for whole nodes, multiples of {self.gpus_per_node}"
+        return "; more nodes need node_bandwidth, which --gpu has for the GPUs of data centres"
 
     def host_bytes_per_rank(self, gpus: int) -> int:
         """Host memory of each of `gpus` ranks: a node's, divided among the ranks on it."""
@@ -316,6 +335,17 @@ class _Faults:
                 self.wrong.append(f"by_gpus.{gpus} (expected a number of GPUs)")
             elif len(found) == len(needed):
                 yield int(gpus), Links(**found)
+
+    def origins(self, data: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """(figure, its origin)."""
+        figures = {*Hardware.__dataclass_fields__, *Links.__dataclass_fields__}
+        part = self.part(data, "origins")
+        self.no_others(part, figures, "origins.")
+        for name, origin in part.items():
+            if origin not in ORIGINS:
+                self.wrong.append(f"origins.{name} (found {origin!r}, expected one of {', '.join(ORIGINS)})")
+            elif name in figures:
+                yield name, origin
 
     def wires(self, data: dict[str, Any]) -> Iterator[Wire]:
         """The measured process groups."""

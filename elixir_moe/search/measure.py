@@ -51,6 +51,20 @@ _UNFITTED = Fitted(
     device_efficiency=1.0, exposed_collectives=1.0, host_update_slowdown=1.0, overhead_ns_per_parameter=1e-3
 )
 """Start values: measured speeds are already those that kernels reach; real steps correct the rest."""
+_MEASURED = (
+    "gpu_bytes",
+    "cpu_bytes",
+    "peak_tflops",
+    "memory_bandwidth",
+    "b_c2g",
+    "b_g2c",
+    "v_g",
+    "v_c",
+    "b_g2g",
+    "node_bandwidth",
+    "disk_read",
+    "disk_write",
+)
 
 
 def hardware_here(machine: dict[str, Any], device: torch.device, wanted: Iterable[tuple[int, ...]]) -> Hardware:
@@ -214,6 +228,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         node_bandwidth=across.bandwidth * (nodes - 1) / nodes if nodes > 1 and across is not None else None,
         disk_read=read or None,
         disk_write=written or None,
+        origins=dict.fromkeys(_MEASURED, "measured") | {"fitted": "assumed"},
     )
     box = [measured.to_json()]
     dist.broadcast_object_list(box, src=0)

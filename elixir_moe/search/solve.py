@@ -24,8 +24,10 @@ from elixir_moe.chunks.plan import (
     accumulator_bytes,
     arriving_bytes,
     disk_buffer_bytes,
+    enough_text,
     footprint,
     home_bytes,
+    size_text,
     staging_bytes,
 )
 from elixir_moe.chunks.step_order import StepOrder
@@ -482,27 +484,31 @@ def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
     disk = min((s[Tier.DISK] for s in shortages if s[Tier.DEVICE] <= 0 and Tier.DISK in s), default=None)
     answers: list[tuple[int, str, str]] = []
     if host is not None:
-        change = f"give each rank {host} bytes more host memory"
+        change = f"give each rank {enough_text(host)} more host memory"
         if disk is not None:
-            change += f", or {disk} more on a disk for shards"
+            change += f", or {enough_text(disk)} more on a disk for shards"
         answers.append((host, "host", change))
     if device is not None:
-        change = f"give the device {int(device / cost.F_ALLOC) + 2} bytes more"
+        change = f"give the device {enough_text(int(device / cost.F_ALLOC) + 2)} more"
         held, freed = cost.activations(task.profile, task.imbalance), int(device / (cost.F_ALLOC * cost.F_FRAG)) + 2
         if freed <= held:
-            change += f", or free {freed} of the {held} bytes of activations by a smaller batch or shorter sequences"
+            change += (
+                f", or free {enough_text(freed)} of the {size_text(held)} of activations by a smaller batch or shorter "
+                "sequences"
+            )
         answers.append((device, "device", change))
     start = f"no plan fits {task.gpus} x {task.hardware.name}:"
     if not answers:  # no single tier is the cause: more of one alone would not help
         both = min(shortages, key=lambda s: (s[Tier.DEVICE], s[Tier.HOST]))
         device, host = both[Tier.DEVICE], both[Tier.HOST]
         return (
-            f"{start} {device} bytes too few in device memory and {host} in host memory; give the device "
-            f"{int(device / cost.F_ALLOC) + 2} bytes more and each rank {host} more of host memory"
+            f"{start} {enough_text(device)} too little device memory and {enough_text(host)} too little host memory; "
+            f"give the device {enough_text(int(device / cost.F_ALLOC) + 2)} more and each rank "
+            f"{enough_text(host)} more host memory"
         )
     answers.sort()
     changes = ", or ".join(change for *_, change in answers)
-    return f"{start} {answers[0][0]} bytes too few in {answers[0][1]} memory; {changes}"
+    return f"{start} {enough_text(answers[0][0])} too little {answers[0][1]} memory; {changes}"
 
 
 def _rank(choice: Choice) -> tuple[float, int]:

@@ -14,7 +14,7 @@ import pytest
 
 from elixir_moe.cli.main import main
 
-PLAN = ["plan", "--hardware", "a100-80g-pcie-x4", "--seq", "1024"]
+PLAN = ["plan", "--hardware", "a100-80g-pcie-x4", "--seq", "1024", "--quick"]
 SMALL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -78,12 +78,12 @@ def test_what_cannot_fit_is_an_answer_and_no_success(capsys: pytest.CaptureFixtu
     found = said(capsys, *arguments, code=2)
     assert not found["feasible"]
     said_so = re.search(
-        r"(\d+) bytes too few in device memory; give the device \d+ bytes more, "
-        r"or give each rank (\d+) bytes more host memory, or (\d+) more on a disk",
+        r"([\d.]+) GiB too little host memory; give each rank [\d.]+ GiB more host memory, "
+        r"or ([\d.]+) GiB more on a disk for shards, or give the device ([\d.]+) GiB more",
         found["reason"],
     )
     assert said_so is not None, found["reason"]
-    assert 4e11 < int(said_so[1]) < int(said_so[2]) < int(said_so[3]) < 5e11, "the smallest change first"
+    assert 400 < float(said_so[1]) < float(said_so[2]) < float(said_so[3]) < 466, "the smallest change first"
     assert found["parameters"] == 174_604_468_224  # OPTForCausalLM has as many
     assert main(arguments) == 2
     assert found["reason"] in capsys.readouterr().out
@@ -125,7 +125,7 @@ def test_the_sizes_of_a_small_model_are_shown(tmp_path: Path, capsys: pytest.Cap
         (["--model", "gpt2-4b", "--batch", "1" + 30 * "0"], "--batch, --seq: expected at most"),
         (["--model", ""], "no model is called ''"),
         (["--config", "/no/such"], "no such file"),
-        ([], "one of the arguments --model --config is required"),
+        ([], "one of the arguments --model --hf/--config is required"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +197,18 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("apart")
     (folder / "config.json").write_text(json.dumps(SMALL))
     mixture = [*PLAN, "--model", "pr-moe-16b", "--gpus", "4", "--batch", "1", "--imbalance", "1.2", "--json"]
-    here = ["plan", "--hardware", "here", "--config", str(folder / "config.json"), "--gpus", "2", "--batch", "1"]
+    here = [
+        "plan",
+        "--quick",
+        "--hardware",
+        "here",
+        "--config",
+        str(folder / "config.json"),
+        "--gpus",
+        "2",
+        "--batch",
+        "1",
+    ]
     script = folder / "script.py"
     script.write_text(APART.format(commands=[mixture, [*here, "--seq", "16", "--json"]]))
     done = subprocess.run(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
-from elixir_moe.chunks.plan import Plan
+from elixir_moe.chunks.plan import Plan, size_bytes
 from elixir_moe.chunks.step_order import Part, Use
 from elixir_moe.errors import PlanError
 from elixir_moe.search.hardware import Hardware
@@ -128,23 +128,32 @@ def every_plan(task: Task, rng: random.Random) -> Iterator[Choice]:
                         yield found
 
 
+_SIZE = r"([\d.]+ \w+)"
+
+
+def nbytes_of(text: str) -> int:
+    found = size_bytes("a size", text)
+    assert found is not None
+    return found
+
+
 def what_would_help(task: Task, message: str) -> Iterator[Task]:
     """The task with each of the changes that a refusal names."""
     changes = message.partition("; ")[2]
-    both = re.search(r"give the device (\d+) bytes more and each rank (\d+) more", changes)
+    both = re.search(rf"give the device {_SIZE} more and each rank {_SIZE} more", changes)
     if both:
-        device, host = map(int, both.groups())
+        device, host = map(nbytes_of, both.groups())
         yield replace(task, capacity_bytes=task.capacity_bytes + device, host_bytes=task.host_bytes + host)
         return
-    for more in re.findall(r"give the device (\d+) bytes more", changes):
-        yield replace(task, capacity_bytes=task.capacity_bytes + int(more))
-    for more in re.findall(r"give each rank (\d+) bytes more host memory", changes):
-        yield replace(task, host_bytes=task.host_bytes + int(more))
-    for more in re.findall(r"(\d+) more on a disk", changes):
-        yield replace(task, disk_bytes=(task.disk_bytes or 0) + int(more))
-    for less in re.findall(r"free (\d+) of the", changes):
-        freed = task.profile.activation_bytes - int(less)
-        peaks = tuple(peak - int(less) for peak in task.profile.kept_peaks)
+    for more in re.findall(rf"give the device {_SIZE} more", changes):
+        yield replace(task, capacity_bytes=task.capacity_bytes + nbytes_of(more))
+    for more in re.findall(rf"give each rank {_SIZE} more host memory", changes):
+        yield replace(task, host_bytes=task.host_bytes + nbytes_of(more))
+    for more in re.findall(rf"{_SIZE} more on a disk", changes):
+        yield replace(task, disk_bytes=(task.disk_bytes or 0) + nbytes_of(more))
+    for less in re.findall(rf"free {_SIZE} of the", changes):
+        freed = task.profile.activation_bytes - nbytes_of(less)
+        peaks = tuple(peak - nbytes_of(less) for peak in task.profile.kept_peaks)
         yield replace(task, profile=replace(task.profile, activation_bytes=freed, kept_peaks=peaks))
 
 
@@ -176,7 +185,7 @@ def test_nothing_beats_the_plan_found_with_little_host_memory(seed: int) -> None
 def nothing_beats_the_plan_for(task: Task, rng: random.Random) -> None:
     best = min((choice.seconds.step for choice in every_plan(task, rng)), default=None)
     if best is None:
-        with pytest.raises(PlanError, match="bytes too few in") as error:
+        with pytest.raises(PlanError, match=r"too little (device|host) memory") as error:
             solve(task)
         for enough in what_would_help(task, str(error.value)):
             found = solve(enough)

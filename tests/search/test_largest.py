@@ -202,7 +202,7 @@ def test_the_document_shows_what_the_command_prints(capsys: pytest.CaptureFixtur
     [
         (["--model", "opt-13b", "--largest", "model", "--batch", "1"], "arguments are required: --seq"),
         (["--model", "opt-13b", "--largest", "batch", "--batch", "1", "--seq", "8"], "--largest batch finds it"),
-        (["--model", "opt-13b", "--seq", "8"], "arguments are required: --batch"),
+        (["--model", "opt-13b", "--largest", "model", "--seq", "8"], "arguments are required: --batch"),
         (["--model", "moe-1t", "--largest", "model", "--batch", "1", "--seq", "8"], "layers of several kinds"),
         (["--model", "opt-13b", "--largest", "model", "--batch", "1", "--seq", "8", "--compare"], "leave one of them"),
         (["--model", "opt-13b", "--batch", "1", "--seq", "8", "--picture", "a.png"], "--picture draws what --largest"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import elixir_moe as em
-from elixir_moe.chunks.plan import Plan
+from elixir_moe.chunks.plan import Plan, size_bytes
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
@@ -73,12 +73,14 @@ def test_more_memory_is_never_slower() -> None:
 
 def test_what_does_not_fit_says_where_and_by_how_much() -> None:
     with pytest.raises(
-        PlanError, match=r"no plan fits 2 x a100-80g-pcie-x4: (\d+) bytes too few in device memory"
+        PlanError, match=r"no plan fits 2 x a100-80g-pcie-x4: ([\d.]+ \w+) too little device memory"
     ) as error:
         solve(task(2, 0.1))
-    missing = int(str(error.value).split(": ")[1].split()[0])
     given = task(2, 0.1)
-    more = int(missing / 0.95) + 2
+    said = re.search(r"give the device ([\d.]+ \w+) more", str(error.value))
+    assert said is not None
+    more = size_bytes("said", said[1])
+    assert more is not None
     enough = Task(
         profile=given.profile,
         hardware=given.hardware,
@@ -88,7 +90,7 @@ def test_what_does_not_fit_says_where_and_by_how_much() -> None:
     )
     found = solve(enough)
     assert not shortage(found.task, found.size)
-    with pytest.raises(PlanError, match=r"or give each rank [0-9]+ bytes more host memory"):
+    with pytest.raises(PlanError, match=r"or give each rank [\d.]+ [KMG]iB more host memory"):
         solve(task(2, 0.5, host=1000))
 
 

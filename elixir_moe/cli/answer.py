@@ -1,0 +1,251 @@
+"""What `plan` says in words: whether the model fits, how fast it trains, how far it reaches, what would help.
+
+Owns the sentences and the further searches behind them. Decides nothing: `search` finds every plan.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, replace
+
+from elixir_moe.chunks.plan import Plan, Tier, size_text
+from elixir_moe.cli.largest import LARGEST
+from elixir_moe.cli.tasks import DTYPES, reserve_of, task_of
+from elixir_moe.errors import PlanError
+from elixir_moe.models.adapters import Lora
+from elixir_moe.models.presets import Planned
+from elixir_moe.search import cost, gpus, strategies
+from elixir_moe.search.hardware import Hardware
+from elixir_moe.search.largest import Sizes, largest
+from elixir_moe.search.solve import Choice, Task, solve
+
+STICK = 32 * 2**30
+"""Bytes of a stick of memory, as they are sold for desktops and servers alike."""
+_TOKENS = 128
+"""The longest sequence is searched in multiples of this."""
+_SLOW_UPDATE = 0.2
+"""Part of a step from which on an update is called slow."""
+_AMORTISED = 0.1
+"""Part of a step that updates may take once they are amortised."""
+_WORTH = 0.01
+"""Part of a step below which a saving is not worth naming."""
+_IN_WORDS = {
+    "b_c2g": "{:g} GB/s from host to GPU",
+    "b_g2c": "{:g} GB/s from GPU to host",
+    "v_g": "{:g} billion parameters a second of Adam on the GPU",
+    "v_c": "{:g} billion a second of Adam on the host",
+    "b_g2g": "{:g} GB/s between GPUs, the sum of all",
+    "cpu_bytes": "{} of host memory",
+    "disk_read": "{:g} GB/s from disk",
+    "disk_write": "{:g} GB/s to disk",
+    "node_bandwidth": "{:g} GB/s of a node's network",
+    "fitted": "kernels that reach {:.0%} of the data sheet, and the three other fitted constants",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A question to answer, and the plan that was found."""
+
+    known: argparse.Namespace
+    given: Planned
+    task: Task
+    choice: Choice | None
+    reason: str
+    """Why there is no plan."""
+
+
+def sentences(asked: Asked) -> list[str]:
+    """The answer, one line for each part of it."""
+    lines = [_question(asked), *_memory(asked), *_speed(asked)]
+    if not asked.known.quick:
+        lines += [*_reach(asked), *_stick(asked), *_accumulation(asked)]
+    lines.append(_error(asked.task.hardware, asked.task.gpus))
+    if asked.choice is not None:
+        lines.append(f"To paste: {wrap_line(asked.choice.plan, asked.known.dtype)}")
+    return lines
+
+
+def wrap_line(plan: Plan, dtype: str) -> str:
+    """The call of `wrap` with this plan."""
+    return (
+        f"em.wrap(model, optimizer, plan={plan_line(plan)}, step=loss_fn, sample=batch, compute_dtype={DTYPES[dtype]})"
+    )
+
+
+def plan_line(plan: Plan) -> str:
+    """The plan as Python: every field that has another value than by default."""
+    if plan.disk_chunks and plan.disk is None:
+        plan = replace(plan, disk="FOLDER")
+    shown = []
+    for each in fields(plan):
+        value = getattr(plan, each.name)
+        if each.name != "explanation" and (each.default is MISSING or value != each.default):
+            shown.append(f"{each.name}={value!r}")
+    return f"em.Plan({', '.join(shown)})"
+
+
+def _question(asked: Asked) -> str:
+    known, params = asked.known, asked.task.profile.params
+    whole = sum(p.numel for p in params) or 1
+    trained = sum(p.numel for p in params if p.key.trainable)
+    of_rank = "" if whole == asked.task.profile.parameters else " of a rank"
+    what = "all parameters" if trained == whole else f"{trained:,} of {whole:,} parameters{of_rank}"
+    how = "" if known.lora is None else f" ({Lora.parse(known.lora)})"
+    checkpoints = "of every layer recomputed" if known.checkpointing == "layers" else "kept"
+    step = "1 backward" if known.accumulation == 1 else f"{known.accumulation} backwards"
+    return (
+        f"Asked: {what} are trained{how} with {known.optimizer} in {known.dtype}; {known.batch} x {known.seq} tokens a "
+        f"GPU and backward, {step} a step, activations {checkpoints} (--checkpointing {known.checkpointing})."
+    )
+
+
+def _memory(asked: Asked) -> Iterator[str]:
+    task, choice = asked.task, asked.choice
+    reserve = reserve_of(asked.known, task.hardware)
+    kept = (
+        f"{size_text(reserve)} of a host's {size_text(task.hardware.cpu_bytes)} are left for the system and the "
+        "processes (--host-reserve)"
+    )
+    if choice is None:
+        yield f"It does not fit: {asked.reason}. {kept}."
+        return
+    device, host = choice.task.held_bytes(choice.size)
+    peak = cost.device_peak(choice.task.profile, device, task.imbalance)
+    disk = f", {size_text(choice.size.disk_bytes)} on disk" if choice.size.disk_bytes else ""
+    yield (
+        f"It fits: {size_text(peak)} of each GPU's {size_text(task.capacity_bytes)}, of which "
+        f"{size_text(cost.activations(choice.task.profile, task.imbalance))} are activations, and "
+        f"{size_text(host + choice.task.kept_bytes)} of a rank's {size_text(task.host_bytes)} of host memory{disk}; "
+        f"{kept}."
+    )
+    homes = [
+        f"{choice.chunks_in(tier)} {where}"
+        for tier, where in ((Tier.DEVICE, "on the GPU"), (Tier.HOST, "in host memory"), (Tier.DISK, "on disk"))
+        if choice.chunks_in(tier)
+    ]
+    kept_inputs = (
+        f"; the inputs of {choice.task.kept_regions} checkpointed layers wait in host memory"
+        if choice.task.kept_regions
+        else ""
+    )
+    blocks = choice.plan.blocks(choice.layout)
+    in_use = f"; {blocks} blocks of {size_text(choice.layout.block_bytes)} for weights in use" if blocks else ""
+    yield (
+        f"The plan: of {len(choice.layout.chunks)} chunks of weights and optimizer state, {', '.join(homes)}"
+        f"{in_use}{kept_inputs}."
+    )
+
+
+def tokens_per_second(choice: Choice) -> float:
+    """Tokens of all GPUs, a second."""
+    task = choice.task
+    return task.profile.tokens * task.gpus * task.accumulation / choice.seconds.step
+
+
+def _updates(choice: Choice) -> float:
+    seconds = choice.seconds
+    return seconds.device_update + seconds.host_update + seconds.disk_update
+
+
+def _speed(asked: Asked) -> Iterator[str]:
+    if asked.choice is None:
+        return
+    seconds = asked.choice.seconds
+    longest = max(("compute", "fetch", "offload"), key=lambda name: getattr(seconds, name))
+    bound = {"compute": "compute", "fetch": "transfers to the GPU", "offload": "transfers from the GPU"}[longest]
+    yield (
+        f"A step takes about {seconds.step:.3g} s, {tokens_per_second(asked.choice):,.0f} tokens a second on all GPUs: "
+        f"{bound} {getattr(seconds, longest):.3g} s, collectives {seconds.exposed:.3g} s, updates "
+        f"{_updates(asked.choice):.3g} s."
+    )
+
+
+def _reach(asked: Asked) -> Iterator[str]:
+    known, task, given = asked.known, asked.task, asked.given
+    strategy = strategies.OURS_DISK if task.disk_bytes else strategies.OURS_HOST
+    limit = given.positions or LARGEST["seq"][1]
+    unit = _TOKENS if limit >= 8 * _TOKENS else 1
+    by_seq = Sizes(lambda n: task_of(known, task.hardware, given, known.batch, min(n * unit, limit)))
+    by_batch = Sizes(lambda n: task_of(known, task.hardware, given, n, known.seq))
+    by_batch.tasks[known.batch] = task
+    if known.seq % unit == 0:
+        by_seq.tasks[known.seq // unit] = task
+    most = -(-limit // unit)
+    found = largest(lambda n: by_seq.spare_bytes(strategy, n), min(max(1, known.seq // unit), most), most)
+    longest = min(found * unit, limit)
+    start = max(1, known.batch * longest // known.seq)
+    batch = largest(lambda n: by_batch.spare_bytes(strategy, n), start, LARGEST["batch"][1])
+    if not longest and not batch:
+        yield "No sequence length and no batch fits."
+        return
+    all_of = ", all that the model has positions for" if longest == given.positions else ""
+    yield (
+        f"It reaches sequences of {longest:,} tokens at batch {known.batch}{all_of}, or a batch of {batch:,} at "
+        f"{known.seq:,} tokens."
+    )
+
+
+def _stick(asked: Asked) -> Iterator[str]:
+    task, choice = asked.task, asked.choice
+    if choice is not None and not choice.plan.offloaded and not choice.task.kept_regions:
+        yield "More host memory would change nothing: all state is on the GPUs."
+        return
+    ranks = min(task.gpus, task.hardware.gpus_per_node)
+    found = _solved(replace(task, host_bytes=task.host_bytes + STICK // ranks))
+    one_more = f"One more stick of {size_text(STICK)} of host memory"
+    if found is None:
+        yield f"{one_more} would not be enough."
+    elif choice is None:
+        yield f"{one_more} makes it fit: {found.seconds.step:.3g} s a step."
+    elif found.seconds.step > (1 - _WORTH) * choice.seconds.step:
+        yield f"{one_more} would change nothing."
+    else:
+        yield f"{one_more} makes a step take {found.seconds.step:.3g} s instead of {choice.seconds.step:.3g} s."
+
+
+def _accumulation(asked: Asked) -> Iterator[str]:
+    choice, task = asked.choice, asked.task
+    if choice is None or _updates(choice) < _SLOW_UPDATE * choice.seconds.step:
+        return
+    each = (choice.seconds.step - _updates(choice)) / task.accumulation
+    backwards = task.accumulation
+    while _updates(choice) > _AMORTISED * (_updates(choice) + backwards * each) and backwards < 2**10:
+        backwards *= 2
+    slow = f"Updates take {_updates(choice) / choice.seconds.step:.0%} of a step, once however many backwards it has"
+    found = _solved(replace(task, accumulation=backwards))
+    if found is None:
+        yield f"{slow}: --accumulation would amortise them, but its sums of gradients do not fit."
+    else:
+        yield (
+            f"{slow}: --accumulation {backwards} amortises them, with {tokens_per_second(found):,.0f} tokens a second "
+            f"instead of {tokens_per_second(choice):,.0f}."
+        )
+
+
+def _solved(task: Task) -> Choice | None:
+    try:
+        return solve(task)
+    except PlanError:
+        return None
+
+
+def _error(hardware: Hardware, ranks: int) -> str:
+    """How far the seconds can be trusted."""
+    if hardware.mean_error is not None:
+        return (
+            f"Error: predicted steps are {hardware.mean_error:.1%} off in the mean on the steps of dense GPTs measured "
+            "on this machine, to which four constants are fitted (make paper-table). Other models may be further off."
+        )
+    assumed = hardware.of_origin("assumed")
+    reference = Hardware.named(gpus.REFERENCE)
+    there = f"{reference.mean_error:.1%} off in the mean on {reference.name}, where they were measured"
+    if not assumed:
+        return f"Error: unknown, no step of this machine was compared; the formulas are {there}."
+    links = hardware.links(min(ranks, hardware.gpus_per_node))
+    shown = []
+    for name in assumed:
+        value = getattr(links, name, None) or getattr(hardware, name, None)
+        value = hardware.fitted.device_efficiency if name == "fitted" else value
+        if value is not None:
+            shown.append(_IN_WORDS[name].format(size_text(value) if name == "cpu_bytes" else value))
+    return f"Error: unknown, seconds stand on assumed constants: {', '.join(shown)}. The formulas are {there}."
