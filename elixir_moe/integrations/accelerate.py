@@ -36,7 +36,8 @@ def save_over(folder: str, model: nn.Module, optimizer: ShardedOptimizer) -> Non
     """Saves a checkpoint in a folder; one that is there already is replaced once the new one is whole. Collective."""
     target = os.path.join(folder, CHECKPOINT)
     there = raise_on_all_ranks("looked for a checkpoint", lambda: os.path.exists(target))[0]
-    save(f"{target}.new" if there else target, model, optimizer)
+    adapters = hasattr(model, "peft_config")  # the base of a peft model is read again from where it came from
+    save(f"{target}.new" if there else target, model, optimizer, frozen=not adapters)
 
     def replace() -> None:
         if there and dist.get_rank() == 0:
