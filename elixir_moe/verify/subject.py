@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import elixir_moe as em
+from elixir_moe import annotate, init_mesh
 from elixir_moe.errors import ConfigError, meant
 from elixir_moe.models import GPT, GPTConfig, gpt_patterns, lm_loss, presets
 from elixir_moe.verify.shrink import changes, shrunk, without_noise
@@ -266,10 +266,10 @@ class Named:
 
     def build(self, *, over_ranks: bool = False) -> Subject:
         """See `Source.build`."""
-        mesh = em.init_mesh(device_type="cpu") if over_ranks and dist.get_world_size() > 1 else None
+        mesh = init_mesh(device_type="cpu") if over_ranks and dist.get_world_size() > 1 else None
         model = GPT(self.config, mesh)
         if mesh is not None:
-            em.annotate(model, gpt_patterns(model))
+            annotate(model, gpt_patterns(model))
         return Subject(model=model, step=lm_loss, sample=self.sample)
 
     def sample(self) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import elixir_moe as em
+from elixir_moe import MoE, Plan, ShardedOptimizer, full_state_dict, load, save, save_pretrained, wrap
 from elixir_moe.state.checkpoint.storage import read_manifest
 from elixir_moe.state.checkpoint.whole import Whole
 from elixir_moe.verify.subject import Source, Subject, batch_of, own_loss, parts_of
@@ -31,7 +31,7 @@ class Setup:
 
     source: Source
     """The model, its loss and its batches."""
-    plan: em.Plan
+    plan: Plan
     """The plan to verify."""
     ranks: int
     """Processes of the run under the plan."""
@@ -77,28 +77,28 @@ def under_the_plan(setup: Setup) -> None:
     record.weights.append(_full(model))
     for step in range(setup.steps):
         _wrapped_step(setup, subject, model, optimizer, record, step)
-    em.save(setup.folder / "checkpoint", model, optimizer)
+    save(setup.folder / "checkpoint", model, optimizer)
     optimizer.close()
     del subject, model, optimizer
     gc.collect()  # hooks and model point at each other
     subject, model, optimizer = _wrapped(setup, _OTHER_SEED)
-    em.load(setup.folder / "checkpoint", model, optimizer)
+    load(setup.folder / "checkpoint", model, optimizer)
     record.loaded = _full(model)
     for step in range(setup.steps, 2 * setup.steps):
         _wrapped_step(setup, subject, model, optimizer, record, step)
     record.outputs = _outputs(subject, model)
-    em.save_pretrained(model, setup.folder / "export")
+    save_pretrained(model, setup.folder / "export")
     optimizer.close()
     _start_from_a_folder(setup, record)
     if dist.get_rank() == 0:
         torch.save({name: getattr(record, name) for name in Record.__dataclass_fields__}, setup.folder / "record.pt")
 
 
-def _wrapped(setup: Setup, seed: int, **options: Any) -> tuple[Subject, nn.Module, em.ShardedOptimizer]:
+def _wrapped(setup: Setup, seed: int, **options: Any) -> tuple[Subject, nn.Module, ShardedOptimizer]:
     torch.manual_seed(seed)
     subject = setup.source.build(over_ranks=True)
     sample = list(parts_of(batch_of(subject, 0, 0), setup.ranks))[dist.get_rank()]
-    model, optimizer = em.wrap(
+    model, optimizer = wrap(
         subject.model,
         _optimizer(p for p in subject.model.parameters() if p.requires_grad),
         plan=setup.plan,
@@ -112,7 +112,7 @@ def _wrapped(setup: Setup, seed: int, **options: Any) -> tuple[Subject, nn.Modul
 
 
 def _wrapped_step(
-    setup: Setup, subject: Subject, model: nn.Module, optimizer: em.ShardedOptimizer, record: Record, step: int
+    setup: Setup, subject: Subject, model: nn.Module, optimizer: ShardedOptimizer, record: Record, step: int
 ) -> None:
     losses = torch.zeros((), dtype=torch.float64)
     for micro in range(setup.accumulation):
@@ -130,7 +130,7 @@ def _wrapped_step(
 
 
 def _full(model: nn.Module) -> Weights:
-    return {name: value.float() for name, value in em.full_state_dict(model).items()}
+    return {name: value.float() for name, value in full_state_dict(model).items()}
 
 
 def _start_from_a_folder(setup: Setup, record: Record) -> None:
@@ -146,7 +146,7 @@ def _start_from_a_folder(setup: Setup, record: Record) -> None:
     with torch.device("meta"):
         empty = type(model)(model.config)
     trained = _optimizer(empty.parameters())
-    empty, optimizer = em.wrap(empty, trained, plan=setup.plan, weights=folder, device=torch.device("cpu"))
+    empty, optimizer = wrap(empty, trained, plan=setup.plan, weights=folder, device=torch.device("cpu"))
     record.started = _full(empty)
     optimizer.close()
 
@@ -213,7 +213,7 @@ def _plain_step(
 
 def _counts_over_ranks(model: nn.Module) -> bool:
     """Whether the model's own loss of routing is that of all ranks' rows together."""
-    return any(isinstance(module, em.MoE) for module in model.modules())
+    return any(isinstance(module, MoE) for module in model.modules())
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
