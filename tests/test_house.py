@@ -33,7 +33,7 @@ STOREYS: list[set[str]] = [
     {"setup"},
     {"wrap", "inspect"},
     {"__init__"},
-    {"train", "integrations"},
+    {"train", "integrations", "verify"},
     {"cli"},
     {"__main__"},
 ]

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from elixir_moe.cli import ckpt
 from elixir_moe.cli.plan import add_estimate, add_plan, run_estimate, run_plan
+from elixir_moe.cli.verify import add_verify, run_verify
 from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError, former
 from elixir_moe.kernels import cpu_features
 from elixir_moe.train import launch
@@ -110,6 +111,7 @@ def _run(arguments: Sequence[str]) -> int:
         "ckpt": ckpt.run,
         "plan": run_plan,
         "estimate": run_estimate,
+        "verify": run_verify,
         "report": _report,
         "clean": _clean,
     }
@@ -135,6 +137,10 @@ def _parser(settings_help: str | None) -> _Parser:
     add_plan(plan_parser)
     estimate_parser = verbs.add_parser("estimate", help="memory of plain strategies", allow_abbrev=False)
     add_estimate(estimate_parser)
+    verify_parser = verbs.add_parser(
+        "verify", help="compare a model under a plan with plain PyTorch", allow_abbrev=False
+    )
+    add_verify(verify_parser)
     report_parser = verbs.add_parser("report", help="show what runs were, or are", allow_abbrev=False)
     report_parser.add_argument("directory", type=Path, nargs="+", help="of a run; several are shown side by side")
     report_parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the losses of a single run, as PNG")
@@ -143,7 +149,7 @@ def _parser(settings_help: str | None) -> _Parser:
     )
     clean_parser = verbs.add_parser("clean", help="remove what dead runs have left", allow_abbrev=False)
     clean_parser.add_argument("directory", type=Path, help="this one and all below it")
-    others = (env_parser, plan_parser, estimate_parser, report_parser, bench_parser, clean_parser)
+    others = (env_parser, plan_parser, estimate_parser, verify_parser, report_parser, bench_parser, clean_parser)
     for verb in (train_parser, *others, *ckpt.add_parser(verbs)):
         verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
         verb.add_argument(

@@ -1,0 +1,192 @@
+"""The comparison of both runs, and what it says.
+
+Owns the checks, their tolerances and the first difference. Trains nothing.
+
+Tolerances in fp32. Both runs add the same numbers in another order: over ranks, micro-batches and for the norm. An
+element of a gradient of size up to 1 then carries an error of a few ulps, 3e-7, and gradients are clipped to a norm of
+1. AdamW divides by the root of the second moment plus eps = 1e-4, so a step of lr = 1e-2 differs by at most
+lr * 3e-7 / eps = 3e-5 (`WEIGHT`), and after n steps weights differ by n times that. What is computed from such weights
+is held to a part of its size: loss and global norm to 2e-5, the norm of one gradient to 1e-4 plus 2e-5 of the global
+norm, an element of a moment to 1e-3 of the largest, logits to 1e-4 for each step.
+
+In bf16 the plain run has bf16 weights with fp32 masters too. Where masters differ in the last bit, their bf16 copies
+differ by 2**-8 here and there, and an element of a gradient that nearly cancels may change its sign. So loss and norm
+are held to 2e-2. Single gradients and weights are not compared, but all weights together: they may be apart by a
+quarter of their way from the start, since about 2 in 100 elements can turn. What is moved and not computed (loads,
+saves, exports) is compared bit for bit in any dtype.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elixir_moe.verify.training import Record, Setup, Weights, exported, in_plain_pytorch, saved_moments
+
+WEIGHT, LOSS, GRADIENT, GRADIENT_OF_ALL = 3e-5, 2e-5, 1e-4, 2e-5
+HALF_LOSS, HALF_WAY = 2e-2, 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One line of the certificate."""
+
+    name: str
+    """What was compared."""
+    difference: float
+    """The largest one, by its tolerance."""
+    tolerance: float
+    """The largest difference allowed there; 0 is bit for bit."""
+    ok: bool
+    """Whether every difference is within its tolerance."""
+    where: str
+    """If not: the first place that differs, in order of forward, and by how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    place: str
+    size: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.size <= self.tolerance
+
+    @property
+    def badness(self) -> float:
+        """The difference in tolerances."""
+        return 0.0 if self.size == 0 else self.size / self.tolerance if self.tolerance else math.inf
+
+
+def certify(setup: Setup) -> list[Check]:
+    """Runs the plain half, reads the ranks' record and compares both."""
+    ours = Record(**torch.load(setup.folder / "record.pt", weights_only=True))
+    plain, order = in_plain_pytorch(setup)
+    weights, outputs = exported(setup)
+    return list(_checks(setup, ours, plain, order, weights, outputs))
+
+
+def first_failed(checks: list[Check]) -> Check | None:
+    """The failed check that comes first in the run."""
+    return next((check for check in checks if not check.ok), None)
+
+
+def as_dicts(checks: list[Check]) -> list[dict[str, Any]]:
+    """For JSON: a difference that is no number becomes a text."""
+    return [
+        {**asdict(c), "difference": c.difference if math.isfinite(c.difference) else str(c.difference)} for c in checks
+    ]
+
+
+def _checks(
+    setup: Setup, ours: Record, plain: Record, order: list[str], read: Weights, outputs: Tensor
+) -> Iterator[Check]:
+    exact, half = setup.compute_dtype is None, setup.compute_dtype is not None
+    yield _check("weights after wrap", _tensors(order, ours.weights[0], plain.weights[0], 0.0))
+    if plain.started:
+        yield _check("weights read from a folder", _tensors(order, ours.started, plain.started, 0.0))
+    for first, last, when in ((0, setup.steps, ""), (setup.steps, 2 * setup.steps, " after the load")):
+        if first:
+            moved = {name: ours.weights[first][name] for name in order}
+            yield _check("moments when saved", _moments(order, saved_moments(setup), plain.moments, half))
+            yield _check("weights after the load", _tensors(order, ours.loaded, moved, 0.0))
+        for step in range(first, last):
+            of = f"of step {step + 1}{when}"
+            yield _check(f"loss {of}", [_number(ours.losses[step], plain.losses[step], LOSS if exact else HALF_LOSS)])
+            if exact:
+                yield _check(f"gradients {of}", list(_gradients(order, ours, plain, step)))
+            norms = ours.norms[step], plain.norms[step]
+            yield _check(f"gradient norm {of}", [_number(*norms, LOSS if exact else HALF_LOSS)])
+            after = ours.weights[step + 1], plain.weights[step + 1]
+            if exact:
+                yield _check(f"weights {of}", _tensors(order, *after, WEIGHT * (step + 1)))
+            else:
+                yield _check(f"way of the weights {of}", [_way(order, *after, plain.weights[0])])
+    last_weights = {name: ours.weights[-1][name] for name in order}
+    yield _check("exported weights", _tensors(order, read, last_weights, 0.0))
+    assert ours.outputs is not None and plain.outputs is not None
+    allowed = (GRADIENT * 2 * setup.steps if exact else HALF_LOSS) * max(1.0, plain.outputs.abs().max().item())
+    yield _check("outputs after the export", [_tensor("outputs", outputs, ours.outputs, allowed)])
+
+
+def _check(name: str, differences: list[_Difference]) -> Check:
+    """`differences` are in order of forward."""
+    wrong = [one for one in differences if not one.ok]
+    worst = max(differences, key=lambda one: one.badness)
+    where = ""
+    if wrong:
+        several = f"; first of {len(wrong)} that differ, of {len(differences)}" if len(differences) > 1 else ""
+        where = f"{wrong[0].place}: differs by {wrong[0].size:.3g}, allowed {wrong[0].tolerance:.2g}{several}"
+        worst = wrong[0] if len(wrong) == 1 else worst
+    return Check(name=name, difference=worst.size, tolerance=worst.tolerance, ok=not wrong, where=where)
+
+
+def _module_of(name: str) -> str:
+    module, _, own = name.rpartition(".")
+    return f"module {module or '(the model itself)'}, {own}"
+
+
+def _difference(place: str, size: float, tolerance: float) -> _Difference:
+    return _Difference(place, math.inf if math.isnan(size) else size, tolerance)
+
+
+def _tensor(place: str, ours: Tensor | None, plain: Tensor | None, tolerance: float) -> _Difference:
+    if ours is None or plain is None:
+        return _Difference(
+            f"{place} ({'missing here' if ours is None else 'not in the plain run'})", math.inf, tolerance
+        )
+    if ours.shape != plain.shape:
+        return _Difference(f"{place} ({tuple(ours.shape)} here, {tuple(plain.shape)} plain)", math.inf, tolerance)
+    return _difference(place, (ours - plain).abs().max().item() if ours.numel() else 0.0, tolerance)
+
+
+def _tensors(order: list[str], ours: Weights, plain: Weights, tolerance: float) -> list[_Difference]:
+    return [_tensor(_module_of(name), ours.get(name), plain.get(name), tolerance) for name in order]
+
+
+def _number(ours: float, plain: float, relative: float) -> _Difference:
+    place = f"{ours:.6g} here, {plain:.6g} plain"
+    return _difference(place, abs(ours - plain), relative * (1.0 + abs(plain)))
+
+
+def _gradients(order: list[str], ours: Record, plain: Record, step: int) -> Iterator[_Difference]:
+    """Norms of single gradients; where one has none, 0 stands in its place."""
+    here, there = ours.gradients[step], plain.gradients[step]
+    for name in order:
+        if name in here or name in there:
+            mine, wanted = here.get(name, 0.0), there.get(name, 0.0)
+            allowed = GRADIENT * wanted + GRADIENT_OF_ALL * plain.norms[step]
+            place = f"{_module_of(name)}, gradient norm {mine:.6g} here, {wanted:.6g} plain"
+            yield _difference(place, abs(mine - wanted), allowed)
+
+
+def _moments(order: list[str], ours: dict[str, Weights], plain: dict[str, Weights], half: bool) -> list[_Difference]:
+    """Single moments, to a part of their largest element; in bf16 the norm of all first moments and of all second."""
+    kinds = ("exp_avg", "exp_avg_sq")
+    if half:
+        totals = [
+            [sum(float(one[kind].square().sum()) for one in each.values()) ** 0.5 for each in (ours, plain)]
+            for kind in kinds
+        ]
+        return [
+            _difference(f"norm of all {k}: {a:.6g} here, {b:.6g} plain", abs(a - b), HALF_WAY * b)
+            for k, (a, b) in zip(kinds, totals, strict=True)
+        ]
+    found = []
+    for name in (name for name in order if name in ours or name in plain):
+        for kind in kinds:
+            mine, wanted = ours.get(name, {}).get(kind), plain.get(name, {}).get(kind)
+            largest = 0.0 if wanted is None or not wanted.numel() else wanted.abs().max().item()
+            found.append(_tensor(f"{_module_of(name)}, {kind}", mine, wanted, 10 * GRADIENT * largest + 1e-6))
+    return found
+
+
+def _way(order: list[str], ours: Weights, plain: Weights, start: Weights) -> _Difference:
+    """How far the weights are apart, measured by the way the plain ones have gone."""
+    apart = sum(float((ours[name] - plain[name]).square().sum()) for name in order) ** 0.5
+    gone = sum(float((plain[name] - start[name]).square().sum()) for name in order) ** 0.5
+    return _difference(f"all weights, which went {gone:.3g}", apart, HALF_WAY * gone)

@@ -1,0 +1,91 @@
+"""Processes on this machine's CPU that run one function and end.
+
+Owns their start, their process group and the way of an error back. Ranks are forked from a server that has imported the
+library and never computed. Never leaves a process behind.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elixir_moe import errors
+
+_TIMEOUT = timedelta(minutes=5)
+"""How long ranks wait for each other."""
+_SECONDS_FOR_OTHERS = 5.0
+"""For ranks to report their error after another has: the cause may be theirs."""
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls ``function(*arguments)`` on so many CPU ranks; returns what rank 0 returned.
+
+    Raises:
+        ElixirError: of the type that the first rank raised, with its message. Errors of other libraries come as
+            ElixirError with their traceback.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    multiprocessing.set_forkserver_preload(["elixir_moe", "torch._dynamo"])
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            parts = (rank, ranks, folder, theirs, function, arguments)
+            processes.append(context.Process(target=_serve, args=parts, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        try:
+            results = _answers(pipes)
+            for process in processes:
+                process.join(_SECONDS_FOR_OTHERS)
+            return results[0]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _answers(pipes: list[Connection]) -> list[Any]:
+    """The results of all ranks. The first failure is raised."""
+    results: dict[int, Any] = {}
+    failures: dict[int, tuple[str, str]] = {}
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        ready: Any = wait(list(waiting), timeout=_SECONDS_FOR_OTHERS if failures else None)
+        if not ready:
+            break
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                fine, result = pipe.recv()
+            except EOFError:
+                fine, result = False, ("ElixirError", "the process ended without a word: was its memory enough?")
+            (results if fine else failures)[rank] = result
+    if failures:
+        rank, (name, text) = min(failures.items(), key=lambda item: item[1][0] == "DistBackendError")
+        kind = getattr(errors, name, None)
+        own = isinstance(kind, type) and issubclass(kind, errors.ElixirError)
+        raise (kind if own else errors.ElixirError)(f"[rank {rank}] {text}")  # type: ignore[misc]
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _serve(rank: int, ranks: int, folder: str, pipe: Connection, function: Callable[..., Any], arguments: Any) -> None:
+    """The life of one rank."""
+    torch.set_num_threads(1)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    meeting = f"file://{folder}/meeting"
+    try:
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=_TIMEOUT)
+        pipe.send((True, function(*arguments)))
+        dist.destroy_process_group()
+    except Exception as error:  # whatever it is, the user is told by the process that started this one
+        own = isinstance(error, errors.ElixirError)
+        pipe.send((False, (type(error).__name__, str(error) if own else traceback.format_exc())))

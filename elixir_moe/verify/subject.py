@@ -1,0 +1,400 @@
+"""What is verified: a model with its loss and its batches, that any process can build again.
+
+Owns the three ways a user names a model (a Hugging Face config, a name of `elixir-moe plan`, a function of their own)
+and the adapters put on it. Everything here can be sent to another process; nothing trains.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from math import gcd
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from elixir_moe import annotate, init_mesh
+from elixir_moe.errors import ConfigError, meant
+from elixir_moe.models import GPT, GPTConfig, gpt_patterns, lm_loss, presets
+from elixir_moe.verify.shrink import changes, shrunk, without_noise
+
+_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+"""What the classes that compute a loss from ``input_ids`` and ``labels`` end with."""
+_FIRST_WORD = 3
+"""Smaller token ids may be special."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A model that has been built."""
+
+    model: nn.Module
+    step: Callable[[nn.Module, Any], Tensor]
+    """The loss of a batch."""
+    sample: Callable[[], Any]
+    """Draws a batch with all rows of a micro-batch from torch's generator."""
+
+
+class Source(Protocol):
+    """How a subject is built; the same in every process that draws from the same seed."""
+
+    def build(self, *, over_ranks: bool = False) -> Subject:
+        """The subject; `over_ranks`: with experts spread over the ranks, where it can do so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """Adapters of peft."""
+
+    r: int = 8
+    """Rank."""
+    alpha: int = 16
+    """Numerator of the scale."""
+    targets: tuple[str, ...] = ()
+    """Modules, by the ends of their names."""
+    parameters: tuple[str, ...] = ()
+    """Parameters, by the ends of their names."""
+    experts: bool = False
+    """Also the parameters that hold the weights of all experts of a layer."""
+
+    @classmethod
+    def parsed(cls, text: str) -> "Lora":
+        """Adapters from a text such as ``r=8,targets=q_proj+v_proj,experts``. Raises ConfigError."""
+        found: dict[str, Any] = {}
+        for word in filter(None, text.split(",")):
+            key, equals, value = word.strip().partition("=")
+            if key in ("r", "alpha") and value.isdecimal() and int(value) > 0:
+                found[key] = int(value)
+            elif key in ("targets", "parameters") and value:
+                found[key] = tuple(value.split("+"))
+            elif key == "experts" and not equals:
+                found[key] = True
+            else:
+                raise ConfigError(
+                    f"--lora {text!r}: {word!r} is none of r=N, alpha=N, targets=NAME+NAME, parameters=NAME, experts"
+                )
+        lora = cls(**found)
+        if not (lora.targets or lora.parameters or lora.experts):
+            raise ConfigError(f"--lora {text!r} adapts nothing: add targets=q_proj+v_proj, parameters=... or experts")
+        return lora
+
+    def check(self, model: nn.Module) -> None:
+        """Raises ConfigError if a target matches nothing in the model."""
+        for what, targets, names in (
+            ("targets", self.targets, [name for name, _ in model.named_modules()]),
+            ("parameters", self.parameters, [name for name, _ in model.named_parameters()]),
+        ):
+            for target in targets:
+                if not any(f".{name}".endswith(f".{target}") for name in names):
+                    hint = meant(target, {name.rpartition(".")[2] for name in names} | set(names))
+                    raise ConfigError(f"--lora: {what}={target} matches nothing in {type(model).__name__}; {hint}")
+        if self.experts and not self._experts(model):
+            raise ConfigError(
+                f"--lora: experts matches nothing: {type(model).__name__} has no parameter of three dims in a module "
+                f"called experts; name them with parameters= or targets="
+            )
+
+    def on(self, model: nn.Module) -> nn.Module:
+        """The model with the adapters."""
+        from peft import LoraConfig, get_peft_model
+
+        parameters = [*self.parameters, *(self._experts(model) if self.experts else ())]
+        config = LoraConfig(
+            r=self.r, lora_alpha=self.alpha, target_modules=list(self.targets), target_parameters=parameters or None
+        )
+        return get_peft_model(model, config)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _experts(model: nn.Module) -> list[str]:
+        names = [name.split(".") for name, p in model.named_parameters() if p.dim() == 3]
+        return sorted({".".join(path[-2:]) for path in names if len(path) > 1 and "experts" in path[-2]})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HuggingFace:
+    """A transformers model with random weights."""
+
+    settings: dict[str, Any]
+    """The config."""
+    architecture: str
+    """The class in transformers."""
+    rows: int
+    """Rows of a micro-batch."""
+    length: int
+    """Tokens of a row."""
+    lora: Lora | None = None
+    """Adapters on it."""
+    checkpointing: bool = False
+    """Recompute activations of each layer."""
+    changed: tuple[str, ...] = field(default=(), compare=False)
+    """What was shrunk."""
+
+    def config(self) -> Any:
+        """A new config of transformers."""
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        config = CONFIG_MAPPING[self.settings["model_type"]].from_dict(self.settings)
+        config.use_cache = False
+        return config
+
+    def base(self) -> Any:
+        """The model without adapters."""
+        import transformers
+
+        return getattr(transformers, self.architecture)(self.config()).train()
+
+    def build(self, *, over_ranks: bool = False) -> Subject:
+        """See `Source.build`."""
+        model: Any = self.base()
+        model = model if self.lora is None else self.lora.on(model)
+        if self.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return Subject(model=model, step=own_loss, sample=self.sample)
+
+    def sample(self) -> dict[str, Tensor]:
+        """Random tokens."""
+        return _tokens(self.config(), self.rows, self.length)
+
+    def check(self) -> None:
+        """Builds the model without data. Raises ConfigError if it cannot be, or an adapter matches nothing."""
+        try:
+            with torch.device("meta"):
+                model = self.base()
+        except Exception as error:  # transformers checks its settings with error types of its own
+            hint = (
+                "; shrinking it has failed: write a small config and give it with --no-shrink" if self.changed else ""
+            )
+            raise ConfigError(
+                f"{self.architecture} cannot be built: {str(error).partition(chr(10))[0]}{hint}"
+            ) from error
+        if self.lora is not None:
+            self.lora.check(model)
+        if self.checkpointing and not model.supports_gradient_checkpointing:
+            raise ConfigError(f"--checkpointing: {self.architecture} has none, leave it out")
+
+
+def _tokens(config: Any, rows: int, length: int) -> dict[str, Tensor]:
+    """(rows, length) token ids, and as many to be told."""
+    vocabulary = config.get_text_config().vocab_size
+    drawn = torch.randint(min(_FIRST_WORD, vocabulary - 1), vocabulary, (rows, length))
+    return {"input_ids": drawn, "labels": drawn}
+
+
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that a transformers model computes from its labels."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def huggingface(path: str, *, shrink: bool, **options: Any) -> HuggingFace:
+    """The source for a ``config.json`` or its folder; `options` are fields of `HuggingFace`.
+
+    Raises:
+        ConfigError: there is no such file, transformers does not know the model, or it needs code of its own.
+    """
+    try:
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise ConfigError("--hf needs transformers: pip install transformers") from error
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        given = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--hf {path!r}: cannot read {file}: {error}; expected a config.json or its folder"
+        ) from error
+    kind = str(given.get("model_type")) if isinstance(given, dict) else ""
+    if kind not in CONFIG_MAPPING:
+        if isinstance(given, dict) and "auto_map" in given:
+            raise ConfigError(
+                f"--hf {path!r} needs code from a hub (auto_map), which is not run; build the model in a function of "
+                f"yours and give it with --module"
+            )
+        hint = meant(kind, CONFIG_MAPPING.keys()) or "update it"
+        raise ConfigError(
+            f"--hf {path!r}: transformers {transformers.__version__} knows no model_type {kind!r}; {hint}"
+        )
+    try:
+        full = CONFIG_MAPPING[kind].from_dict(given).to_dict()
+    except Exception as error:  # transformers checks its settings with error types of its own
+        raise ConfigError(f"--hf {path!r}: not a config of {kind}: {str(error).partition(chr(10))[0]}") from error
+    wanted = without_noise(shrunk(full) if shrink else full)
+    architecture = _architecture(path, given, kind)
+    source = HuggingFace(
+        settings=wanted, architecture=architecture, changed=tuple(changes(full, wanted)) if shrink else (), **options
+    )
+    source.check()
+    return source
+
+
+def _architecture(path: str, given: dict[str, Any], kind: str) -> str:
+    """The class of transformers that computes the model's loss. Raises ConfigError."""
+    import transformers
+    from transformers.models.auto import modeling_auto as known
+
+    named = (given.get("architectures") or [None])[0]
+    if named is None:
+        mappings = (known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+        named = next((mapping[kind] for mapping in mappings if kind in mapping), None)
+    if named is None or not str(named).endswith(_HEADS):
+        raise ConfigError(
+            f"--hf {path!r}: {named or kind} computes no loss of tokens, expected a class that ends with one of "
+            f"{', '.join(_HEADS)}; build it in a function of yours and give it with --module"
+        )
+    if not hasattr(transformers, named):
+        raise ConfigError(f"--hf {path!r}: transformers {transformers.__version__} has no architecture {named!r}")
+    return str(named)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Named:
+    """A GPT of this library."""
+
+    config: GPTConfig
+    """Its shape."""
+    rows: int
+    """Rows of a micro-batch."""
+    changed: tuple[str, ...] = field(default=(), compare=False)
+    """What was shrunk."""
+
+    def build(self, *, over_ranks: bool = False) -> Subject:
+        """See `Source.build`."""
+        mesh = init_mesh(device_type="cpu") if over_ranks and dist.get_world_size() > 1 else None
+        model = GPT(self.config, mesh)
+        if mesh is not None:
+            annotate(model, gpt_patterns(model))
+        return Subject(model=model, step=lm_loss, sample=self.sample)
+
+    def sample(self) -> Tensor:
+        """Random tokens."""
+        return torch.randint(self.config.vocab_size, (self.rows, self.config.seq_len + 1))
+
+
+def named(name: str, *, shrink: bool, ranks: int, rows: int, length: int, checkpointing: bool) -> Named:
+    """The source for a model that `elixir-moe plan` knows by name. Raises ConfigError."""
+    config = presets.named_model(name, batch=1, seq=1).model.config
+    assert isinstance(config, GPTConfig), "models by name are GPTs"
+    small, changed = config, []
+    if shrink:
+        counts = dict.fromkeys(count for count in config.experts if count)
+        dense = (0,) * (0 in config.experts)
+        experts = sum(((*dense, min(count, 4 + 4 * i)) for i, count in enumerate(counts)), ())[:4] or (0, 0)
+        sizes: dict[str, Any] = {"d_model": 32, "n_heads": 4, "vocab_size": 128, "seq_len": length}
+        small = replace(config, n_layers=len(experts), experts=experts, ep=(1,) * len(experts), **sizes)
+        shown = ("n_layers", *sizes, "experts")
+        changed = [f"{n} {_short(getattr(config, n))} -> {_short(getattr(small, n))}" for n in shown]
+    spread = tuple(gcd(count, ranks) if count else 1 for count in small.experts)
+    small = replace(small, ep=spread, checkpoint="non_reentrant" if checkpointing else "none")
+    return Named(config=small, rows=rows, changed=tuple(changed))
+
+
+def _short(value: Any) -> str:
+    return f"of {len(value)} layers, {max(value)} at most" if isinstance(value, tuple) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Function:
+    """What a function of the user's makes."""
+
+    module: str
+    """The module it is in."""
+    name: str
+    """Its name there."""
+    rows: int
+    """Rows of a micro-batch, where the function gives no batches."""
+    length: int
+    """Tokens of a row, likewise."""
+    lora: Lora | None = None
+    """Adapters on the model."""
+    checkpointing: bool = False
+    """Recompute activations of each layer of a transformers model."""
+    changed: tuple[str, ...] = field(default=(), compare=False)
+    """Nothing: such models stay as they are."""
+
+    def function(self) -> Callable[[], Any]:
+        """The function. Raises ConfigError if there is none."""
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # as `python -m` does
+        asked = f"--module {self.module}:{self.name}"
+        try:
+            module = import_module(self.module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{self.module}.".startswith(f"{error.name}."):
+                raise ConfigError(f"{asked}: importing it fails: {error}") from error
+            raise ConfigError(f"{asked}: there is no module {error.name!r} here or among the installed ones") from error
+        found = getattr(module, self.name, None)
+        if not callable(found):
+            raise ConfigError(f"{asked}: no function of that name is there; {meant(self.name, vars(module))}")
+        return found  # type: ignore[no-any-return]
+
+    def build(self, *, over_ranks: bool = False) -> Subject:
+        """See `Source.build`."""
+        made = self.function()()
+        several = isinstance(made, tuple)
+        if several and (len(made) != 3 or not isinstance(made[0], nn.Module) or not all(map(callable, made[1:]))):
+            raise ConfigError(
+                f"{self.name}() returned a tuple of {', '.join(type(part).__name__ for part in made)}: expected a "
+                f"module, step(model, sample) that returns the loss, and sample() that draws a batch"
+            )
+        model = made[0] if several else made
+        if not several and not (isinstance(model, nn.Module) and hasattr(getattr(model, "config", None), "model_type")):
+            raise ConfigError(
+                f"{self.name}() returned a {type(model).__name__}: expected a transformers model, or (module, step, "
+                f"sample) with step(model, sample) that returns the loss, and sample() that draws a batch"
+            )
+        if self.lora is not None:
+            self.lora.check(model)
+            model = self.lora.on(model)
+        if self.checkpointing:
+            if not hasattr(model, "gradient_checkpointing_enable"):
+                raise ConfigError(
+                    f"--checkpointing: {type(model).__name__} is no transformers model: checkpoint its own way"
+                )
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+        if several:
+            return Subject(model=model.train(), step=made[1], sample=made[2])
+        config = model.config
+        return Subject(model=model.train(), step=own_loss, sample=lambda: _tokens(config, self.rows, self.length))
+
+
+def function(text: str, **options: Any) -> Function:
+    """The source for ``package.module:function``; `options` are fields of `Function`. Raises ConfigError."""
+    module, colon, name = text.partition(":")
+    if not (module and colon and name.isidentifier()):
+        raise ConfigError(f"--module {text!r}: expected package.module:function")
+    source = Function(module=module, name=name, **options)
+    source.function()
+    return source
+
+
+def batch_of(subject: Subject, step: int, micro: int) -> Any:
+    """The batch with all ranks' rows, the same in every process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1000 * step + micro)
+        return subject.sample()
+
+
+def parts_of(batch: Any, ranks: int) -> Iterator[Any]:
+    """Yields each rank's rows of a batch. Raises ConfigError if they cannot be shared out evenly."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    rows = tensors[0].size(0) if tensors else 0
+    if not rows or rows % ranks:
+        raise ConfigError(
+            f"a batch has {rows} rows for {ranks} ranks: expected a multiple of the ranks, as dim 0 of tensors"
+        )
+    for rank in range(ranks):
+
+        def part(leaf: Any, at: slice = slice(rank * rows // ranks, (rank + 1) * rows // ranks)) -> Any:
+            return leaf[at] if isinstance(leaf, Tensor) and leaf.dim() and leaf.size(0) == rows else leaf
+
+        yield pytree.tree_map(part, batch)

@@ -1,0 +1,189 @@
+"""`elixir-moe verify`: a sound model passes, and each fault that others have shipped is found and named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elixir_moe.cli.main import main
+from elixir_moe.verify.shrink import changes, shrunk, without_noise
+from tests.support.cases import with_further
+
+CASES = "tests.support.verify_cases"
+QWEN = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}
+
+
+def verified(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["verify", "--json", "--steps", "2", *arguments])
+    out, err = capsys.readouterr()
+    assert out, err
+    return code, json.loads(out)
+
+
+def failed(answer: dict[str, Any]) -> dict[str, Any]:
+    """The first check that failed."""
+    first: dict[str, Any] = next(check for check in answer["checks"] if not check["ok"])
+    assert answer["first"] == first["where"]
+    return first
+
+
+def test_a_sound_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = verified(capsys, "--module", f"{CASES}:sound")
+    assert (code, answer["ok"], answer["first"]) == (0, True, None)
+    names = [check["name"] for check in answer["checks"]]
+    assert names[:2] == ["weights after wrap", "loss of step 1"]
+    assert {"moments when saved", "weights after the load", "weights of step 4 after the load"} < set(names)
+    assert names[-2:] == ["exported weights", "outputs after the export"]
+    assert answer["versions"]["torch"]
+
+
+FAULTS = {
+    "stale": ("weights of step 2", "module experts, weight"),
+    "averaged": ("gradient norm of step 1", "here"),
+    "scaled": ("loss of step 1", "here"),
+    "overwritten": ("weights after the load", "module experts, weight"),
+}
+
+
+@pytest.mark.parametrize("fault", with_further(FAULTS, ("stale",)))
+def test_a_fault_is_found(capsys: pytest.CaptureFixture[str], fault: str) -> None:
+    code, answer = verified(capsys, "--module", f"{CASES}:{fault}", "--plan", "offload")
+    name, where = FAULTS[fault]
+    first = failed(answer)
+    assert (code, first["name"]) == (1, name)
+    assert where in first["where"]
+    assert not first["difference"] <= first["tolerance"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [False, True])
+def test_adapters_that_are_not_saved(capsys: pytest.CaptureFixture[str], fault: bool) -> None:
+    case = "lost_adapters" if fault else "sound"
+    lora = "r=2,targets=first+last,parameters=experts.weight"
+    code, answer = verified(capsys, "--module", f"{CASES}:{case}", "--lora", lora)
+    assert code == fault, answer["first"]
+    if fault:
+        first = failed(answer)
+        assert first["name"] == "exported weights"
+        assert "experts" in first["where"]
+        assert "lora" in first["where"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--module", f"{CASES}:sound", "--plan", "ddp", "--accumulation", "2"),
+        ("--module", f"{CASES}:sound", "--plan", "zero2"),
+        ("--module", f"{CASES}:sound", "--plan", "disk", "--ranks", "1"),
+        ("--module", f"{CASES}:sound", "--plan", '{"scatter": true, "offloaded": true, "rcache_blocks": null}'),
+        ("--module", f"{CASES}:in_bf16", "--compute-dtype", "bf16", "--accumulation", "2"),
+        ("--model", "pr-moe-16b", "--plan", "offload"),
+        ("--model", "opt-2.7b", "--checkpointing"),
+    ],
+    ids=" ".join,
+)
+def test_plans_and_named_models(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    code, answer = verified(capsys, *arguments)
+    assert code == 0, answer["first"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--checkpointing", "--compute-dtype", "bf16", "--accumulation", "2"),
+        ("--lora", "r=4,targets=q_proj+v_proj,experts", "--plan", "offload"),
+    ],
+    ids=" ".join,
+)
+def test_a_hugging_face_config(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    code, answer = verified(capsys, "--hf", str(tmp_path), *arguments)
+    assert code == 0, answer["first"]
+    assert "num_hidden_layers 48 -> 2" in answer["shrunk"]
+
+
+def test_shrinking_keeps_the_kind() -> None:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = {
+        "model_type": "any", "hidden_size": 4096, "head_dim": 128, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "intermediate_size": 8192, "num_hidden_layers": 30, "layer_types": kinds * 10, "mlp_only_layers": [0, 5],
+        "n_routed_experts": 256, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "vocab_size": 100_000,
+        "eos_token_id": 99_999, "attention_dropout": 0.1, "rope_theta": 1e4, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    small = without_noise(shrunk(config))
+    assert small["layer_types"] == kinds
+    assert (small["num_hidden_layers"], small["mlp_only_layers"]) == (3, [0])
+    assert small["num_attention_heads"] / small["num_key_value_heads"] == 8
+    assert small["intermediate_size"] / small["hidden_size"] == 2
+    assert (small["n_routed_experts"], small["num_experts_per_tok"], small["n_group"], small["topk_group"]) == (
+        8,
+        4,
+        2,
+        1,
+    )
+    assert small["eos_token_id"] < small["vocab_size"] == 128
+    assert (small["attention_dropout"], small["max_position_embeddings"]) == (0.0, 4096)
+    assert "num_hidden_layers 30 -> 3" in list(changes(config, small))
+    assert list(changes(small, without_noise(shrunk(small)))) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--module", "tests.support.no_such:f"), "there is no module 'tests.support.no_such'"),
+        (("--module", f"{CASES}:sond"), "did you mean 'sound'?"),
+        (("--module", "nothing"), "expected package.module:function"),
+        (("--module", f"{CASES}:sound", "--ranks", "8"), "--rows 4 for --ranks 8: expected a multiple"),
+        (("--module", f"{CASES}:sound", "--plan", "zero4"), "did you mean 'zero"),
+        (("--module", f"{CASES}:sound", "--lora", "r=8"), "adapts nothing"),
+        (("--module", f"{CASES}:sound", "--lora", "rank=8"), "'rank=8' is none of r=N"),
+        (("--model", "opt-2.7b", "--lora", "r=8,experts"), "--lora needs --hf or --module"),
+        (("--hf", "/no/such/folder"), "expected a config.json or its folder"),
+    ],
+)
+def test_bad_input_starts_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setattr("elixir_moe.cli.verify.on_ranks", None)
+    assert main(["verify", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "arguments", "said"),
+    [
+        ({"model_type": "new", "auto_map": {"AutoConfig": "c.C"}}, (), "needs code from a hub"),
+        ({"model_type": "qwen3_mo"}, (), "did you mean 'qwen3_moe'?"),
+        (QWEN | {"architectures": ["Qwen9ForCausalLM"]}, (), "has no architecture 'Qwen9ForCausalLM'"),
+        (QWEN, ("--lora", "parameters=experts.up_proj"), "parameters=experts.up_proj matches nothing"),
+        (QWEN, ("--lora", "targets=q_prj"), "did you mean 'q_proj'?"),
+        ({"model_type": "llama"}, ("--lora", "experts"), "experts matches nothing"),
+    ],
+)
+def test_bad_configs_start_nothing(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    config: dict[str, Any],
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.setattr("elixir_moe.cli.verify.on_ranks", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["verify", "--hf", str(tmp_path), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [("three_rows", "3 rows for 2 ranks"), ("no_step", "returned a tuple of"), ("no_model", "returned a int")],
+)
+def test_what_a_function_returns_is_checked(capsys: pytest.CaptureFixture[str], case: str, said: str) -> None:
+    assert main(["verify", "--module", f"{CASES}:{case}"]) == 2
+    assert said in capsys.readouterr().err
