@@ -20,7 +20,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is no rank, and what the benchmarks set in it is undone."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "none")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "build/torch_extensions")
 
 
 def number(value: object) -> bool:
