@@ -468,8 +468,13 @@ class _Length:
         """The missing bytes with the fewest blocks, for each number of chunks on the device."""
         chunks = len(self._layout.chunks)
         for count, held in enumerate(self._held):
-            blocks = 1 if self._step_order is None else self._step(chunks if count == chunks else 0)[1]
-            yield held.missing(self._task, blocks)
+            if self._step_order is None:
+                yield held.missing(self._task, 1)
+                continue
+            missing = held.missing(self._task, self._step(chunks if count == chunks else 0)[1])
+            if missing[Tier.DEVICE] > 0 >= held.missing(self._task, 1)[Tier.DEVICE]:
+                missing = held.missing(self._task, self._step(count)[1])  # chunks used in place may need fewer
+            yield missing
 
     def least_device_bytes(self) -> int:
         """The least device memory with which host memory and disk are large enough."""
