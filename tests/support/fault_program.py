@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+import torch.distributed as dist
+
 from elixir_moe.cli import main as cli
 from elixir_moe.train.training import Training
 
@@ -25,7 +27,7 @@ def main() -> int:
     def meeting(training: Training) -> float:
         fault = faults.get(training.progress.step + 1)
         mark = Path(f"{out}.{fault}")
-        if fault and training.rank == int(rank) and not mark.exists():
+        if fault and dist.get_rank() == int(rank) and not mark.exists():
             mark.touch()
             handle = training.model.blocks[1].register_forward_hook(lambda *_: meet(fault))
             try:
