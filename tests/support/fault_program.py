@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import torch
-
 import torch.distributed as dist
 
 from elixir_moe.cli import main as cli
