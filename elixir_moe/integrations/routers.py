@@ -72,13 +72,13 @@ class Routers:
                 annotate(module, {name: Pattern(mesh, replicate=("dp",), dtype=torch.float32)})
 
         def widen(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            dtypes.append(args[0].dtype)
             return (args[0].float(), *args[1:])
 
         def narrow(_: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (output[0], output[1].to(dtypes.pop()), *output[2:])
 
         dtypes: list[torch.dtype] = []
-        module.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
         module.register_forward_pre_hook(widen)
         module.register_forward_hook(narrow)
 
