@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from queue import SimpleQueue
+from queue import LifoQueue
 
 import torch
 
@@ -107,7 +107,7 @@ class Spill(DiskFile):
         self.slice_numel = spill_slice_numel(numels)
         self._taken = 0
         self.buffer_bytes = spill_buffer_bytes(numels, arrays)
-        self._buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
+        self._buffers: LifoQueue[torch.Tensor] = LifoQueue()
         memory = paged_memory(DISK_THREADS * arrays * self.slice_numel * _FLOAT_BYTES)
         self._memory = torch.frombuffer(memory, dtype=torch.float32)
         for record in self._memory.chunk(DISK_THREADS):

@@ -34,7 +34,7 @@ def test_frozen_weights_of_three_times_the_limit_train_in_the_bytes_of_the_plan(
     assert mebibytes(done.stdout, "frozen weights") >= 3 * limit
     peak, planned = (mebibytes(done.stdout, what) for what in ("peak above the bare process", "planned"))
     assert planned < limit
-    assert peak <= 1.15 * planned  # the rest: activations, objects of Python, stacks of threads
+    assert peak <= 1.1 * planned  # the rest: activations, objects of Python, stacks of threads
     assert not any(tmp_path.iterdir())
 
 
