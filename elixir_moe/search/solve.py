@@ -30,7 +30,6 @@ from elixir_moe.chunks.plan import (
     size_text,
     staging_bytes,
 )
-from elixir_moe.chunks.step_order import StepOrder
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
@@ -127,11 +126,12 @@ def solve(task: Task) -> Choice:
     """
     found: dict[int, Choice] = {}
     shortages: list[dict[Tier, int]] = []
+    packings = [_Packing(task.profile, n) for n in chunk_lengths(task.profile.params)]
     none, *others = _kept_counts(task)
 
     def search(regions: int) -> None:
         there = task.keeping(regions)
-        searches = [_Length(there, task.profile.step_order, n) for n in chunk_lengths(task.profile.params)]
+        searches = [_Length(there, packing) for packing in packings]
         fits = [choice for choice in (search.best() for search in searches) if choice is not None]
         if fits:
             found[regions] = min(fits, key=_rank)
@@ -173,12 +173,12 @@ def device_bytes_for(task: Task) -> int:
 
 def _device_bytes_for(task: Task) -> int:
     """As `device_bytes_for`, with the inputs of checkpointed regions where they are."""
-    step_order = task.profile.step_order
-    bounds = sorted((_Length(task, None, n).least_device_bytes(), n) for n in chunk_lengths(task.profile.params))
+    lengths = chunk_lengths(task.profile.params)
+    bounds = sorted((_Length(task, _Packing(task.profile, n, bound=True)).least_device_bytes(), n) for n in lengths)
     needed = [nbytes for nbytes, _ in bounds if nbytes > task.allowed_bytes][:1]
     for bound, length in bounds:
         if bound <= task.allowed_bytes:
-            needed.append(_Length(task, step_order, length).least_device_bytes())
+            needed.append(_Length(task, _Packing(task.profile, length)).least_device_bytes())
             if needed[-1] <= task.allowed_bytes:
                 return needed[-1]
     return min(needed)
@@ -299,20 +299,42 @@ class _Held:
         return math.inf if self.cached * self.block_bytes <= left else left // self.block_bytes
 
 
+class _Packing:
+    """The parameters in chunks of one length, and the step with them. The same in any memory."""
+
+    def __init__(self, profile: Profile, chunk_numel: int, *, bound: bool = False) -> None:
+        """`bound`: blocks are counted as one, and none is for gradients. That is a lower bound of memory."""
+        self.chunk_numel = chunk_numel
+        layout = build_layout(profile.params, chunk_numel)
+        self._step_order = None if bound else profile.step_order
+        self.layout = layout if self._step_order is None else self._step_order.counted(layout)
+        self._steps: dict[int, tuple[Simulator, int, int]] = {}
+
+    @property
+    def bound(self) -> bool:
+        """Whether there is no step."""
+        return self._step_order is None
+
+    def step(self, device_chunks: int, cached: int) -> tuple[Simulator, int, int]:
+        """(simulator, least blocks, most open gradients) of the step with `cached` blocks in use at most."""
+        assert self._step_order is not None, "a bound counts no blocks"
+        if cached not in self._steps:
+            plan = Plan.offload(rcache_blocks="all", device_chunks=device_chunks)
+            schedule = self._step_order.schedule(plan.place(self.layout))
+            self._steps[cached] = Simulator(schedule), schedule.least_blocks(), schedule.open_gradients()
+        return self._steps[cached]
+
+
 class _Length:
     """The search at one chunk length."""
 
-    def __init__(self, task: Task, step_order: StepOrder | None, chunk_numel: int) -> None:
-        """Without an order, blocks are counted as one, and none is for gradients: a lower bound of memory."""
-        self._task, self._step_order = task, step_order
-        layout = build_layout(task.profile.params, chunk_numel)
-        self._layout = layout if step_order is None else step_order.counted(layout)
-        self._numel = chunk_numel
+    def __init__(self, task: Task, packing: _Packing) -> None:
+        self._task, self._packing = task, packing
+        self._layout = packing.layout
         self._moved = {whole: self._moved_to_disk(whole) for whole in (False, True)}
         """As `_moved_to_disk`, without and with values on disk."""
         self._held = list(self._by_device_chunks())
         self._most_blocks = [held.most_blocks(task) for held in self._held]
-        self._steps: dict[int, tuple[Simulator, int, int]] = {}
         self._found: dict[int, Choice | None] = {}
 
     def _moved_to_disk(self, whole: bool) -> tuple[list[int], list[int]]:
@@ -440,14 +462,14 @@ class _Length:
             return
         cached: int | Literal["all"] = "all" if blocks >= self._held[count].cached else blocks
         if count == len(self._layout.chunks):
-            plan = Plan(scatter=True, offloaded=False, rcache_blocks=cached, chunk_numel=self._numel)
+            plan = Plan(scatter=True, offloaded=False, rcache_blocks=cached, chunk_numel=self._packing.chunk_numel)
         else:
             plan = Plan.offload(
                 rcache_blocks=cached,
                 device_chunks=count,
                 disk_chunks=self._held[count].disk_chunks,
                 values_on_disk=self._held[count].values_on_disk,
-                chunk_numel=self._numel,
+                chunk_numel=self._packing.chunk_numel,
             )
         plan = replace(plan, host_checkpoints=self._task.kept_regions)
         layout = replace(plan.place(self._layout), open_gradients=gradients)
@@ -456,19 +478,13 @@ class _Length:
 
     def _step(self, device_chunks: int) -> tuple[Simulator, int, int]:
         """(simulator, least blocks, most open gradients) of the step with that many chunks on the device."""
-        assert self._step_order is not None, "a bound counts no blocks"
-        cached = self._held[device_chunks].cached
-        if cached not in self._steps:
-            plan = Plan.offload(rcache_blocks="all", device_chunks=device_chunks)
-            schedule = self._step_order.schedule(plan.place(self._layout))
-            self._steps[cached] = Simulator(schedule), schedule.least_blocks(), schedule.open_gradients()
-        return self._steps[cached]
+        return self._packing.step(device_chunks, self._held[device_chunks].cached)
 
     def shortages(self) -> Iterator[dict[Tier, int]]:
         """The missing bytes with the fewest blocks, for each number of chunks on the device."""
         chunks = len(self._layout.chunks)
         for count, held in enumerate(self._held):
-            if self._step_order is None:
+            if self._packing.bound:
                 yield held.missing(self._task, 1)
                 continue
             missing = held.missing(self._task, self._step(chunks if count == chunks else 0)[1])
