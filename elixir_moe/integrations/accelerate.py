@@ -110,9 +110,7 @@ class ElixirAccelerator(Accelerator):
                 )
             if not dist.is_initialized():
                 init_mesh(device_type=self.device.type)
-            self.unwrap_model(
-                models[0], keep_fp32_wrapper=False
-            )  # an evaluation before has set autocast around forward
+            self.unwrap_model(models[0], keep_fp32_wrapper=False)  # from the autocast of an evaluation before
             model, optimizer = wrap(models[0], optimizers[0], plan=self._plan, device=self.device, **self._options)
             # With a device to place it on, Accelerate would take the optimizer's state dict and load it again.
             self._prepared = (model, optimizer, self.prepare_optimizer(optimizer, device_placement=False))
