@@ -46,10 +46,13 @@ def _serve(rank: int, world: int, rendezvous: str, backend: str, pipe: Connectio
     )
     while True:
         try:
-            fn, args, kwargs = pipe.recv()
+            message = pipe.recv()
         except EOFError:
             break
-        _let_go_of_groups()
+        if message is None:
+            _let_go_of_groups()
+            continue
+        fn, args, kwargs = message
         try:
             pipe.send((True, fn(*args, **kwargs)))
         except BaseException as error:
@@ -58,9 +61,10 @@ def _serve(rank: int, world: int, rendezvous: str, backend: str, pipe: Connectio
 
 
 def _let_go_of_groups() -> None:
-    """Destroys what the function before this one has left; all ranks are done with it.
+    """Destroys what the last function has left; all ranks are done with it.
 
-    The threads of a gloo process group wake up a hundred times a second. DTensor remembers groups by the meshes they
+    The threads of a gloo process group wake up a hundred times a second, also in a pool that waits for its next
+    function. DTensor remembers groups by the meshes they
     belong to, and takes a later mesh that is alike for the same.
     """
     left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
@@ -112,6 +116,8 @@ class RankPool:
         if failures:
             self.close()
             raise RankError(failures)
+        for pipe in self._pipes:
+            pipe.send(None)
         return results
 
     def close(self) -> None:
