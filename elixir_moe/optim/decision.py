@@ -203,10 +203,10 @@ class StepDecision:
         """Raises UsageError if gradients were lost, came after clipping, or are those of an unscaled fp16 loss."""
         self._hooks.notice_failure()
         if self._scheduler.lost_gradients:
-            self._scheduler.refuse_begun("optimizer.step() after a backward that failed")
-            raise UsageError(
-                "a backward failed, and a part of its gradients is gone: call zero_grad() and run it again"
-            )
+            remedy = "call zero_grad() and run it again"
+            if self._scheduler.final:
+                remedy = "updates may have begun in it, so go on from a checkpoint (em.load)"
+            raise UsageError(f"a backward failed, and a part of its gradients is gone: {remedy}")
         if self._clipped:
             raise UsageError(
                 "backward ran after clip_grad_norm_ or clip_grad_value_: clip when all gradients of the step have "

@@ -85,9 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._early: EarlyUpdates | None = None
         if isinstance(self._update, AdamUpdate) and any(c.shard.tier is not Tier.DEVICE for c in self._chunks):
             self._update_thread = ThreadPoolExecutor(1, "elixir-update")
-            self._early = EarlyUpdates(
-                scheduler, self._update, self._segments, self.param_groups, self._update_thread
-            )
+            self._early = EarlyUpdates(scheduler, self._update, self._segments, self.param_groups, self._update_thread)
         self._decision = StepDecision(self._chunks, scheduler, hooks, groups, on_device, self._early)
         self._last_step: _LastStep | None = None
         self.kept = OptimizerState(inner, self._update, self._chunks, self._segments, scheduler, hooks, groups)
@@ -151,8 +149,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A context for the last backward of a step, in which updates begin, where no gradient is clipped.
 
         An update of Adam in host memory or on disk begins when all gradients of its chunk have come home, from the
-        second backward on. `step` must follow; it updates the rest. The result is the same to the bit. Where all state is
-        on the device, or the optimizer is no Adam, the context does nothing.
+        second backward on. `step` must follow; it updates the rest. The result is the same to the bit. Where all state
+        is on the device, or the optimizer is no Adam, the context does nothing.
 
         Until `step`, another backward, clipping, `grad_norms`, a change of `param_groups`, `zero_grad`, `em.save`, a
         write to an updated chunk and its gather are errors. If the backward fails, or the norm is not finite after

@@ -53,7 +53,6 @@ class _Run:
 class AdamUpdate:
     """Adam and AdamW: flat moments beside each master shard, one pass for each run of segments."""
 
-
     def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> None:
         self._groups = groups
         self._state: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -74,7 +73,8 @@ class AdamUpdate:
     ) -> "Callable[[], Sequence[Future[None]]]":
         """The update of a chunk with the current gradients, to be run once, on any thread.
 
-        `skip` as in `kernels.adam_step`; `options` of each group instead of the current ones. The update returns the work it has not finished: the update of slices on disk.
+        `skip` as in `kernels.adam_step`; `options` of each group, or none for the current ones. The update returns the
+        work it has not finished: the update of slices on disk.
         """
         home = chunk.shard
         home.finish_sum()
@@ -165,7 +165,6 @@ def _adam(
 
 class ElementwiseUpdate:
     """Any other optimizer: instances of the user's class on views of the master shards."""
-
 
     def __init__(
         self,
