@@ -1,8 +1,8 @@
 """Updates that begin in backward, chunk by chunk, before `step` knows the global norm.
 
-Owns which updates have begun, and withdraws those that have not when `step` asks: they then go on as ever. A gradient
-that is not finite on this rank begins no update. Never decides about a chunk on the device, or one of whose parameters
-some have no gradient on this rank.
+Owns which updates have begun, and withdraws those that have not when `step` asks: they then go on as ever. Never begins
+the update of a shard whose gradient is not finite, of a chunk with a parameter that has no gradient on this rank, or of
+one on the device.
 """
 
 import math
@@ -22,7 +22,7 @@ from elixir_moe.optim.shard_update import AdamUpdate, Segment
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.scheduler import Scheduler
 
-Work = Callable[[], Sequence[Future[None]]]
+Update = Callable[[], Sequence[Future[None]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class _Begun:
     """An update that was given to the thread."""
 
     shard: ShardState
-    prepared: "Future[Work | None]"
+    prepared: "Future[Update | None]"
     """The update, when the gradient has come; None if the gradient is not finite."""
     done: "Future[Sequence[Future[None]]]"
     """What `ShardState.update_early` takes."""
@@ -73,7 +73,7 @@ class EarlyUpdates:
             return
         squares = begin_to_host(shard.squares) if isinstance(shard.squares, torch.Tensor) else chunk.squares
 
-        def prepare() -> Work | None:
+        def prepare() -> Update | None:
             arrived()
             shard.squares = float(squares())  # type: ignore[arg-type]
             if not math.isfinite(shard.squares):
@@ -101,7 +101,7 @@ class EarlyUpdates:
 
     def __contains__(self, chunk: Chunk) -> bool:
         """Whether the chunk's update of this step has begun; after `settle`."""
-        return chunk.spec.index in self._begun
+        return chunk.spec.index in self._begun and chunk.spec.index in self._scheduler.final
 
     def check_options(self) -> None:
         """Raises UsageError if options have changed since updates began."""
@@ -119,6 +119,6 @@ class EarlyUpdates:
         return [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
 
 
-def _run(prepared: "Future[Work | None]") -> Sequence[Future[None]]:
-    work = prepared.result()  # it has ended: one thread runs both
-    return () if work is None else work()
+def _run(prepared: "Future[Update | None]") -> Sequence[Future[None]]:
+    update = prepared.result()  # it has ended: one thread runs both
+    return () if update is None else update()
