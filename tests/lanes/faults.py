@@ -201,10 +201,6 @@ def _early_updates_do_not_wait_for_gradients(patch: Patch) -> None:
     patch(Streams, "issued", lambda streams: _nothing)
 
 
-def _early_updates_beside_a_save(patch: Patch) -> None:
-    patch(ShardState, "being_saved", False)
-
-
 def _without(owner: Any, method: str, *, on: Any = Scheduler) -> Callable[[Patch], None]:
     """While a method of `on` runs, one of `owner` does nothing."""
     name, _, within = method.partition(" in ")
@@ -277,7 +273,6 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
         Scheduler, "_order_behind_reduction in release"
     ),
     "an early update does not wait for its gradient": _early_updates_do_not_wait_for_gradients,
-    "an early update does not wait for a save": _early_updates_beside_a_save,
     "a sum is added to while it is reduced": _without(Scheduler, "_order_behind_reduction in _land"),
     "the host does not wait where only fetches run": _one_mover_unnoticed("fetching"),
     "the host does not wait where only reductions run": _one_mover_unnoticed("reducing"),
