@@ -145,6 +145,14 @@ class ShardState:
         self._update = update
         self.updated()
 
+    def update_early(self, update: "Future[Sequence[Future[None]]]") -> None:
+        """As `update_beside`, in backward: the gradient counts as there until `updated`, or `withdraw_update`."""
+        self._update = update
+
+    def withdraw_update(self) -> None:
+        """Forgets an early update that will change nothing."""
+        self._update = None
+
     @property
     def has_update(self) -> bool:
         """Whether an update was registered and `finish_update` has not waited for it; it may have ended."""
@@ -169,6 +177,11 @@ class ShardState:
         """As `wait_for_update`, but for the training thread only; clears `has_update`."""
         self.wait_for_update()
         self._update = None
+
+    @property
+    def being_saved(self) -> bool:
+        """Whether a save beside training still reads this state."""
+        return self.reader is not None and not self.reader.is_set()
 
     def wait_for_reader(self) -> None:
         """Blocks until values, master and moments may be changed."""

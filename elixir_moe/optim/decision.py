@@ -15,6 +15,7 @@ from elixir_moe.distributed.all_ranks import ControlGroups, gathered
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import UsageError
+from elixir_moe.optim.early import EarlyUpdates
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
@@ -29,6 +30,8 @@ class Facts:
     """Global gradient norm, unscaled; a scalar on the device if the host has not waited for it."""
     used: set[nn.Parameter] = field(default_factory=set)
     """Parameters that got a gradient on any rank."""
+    begun: int = 0
+    """Number of updates that have begun in backward, on all ranks."""
 
 
 class StepDecision:
@@ -41,8 +44,10 @@ class StepDecision:
         hooks: Hooks,
         groups: ControlGroups,
         on_device: Communicator | None,
+        early: EarlyUpdates | None = None,
     ) -> None:
         """`chunks` are the trainable ones; `on_device` sums their norm there, so that the host need not know it."""
+        self._early = early
         self._chunks = chunks
         self._scheduler = scheduler
         self._hooks = hooks
@@ -77,6 +82,8 @@ class StepDecision:
     def clip(self, limit: float) -> float | torch.Tensor:
         """Makes the next update clip the norm to `limit`; returns the norm before. Collective."""
         self._hooks.check_outside("optimizer.clip_grad_norm_()")
+        if limit < math.inf:
+            self._scheduler.refuse_begun("optimizer.clip_grad_norm_() with a limit")
         norm = self.facts().norm * self._clip
         if isinstance(norm, torch.Tensor):
             self._clip = self._clip * (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -88,6 +95,7 @@ class StepDecision:
     def clip_values(self, limit: float) -> None:
         """Clamps gradients so that the next update sees none beyond `limit`; overflowed ones stay. Collective."""
         self._hooks.check_outside("optimizer.clip_grad_value_()")
+        self._scheduler.refuse_begun("optimizer.clip_grad_value_()")
         if not math.isfinite(self.facts().norm):  # the host waits here, wherever the norm is
             return
         for chunk in self._chunks:
@@ -102,6 +110,7 @@ class StepDecision:
     def norms(self) -> dict[str, float]:
         """The norm of each parameter's gradient, by name, as the next update sees it. Collective."""
         self._hooks.check_outside("optimizer.grad_norms()")
+        self._scheduler.refuse_begun("optimizer.grad_norms()")
         used = self.facts().used
         squares = torch.zeros(len(self._parameters), dtype=torch.float64, device="cpu")
         index = -1
@@ -127,8 +136,9 @@ class StepDecision:
         if self._facts is not None and self._counted == self._scheduler.reductions_issued:
             return self._facts
         self._scheduler.check_open()
-        self._check_backwards()
+        self.check_backwards()
         self._scheduler.drain()
+        begun = 0 if self._early is None else self._early.settle()
         self._counted = self._scheduler.reductions_issued
         mine: float | torch.Tensor = 0.0
         for chunk in self._chunks:
@@ -142,15 +152,18 @@ class StepDecision:
         used_here = map(self._scheduler.used.__contains__, self._slots)
         unseen = self._scheduler.written_unseen is not None
         known = float(mine) if norm is None else 0.0
-        votes = torch.tensor([known, float(unseen), *used_here], dtype=torch.float64, device="cpu")
+        votes = torch.tensor([known, begun, float(unseen), *used_here], dtype=torch.float64, device="cpu")
         with Wait("the all-reduce of the gradient norm over all ranks"):
             self._groups.sum_over_peers(votes)
-            self._groups.sum_over_stages(votes[:1])
-        squares, unseen_writes, *used = votes.tolist()
+            self._groups.sum_over_stages(votes[:2])
+        squares, begun_anywhere, unseen_writes, *used = votes.tolist()
         if unseen_writes:
             self._refuse_unseen_writes()
         norm = squares**0.5 if norm is None else norm
-        self._facts = Facts(norm=norm, used={p for p, n in zip(self._parameters, used, strict=True) if n})
+        if not begun_anywhere and not math.isfinite(squares):
+            self._scheduler.final.clear()  # the step may be given up
+        everybody = {p for p, n in zip(self._parameters, used, strict=True) if n}
+        self._facts = Facts(norm=norm, used=everybody, begun=int(begun_anywhere))
         return self._facts
 
     def _sum_on_device(self, mine: float | torch.Tensor, communicator: Communicator) -> torch.Tensor:
@@ -163,7 +176,7 @@ class StepDecision:
         """Names of the parameters whose gradients are not finite in this rank's shards, in packing order."""
         names = []
         for chunk in self._chunks:
-            if chunk.shard.has_gradient:
+            if chunk.shard.has_gradient and (self._early is None or chunk not in self._early):
                 low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
                 for slot, parameter in zip(chunk.spec.slots, chunk.parameters, strict=True):
                     start, stop = max(slot.start, low) - low, min(slot.stop, high) - low
@@ -171,25 +184,29 @@ class StepDecision:
                         names.append(self._hooks.name_of(parameter))
         return names
 
-    def blame(self, norm: float) -> str:
+    def blame(self, facts: Facts) -> str:
         """The error message for a norm that is not finite, with parameters from this rank's shards."""
         found = ", ".join(self.not_finite()[:8]) or "none in this rank's shards"
-        return (
-            f"the global gradient norm is {norm}; gradients that are not finite: {found}. The weights are as before: "
-            f"zero_grad() and go on with another batch or a smaller rate"
-        )
+        remedy = "The weights are as before: zero_grad() and go on with another batch or a smaller rate"
+        if facts.begun:
+            remedy = (
+                f"{facts.begun} chunks were updated in backward already, and others will not be: go on from a "
+                f"checkpoint (em.load), without optimizer.update_in_backward() or at a smaller rate"
+            )
+        return f"the global gradient norm is {float(facts.norm)}; gradients that are not finite: {found}. {remedy}"
 
     def _unscale(self, chunk: Chunk) -> float:
         """The factor that turns a summed gradient into that of the unscaled mean loss."""
         return 1.0 / chunk.spec.key.divisor / (self.loss_scale.scale if self.loss_scale else 1.0)
 
-    def _check_backwards(self) -> None:
+    def check_backwards(self) -> None:
         """Raises UsageError if gradients were lost, came after clipping, or are those of an unscaled fp16 loss."""
         self._hooks.notice_failure()
         if self._scheduler.lost_gradients:
-            raise UsageError(
-                "a backward failed, and a part of its gradients is gone: call zero_grad() and run it again"
-            )
+            remedy = "call zero_grad() and run it again"
+            if self._scheduler.final:
+                remedy = "updates may have begun in it, so go on from a checkpoint (em.load)"
+            raise UsageError(f"a backward failed, and a part of its gradients is gone: {remedy}")
         if self._clipped:
             raise UsageError(
                 "backward ran after clip_grad_norm_ or clip_grad_value_: clip when all gradients of the step have "

@@ -9,8 +9,9 @@ forgotten.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -24,6 +25,7 @@ from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.errors import ConfigError, ElixirError, UsageError, former
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.decision import Facts, StepDecision
+from elixir_moe.optim.early import EarlyUpdates
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.shard_update import AdamUpdate, Segment, cut, update_for
 from elixir_moe.optim.state import OptimizerState
@@ -78,14 +80,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         there = bool(self._chunks) and all(chunk.shard.tier is Tier.DEVICE for chunk in self._chunks)
         if not there or not isinstance(self._update, AdamUpdate) or (on_device is not None and on_device.staged):
             on_device = None
-        self._decision = StepDecision(self._chunks, scheduler, hooks, groups, on_device)
+        self._update_thread = None
+        """The thread that starts updates of chunks outside the device tier, beside the next forward or in backward."""
+        self._early: EarlyUpdates | None = None
+        if isinstance(self._update, AdamUpdate) and any(c.shard.tier is not Tier.DEVICE for c in self._chunks):
+            self._update_thread = ThreadPoolExecutor(1, "elixir-update")
+            self._early = EarlyUpdates(scheduler, self._update, self._segments, self.param_groups, self._update_thread)
+        self._decision = StepDecision(self._chunks, scheduler, hooks, groups, on_device, self._early)
         self._last_step: _LastStep | None = None
         self.kept = OptimizerState(inner, self._update, self._chunks, self._segments, scheduler, hooks, groups)
         """The optimizer's state, for saving and loading."""
-        self._update_thread = None
-        """The thread that starts updates of chunks outside the device tier, beside the next forward."""
-        if self._update.beside and any(chunk.shard.tier is not Tier.DEVICE for chunk in self._chunks):
-            self._update_thread = ThreadPoolExecutor(1, "elixir-update")
         self._grouping = [[id(p) for p in group["params"]] for group in self.param_groups]
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
@@ -140,6 +144,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.check_last_step()
         return self._decision.norms()
 
+    @contextmanager
+    def update_in_backward(self) -> Iterator[None]:
+        """A context for the last backward of a step, in which updates begin, where no gradient is clipped.
+
+        An update of Adam in host memory or on disk begins when all gradients of its chunk have come home, from the
+        second backward on. `step` must follow; it updates the rest. The result is the same to the bit. Where all state
+        is on the device, or the optimizer is no Adam, the context does nothing.
+
+        Until `step`, another backward, clipping, `grad_norms`, a change of `param_groups`, `zero_grad`, `em.save`, a
+        write to an updated chunk and its gather are errors. If the backward fails, or the norm is not finite after
+        updates have begun, the run must go on from a checkpoint (`em.load`). Collective, as backward and `step` are.
+
+        Raises:
+            UsageError: fp16 with a loss scale; gradients were clipped or lost; or the cases of `step`.
+        """
+        if self.loss_scale is not None:
+            raise UsageError(
+                "optimizer.update_in_backward() with a loss scale, which must know of an overflow first: train in bf16"
+            )
+        self._scheduler.refuse_begun("optimizer.update_in_backward()")
+        self.check_last_step()
+        self._check_parameters("optimizer.update_in_backward()")
+        self._decision.check_backwards()
+        with nullcontext() if self._early is None else self._early.open(self._decision.gradient_scale):
+            yield
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters and clears the gradients. Collective.
@@ -156,20 +186,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: a parameter frozen in `wrap` is trainable now, or a trainable one was added since;
                 ``parameter.grad`` was set by hand; gradients came after clipping, or some were lost.
-            ElixirError: a gradient is not finite; on all ranks alike, naming the parameters. No weight has changed.
+            ElixirError: a gradient is not finite; on all ranks alike, naming the parameters. No weight has changed,
+                unless updates have begun in backward.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.check_last_step()
-        self._check_parameters()
+        self._check_parameters("optimizer.step()")
+        if self._early is not None:
+            self._early.check_options()
         facts = self._decision.facts()
         norm = facts.norm
         skip = (~norm.isfinite()).float() if isinstance(norm, torch.Tensor) else None
         overflow = skip is None and not math.isfinite(norm)
         if overflow and self.loss_scale is None:
-            raise ElixirError(self._decision.blame(float(facts.norm)))
+            raise ElixirError(self._decision.blame(facts))
         if not overflow:
             self._scheduler.drop_weights()  # weights left gathered by an interrupted update would be stale
             self._scheduler.drain()  # gathers issued after the clipping may still read the shards
@@ -187,6 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; parameters that get no new one are not updated, whatever `set_to_none`."""
         self._hooks.check_outside("optimizer.zero_grad()")
+        self._scheduler.refuse_begun("optimizer.zero_grad()")
         self._scheduler.drain()
         self._hooks.abandon()
         self._decision.forget_gradients()
@@ -234,7 +268,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.check_last_step()
 
     def outlive(self, control: Callable[[], dist.ProcessGroup]) -> None:
-        """Drops all process groups in the middle of a step. The shards can still be saved, over `control`."""
+        """Drops all process groups in the middle of a step. The shards can still be saved, over `control`.
+
+        Raises UsageError if updates have begun in backward: the shards are not of one step.
+        """
+        self._scheduler.refuse_begun("optimizer.outlive()")
         self._scheduler.abandon_groups()
         self._decision.forget_gradients()
         self.kept.groups.replace(control)
@@ -264,9 +302,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------------- helpers
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, what: str) -> None:
         """Raises UsageError for parameters that have changed since `wrap`, or whose ``grad`` was set by hand."""
-        self._hooks.check_outside("optimizer.step()")
+        self._hooks.check_outside(what)
         self._scheduler.flush()
         with torch._C.DisableTorchFunctionSubclass():
             thawed = [self._hooks.name_of(p) for p in self._frozen if p.requires_grad]
@@ -301,6 +339,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shard, segments = chunk.shard, self._segments[chunk.spec.index]
         if not shard.has_gradient:
             return []
+        if self._early is not None and chunk in self._early:
+            shard.updated()
+        else:
+            self._begin_update(chunk, facts, skip)
+        changed = [segment for segment in segments if segment.parameter in facts.used]
+        for segment in changed:
+            segment.steps += 1
+        return changed
+
+    def _begin_update(self, chunk: Chunk, facts: Facts, skip: torch.Tensor | None) -> None:
+        shard, segments = chunk.shard, self._segments[chunk.spec.index]
         shard.finish_update()
         shard.wait_for_reader()
         update = self._update.prepare(chunk, segments, facts.used, self._decision.gradient_scale(chunk), skip)
@@ -309,10 +358,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             update()
             shard.updated()
-        changed = [segment for segment in segments if segment.parameter in facts.used]
-        for segment in changed:
-            segment.steps += 1
-        return changed
 
     def _in_order_of_use(self) -> list[Chunk]:
         """Chunks in the order in which the next forward requests them; chunks that need no request come first."""

@@ -53,9 +53,6 @@ class _Run:
 class AdamUpdate:
     """Adam and AdamW: flat moments beside each master shard, one pass for each run of segments."""
 
-    beside = True
-    """Updates may run beside training, on another thread."""
-
     def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> None:
         self._groups = groups
         self._state: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -72,29 +69,31 @@ class AdamUpdate:
         used: set[nn.Parameter],
         scale: float | torch.Tensor,
         skip: torch.Tensor | None = None,
+        options: Sequence[Mapping[str, Any]] = (),
     ) -> "Callable[[], Sequence[Future[None]]]":
-        """The update of a chunk with the current options and gradients, to be run once, on any thread.
+        """The update of a chunk with the current gradients, to be run once, on any thread.
 
-        `skip` as in `kernels.adam_step`. The update returns the work it has not finished: the update of slices on disk.
+        `skip` as in `kernels.adam_step`; `options` of each group, or none for the current ones. The update returns the
+        work it has not finished: the update of slices on disk.
         """
         home = chunk.shard
         home.finish_sum()
         compute = home.values_shard
         runs = []
         for start, stop, group, steps in _runs(segments, used, apart=isinstance(home, PieceShard)):
-            options = self._groups[group]
-            beta1, beta2 = options["betas"]
+            chosen = (options or self._groups)[group]
+            beta1, beta2 = chosen["betas"]
             settings = {
-                "lr": float(options["lr"]),
+                "lr": float(chosen["lr"]),
                 "beta1": float(beta1),
                 "beta2": float(beta2),
-                "eps": options["eps"],
-                "weight_decay": options["weight_decay"],
+                "eps": chosen["eps"],
+                "weight_decay": chosen["weight_decay"],
                 "step": steps + 1,
                 "grad_scale": scale,
                 "skip": skip,
-                "decoupled": options["decoupled_weight_decay"],
-                "maximize": options["maximize"],
+                "decoupled": chosen["decoupled_weight_decay"],
+                "maximize": chosen["maximize"],
                 "threads": host_threads(chunk.device) if home.spilled is None else 1,
             }
             gradient = None if isinstance(home, DiskShard) else home.gradient(start, stop)
@@ -166,8 +165,6 @@ def _adam(
 
 class ElementwiseUpdate:
     """Any other optimizer: instances of the user's class on views of the master shards."""
-
-    beside = False
 
     def __init__(
         self,

@@ -64,6 +64,12 @@ class OptimizerState:
         """Makes room for another state of the same `kind`; returns its flat elements, which the caller must write."""
         return self._update.replace_state(*self._place_of[parameter], dtypes, values)
 
+    def give_up_updates(self) -> None:
+        """Ends updates that have begun in backward, so that their step can be given up: a load replaces the weights."""
+        for chunk in self._chunks:
+            chunk.shard.finish_update()
+        self._scheduler.final.clear()
+
     @contextmanager
     def rewriting(self) -> Iterator[None]:
         """A context in which shards may be written; gradients are forgotten and nothing is gathered."""

@@ -381,6 +381,7 @@ class Hooks:
         if self._backward is not None or not in_backward():
             return
         self.check_outside("a backward through the model")
+        self._scheduler.refuse_begun("a second backward")
         self._run_landings_last()
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self._past = self._take(left, keep=keep_graph) or self._past

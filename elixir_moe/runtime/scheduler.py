@@ -78,6 +78,12 @@ class Scheduler:
         """A request has failed, so decisions of the cache may not have been carried out."""
         self.used: set[tuple[int, int]] = set()
         """(chunk, index in the chunk) of parameters that got a gradient since the last update, on this rank."""
+        self.landed: Callable[[Chunk, Callable[[], None]], None] | None = None
+        """Called with a chunk of `final` whose gradient is on its way home, and a function that waits for it there.
+
+        Set in the backward in which updates may begin."""
+        self.final: set[int] = set()
+        """Chunks reduced in such a backward: until `updated`, their shards may have old weights or new ones."""
         self._has_host_shards = any(chunk.shard.tier is not Tier.DEVICE for chunk in chunks)
         self._in_order = not all(chunk.communicator.tagged for chunk in chunks)
         """Only their order matches collectives, over all process groups together: it must be the same on all ranks."""
@@ -205,10 +211,20 @@ class Scheduler:
         if self.closed:
             raise UsageError("optimizer.close() was called: the model cannot run any more; wrap a new one")
 
+    def refuse_begun(self, what: str) -> None:
+        """Raises UsageError if updates of this step may have begun in backward."""
+        if self.final:
+            raise UsageError(
+                f"{what} between a backward in optimizer.update_in_backward() and optimizer.step(), when weights may "
+                f"be old or new: call step() first, or em.load a checkpoint if the backward has failed"
+            )
+
     # -------------------------------------------------------------------------------------------------------- gather
 
     def _queue_gather(self, chunk: Chunk) -> None:
         """Appends the gather of a chunk to the queue."""
+        if chunk.spec.index in self.final:
+            self.refuse_begun(f"{chunk.label} is to be gathered")
         chunk.transition(GATHERING)
         if not chunk.spec.in_place:
             self.statistics.bytes_fetched[chunk.shard.compute_tier.value] += chunk.spec.nbytes // chunk.spec.shards
@@ -312,6 +328,8 @@ class Scheduler:
         """Stores the current values of some parameters of a gathered chunk, and in-place writes to its others."""
         positions = list(dict.fromkeys([*positions, *chunk.take_written()]))
         if positions:
+            if chunk.spec.index in self.final:
+                self.refuse_begun(f"a write to parameter {chunk.names[positions[0]]!r}, which is lost,")
             self._order_behind_reduction(chunk)  # it may still be writing in the values' place
             self._streams.join_compute()
             for position in positions:
@@ -342,6 +360,8 @@ class Scheduler:
         are copied together.
         """
         chunk = self.chunks[index]
+        if index in self.final:
+            self.refuse_begun(f"a second gradient of {chunk.names[position]!r} (reentrant checkpoints bring them)")
         self._streams.enter_compute()  # autograd may have made it on a stream of its own
         self.used.add((index, position))
         chunk.loose.append((position, gradient))
@@ -431,6 +451,7 @@ class Scheduler:
         """Issues the reduction of a chunk's gradients: every rank gets the sum for its shard."""
         self._land(chunk, at_once=True)
         assert chunk.gradients is not None
+        self._make_final(chunk)
         with _unrecorded():
             gradients = chunk.gradients.complete()
         with self._streams.reducing():
@@ -444,6 +465,17 @@ class Scheduler:
             self._leave_in_flight(REDUCTIONS_IN_FLIGHT)
         if chunk.gradient_block is not None:
             self._leave_gradient_block(chunk, work)
+
+    def _make_final(self, chunk: Chunk) -> None:
+        """Lets the chunk's update begin once its gradient has landed, if it may in this backward; alike on all ranks.
+
+        A gather in the queue would read the shard during the update. The first backward still looks for writes.
+        """
+        if self.landed is None or self.looks_for_writes or chunk.shard.tier is Tier.DEVICE:
+            return
+        if chunk.state is not GATHERING and chunk.moved() is None:
+            self.keep_writes(chunk)
+            self.final.add(chunk.spec.index)
 
     def _leave_in_flight(self, most: int) -> None:
         while len(self._in_flight) > most:
@@ -462,6 +494,8 @@ class Scheduler:
         def land(reduced: torch.Tensor, squares: float | None = None) -> None:
             with _unrecorded():
                 chunk.land(reduced, squares)
+                if self.landed is not None and chunk.spec.index in self.final:
+                    self.landed(chunk, self._streams.issued())
             self.statistics.bytes_offloaded[chunk.shard.compute_tier.value] += reduced.nbytes
 
         communicator, spec = chunk.communicator, chunk.spec
@@ -502,7 +536,7 @@ class Scheduler:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients have been reduced since the last update, or are in flight."""
-        return bool(self._in_flight) or any(chunk.has_gradient for chunk in self.chunks)
+        return bool(self._in_flight or self.final) or any(chunk.has_gradient for chunk in self.chunks)
 
     @property
     def buffer_bytes(self) -> int:
@@ -538,6 +572,7 @@ class Scheduler:
         """Called when the optimizer has written new values: drops gathered weights, which are stale."""
         self.drain()
         self.drop_weights()
+        self.final.clear()
         for chunk in self.chunks:
             if chunk.placement is ATTACHED and chunk.spec.key.trainable:
                 torch.autograd.graph.increment_version(chunk.locals)  # invalidates tensors that autograd has saved

@@ -17,7 +17,7 @@ compute waits for it before a block is vacated. Each compute stream waits for th
 where it takes over what they have written.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -27,6 +27,10 @@ from elixir_moe.distributed.collectives import Work
 _HOST = nullcontext()
 _FIRST = -1
 """The priority of short work that compute will wait for."""
+
+
+def _at_once() -> None:
+    """Waits for nothing: on a CPU everything has ended when it was issued."""
 
 
 class Streams:
@@ -127,6 +131,14 @@ class Streams:
         if self._fetch is not None:
             work.mark(torch.cuda.current_stream(self._device))
         return work
+
+    def issued(self) -> Callable[[], None]:
+        """A function that blocks a thread until everything issued to the current stream so far has ended."""
+        if self._fetch is None:
+            return _at_once
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event.synchronize
 
     def fetch_after_compute(self) -> None:
         """Orders later fetches behind all compute issued so far."""

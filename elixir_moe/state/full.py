@@ -64,6 +64,7 @@ def full_parameters(
     """
     wrapped.scheduler.check_open()
     wrapped.hooks.check_outside("em.full_state_dict()")
+    wrapped.scheduler.refuse_begun("em.full_state_dict()")
     wrapped.scheduler.flush()
     tiles: dict[str, dict[int, torch.Tensor]] = {}
     for chunk in wrapped.scheduler.chunks:

@@ -8,7 +8,8 @@ import math
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from tests.support.cases import least_said
 WIDTH = 8
 PARTS = ("plain", "bias", "tied", "reused", "checkpointed", "reentrant", "mixture", "residual", "frozen", "beside")
 MIXTURES = ("mixture", "residual", "swapped")
-HABITS = ("evaluation", "view", "failing", "late", "read", "write", "save", "clip", "norms", "value")
+HABITS = ("evaluation", "view", "failing", "late", "read", "write", "save", "clip", "norms", "value", "early")
 """Those that are drawn; "aside", "between" and "load" are for chosen runs."""
 PLANS = {
     "ddp": replace(em.Plan.ddp(), chunk_numel=4 * WIDTH * WIDTH + 64),
@@ -316,6 +317,7 @@ def _run(case: Case) -> Outcome:
 def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> None:
     has = case.habits.__contains__
     first = model.parts[0]
+    early = has("early") and not has("between")
     for micro in range(case.accumulation):
         inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
         if case.half:
@@ -337,7 +339,12 @@ def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> Non
             first.kept = None
         if has("read"):
             loss = loss + next(model.parameters()).float().square().sum()
-        loss.backward()
+        begins = early and micro == case.accumulation - 1
+        with optimizer.update_in_backward() if begins else nullcontext():
+            loss.backward()
+        if begins:  # nothing of the model may run before the step
+            _let_begin(optimizer)
+            continue
         if has("evaluation"):
             with torch.no_grad():
                 model(inputs)
@@ -345,12 +352,12 @@ def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> Non
             with Machine.running().aside(inputs), torch.no_grad():
                 model(inputs)
     if has("clip"):
-        optimizer.clip_grad_norm_(1.0)
-    if has("norms"):
+        optimizer.clip_grad_norm_(math.inf if early else 1.0)
+    if has("norms") and not early:
         optimizer.grad_norms()
-    if has("value"):
+    if has("value") and not early:
         optimizer.clip_grad_value_(0.5)
-    if has("write"):
+    if has("write") and not early:
         with torch.no_grad():
             next(model.parameters()).mul_(0.9)
             model(inputs)
@@ -371,6 +378,12 @@ def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> Non
         if step == 0:
             loss.backward()
         em.load(folder, model, optimizer)
+
+
+def _let_begin(optimizer: Any) -> None:
+    """Waits until no update given to the thread can be withdrawn; this orders nothing."""
+    if optimizer._early is not None:
+        wait([one.done for one in optimizer._early._begun.values()])
 
 
 @contextmanager

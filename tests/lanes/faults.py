@@ -197,6 +197,10 @@ def _gathers_begin_when_updates_have_ended(patch: Patch) -> None:
     patch(Scheduler, "__init__", out_of_order)
 
 
+def _early_updates_do_not_wait_for_gradients(patch: Patch) -> None:
+    patch(Streams, "issued", lambda streams: _nothing)
+
+
 def _without(owner: Any, method: str, *, on: Any = Scheduler) -> Callable[[Patch], None]:
     """While a method of `on` runs, one of `owner` does nothing."""
     name, _, within = method.partition(" in ")
@@ -268,6 +272,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "a gradient that waits for its values does not wait for its reduction": _without(
         Scheduler, "_order_behind_reduction in release"
     ),
+    "an early update does not wait for its gradient": _early_updates_do_not_wait_for_gradients,
     "a sum is added to while it is reduced": _without(Scheduler, "_order_behind_reduction in _land"),
     "the host does not wait where only fetches run": _one_mover_unnoticed("fetching"),
     "the host does not wait where only reductions run": _one_mover_unnoticed("reducing"),

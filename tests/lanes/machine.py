@@ -647,7 +647,7 @@ class Machine:
         for room in ("memory.shard_state", "memory.disk_values"):
             set_to(import_module(f"elixir_moe.{room}"), "sum_of_squares", sum_of_squares)
         set_to(import_module("elixir_moe.optim.shard_update"), "adam_step", adam_step)
-        for room in ("optim.optimizer", "moe.dispatch", "moe.experts"):
+        for room in ("optim.optimizer", "optim.early", "moe.dispatch", "moe.experts"):
             set_to(import_module(f"elixir_moe.{room}"), "begin_to_host", begin_to_host)
 
     def _patch_disk(self, set_to: Callable[..., None]) -> None:

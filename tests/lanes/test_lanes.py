@@ -92,6 +92,10 @@ TELLING = [
     (1, Case(parts=("plain",), plan="offload", blocks=3, half=True, habits=frozenset({"between"}))),
     (1, Case(parts=("plain", "reentrant", *("checkpointed",) * 3), plan="zero3", away=True, accumulation=2)),
     (1, Case(parts=("plain", "bias"), plan="offload", blocks=0, half=True, habits=frozenset({"load"}))),
+    (
+        1,
+        Case(parts=("plain", "mixture", "bias"), plan="half", blocks=1, half=True, habits=frozenset({"early", "save"})),
+    ),
 ]
 """Runs that between them need every wait: (ranks, case)."""
 

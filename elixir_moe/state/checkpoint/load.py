@@ -306,6 +306,7 @@ def _loss_scale(fields: Any, where: str) -> LossScale:
 
 @torch.no_grad()
 def _carry_out(todo: _Todo, files: Files, optimizer: ShardedOptimizer, source: str) -> None:
+    optimizer.kept.give_up_updates()
     optimizer.zero_grad()
     with optimizer.kept.rewriting():
         for move in todo.moves:

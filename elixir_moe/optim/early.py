@@ -1,0 +1,124 @@
+"""Updates that begin in backward, chunk by chunk, before `step` knows the global norm.
+
+Owns which updates have begun, and withdraws those that have not when `step` asks: they then go on as ever. Never begins
+the update of a shard whose gradient is not finite, of a chunk with a parameter that has no gradient on this rank, or of
+one on the device.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elixir_moe.distributed.to_host import begin_to_host
+from elixir_moe.errors import UsageError
+from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.optim.shard_update import AdamUpdate, Segment
+from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.runtime.scheduler import Scheduler
+
+Update = Callable[[], Sequence[Future[None]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Begun:
+    """An update that was given to the thread."""
+
+    shard: ShardState
+    prepared: "Future[Update | None]"
+    """The update, when the gradient has come; None if the gradient is not finite."""
+    done: "Future[Sequence[Future[None]]]"
+    """What `ShardState.update_early` takes."""
+
+
+class EarlyUpdates:
+    """The updates of one optimizer that begin in a backward."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        update: AdamUpdate,
+        segments: dict[int, list[Segment]],
+        groups: list[dict[str, Any]],
+        thread: ThreadPoolExecutor,
+    ) -> None:
+        """`segments` of each chunk, by index. `thread` carries out one update after the other."""
+        self._scheduler, self._update, self._segments, self._groups = scheduler, update, segments, groups
+        self._thread = thread
+        self._begun: dict[int, _Begun] = {}
+        """By chunk; of the present step if `Scheduler.final` has the chunk."""
+        self._options: list[dict[str, Any]] = []
+
+    @contextmanager
+    def open(self, scale: Callable[[Chunk], float | torch.Tensor]) -> Iterator[None]:
+        """A context in which updates begin, with the options of its start and the `scale` of gradients."""
+        self._begun.clear()
+        self._options = deepcopy(self._present_options())
+        self._scheduler.landed = lambda chunk, arrived: self._begin(chunk, arrived, scale(chunk))
+        try:
+            yield
+        finally:
+            self._scheduler.landed = None
+
+    def _begin(self, chunk: Chunk, arrived: Callable[[], None], scale: float | torch.Tensor) -> None:
+        """Gives the thread an update whose gradient is there when `arrived` returns."""
+        index, shard = chunk.spec.index, chunk.shard
+        complete = all((index, position) in self._scheduler.used for position in range(len(chunk.parameters)))
+        if not complete or shard.being_saved:
+            return
+        squares = begin_to_host(shard.squares) if isinstance(shard.squares, torch.Tensor) else chunk.squares
+
+        def prepare() -> Update | None:
+            arrived()
+            shard.squares = float(squares())  # type: ignore[arg-type]
+            if not math.isfinite(shard.squares):
+                return None
+            mine = self._segments[index]
+            return self._update.prepare(chunk, mine, set(chunk.parameters), scale, options=self._options)
+
+        prepared = self._thread.submit(prepare)
+        done = self._thread.submit(_run, prepared)
+        shard.update_early(done)
+        self._begun[index] = _Begun(shard=shard, prepared=prepared, done=done)
+
+    def settle(self) -> int:
+        """Withdraws the updates that have not begun to change anything; returns the number of the others."""
+        if not self._scheduler.final:
+            self._begun.clear()
+        for index, one in list(self._begun.items()):
+            withdrawn = one.done.cancel()
+            if withdrawn and not one.prepared.cancel():
+                one.prepared.exception()  # until it no longer reads the gradient
+            if withdrawn or one.prepared.result() is None:
+                del self._begun[index]
+                one.shard.withdraw_update()
+        return len(self._begun)
+
+    def __contains__(self, chunk: Chunk) -> bool:
+        """Whether the chunk's update of this step has begun; after `settle`."""
+        return chunk.spec.index in self._begun and chunk.spec.index in self._scheduler.final
+
+    def check_options(self) -> None:
+        """Raises UsageError if options have changed since updates began."""
+        if not self._scheduler.final:
+            return
+        for index, (then, now) in enumerate(zip(self._options, self._present_options(), strict=True)):
+            if changed := [name for name in now if name not in then or then[name] != now[name]]:
+                raise UsageError(
+                    f"param_groups[{index}] has other {changed} than when updates began in backward: expected "
+                    f"{[then.get(name) for name in changed]}, found {[now[name] for name in changed]}; set them back "
+                    f"and call step(), and change them before the backward or after the step"
+                )
+
+    def _present_options(self) -> list[dict[str, Any]]:
+        return [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
+
+
+def _run(prepared: "Future[Update | None]") -> Sequence[Future[None]]:
+    update = prepared.result()  # it has ended: one thread runs both
+    return () if update is None else update()
