@@ -58,7 +58,8 @@ def asked(folder: Path, name: str, lora: bool, *further: str) -> argparse.Namesp
 
 def task_asked(known: argparse.Namespace) -> Task:
     """The planning problem, on ranks that talk over gloo."""
-    task = task_of(known, gpus.machine(known.gpu, known.gpus), model_of(known, None), known.batch, known.seq)
+    machine = gpus.with_disk(gpus.machine(known.gpu, known.gpus), 10**12, None)
+    task = task_of(known, machine, model_of(known, None), known.batch, known.seq)
     return replace(task, staged=True)
 
 
@@ -86,7 +87,7 @@ def tokens(step: int = 0, rank: int = 0) -> torch.Tensor:
     return torch.randint(VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-# ------------------------------------------------------------------------------------------------------------ activations
+# -------------------------------------------------------------------------------------------------------- activations
 
 
 ACTIVATIONS = [
