@@ -81,7 +81,8 @@ def wrap(
         device: the device of forward; by default this rank's GPU, or the CPU.
         weights: a folder of safetensors, as `save_pretrained` and Hugging Face write them, that every rank can read.
             Parameters and buffers of a model made under ``torch.device("meta")`` are read from it straight into their
-            shards; no rank ever holds more than one parameter besides.
+            shards; no rank ever holds more than one parameter besides. Of a peft model made under `sharded_init` the
+            base is read, and the adapters are drawn.
         former: argument names of former versions; each raises an error with the new name.
 
     Returns:

@@ -7,7 +7,8 @@ has GPT-2's GELU here instead of its ReLU; parameters, products and memory are t
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
@@ -219,8 +220,29 @@ def _resized(path: str, config: Any, seq: int, layers: int | None, *, stretch: b
 
 
 def _causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    with _one_text_a_row():
+        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
     return loss
+
+
+@contextmanager
+def _one_text_a_row() -> Iterator[None]:
+    """While open, `transformers` knows that no row packs several texts, as it sees where positions have data.
+
+    Otherwise it would make a mask of each row, which grows with the square of its tokens, and which no step has.
+    """
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    find = getattr(masking_utils, name, None)
+    if find is None:
+        yield
+        return
+    setattr(masking_utils, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, find)
 
 
 def _gpt(**shape: Any) -> GPTConfig:

@@ -16,7 +16,8 @@ from elixir_moe.optim.accepted import check_optimizer, is_adam
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.runtime.access import ShardedParameter
 from elixir_moe.runtime.model_spec import TRAINED_IN
-from elixir_moe.setup.drawing import record_of
+from elixir_moe.setup.drawing import computed_from, record_of
+from elixir_moe.state.huggingface import names_in_base
 
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 """Classes of torch that reduce gradients or shard parameters of their own."""
@@ -81,7 +82,8 @@ def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raises ConfigError for modules whose forward bypasses autograd or hooks."""
+    """Raises ConfigError for modules whose forward bypasses autograd or hooks, or adapters that peft has left out."""
+    _check_targets(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise ConfigError(
@@ -95,8 +97,22 @@ def check_modules(model: nn.Module) -> None:
             )
 
 
+def _check_targets(model: Any) -> None:
+    """Raises ConfigError for parameters that were to be adapted and are not in the model: peft only warns of them."""
+    for adapter, config in (getattr(model, "peft_config", None) or {}).items():
+        found = getattr(model.base_model, "targeted_parameter_names", ())
+        for target in getattr(config, "target_parameters", None) or ():
+            if not any(f".{name}".endswith(f".{target}") for name in found):
+                some = [name for name, p in model.get_base_model().named_parameters() if p.dim() > 2][:2]
+                raise ConfigError(
+                    f"target_parameters of adapter {adapter!r} has {target!r}, which the model has not, so that peft "
+                    f"trains nothing there: correct it, or leave it out; names are as {some}"
+                )
+
+
 def check_data(model: nn.Module, weights: Any, step: Any) -> None:
-    """Raises LayoutError if parameters on meta have no source, ConfigError if `step` would run on them."""
+    """Raises LayoutError if parameters on meta have no source, ConfigError if `step` would run on them, or if adapters
+    would be drawn from a base that is not the folder's."""
     on_meta = {name: t for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta}
     without = [name for name, tensor in on_meta.items() if record_of(tensor) is None]
     if without and weights is None:
@@ -106,3 +122,22 @@ def check_data(model: nn.Module, weights: Any, step: Any) -> None:
         )
     if on_meta and step is not None:
         raise ConfigError("step cannot run a model on the meta device: leave step and sample out")
+    if weights is not None and hasattr(model, "peft_config"):
+        _check_adapters(model, on_meta)
+
+
+def _check_adapters(model: nn.Module, on_meta: Mapping[str, torch.Tensor]) -> None:
+    base = names_in_base(model)
+    for name, tensor in on_meta.items():
+        if tensor in base:
+            continue
+        if record_of(tensor) is None:
+            raise LayoutError(
+                f"{name!r} is an adapter's and on the meta device, and the folder has the base alone: build the peft "
+                f"model inside em.sharded_init()"
+            )
+        if computed_from(tensor, base):
+            raise ConfigError(
+                f"{name!r} is computed from weights of the base, which are in the folder and not read yet: load the "
+                f"base with from_pretrained before peft, and leave weights out"
+            )

@@ -11,7 +11,7 @@ Source of the idea: deferred initialisation, torchdistX.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,6 +131,13 @@ def drawn(tensor: Tensor) -> Tensor:
                 if touched is not record and last[touched] is operation:
                     storages.pop(touched, None)
         return _place_of(tensor, record).on(storages)
+
+
+def computed_from(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    """Whether a tensor of `sharded_init` is computed from the values of one of `others`."""
+    record, records = record_of(tensor), {record_of(other) for other in others} - {None}
+    needed = [] if record is None else _needed(record)
+    return any(touched in records for operation in needed for touched, _ in operation.before)
 
 
 def _needed(record: Record) -> list[_Operation]:

@@ -128,7 +128,7 @@ class _Sources:
     def _fill(self, place: torch.Tensor, parameter: nn.Parameter, local: torch.Tensor) -> None:
         if not local.is_meta:
             place.copy_(local)
-        elif self.pretrained is not None:
+        elif self.pretrained is not None and self.pretrained.has(parameter):
             self.pretrained.fill(place, parameter)
         else:
             self.drawing.run(lambda: place.copy_(drawn(local)))

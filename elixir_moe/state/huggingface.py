@@ -7,9 +7,10 @@ tensor per expert in files, and one per layer in memory.
 
 import json
 import os
+import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from elixir_moe.state.full import full_parameters
 from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 
+_WRAPPED = re.compile(r"\.base_layer(?=\.)|\.original_module(?=\.)|\.modules_to_save\.[^.]+(?=\.)")
+"""What peft puts into the names of modules that it wraps or copies."""
+
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
@@ -47,6 +51,8 @@ class _Source:
 class Pretrained:
     """The weights in a folder for the parameters and buffers that a model has on meta.
 
+    Of a peft model the folder has the base, under the base's own names. Adapters are left to whoever draws them.
+
     Collective: every rank creates one for the same model, and an error on one rank is raised on all.
 
     Raises:
@@ -55,12 +61,16 @@ class Pretrained:
 
     def __init__(self, model: nn.Module, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(os.path.expanduser(folder))
-        self._model = model
+        self._model: Any = base_of(model)
         self._files: dict[str, Any] = {}
         self._sources: dict[str, _Source] = {}
-        self._names = names_of(model)
+        self._names = names_in_base(model)
         self._reading = Deferred("read their weights", error=CheckpointError)
         raise_on_all_ranks("opened a folder of weights", self._open, error=CheckpointError)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether `tensor` comes from the folder; if not, it is an adapter's."""
+        return tensor in self._names
 
     def fill(self, place: Tensor, tensor: Tensor) -> None:
         """Reads this rank's part of a parameter that was on meta into `place`. Failures are raised by `settle`."""
@@ -99,7 +109,7 @@ class Pretrained:
             for name, buffer in module._buffers.items():
                 if buffer in filled:
                     module._buffers[name] = filled[buffer]
-                elif buffer is not None and buffer.is_meta:
+                elif buffer is not None and buffer.is_meta and self.has(buffer):
                     value = filled[buffer] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
                     if self._found(buffer):
                         value.copy_(self._read(buffer))
@@ -121,7 +131,7 @@ class Pretrained:
                 self._files |= dict.fromkeys(file.keys(), file)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise CheckpointError(f"{self._folder}: no readable {INDEX} or {SINGLE} with its parts: {error}") from error
-        self._sources = _sources(self._model, self._files)
+        self._sources = _sources(self._model, self._files, [name for names in self._names.values() for name in names])
         problems = []
         for tensor, names in self._names.items():
             source = self._source(tensor)
@@ -161,7 +171,28 @@ def leave_meta(parameter: nn.Parameter) -> None:
     torch.utils.swap_tensors(parameter, other)  # the optimizer and tied modules refer to this very object
 
 
-def _sources(model: nn.Module, keys: Iterable[str]) -> dict[str, _Source]:
+def base_of(model: nn.Module) -> nn.Module:
+    """The model that a peft model adapts; another model itself."""
+    base: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    return base
+
+
+def names_in_base(model: nn.Module) -> dict[Tensor, list[str]]:
+    """As `names_of`; of a peft model, the names before peft, and no tensor that peft has added."""
+    found = names_of(model)
+    if not hasattr(model, "peft_config"):
+        return found
+    added: str | None = getattr(model.base_model, "prefix", None)  # as in lora_A; prompts are no part of the base
+    plain: dict[Tensor, list[str]] = {}
+    for tensor, names in found.items():
+        for name in names:
+            inner = name.removeprefix("base_model.").removeprefix("model." if added else "")
+            if inner != name and (added is None or f".{added}" not in name):
+                plain.setdefault(tensor, []).append(_WRAPPED.sub("", inner))
+    return plain
+
+
+def _sources(model: nn.Module, keys: Iterable[str], names: Collection[str]) -> dict[str, _Source]:
     """{name in the model: source} of every tensor in the files; `keys` are the names in the files."""
     if not _of_transformers(model):
         return {key: _Source([(key, "")]) for key in keys}
@@ -172,11 +203,11 @@ def _sources(model: nn.Module, keys: Iterable[str]) -> dict[str, _Source]:
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    names = {name: tensor for name, tensor in named_tensors(model)}
+    known = dict.fromkeys(names)
     sources: dict[str, _Source] = {}
     for key in sorted(keys, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, str(model.base_model_prefix), names)
-        if name not in names and key in names:
+        name, pattern = rename_source_key(key, renamings, converters, str(model.base_model_prefix), known)
+        if name not in known and key in known:
             name, pattern = key, None  # in the model's own format
         if pattern is None:
             sources[name] = _Source([(key, "")])

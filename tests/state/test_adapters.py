@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.errors import CheckpointError, UsageError
+from elixir_moe.chunks.plan import Tier
+from elixir_moe.errors import CheckpointError, ConfigError, LayoutError, UsageError
 from elixir_moe.state import full
 from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.storage import read_manifest
@@ -37,6 +38,8 @@ PLANS = {
     "zero3": em.Plan.zero3(rcache_blocks=8, chunk_numel=4096),
     "offload": em.Plan.offload(rcache_blocks=8, device_chunks=1, chunk_numel=5000),
     "disk": em.Plan.offload(rcache_blocks=8, disk_chunks=10**6, chunk_numel=4096),
+    "host": em.Plan.offload(rcache_blocks=8, chunk_numel=2560),
+    "unscattered": em.Plan(scatter=False, offloaded=True, rcache_blocks=8, chunk_numel=2560),
     "ddp": em.Plan.ddp(),
 }
 LORA: dict[str, Any] = {"r": 2, "init_lora_weights": False}
@@ -267,6 +270,133 @@ def run_example(arguments: list[str]) -> str:
         runpy.run_path(str(path))
     gc.collect()
     return printed.getvalue()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_target_that_peft_does_not_find_is_named() -> None:
+    """peft warns of it, if at all, and trains the rest."""
+    targets = ["experts.gate_up_proj", "experts.up_proj"]
+    settings = {"target_modules": ["q_proj"], "target_parameters": targets}
+    with pytest.raises(ConfigError, match=r"adapter 'default' has 'experts.up_proj', which the model has not"):
+        wrap(drawn_adapters(base(), settings), "zero3")
+
+
+def test_magnitudes_of_fused_experts_are_refused_by_peft() -> None:
+    with pytest.raises(ValueError, match="does not work with use_dora=True"):
+        drawn_adapters(base(), {**EXPERTS, "use_dora": True})
+
+
+def frozen_bytes(plan: str) -> tuple[int, int]:
+    """Bytes of this rank's frozen shards in host memory, and of the frozen parameters."""
+    plain = adapted("attention and experts")
+    base_bytes = sum(p.nbytes for p in plain.parameters() if not p.requires_grad)
+    model, optimizer = wrap(plain, plan)
+    chunks = [chunk for chunk in model._elixir.scheduler.chunks if not chunk.spec.key.trainable]
+    steps(model, optimizer, range(1))
+    found = sum(chunk.shard.held_bytes().get(Tier.HOST, 0) for chunk in chunks)
+    optimizer.close()
+    gc.collect()
+    return found, base_bytes
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_ranks_of_a_host_hold_one_base_between_them(world: int, ranks: Ranks) -> None:
+    """A fifth more at most: what chunks leave empty. A plan that does not scatter has a copy for each rank."""
+    for plan, copies in (("host", 1), ("unscattered", world)):
+        found = ranks(world).run(frozen_bytes, plan)
+        (base_bytes,) = {nbytes for _, nbytes in found}
+        assert copies <= sum(held for held, _ in found) / base_bytes < 1.2 * copies, plan
+
+
+# --------------------------------------------------------------------------------------- a base that a folder has
+
+FROM_FOLDER = {
+    "attention and experts": ADAPTERS["attention and experts"],
+    "and whole modules": ADAPTERS["and whole modules"],
+    "all linear": {"target_modules": "all-linear", "init_lora_weights": "gaussian"},
+}
+
+
+def other_base() -> nn.Module:
+    """Other weights than those that `base` draws."""
+    model = base()
+    torch.manual_seed(7)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def drawn_adapters(model: nn.Module, settings: dict[str, Any]) -> Any:
+    """As peft draws them: B is zero."""
+    torch.manual_seed(2)
+    return peft.get_peft_model(model, peft.LoraConfig(**{"r": 2, **settings}))  # type: ignore[arg-type]
+
+
+def read_and_trained(name: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """Weights after `wrap`, and a step later; whether the model was on meta before."""
+    with em.sharded_init():
+        model = drawn_adapters(base(), FROM_FOLDER[name])
+    on_meta = all(torch._C.TensorBase.is_meta.__get__(p) for p in model.parameters())
+    model, optimizer = wrap(model, "offload", weights=folder)
+    read = em.full_state_dict(model, all_ranks=True)
+    steps(model, optimizer, range(1))
+    after = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    gc.collect()
+    return read, after, on_meta
+
+
+@pytest.mark.parametrize("name", with_further(FROM_FOLDER, ("attention and experts",)))
+def test_a_peft_model_without_memory_reads_its_base_and_draws_its_adapters(
+    name: str, tmp_path: Path, ranks: Ranks
+) -> None:
+    """Files have a tensor for each expert, and no name of peft's."""
+    source: Any = other_base()
+    source.save_pretrained(tmp_path)
+    plain = drawn_adapters(other_base(), FROM_FOLDER[name])
+    wanted = {key: value.clone() for key, value in plain.state_dict().items()}
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+    step(plain, optimizer, 0)
+    for read, after, on_meta in ranks(2).run(read_and_trained, name, tmp_path):
+        assert on_meta and read.keys() == wanted.keys()
+        assert [key for key, value in wanted.items() if not torch.equal(read[key], value)] == []
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(after[key], value, rtol=1e-4, atol=1e-4, msg=key)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": ["q_proj"], "use_dora": True}, "lora_magnitude_vector.default.weight' is computed from"),
+        ({"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "default.weight' is computed from weights of"),
+    ],
+    ids=["DoRA", "OLoRA"],
+)
+def test_adapters_that_are_computed_from_a_base_not_yet_read_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    other_base().save_pretrained(tmp_path)  # type: ignore[operator]
+    with em.sharded_init():
+        model = drawn_adapters(base(), settings)
+    with pytest.raises(ConfigError, match=message):
+        wrap(model, "offload", weights=tmp_path)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_folder_without_the_base_and_adapters_that_nobody_draws_are_named(tmp_path: Path) -> None:
+    settings = FROM_FOLDER["attention and experts"]
+    state = {f"base_model.model.{name}": value for name, value in base().state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    with em.sharded_init():
+        model = drawn_adapters(base(), settings)
+    with pytest.raises(CheckpointError, match=r"'model.embed_tokens.weight' is on meta and not in the folder"):
+        wrap(model, "offload", weights=tmp_path)
+    with torch.device("meta"):
+        model = drawn_adapters(base(), settings)
+    with pytest.raises(LayoutError, match=r"is an adapter's and on the meta device"):
+        wrap(model, "offload", weights=tmp_path)
 
 
 # --------------------------------------------------------------------------------------------- a base that is not saved
