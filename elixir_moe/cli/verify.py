@@ -15,6 +15,7 @@ import torch
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.errors import ConfigError, nothing_called
 from elixir_moe.models import presets
+from elixir_moe.models.adapters import Lora
 from elixir_moe.train import launch
 from elixir_moe.verify import subject
 from elixir_moe.verify.certificate import Check, as_dicts, certify, first_failed
@@ -49,7 +50,7 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--checkpointing", action="store_true", help="with activation checkpointing of every layer")
     verb.add_argument("--compute-dtype", choices=tuple(_DTYPES), default="fp32", help="dtype of forward and backward")
     verb.add_argument(
-        "--lora", metavar="SPEC", help="adapters: r=8,alpha=16,targets=q_proj+v_proj,parameters=...,experts"
+        "--lora", metavar="WORDS", help="adapters of peft: r=16,alpha=32,targets=q_proj,v_proj,experts,parameters=NAME"
     )
     verb.add_argument("--no-shrink", action="store_true", help="take the model in its full size")
 
@@ -119,7 +120,7 @@ def _plan(text: str, folder: str) -> Plan:
 
 
 def _source(known: argparse.Namespace) -> Any:
-    lora = None if known.lora is None else subject.Lora.parsed(known.lora)
+    lora = None if known.lora is None else Lora.parse(known.lora)
     if known.model is not None:
         if lora is not None:
             raise ConfigError("--lora needs --hf or --module: models by name are not for peft")

@@ -10,79 +10,105 @@ from typing import Self
 
 from torch import nn
 
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import ConfigError, meant
 
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
-_EXPECTED = f"expected r=16,targets={ALL_LINEAR},{EXPERTS} or names of modules in the place of {ALL_LINEAR}"
+_EXPECTED = f"expected words such as r=16,alpha=32,targets={ALL_LINEAR},{EXPERTS},parameters=NAME"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lora:
-    """Adapters of one rank on some modules; everything else is frozen."""
+    """Adapters of one rank on some modules and parameters; everything else is frozen."""
 
-    r: int
+    r: int = 8
     """Rank of the adapters."""
-    targets: tuple[str, ...]
-    """Names of modules, as ``target_modules`` of peft; "all-linear"; and "experts" for fused experts."""
+    alpha: int = 16
+    """Numerator of their scale."""
+    targets: tuple[str, ...] = ()
+    """Ends of names of modules; "all-linear"; and "experts" for fused experts."""
+    parameters: tuple[str, ...] = ()
+    """Ends of names of parameters."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Adapters from a text such as ``r=16,targets=all-linear,experts``.
+        """Adapters from a text such as ``r=16,targets=all-linear,experts``. Without targets, all linear layers.
 
         Raises:
             ConfigError: the text says something else; the message says what was expected.
         """
-        found: dict[str, list[str]] = {"r": [], "targets": []}
-        key = ""
+        found: dict[str, list[str]] = {"r": [], "alpha": [], "targets": [], "parameters": []}
+        key = "targets"
         for word in text.split(","):
             name, equals, value = word.strip().partition("=")
-            key, value = (name, value) if equals else (key, name)
-            if key not in found or not value:
+            if not equals:
+                name, value = key, name
+            if name not in found or not value:
                 raise ConfigError(f"--lora {text!r}: {word!r} means nothing; {_EXPECTED}")
-            found[key].append(value)
-        (rank,) = found["r"] if len(found["r"]) == 1 else ("",)
-        if not rank.isdecimal() or int(rank) < 1:
-            raise ConfigError(f"--lora {text!r}: no rank of at least 1; {_EXPECTED}")
-        targets = tuple(found["targets"]) or (ALL_LINEAR,)
+            found[name].append(value)
+            key = "parameters" if name == "parameters" else "targets"
+        numbers: dict[str, int] = {}
+        for name in ("r", "alpha"):
+            if found[name]:
+                if len(found[name]) > 1 or not found[name][0].isdecimal() or int(found[name][0]) < 1:
+                    raise ConfigError(f"--lora {text!r}: {name} must be one number of at least 1; {_EXPECTED}")
+                numbers[name] = int(found[name][0])
+        targets, parameters = tuple(found["targets"]), tuple(found["parameters"])
         if ALL_LINEAR in targets and set(targets) - {ALL_LINEAR, EXPERTS}:
             raise ConfigError(f"--lora {text!r}: {ALL_LINEAR} has all modules already; {_EXPECTED}")
-        return cls(r=int(rank), targets=targets)
+        return cls(**numbers, targets=targets or (() if parameters else (ALL_LINEAR,)), parameters=parameters)
 
     def __str__(self) -> str:
-        return f"LoRA r={self.r} on {', '.join(self.targets)}"
+        return f"LoRA r={self.r} on {', '.join(self.targets + self.parameters)}"
+
+    def check(self, model: nn.Module) -> None:
+        """Raises ConfigError if a target matches nothing in the model."""
+        modules = [target for target in self.targets if target not in (ALL_LINEAR, EXPERTS)]
+        for targets, names in (
+            (modules, [name for name, _ in model.named_modules()]),
+            (self.parameters, [name for name, _ in model.named_parameters()]),
+        ):
+            for target in targets:
+                if not any(f".{name}".endswith(f".{target}") for name in names):
+                    hint = meant(target, {name.rpartition(".")[2] for name in names} | set(names))
+                    raise ConfigError(f"--lora: {target} matches nothing in {type(model).__name__}; {hint}")
+        if EXPERTS in self.targets and not _fused_experts(model):
+            raise ConfigError(
+                f"--lora: {EXPERTS} matches nothing: {type(model).__name__} has no parameter of three dims in a module "
+                f"called experts; name them with parameters= or targets="
+            )
 
 
 def adapted(model: nn.Module, lora: Lora) -> nn.Module:
-    """The model with peft's adapters, which alone are trained.
+    """The model with peft's adapters, which alone are trained. No factor is zero, so that all get a gradient at once.
 
     Raises:
-        ConfigError: peft is not installed, or the model lacks what `lora` names.
+        ConfigError: peft is not installed, or refuses what `lora` names, or the model lacks it.
     """
     try:
         import peft
     except ImportError as error:
-        raise ConfigError("--lora counts the adapters that peft adds: pip install peft") from error
+        raise ConfigError("--lora adds the adapters of peft: pip install peft") from error
+    lora.check(model)
     modules = [target for target in lora.targets if target != EXPERTS]
-    fused = _fused_experts(model) if EXPERTS in lora.targets else []
-    if EXPERTS in lora.targets and not fused:
-        raise ConfigError(f"--lora: the model has no fused experts, leave {EXPERTS} out")
+    parameters = [*lora.parameters, *(_fused_experts(model) if EXPERTS in lora.targets else ())]
     config = peft.LoraConfig(
         r=lora.r,
+        lora_alpha=lora.alpha,
         target_modules=ALL_LINEAR if modules == [ALL_LINEAR] else modules,
-        target_parameters=fused or None,
+        target_parameters=parameters or None,
         init_lora_weights=False,
     )
     try:
         found: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
-        raise ConfigError(f"--lora: peft refuses {', '.join(lora.targets)}: {str(error).partition('. ')[0]}") from error
+        raise ConfigError(f"--lora: peft refuses {lora}: {str(error).partition('. ')[0]}") from error
     return found
 
 
 def _fused_experts(model: nn.Module) -> list[str]:
     """Ends of the names of parameters that hold a matrix for each of several experts."""
-    names = (name for name, p in model.named_parameters() if p.dim() == 3 and ".experts." in name)
-    return sorted({".".join(name.rsplit(".", 2)[-2:]) for name in names})
+    paths = [name.split(".") for name, p in model.named_parameters() if p.dim() == 3]
+    return sorted({".".join(path[-2:]) for path in paths if len(path) > 1 and "experts" in path[-2]})
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from elixir_moe import annotate, init_mesh
 from elixir_moe.errors import ConfigError, meant
 from elixir_moe.models import GPT, GPTConfig, gpt_patterns, lm_loss, presets
+from elixir_moe.models.adapters import Lora, adapted
 from elixir_moe.verify.shrink import changes, shrunk, without_noise
 
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
@@ -46,74 +47,6 @@ class Source(Protocol):
 
     def build(self, *, over_ranks: bool = False) -> Subject:
         """The subject; `over_ranks`: with experts spread over the ranks, where it can do so."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lora:
-    """Adapters of peft."""
-
-    r: int = 8
-    """Rank."""
-    alpha: int = 16
-    """Numerator of the scale."""
-    targets: tuple[str, ...] = ()
-    """Modules, by the ends of their names."""
-    parameters: tuple[str, ...] = ()
-    """Parameters, by the ends of their names."""
-    experts: bool = False
-    """Also the parameters that hold the weights of all experts of a layer."""
-
-    @classmethod
-    def parsed(cls, text: str) -> "Lora":
-        """Adapters from a text such as ``r=8,targets=q_proj+v_proj,experts``. Raises ConfigError."""
-        found: dict[str, Any] = {}
-        for word in filter(None, text.split(",")):
-            key, equals, value = word.strip().partition("=")
-            if key in ("r", "alpha") and value.isdecimal() and int(value) > 0:
-                found[key] = int(value)
-            elif key in ("targets", "parameters") and value:
-                found[key] = tuple(value.split("+"))
-            elif key == "experts" and not equals:
-                found[key] = True
-            else:
-                raise ConfigError(
-                    f"--lora {text!r}: {word!r} is none of r=N, alpha=N, targets=NAME+NAME, parameters=NAME, experts"
-                )
-        lora = cls(**found)
-        if not (lora.targets or lora.parameters or lora.experts):
-            raise ConfigError(f"--lora {text!r} adapts nothing: add targets=q_proj+v_proj, parameters=... or experts")
-        return lora
-
-    def check(self, model: nn.Module) -> None:
-        """Raises ConfigError if a target matches nothing in the model."""
-        for what, targets, names in (
-            ("targets", self.targets, [name for name, _ in model.named_modules()]),
-            ("parameters", self.parameters, [name for name, _ in model.named_parameters()]),
-        ):
-            for target in targets:
-                if not any(f".{name}".endswith(f".{target}") for name in names):
-                    hint = meant(target, {name.rpartition(".")[2] for name in names} | set(names))
-                    raise ConfigError(f"--lora: {what}={target} matches nothing in {type(model).__name__}; {hint}")
-        if self.experts and not self._experts(model):
-            raise ConfigError(
-                f"--lora: experts matches nothing: {type(model).__name__} has no parameter of three dims in a module "
-                f"called experts; name them with parameters= or targets="
-            )
-
-    def on(self, model: nn.Module) -> nn.Module:
-        """The model with the adapters."""
-        from peft import LoraConfig, get_peft_model
-
-        parameters = [*self.parameters, *(self._experts(model) if self.experts else ())]
-        config = LoraConfig(
-            r=self.r, lora_alpha=self.alpha, target_modules=list(self.targets), target_parameters=parameters or None
-        )
-        return get_peft_model(model, config)  # type: ignore[arg-type]
-
-    @staticmethod
-    def _experts(model: nn.Module) -> list[str]:
-        names = [name.split(".") for name, p in model.named_parameters() if p.dim() == 3]
-        return sorted({".".join(path[-2:]) for path in names if len(path) > 1 and "experts" in path[-2]})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +85,7 @@ class HuggingFace:
     def build(self, *, over_ranks: bool = False) -> Subject:
         """See `Source.build`."""
         model: Any = self.base()
-        model = model if self.lora is None else self.lora.on(model)
+        model = model if self.lora is None else adapted(model, self.lora)
         if self.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return Subject(model=model, step=own_loss, sample=self.sample)
@@ -350,8 +283,7 @@ class Function:
                 f"sample) with step(model, sample) that returns the loss, and sample() that draws a batch"
             )
         if self.lora is not None:
-            self.lora.check(model)
-            model = self.lora.on(model)
+            model = adapted(model, self.lora)
         if self.checkpointing:
             if not hasattr(model, "gradient_checkpointing_enable"):
                 raise ConfigError(

@@ -101,10 +101,10 @@ def test_a_host_of_few_gpus_has_what_belongs_to_them() -> None:
         (["--gpu", "l40s", "--disk-size", "1 TB", "--disk-speed", "6 GB"], "expected a rate such as '6 GB/s'"),
         (["--gpu", "l40s", "--host-memory", "many"], "--host-memory='many': expected bytes, or a text"),
         (["--gpu", "l40s", "--host-memory", "8 GiB", "--host-reserve", "9 GiB"], "leave nothing of 8.00 GiB"),
-        (["--gpu", "l40s", "--lora", "r=0"], "no rank of at least 1"),
+        (["--gpu", "l40s", "--lora", "r=0"], "r must be one number of at least 1"),
         (["--gpu", "l40s", "--lora", "rank=3"], "'rank=3' means nothing"),
         (["--gpu", "l40s", "--lora", "r=2,targets=all-linear,q_proj"], "has all modules already"),
-        (["--gpu", "l40s", "--lora", "r=2,targets=nothing"], "peft refuses nothing"),
+        (["--gpu", "l40s", "--lora", "r=2,targets=nothing"], "nothing matches nothing"),
         (["--gpu", "l40s", "--freeze", "*.layer.0.*"], "matches no parameter; names are as model.embed_tokens.weight"),
         (["--gpu", "l40s", "--freeze", "*"], "leaves no parameter to train"),
         (["--gpu", "l40s", "--accumulation", "0"], "--accumulation: expected at least 1"),
@@ -252,6 +252,8 @@ def test_words_of_adapters() -> None:
     assert Lora.parse("r=16,targets=all-linear,experts") == Lora(r=16, targets=("all-linear", "experts"))
     assert Lora.parse("r=8") == Lora(r=8, targets=("all-linear",))
     assert Lora.parse("targets=q_proj,v_proj, r=8") == Lora(r=8, targets=("q_proj", "v_proj"))
+    assert Lora.parse("experts, alpha=32, lm_head") == Lora(alpha=32, targets=("experts", "lm_head"))
+    assert Lora.parse("parameters=a.weight,b.weight") == Lora(parameters=("a.weight", "b.weight"))
     with pytest.raises(ConfigError, match="leaves no parameter"):
         freeze(nn.Linear(2, 2), ["weight", "bias"])
 
