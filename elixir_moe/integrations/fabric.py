@@ -1,0 +1,142 @@
+"""Lightning Fabric: a strategy whose `setup` wraps model and optimizer.
+
+Owns which of Fabric's verbs go to this library: setting up model and optimizer, clipping, saving and loading. All
+others are Fabric's own: ranks, data loaders, `backward`, loggers. Needs the package `lightning-fabric`.
+"""
+
+import os
+from typing import Any
+
+import torch
+from lightning_fabric.strategies.ddp import DDPStrategy
+from torch import nn
+
+from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.errors import CheckpointError, ConfigError, UsageError
+from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.state.checkpoint.load import load
+from elixir_moe.state.checkpoint.save import save
+from elixir_moe.state.full import full_state_dict
+from elixir_moe.wrap import wrap
+
+_Part = nn.Module | torch.optim.Optimizer
+
+
+class ElixirStrategy(DDPStrategy):
+    """Makes Fabric train one model with one optimizer under a plan: ``Fabric(strategy=ElixirStrategy(plan=...))``.
+
+    Gradients are summed over ranks in each backward, and accumulate until the step; `no_backward_sync` changes nothing.
+    """
+
+    def __init__(self, *, plan: Plan | AutoPlan | None = None, wrap: dict[str, Any] | None = None, **kwargs: Any):
+        """`plan`: as in `em.wrap`, by default `Plan.zero3()`. `wrap`: its further arguments. The rest is Fabric's."""
+        super().__init__(**kwargs)
+        self._plan = Plan.zero3() if plan is None else plan
+        self._options = wrap or {}
+        self._backward_sync_control: Any = None
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leaves the model where it is: `em.wrap` moves weights to the device as the plan says."""
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Refused: weights and optimizer state are sharded together. Raises UsageError."""
+        raise UsageError("ElixirStrategy needs the model with its optimizer: call fabric.setup(model, optimizer)")
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
+        """Wraps the model and its optimizer; a scheduler stays as it is.
+
+        Raises:
+            UsageError: there is not one optimizer.
+            ConfigError: Fabric was told to convert the model.
+        """
+        if len(optimizers) != 1:
+            raise UsageError(f"fabric.setup got {len(optimizers)} optimizers: give the model with one")
+        if self.precision.precision != "32-true":
+            raise ConfigError(
+                f"Fabric(precision={self.precision.precision!r}): leave it out, and say "
+                f"ElixirStrategy(wrap={{'compute_dtype': torch.bfloat16}}), which keeps masters in fp32"
+            )
+        model, optimizer = wrap(module, optimizers[0], plan=self._plan, device=self.root_device, **self._options)
+        return model, [optimizer], scheduler
+
+    # ------------------------------------------------------------------------------------------------------ gradients
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """As `ShardedOptimizer.clip_grad_norm_`; `step` refuses what is not finite. Raises UsageError for other norms."""
+        if norm_type != 2:
+            raise UsageError(f"norm_type={norm_type}: gradients are clipped by the norm of degree 2")
+        norm: torch.Tensor = optimizer.clip_grad_norm_(max_norm)
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
+        """As `ShardedOptimizer.clip_grad_value_`."""
+        optimizer.clip_grad_value_(clip_val)
+
+    # ---------------------------------------------------------------------------------------------------------- state
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """As `em.full_state_dict`: on rank 0 alone. Collective."""
+        return full_state_dict(module)
+
+    def save_checkpoint(
+        self, path: str | os.PathLike[str], state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """A checkpoint of `em.save`: model and optimizer, and the rest of `state`, of which `state_dict()` is saved.
+
+        Raises:
+            UsageError: `state` lacks the model or the optimizer, or there is a filter.
+        """
+        if filter or storage_options is not None:
+            raise UsageError("fabric.save: a checkpoint of elixir_moe takes no filter and no storage_options")
+        model, optimizer = _both(state)
+        rest = {name: _saved(value) for name, value in state.items() if not isinstance(value, _Part)}
+        save(path, model, optimizer, extra=rest)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The inverse of `save_checkpoint`, on any number of ranks; returns what `state` did not ask for.
+
+        Raises:
+            UsageError: `state` lacks the model or the optimizer.
+            CheckpointError: it is no checkpoint of `em.save` for this model, or lacks what `state` asks for (`strict`).
+        """
+        model, optimizer = _both(state)
+        rest: dict[str, Any] = load(path, model, optimizer) or {}
+        wanted = [name for name, value in state.items() if not isinstance(value, _Part)]
+        if strict and (missing := [name for name in wanted if name not in rest]):
+            raise CheckpointError(f"{os.fspath(path)} has no {missing}: expected {wanted}, found {list(rest)}")
+        for name in wanted:
+            if name in rest:
+                found = rest.pop(name)
+                if hasattr(state[name], "load_state_dict"):
+                    state[name].load_state_dict(found)
+                else:
+                    state[name] = found
+        return rest
+
+
+def _both(state: Any) -> tuple[nn.Module, ShardedOptimizer]:
+    """The model and the optimizer in `state`."""
+    values = list(state.values()) if isinstance(state, dict) else []
+    models = [value for value in values if isinstance(value, nn.Module)]
+    optimizers = [value for value in values if isinstance(value, ShardedOptimizer)]
+    if (len(models), len(optimizers)) != (1, 1):
+        raise UsageError(
+            f"a checkpoint has one model and its optimizer, got {len(models)} and {len(optimizers)}: give both, as in "
+            f'{{"model": model, "optimizer": optimizer}}'
+        )
+    return models[0], optimizers[0]
+
+
+def _saved(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value

@@ -1,0 +1,141 @@
+"""Lightning Fabric under a plan: a loop of its verbs beside plain torch, saved, loaded, and what is refused."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import elixir_moe as em
+from elixir_moe.errors import CheckpointError, ConfigError, ElixirError, UsageError
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+STEPS, ROWS, WIDTH = 4, 8, 16
+
+
+@contextlib.contextmanager
+def fabric(**options: Any) -> Iterator[Any]:
+    """(rank) A Fabric on the ranks of this pool, as under torchrun."""
+    from lightning_fabric import Fabric
+
+    from elixir_moe.integrations.fabric import ElixirStrategy
+
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0"}
+    names |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            patch.setenv(name, value)
+        precision = options.pop("precision", None)
+        strategy = ElixirStrategy(**options)
+        made = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, precision=precision)
+        made.launch()
+        yield made
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def batch(step: int, micro: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
+
+
+def plain(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, optimizer, schedule = parts()
+    norms = []
+    for step in range(steps):
+        for micro in range(2):
+            x = batch(step, micro)
+            F.mse_loss(model(x), x).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return norms, model.state_dict()
+
+
+def ours(plan: em.Plan, steps: range, load: str = "", save: str = "") -> tuple[list[float], dict[str, torch.Tensor]]:
+    """(rank) Steps of a run; loaded from a folder before them, saved in one afterwards."""
+    with fabric(plan=plan) as found:
+        model, optimizer, schedule = parts()
+        model, optimizer = found.setup(model, optimizer)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": -1}
+        if load:
+            assert found.load(load, state) == {}
+            assert state["step"] == steps.start
+        norms = []
+        for step in steps:
+            for micro in range(2):
+                x = batch(step, micro).chunk(dist.get_world_size())[dist.get_rank()]
+                with found.no_backward_sync(model, enabled=not micro):
+                    found.backward(F.mse_loss(model(x), x))
+            norms.append(float(found.clip_gradients(model, optimizer, max_norm=0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        if save:
+            found.save(save, state | {"step": steps.stop})
+        values = em.full_state_dict(model.module, all_ranks=True)
+        optimizer.optimizer.close()
+    return norms, values
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_loop_of_fabric_is_that_of_plain_torch(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    norms, values = plain(STEPS)
+    folder = str(tmp_path / "half")
+    ranks(world).run(ours, em.Plan.zero3(), range(STEPS // 2), save=folder)
+    for found, weights in ranks(1).run(ours, em.Plan.offload(), range(STEPS // 2, STEPS), load=folder):
+        assert found == pytest.approx(norms[STEPS // 2 :], rel=1e-5)
+        torch.testing.assert_close(weights, values, rtol=1e-5, atol=1e-6)
+
+
+def errors(folder: str) -> dict[str, str]:
+    """(rank) The message of each mistake."""
+    said: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def noted(name: str, kind: type[ElixirError]) -> Iterator[None]:
+        with pytest.raises(kind) as error:
+            yield
+        said[name] = str(error.value)
+
+    with fabric(precision="bf16-mixed") as found, noted("precision", ConfigError):
+        found.setup(*parts()[:2])
+    with fabric() as found:
+        model, optimizer, _ = parts()
+        with noted("alone", UsageError):
+            found.setup(model)
+        with noted("two", UsageError):
+            found.setup(model, optimizer, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = found.setup(model, optimizer)
+        with noted("norm", UsageError):
+            found.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1.0)
+        with noted("half", UsageError):
+            found.save(folder, {"model": model})
+        found.save(folder, {"model": model, "optimizer": optimizer})
+        with noted("lacks", CheckpointError):
+            found.load(folder, {"model": model, "optimizer": optimizer, "epoch": 0})
+        optimizer.optimizer.close()
+    return said
+
+
+def test_mistakes_are_named(ranks: Ranks, tmp_path: Path) -> None:
+    (said,) = ranks(1).run(errors, str(tmp_path / "saved"))
+    assert "compute_dtype" in said["precision"]
+    assert "fabric.setup(model, optimizer)" in said["alone"]
+    assert "2 optimizers" in said["two"]
+    assert "degree 2" in said["norm"]
+    assert "1 and 0" in said["half"]
+    assert "has no ['epoch']" in said["lacks"]
