@@ -71,7 +71,11 @@ class ElixirStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """As `ShardedOptimizer.clip_grad_norm_`; `step` refuses what is not finite. Raises UsageError for other norms."""
+        """As `ShardedOptimizer.clip_grad_norm_`, and `step` refuses what is not finite.
+
+        Raises:
+            UsageError: another norm than that of degree 2.
+        """
         if norm_type != 2:
             raise UsageError(f"norm_type={norm_type}: gradients are clipped by the norm of degree 2")
         norm: torch.Tensor = optimizer.clip_grad_norm_(max_norm)
