@@ -229,6 +229,7 @@ class _Step:
                 self._params_of.setdefault(chunk_with[p], set()).add(p)
                 first_use.setdefault(chunk_with[p], run.entered)
         self._chunk_with = chunk_with
+        self._numel = {slot.param: slot.numel for chunk in layout.chunks for slot in chunk.slots}
         self._to_send = sorted(first_use, key=lambda chunk: (first_use[chunk], chunk))
         """Chunks with gradients in order of first use; `_send` takes them from the end."""
         choosing = {run.params for run in runs if run.chooses}
@@ -316,7 +317,7 @@ class _Step:
     def _land(self, run: _Run) -> Iterator[CacheRequest]:
         """Lands the gradients of a run; releases weights that nothing reads any more, and complete gradient chunks."""
         landing, self._landing[run.entered] = self._landing[run.entered], []
-        if len(landing) > 2:  # a bias gets its gradient before its weight does; any other order is unknown
+        if not self._in_known_order(landing):
             yield from self._open_for(landing)
         for p in landing:
             self._awaited[p] -= 1
@@ -326,6 +327,13 @@ class _Step:
             if not self._awaited[p]:
                 self._params_of[self._chunk_with[p]].remove(p)
                 yield from self._send()
+
+    def _in_known_order(self, landing: Sequence[int]) -> bool:
+        """Whether gradients come in that order: one alone, or a bias before the larger weight of its product.
+
+        A norm has a weight and a bias of one length, whose gradients come together.
+        """
+        return len(landing) < 2 or (len(landing) == 2 and self._numel[landing[0]] < self._numel[landing[1]])
 
     def _is_done(self, run: _Run) -> bool:
         return run.params in self._ends_early and not any(self._awaited[p] for p in run.params)

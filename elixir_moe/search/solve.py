@@ -131,7 +131,7 @@ def solve(task: Task) -> Choice:
 
     def search(regions: int) -> None:
         there = task.keeping(regions)
-        searches = [_Length(there, packing) for packing in packings]
+        searches = [search for packing in packings for search in _searches(there, packing)]
         fits = [choice for choice in (search.best() for search in searches) if choice is not None]
         if fits:
             found[regions] = min(fits, key=_rank)
@@ -174,11 +174,11 @@ def device_bytes_for(task: Task) -> int:
 def _device_bytes_for(task: Task) -> int:
     """As `device_bytes_for`, with the inputs of checkpointed regions where they are."""
     lengths = chunk_lengths(task.profile.params)
-    bounds = sorted((_Length(task, _Packing(task.profile, n, bound=True)).least_device_bytes(), n) for n in lengths)
+    bounds = sorted((_least_device_bytes(task, _Packing(task.profile, n, bound=True)), n) for n in lengths)
     needed = [nbytes for nbytes, _ in bounds if nbytes > task.allowed_bytes][:1]
     for bound, length in bounds:
         if bound <= task.allowed_bytes:
-            needed.append(_Length(task, _Packing(task.profile, length)).least_device_bytes())
+            needed.append(_least_device_bytes(task, _Packing(task.profile, length)))
             if needed[-1] <= task.allowed_bytes:
                 return needed[-1]
     return min(needed)
@@ -278,8 +278,6 @@ class _Held:
     """
     disk_short_bytes: int | None
     """Bytes by which the disk is too small for that; None if no disk would be enough."""
-    values_on_disk: bool
-    """Whether host memory is large enough only if values of chunks on disk are there too."""
     cached: int
     """Blocks for the weights of all cached chunks, and for all gradients that have a block at once."""
     block_bytes: int
@@ -325,31 +323,45 @@ class _Packing:
         return self._steps[cached]
 
 
+def _searches(task: Task, packing: _Packing) -> "Iterator[_Length]":
+    """The searches at one chunk length: without values on disk, and with them if something must be on disk."""
+    first = _Length(task, packing)
+    yield first
+    if first.needs_disk:
+        yield _Length(task, packing, values_on_disk=True)
+
+
+def _least_device_bytes(task: Task, packing: _Packing) -> int:
+    return min(search.least_device_bytes() for search in _searches(task, packing))
+
+
 class _Length:
     """The search at one chunk length."""
 
-    def __init__(self, task: Task, packing: _Packing) -> None:
-        self._task, self._packing = task, packing
+    def __init__(self, task: Task, packing: _Packing, *, values_on_disk: bool = False) -> None:
+        """`values_on_disk`: chunks on disk have their values there too."""
+        self._task, self._packing, self._whole = task, packing, values_on_disk
         self._layout = packing.layout
-        self._moved = {whole: self._moved_to_disk(whole) for whole in (False, True)}
-        """As `_moved_to_disk`, without and with values on disk."""
+        self._saved, self._on_disk = self._moved_to_disk()
+        self.needs_disk = False
+        """Whether host memory is too small, and there is a disk."""
         self._held = list(self._by_device_chunks())
         self._most_blocks = [held.most_blocks(task) for held in self._held]
         self._found: dict[int, Choice | None] = {}
 
-    def _moved_to_disk(self, whole: bool) -> tuple[list[int], list[int]]:
+    def _moved_to_disk(self) -> tuple[list[int], list[int]]:
         """Cumulative over the first n chunks: host bytes saved by moving them to disk, and their bytes on disk."""
         saved, on_disk = [0], [0]
         for chunk in self._layout.chunks:
-            saved.append(saved[-1] + self._held_at(chunk, Tier.HOST) - self._held_at(chunk, Tier.DISK, whole))
-            there = home_bytes(chunk, Tier.DISK, self._task.moments, values_on_disk=whole)[Tier.DISK]
+            saved.append(saved[-1] + self._held_at(chunk, Tier.HOST) - self._held_at(chunk, Tier.DISK))
+            there = home_bytes(chunk, Tier.DISK, self._task.moments, values_on_disk=self._whole)[Tier.DISK]
             on_disk.append(on_disk[-1] + there)
         return saved, on_disk
 
-    def _held_at(self, chunk: ChunkSpec, tier: Tier, whole: bool = False) -> int:
-        """Memory of a chunk at home in `tier`, without its bytes on disk; `whole`: with values on disk."""
-        sums = (self._task.accumulation > 1) * accumulator_bytes(chunk, tier, values_on_disk=whole)
-        return home_bytes(chunk, tier, self._task.moments, values_on_disk=whole)[tier.of_compute] + sums
+    def _held_at(self, chunk: ChunkSpec, tier: Tier) -> int:
+        """Memory of a chunk at home in `tier`, without its bytes on disk."""
+        sums = (self._task.accumulation > 1) * accumulator_bytes(chunk, tier, values_on_disk=self._whole)
+        return home_bytes(chunk, tier, self._task.moments, values_on_disk=self._whole)[tier.of_compute] + sums
 
     def _by_device_chunks(self) -> Iterator[_Held]:
         """For each number of chunks on the device, from none to all; these are the last ones in order of first use.
@@ -380,35 +392,24 @@ class _Length:
             elif there.in_place:
                 widths[chunk.key.dtype.itemsize] -= 1
 
-    def _spilled(self, count: int, host: int) -> tuple[int, int, int | None, bool]:
-        """(host bytes, chunks on disk, missing disk bytes, values on disk) if the first `count` chunks are not on the
-        device.
+    def _spilled(self, count: int, host: int) -> tuple[int, int, int | None]:
+        """(host bytes, chunks on disk, missing disk bytes) if the first `count` chunks are not on the device.
 
         Without a disk they take `host` bytes of host memory. The last of them go to disk, as few as host memory
-        requires, and their values only if it requires that too. If that is impossible, no chunk is on disk, and host
-        bytes are the least that the disk allows.
+        requires. If that is impossible, no chunk is on disk, and host bytes are the least that the disk allows.
         """
-        task = self._task
+        task, chunks, saved, spilled = self._task, self._layout.chunks, self._saved, self._on_disk
         if task.accumulation > 1 and not task.staged:
-            host += arriving_bytes(self._layout.chunks[:count])
+            host += arriving_bytes(chunks[:count])
         if host <= task.host_bytes or task.disk_bytes is None:
-            return host, 0, None, False
-        found = [(*self._on_disk(count, host, whole), whole) for whole in (False, True)]
-        fits = [one for one in found if one[2] == 0]
-        if fits:
-            return fits[0]
-        shorts = [short for _, _, short, _ in found if short is not None]
-        return min(least for least, *_ in found), 0, min(shorts, default=None), False
-
-    def _on_disk(self, count: int, host: int, whole: bool) -> tuple[int, int, int | None]:
-        """As `_spilled` for a given answer to its last question; 0 disk bytes are missing if there are enough."""
-        task, chunks, (saved, spilled) = self._task, self._layout.chunks, self._moved[whole]
-        assert task.disk_bytes is not None, "asked where there may be a disk"
-        arriving = arriving_bytes(chunks[:count]) if whole and task.accumulation == 1 and not task.staged else 0
+            return host, 0, None
+        self.needs_disk = True
+        lands = self._whole and task.accumulation == 1 and not task.staged
+        arriving = arriving_bytes(chunks[:count]) if lands else 0
 
         def left(first: int) -> int:
             there = chunks[first:count]
-            buffers = disk_buffer_bytes(there, task.moments, values_on_disk=whole)
+            buffers = disk_buffer_bytes(there, task.moments, values_on_disk=self._whole)
             buffers += arriving * any(chunk.key.trainable for chunk in there)
             return host - (saved[count] - saved[first]) + buffers
 
@@ -468,7 +469,7 @@ class _Length:
                 rcache_blocks=cached,
                 device_chunks=count,
                 disk_chunks=self._held[count].disk_chunks,
-                values_on_disk=self._held[count].values_on_disk,
+                values_on_disk=self._whole and self._held[count].disk_chunks > 0,
                 chunk_numel=self._packing.chunk_numel,
             )
         plan = replace(plan, host_checkpoints=self._task.kept_regions)
