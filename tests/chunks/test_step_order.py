@@ -10,13 +10,15 @@ from elixir_moe.chunks.param_spec import ChunkGroupKey
 from elixir_moe.chunks.step_order import Part, StepOrder, Use, by_first_use, choose_units
 
 
-def layout_of(where: list[int], frozen: tuple[int, ...] = (), resident: tuple[int, ...] = ()) -> Layout:
-    """Parameter p in chunk ``where[p]``."""
+def layout_of(
+    where: list[int], frozen: tuple[int, ...] = (), resident: tuple[int, ...] = (), biases: tuple[int, ...] = ()
+) -> Layout:
+    """Parameter p in chunk ``where[p]``; `biases` are shorter than all others."""
     chunks = []
     for index in range(max(where) + 1):
         key = ChunkGroupKey(ranks=(0, 1), dtype=torch.float32, trainable=index not in frozen, divisor=2)
         mine = [p for p, chunk in enumerate(where) if chunk == index]
-        slots = tuple(Slot(param=p, start=16 * i, numel=16) for i, p in enumerate(mine))
+        slots = tuple(Slot(param=p, start=16 * i, numel=8 if p in biases else 16) for i, p in enumerate(mine))
         numel = max(32, 16 * len(mine))
         chunks.append(ChunkSpec(index=index, key=key, slots=slots, numel=numel, shards=2, resident=index in resident))
     return Layout(chunk_numel=256, chunks=tuple(chunks), block_itemsize=4)
@@ -71,7 +73,17 @@ def test_a_step_by_hand() -> None:
     # Part 0 has its gradient at once, and its weights leave; part 1 with its first run, which backward comes to last.
     backward = ["acquire 0", "release 0", "acquire (0)", "acquire 1", "release 1", "acquire 1 2", "acquire (2)"]
     backward += ["release (2)", "release 1 2", "acquire (1)", "acquire 1", "release 1", "release (1)", "release (0)"]
-    assert lines(parts, uses, layout_of([0, 1, 1, 2, 1])) == [*forward, "release 0", *backward]
+    assert lines(parts, uses, layout_of([0, 1, 1, 2, 1], biases=(3,))) == [*forward, "release 0", *backward]
+
+
+def test_the_gradients_of_a_norm_come_together() -> None:
+    """In two chunks they need two blocks; a bias has its gradient before its weight, and the blocks come in turn."""
+    parts, uses = [part(0, 1)], [Use(entered=0, left=1, part=0)]
+    first = ["acquire 0 1", "release 0 1"]
+    together = ["acquire 0 1", "acquire (1)", "acquire (0)", "release (1)", "release 0 1", "release (0)"]
+    in_turn = ["acquire 0 1", "acquire (1)", "release (1)", "release 0 1", "acquire (0)", "release (0)"]
+    assert lines(parts, uses, layout_of([0, 1])) == [*first, *together]
+    assert lines(parts, uses, layout_of([0, 1], biases=(1,))) == [*first, *in_turn]
 
 
 def test_a_recomputed_region_is_held_until_its_backward_is_done() -> None:
