@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -131,7 +131,8 @@ class Pretrained:
                 self._files |= dict.fromkeys(file.keys(), file)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise CheckpointError(f"{self._folder}: no readable {INDEX} or {SINGLE} with its parts: {error}") from error
-        self._sources = _sources(self._model, self._files, [name for names in self._names.values() for name in names])
+        named = {name: tensor for tensor, names in self._names.items() for name in names}
+        self._sources = _sources(self._model, self._files, named)
         problems = []
         for tensor, names in self._names.items():
             source = self._source(tensor)
@@ -192,8 +193,8 @@ def names_in_base(model: nn.Module) -> dict[Tensor, list[str]]:
     return plain
 
 
-def _sources(model: nn.Module, keys: Iterable[str], names: Collection[str]) -> dict[str, _Source]:
-    """{name in the model: source} of every tensor in the files; `keys` are the names in the files."""
+def _sources(model: nn.Module, keys: Iterable[str], known: dict[str, Tensor]) -> dict[str, _Source]:
+    """{name in the model: source} of every tensor in the files; `keys` are the names in the files, `known` those in the model."""
     if not _of_transformers(model):
         return {key: _Source([(key, "")]) for key in keys}
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -203,7 +204,6 @@ def _sources(model: nn.Module, keys: Iterable[str], names: Collection[str]) -> d
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    known = dict.fromkeys(names)
     sources: dict[str, _Source] = {}
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, str(model.base_model_prefix), known)

@@ -29,6 +29,7 @@ def fabric(**options: Any) -> Iterator[Any]:
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0"}
     names |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    names["OMP_NUM_THREADS"] = "1"  # or Fabric takes all cores, for what runs in this process later too
     with pytest.MonkeyPatch.context() as patch:
         for name, value in names.items():
             patch.setenv(name, value)
