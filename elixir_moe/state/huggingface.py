@@ -194,7 +194,7 @@ def names_in_base(model: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def _sources(model: nn.Module, keys: Iterable[str], known: dict[str, Tensor]) -> dict[str, _Source]:
-    """{name in the model: source} of every tensor in the files; `keys` are the names in the files, `known` those in the model."""
+    """{name in the model: source} of every tensor in the files; `keys` are names there, `known` those in the model."""
     if not _of_transformers(model):
         return {key: _Source([(key, "")]) for key in keys}
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -207,6 +207,7 @@ def make_wheel(folder: Path) -> None:
             wheel.writestr(file, content)
 
 
+@pytest.mark.slow
 def test_where_the_library_comes_from_without_an_index(tmp_path: Path) -> None:
     """A wheel of the same sources, and without one the source tree."""
     (tmp_path / "wheels").mkdir()

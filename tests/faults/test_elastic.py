@@ -33,6 +33,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
+@pytest.mark.slow
 @pytest.mark.fault(1, 20, 21)
 def test_a_rank_without_memory_and_a_killed_rank_leave_the_run_as_the_unbroken_one(
     ranks: Callable[[int], RankPool], tmp_path: Path

@@ -93,7 +93,7 @@ def oracle(ranks: Ranks) -> Callable[..., dict[str, Any]]:
 @pytest.mark.parametrize(
     ("world", "case", "index"),
     [
-        pytest.param(world, case, i, id=f"{world}-{i}", marks=[pytest.mark.slow] if i >= 2 or world == 8 else [])
+        pytest.param(world, case, i, id=f"{world}-{i}", marks=[pytest.mark.slow] if i >= min(2, 8 // world - 1) else [])
         for world, cases in CASES.items()
         for i, case in enumerate(cases)
     ],

@@ -65,6 +65,7 @@ def runs(task: Task, plan: Plan) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_the_deepest_model_fits_and_one_layer_more_does_not() -> None:
     sizes = Sizes(small)
     found = {row.strategy: row for row in largest_each(sizes, 4, MOST, disk=True)}

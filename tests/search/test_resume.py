@@ -44,6 +44,7 @@ def test_it_goes_on_to_the_bit_under_the_plan_found_again(whole: Any, tmp_path: 
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.slow
 def test_less_memory_finds_another_plan_and_says_so(whole: Any, tmp_path: Path, ranks: Ranks) -> None:
     """Each element's gradient is a sum of two in any plan; what differs is the order in which the norm is summed."""
     pool = ranks(2)

@@ -217,6 +217,7 @@ def test_one_more_stick_is_what_the_search_finds_with_it(tmp_path: Path, capsys:
     assert line(short, "One more stick") == f"One more stick of 32.00 GiB of host memory {told}"
 
 
+@pytest.mark.slow
 def test_a_reserve_of_the_host_is_not_planned_for(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--hf", mixture, "--gpu", "l40s", "--quick", "--host-memory", "128 GiB"]
     assert "of a rank's 119.00 GiB of host memory" in line(said(capsys, *asked), "It fits")

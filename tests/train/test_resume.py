@@ -51,6 +51,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_same_command_goes_on(
     assert_like(found, tmp_path / "out", unbroken)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(36)
 def test_a_signal_before_the_first_step_changes_nothing(
     unbroken: tuple[Path, dict[str, Any]], ranks: Ranks, tmp_path: Path
