@@ -84,6 +84,7 @@ def test_the_rcache_shrinks_first_and_then_the_micro_batch(
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.fault(36)
 def test_a_signal_to_the_launcher_of_the_short_form_saves_too(tmp_path: Path) -> None:
     """It comes when a step has been told of; there are more steps than any test can wait for."""

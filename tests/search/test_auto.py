@@ -468,6 +468,7 @@ run: {steps: 8, global_batch: 2, accumulation: 2, eval_every: 8, eval_batches: 1
 """
 
 
+@pytest.mark.slow
 def test_training_prints_predicted_beside_measured(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(TINY % (tmp_path / "run"))

@@ -73,6 +73,7 @@ def test_rows_of_one_group_tell_resident_chunks_from_those_that_come_and_go(caps
     assert [line.endswith("  resident") for line in printed] == [row["resident"] for row in rows]
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_an_answer_and_no_success(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*PLAN, "--model", "opt-175b", "--gpus", "4", "--batch", "1"]
     found = said(capsys, *arguments, code=2)
