@@ -8,8 +8,9 @@ Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache)
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from heapq import nlargest
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -163,22 +164,26 @@ def device_bytes_for(task: Task) -> int:
     that of any plan.
     """
     least: list[int] = []
+    bounds = [_Packing(task.profile, length, bound=True) for length in chunk_lengths(task.profile.params)]
+    packed = cache(partial(_Packing, task.profile))
     for regions in _kept_counts(task):
         there = task.keeping(regions)
-        least.append(_device_bytes_for(there) + task.allowed_bytes - there.allowed_bytes)
+        least.append(_device_bytes_for(there, bounds, packed) + task.allowed_bytes - there.allowed_bytes)
         if least[-1] <= task.allowed_bytes:
             break
     return min(least)
 
 
-def _device_bytes_for(task: Task) -> int:
-    """As `device_bytes_for`, with the inputs of checkpointed regions where they are."""
-    lengths = chunk_lengths(task.profile.params)
-    bounds = sorted((_least_device_bytes(task, _Packing(task.profile, n, bound=True)), n) for n in lengths)
-    needed = [nbytes for nbytes, _ in bounds if nbytes > task.allowed_bytes][:1]
-    for bound, length in bounds:
+def _device_bytes_for(task: Task, bounds: "Sequence[_Packing]", packed: "Callable[[int], _Packing]") -> int:
+    """As `device_bytes_for`, with the inputs of checkpointed regions where they are.
+
+    `bounds` are the packings without a step, `packed` gives the one with a step by its chunk length.
+    """
+    known = sorted((_least_device_bytes(task, packing), packing.chunk_numel) for packing in bounds)
+    needed = [nbytes for nbytes, _ in known if nbytes > task.allowed_bytes][:1]
+    for bound, length in known:
         if bound <= task.allowed_bytes:
-            needed.append(_least_device_bytes(task, _Packing(task.profile, length)))
+            needed.append(_least_device_bytes(task, packed(length)))
             if needed[-1] <= task.allowed_bytes:
                 return needed[-1]
     return min(needed)

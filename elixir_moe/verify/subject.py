@@ -50,23 +50,41 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HuggingFace:
+class _Asked:
+    """How the user wants a model trained that this library has not built."""
+
+    rows: int
+    """Rows of a micro-batch, where the user's function gives no batches."""
+    length: int
+    """Tokens of a row, likewise."""
+    lora: Lora | None = None
+    """Adapters on the model."""
+    checkpointing: bool = False
+    """Recompute activations of each layer of a transformers model."""
+    changed: tuple[str, ...] = field(default=(), compare=False)
+    """What was shrunk."""
+
+    def prepared(self, model: Any) -> Any:
+        """The model with the adapters, and with activation checkpointing. Raises ConfigError if it cannot have them."""
+        if self.lora is not None:
+            model = adapted(model, self.lora)
+        if self.checkpointing:
+            if not hasattr(model, "gradient_checkpointing_enable"):
+                raise ConfigError(
+                    f"--checkpointing: {type(model).__name__} is no transformers model: checkpoint its own way"
+                )
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HuggingFace(_Asked):
     """A transformers model with random weights."""
 
     settings: dict[str, Any]
     """The config."""
     architecture: str
     """The class in transformers."""
-    rows: int
-    """Rows of a micro-batch."""
-    length: int
-    """Tokens of a row."""
-    lora: Lora | None = None
-    """Adapters on it."""
-    checkpointing: bool = False
-    """Recompute activations of each layer."""
-    changed: tuple[str, ...] = field(default=(), compare=False)
-    """What was shrunk."""
 
     def config(self) -> Any:
         """A new config of transformers."""
@@ -84,11 +102,7 @@ class HuggingFace:
 
     def build(self, *, over_ranks: bool = False) -> Subject:
         """See `Source.build`."""
-        model: Any = self.base()
-        model = model if self.lora is None else adapted(model, self.lora)
-        if self.checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return Subject(model=model, step=own_loss, sample=self.sample)
+        return Subject(model=self.prepared(self.base()), step=own_loss, sample=self.sample)
 
     def sample(self) -> dict[str, Tensor]:
         """Random tokens."""
@@ -233,23 +247,13 @@ def _short(value: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Function:
+class Function(_Asked):
     """What a function of the user's makes."""
 
     module: str
     """The module it is in."""
     name: str
     """Its name there."""
-    rows: int
-    """Rows of a micro-batch, where the function gives no batches."""
-    length: int
-    """Tokens of a row, likewise."""
-    lora: Lora | None = None
-    """Adapters on the model."""
-    checkpointing: bool = False
-    """Recompute activations of each layer of a transformers model."""
-    changed: tuple[str, ...] = field(default=(), compare=False)
-    """Nothing: such models stay as they are."""
 
     def function(self) -> Callable[[], Any]:
         """The function. Raises ConfigError if there is none."""
@@ -282,14 +286,7 @@ class Function:
                 f"{self.name}() returned a {type(model).__name__}: expected a transformers model, or (module, step, "
                 f"sample) with step(model, sample) that returns the loss, and sample() that draws a batch"
             )
-        if self.lora is not None:
-            model = adapted(model, self.lora)
-        if self.checkpointing:
-            if not hasattr(model, "gradient_checkpointing_enable"):
-                raise ConfigError(
-                    f"--checkpointing: {type(model).__name__} is no transformers model: checkpoint its own way"
-                )
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model = self.prepared(model)
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
