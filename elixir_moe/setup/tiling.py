@@ -39,7 +39,7 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
     To be called before the optimizer is built and before `wrap`. Linear and Embedding layers, the library's experts and
     Hugging Face's fused experts can be tiled. The result differs from the whole layer's by the order of sums at most. A
     module that has been tiled has no ``weight``. Names and shapes in `full_state_dict`, `save` and `save_pretrained`
-    stay those of the whole parameters.
+    stay those of the whole parameters. Hooks of a tiled module and of its parameters are registered after `tile`.
 
     A region of activation checkpointing holds all its tiles while its backward runs.
 
@@ -49,7 +49,8 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
 
     Raises:
         ConfigError: a row alone is larger than `at_most`; a large parameter belongs to another kind of module, or is
-            shared by modules that cannot have the same tiles; `at_most` is less than 1 byte.
+            shared by modules that cannot have the same tiles; something expects the whole module or parameter: a hook,
+            a buffer, a module inside, a forward of the instance, a gradient; `at_most` is less than 1 byte.
         PlanError: `at_most` is no size.
         UsageError: the model is wrapped.
     """
@@ -98,7 +99,13 @@ def tile_to_fit(
         made = _tile(model, room // _TILES_IN_ROOM)
     except ConfigError:  # the search refuses the whole parameter, and says how many bytes are missing
         return
+    names = {p: name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
+        if "param_names" in group:
+            named = zip(group["params"], group["param_names"], strict=True)
+            group["param_names"] = [
+                tiled for p, own in named for tiled in ([names[part] for part in made[p]] if p in made else [own])
+            ]
         group["params"] = [tile for p in group["params"] for tile in made.get(p, [p])]
 
 
@@ -128,8 +135,11 @@ class TiledEmbedding(nn.Module):
         """(...) -> (..., d)."""
         found = None
         for part, (start, stop) in zip(self.children(), pairwise(self._bounds), strict=True):
-            here = (indices - start).clamp(0, stop - start - 1)  # a row of this tile for the others' indices too
-            rows = part(here)
+            # A row of this tile for the others' indices too. Those before the first row or behind the last belong to
+            # nobody: the first and the last tile look them up, and fail as the whole embedding does.
+            lowest = 0 if start else None
+            highest = stop - start - 1 if stop < self.num_embeddings else None
+            rows = part((indices - start).clamp(lowest, highest))
             found = rows if found is None else torch.where((indices >= start).unsqueeze(-1), rows, found)
         assert found is not None
         return found
@@ -242,6 +252,18 @@ def _bounds(model: nn.Module, most: int) -> dict[nn.Module, list[int]]:
     return found
 
 
+_HOOKS: Mapping[str, str] = {
+    "_forward_hooks": "forward hooks",
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_backward_hooks": "backward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+    "_state_dict_hooks": "state dict hooks",
+    "_state_dict_pre_hooks": "state dict pre-hooks",
+    "_load_state_dict_pre_hooks": "load state dict pre-hooks",
+    "_load_state_dict_post_hooks": "load state dict post-hooks",
+}
+
+
 def _refusal(name: str, module: nn.Module) -> str | None:
     """Why the module cannot be tiled; None if it can."""
     parameters = list(module.parameters(recurse=False))
@@ -250,8 +272,17 @@ def _refusal(name: str, module: nn.Module) -> str | None:
         return (
             f"the model itself, a {kind.__name__}, owns a parameter that is too large: put it into a module of its own"
         )
-    if module._forward_hooks or module._forward_pre_hooks:
-        return f"module {name!r} has forward hooks, which would run for each tile: register them after em.tile"
+    if kinds := [words for attribute, words in _HOOKS.items() if getattr(module, attribute)]:
+        return f"module {name!r} has {' and '.join(kinds)}, which would run for each tile: register them after em.tile"
+    if "forward" in vars(module):
+        return f"module {name!r} has a forward of its own, which runs the whole module: set it after em.tile"
+    for own, p in module.named_parameters(prefix=name, recurse=False):
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            return f"parameter {own!r} has hooks, which expect the whole gradient: register them on its tiles"
+        if p.grad is not None:
+            return f"parameter {own!r} has a gradient, which its tiles would lose: set it to None"
+    if module._buffers:
+        return f"module {name!r} has buffers ({', '.join(module._buffers)}), which belong to the whole module"
     if any(is_dtensor(p) or (pattern_of(p) or UNCUT).view is not None for p in parameters):
         return f"module {name!r} has DTensors or patterns with a view: tile the model before it is cut"
     whole = next((base for base in _KINDS if isinstance(module, base)), None)
@@ -259,6 +290,11 @@ def _refusal(name: str, module: nn.Module) -> str | None:
         return f"module {name!r} is a {kind.__name__}, which changes the forward of {whole.__name__}"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse or module.scale_grad_by_freq):
         return f"module {name!r} has max_norm, sparse or scale_grad_by_freq, which need the whole weight"
+    if whole is not None and module._modules:
+        inside = ", ".join(module._modules)
+        return (
+            f"module {name!r} has modules inside ({inside}), which {whole.__name__} has not: tile the model before them"
+        )
     if whole is not None or _is_fused_experts(module):
         return None
     return (

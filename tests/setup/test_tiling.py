@@ -5,6 +5,7 @@ Tolerances as in `tests.support.parity`: tiles change the order of sums in the g
 
 import gc
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from elixir_moe.setup.tiling import tile_to_fit
 from tests.support.cases import with_further
 from tests.support.hf_cases import FAMILIES, ROWS
 from tests.support.parity import TOLERANCE, assert_alike, make_optimizer, mesh_of_world, tokens, trained
@@ -161,6 +164,48 @@ def test_names_and_checkpoints_are_those_of_the_whole_model(ranks: Ranks, tmp_pa
             assert torch.equal(found["read"][name], value), "tiles are read from a folder"
 
 
+@pytest.mark.parametrize("index", [-1, -64, 64, 1000])
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_index_outside_of_a_tiled_embedding_is_refused_as_by_torch(index: int, times: int) -> None:
+    whole = nn.Embedding(64, 4, padding_idx=3)
+    model: Any = nn.Sequential(whole)
+    for most in (512, 128)[:times]:
+        em.tile(model, at_most=most)
+    inside = torch.arange(64)
+    assert torch.equal(model(inside), whole(inside))
+    for layer in (whole, model):
+        with pytest.raises(IndexError, match="index out of range"):
+            layer(torch.tensor([5, index]))
+
+
+def test_hooks_of_a_tiled_module_see_the_whole_of_it() -> None:
+    """Those registered after `tile`, as the errors advise: once, with the gradient of all tiles."""
+    torch.manual_seed(1)
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 64), nn.Linear(64, 4))
+    tiled = em.tile(deepcopy(whole), at_most=512)
+    seen: list[list[Tensor]] = []
+    for model in (whole, tiled):
+        calls: list[Tensor] = []
+        model.get_submodule("1").register_full_backward_hook(lambda _, give, take, to=calls: to.extend(give + take))
+        model(torch.randn(2, 4, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+        seen.append(calls)
+    assert [len(calls) for calls in seen] == [2, 2]
+    for found, wanted in zip(seen[1], seen[0], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_tiles_take_the_names_of_their_parameters_in_the_optimizer() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 128), nn.Linear(2, 2))
+    first = list(model[0].named_parameters(prefix="0"))
+    optimizer = torch.optim.AdamW([{"params": first, "lr": 1.0}, {"params": list(model[1].named_parameters())}])
+    tile_to_fit(model, optimizer, 4095, None)
+    whole, tiles = optimizer.param_groups[1], optimizer.param_groups[0]
+    assert (whole["params"], whole["param_names"]) == (list(model[1].parameters()), ["weight", "bias"])
+    names = [name for name, _ in model[0].named_parameters(prefix="0")]
+    assert sorted(tiles["param_names"]) == sorted(names) and len(names) > 2
+    assert all(model.get_parameter(n) is p for n, p in zip(tiles["param_names"], tiles["params"], strict=True))
+
+
 def peak(width: int | None) -> tuple[int, int]:
     """(rank) (Most bytes held, bytes of a block) of a small model, with a tiled layer of so many rows in the middle."""
     torch.manual_seed(1)
@@ -229,6 +274,22 @@ def shared() -> nn.Module:
     return model
 
 
+def hooked(register: Callable[[nn.Linear], object]) -> Callable[[], nn.Module]:
+    """A model with a layer that is too large, and has something that the tiles would run or lose."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 64))
+        layer = model[0]
+        assert isinstance(layer, nn.Linear)
+        register(layer)
+        return model
+
+    return build
+
+
+def nothing(*_: Any, **__: Any) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("model", "at_most", "said"),
     [
@@ -237,6 +298,27 @@ def shared() -> nn.Module:
         (lambda: nn.Linear(64, 8), 512, "the model itself, a Linear"),
         (lambda: nn.Sequential(Doubled(4, 64)), 512, "module '0' is a Doubled, which changes the forward"),
         (lambda: nn.Sequential(nn.Embedding(64, 4, sparse=True)), 512, "sparse"),
+        (lambda: nn.Sequential(nn.Embedding(64, 4, max_norm=1.0)), 512, "max_norm"),
+        (lambda: nn.Sequential(nn.Embedding(64, 4, scale_grad_by_freq=True)), 512, "scale_grad_by_freq"),
+        (lambda: nn.Sequential(nn.EmbeddingBag(64, 4)), 512, "module '0' is a EmbeddingBag: expected Linear"),
+        (hooked(lambda m: m.register_forward_hook(nothing)), 512, "module '0' has forward hooks"),
+        (hooked(lambda m: m.register_forward_pre_hook(nothing)), 512, "module '0' has forward pre-hooks"),
+        (hooked(lambda m: m.register_full_backward_hook(nothing)), 512, "module '0' has backward hooks"),
+        (hooked(lambda m: m.register_full_backward_pre_hook(nothing)), 512, "module '0' has backward pre-hooks"),
+        (hooked(lambda m: m.register_state_dict_post_hook(nothing)), 512, "module '0' has state dict hooks"),
+        (hooked(lambda m: m.register_load_state_dict_pre_hook(nothing)), 512, "module '0' has load state dict pre"),
+        (hooked(lambda m: m.weight.register_hook(nothing)), 512, "parameter '0.weight' has hooks"),
+        (hooked(lambda m: m.bias.register_hook(nothing)), 512, "parameter '0.bias' has hooks"),
+        (
+            hooked(lambda m: m.weight.register_post_accumulate_grad_hook(nothing)),
+            512,
+            "parameter '0.weight' has hooks",
+        ),
+        (hooked(lambda m: parametrize.register_parametrization(m, "weight", nn.Tanh())), 512, "ParametrizationList"),
+        (hooked(lambda m: parametrize.register_parametrization(m, "bias", nn.Tanh())), 512, "'0' has modules inside"),
+        (hooked(lambda m: m.register_buffer("mask", torch.ones(64, 4))), 512, "module '0' has buffers"),
+        (hooked(lambda m: setattr(m, "forward", m.forward)), 512, "module '0' has a forward of its own"),
+        (hooked(lambda m: m.weight.sum().backward()), 512, "parameter '0.weight' has a gradient"),
         (shared, 512, "shared by modules that cannot have the same tiles: 'a', 'b'"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), 0, "at least 1 byte"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), "much", "at_most='much'"),
