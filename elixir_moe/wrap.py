@@ -93,7 +93,8 @@ def wrap(
             that fits; the message has the missing bytes, their tier, and what would help.
         LayoutError: patterns do not fit the ranks, or ranks disagree.
         ConfigError: the optimizer is not elementwise, has a state that cannot be cut (8-bit moments in blocks), has
-            been stepped, or does not belong to the model; or an argument is wrong.
+            been stepped, or does not belong to the model; a buffer, a kept view or another parameter shares a
+            parameter's memory; or an argument is wrong.
         TierError: host memory or the disk is too small.
         CheckpointError: `weights` lacks a tensor that the model has on meta, or has it in another shape.
     """

@@ -17,6 +17,7 @@ from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.runtime.access import ShardedParameter
 from elixir_moe.runtime.model_spec import TRAINED_IN
 from elixir_moe.setup.drawing import computed_from, record_of
+from elixir_moe.setup.sharing import check_sharing
 from elixir_moe.state.huggingface import names_in_base
 
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
@@ -82,8 +83,10 @@ def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raises ConfigError for modules whose forward bypasses autograd or hooks, or adapters that peft has left out."""
+    """Raises ConfigError for modules whose forward bypasses autograd or hooks, for adapters that peft has left out, and
+    for tensors that share a parameter's memory."""
     _check_targets(model)
+    check_sharing(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise ConfigError(
