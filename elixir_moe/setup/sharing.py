@@ -91,7 +91,7 @@ def _overlaps(extents: Iterable[_Extent]) -> Iterator[tuple[_Extent, _Extent]]:
 def _share(a: _Extent, b: _Extent) -> bool:
     """Whether two tensors whose extents overlap have a byte in common: columns of one matrix interleave."""
     try:
-        return np.shares_memory(a.place, b.place, max_work=_MOST_WORK)
+        return np.shares_memory(a.place, b.place, max_work=_MOST_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
@@ -116,7 +116,7 @@ def _extent(name: str, is_parameter: bool, tensor: Tensor) -> Iterator[_Extent]:
         return
     if base or tensor.is_meta:
         memory = ("meta", storage._cdata) if tensor.is_meta else tensor.device
-        start = base + tensor.storage_offset() * tensor.itemsize
+        start = base + int(tensor.storage_offset()) * tensor.itemsize
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         place = np.asarray(_Array(tensor, start))
         yield _Extent(name, is_parameter, memory, start, start + (last + 1) * tensor.itemsize, place)
