@@ -16,7 +16,7 @@ from elixir_moe.chunks.plan import SUMS_IN_FLIGHT, AutoPlan, Plan, Tier, arrivin
 from elixir_moe.chunks.settle import settled
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.all_ranks import ControlGroups, raise_on_all_ranks
-from elixir_moe.distributed.collectives import backend_of, build_communicators
+from elixir_moe.distributed.collectives import build_communicators, is_staged
 from elixir_moe.distributed.waits import Wait, watch
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.host_sums import HostSums, adds_beside
@@ -120,7 +120,7 @@ def wrap(
     raise_on_all_ranks("checked the model", check_model)
 
     # 2. Describe the model and settle its plan.
-    moments, staged = moments_of(optimizer), backend_of(dist.group.WORLD, device) == "gloo"  # type: ignore[arg-type]
+    moments, staged = moments_of(optimizer), is_staged(dist.group.WORLD, device)  # type: ignore[arg-type]
     prediction, communicators = None, {}
     if isinstance(plan, Plan):
         parts = find_parts(model)

@@ -97,7 +97,8 @@ class Communicator:
         self._reduce_group: dist.ProcessGroup | None = None
         if groups:
             self._gather_group, self._reduce_group = groups
-        self.staged = device is not None and bool(groups) and backend_of(groups[0], device) == "gloo"
+        self.staged = device is not None and bool(groups) and is_staged(groups[0], device)
+        """Chunks go in messages over gloo, and sums are made here."""
         self.tagged = self.staged or not groups
         """Messages are matched by tags, so the order among process groups may differ between ranks."""
 
@@ -126,7 +127,8 @@ class Communicator:
         if not self.staged:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             own = slices[self.index].view(torch.uint8)  # NCCL does not know all dtypes
-            gather(buffer.view(torch.uint8), own, group=self._gather_group)  # in stream order; the host goes on
+            with Wait(what, self.ranks):  # in stream order; the host goes on, but over gloo
+                gather(buffer.view(torch.uint8), own, group=self._gather_group)
             return Work()
         slices = slices.view(torch.uint8)
         works = []
@@ -150,12 +152,13 @@ class Communicator:
 
         Args:
             buffer: one gradient of every parameter; must not change until the work is waited for.
-            staging: on gloo as large as `buffer`, for two ranks as large as a slice; required if `needs_staging`.
+            staging: where `staged` as large as `buffer`, for two ranks as large as a slice; required if
+                `needs_staging`.
                 Elsewhere None, or as many elements of a wider dtype, in which the gradients are then summed. In use
                 until the work is waited for.
-            land: called once, in `wait` on gloo, at once (in stream order) elsewhere; gets the sum of squares too, if
-                the reduction has computed it.
-            place: memory for the sum, (numel / size,), so that `land` need not copy it; on gloo only.
+            land: called once, in `wait` where `staged`, at once (in stream order) elsewhere; gets the sum of squares
+                too, if the reduction has computed it.
+            place: memory for the sum, (numel / size,), so that `land` need not copy it; where `staged` only.
             tag: as in `all_gather`.
             of: as in `all_gather`.
         """
@@ -167,7 +170,8 @@ class Communicator:
         if not self.staged:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             terms = slices if staging is None else staging.view(self.size, -1).copy_(slices)
-            scatter(terms[self.index], terms.view(-1), group=self._reduce_group)
+            with Wait(what, self.ranks):
+                scatter(terms[self.index], terms.view(-1), group=self._reduce_group)
             land(slices[self.index] if staging is None else slices[self.index].copy_(terms[self.index]))
             return Work()
         leaving = slices.view(torch.uint8)
@@ -209,7 +213,8 @@ class Communicator:
             land(buffer if wide is None else buffer.copy_(wide))
 
         if not self.staged:
-            dist.all_reduce(terms, group=self._reduce_group)
+            with Wait(what, self.ranks):
+                dist.all_reduce(terms, group=self._reduce_group)
             finish()
             return Work()
         work = dist.all_reduce(terms, group=self._reduce_group, async_op=True)
@@ -257,6 +262,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         )
     name: str = group._get_backend(device).name()
     return name
+
+
+def is_staged(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether chunks on `device` go in messages over gloo: those of a CPU, whose memory gloo can read."""
+    return backend_of(group, device) == "gloo" and device.type == "cpu"
 
 
 def build_communicators(wanted: Iterable[tuple[int, ...]], device: torch.device) -> dict[tuple[int, ...], Communicator]:

@@ -97,6 +97,42 @@ def test_a_process_group_that_serves_no_cpu_tensors() -> None:
     dist.destroy_process_group(group)
 
 
+def on_a_shared_gpu() -> list[Any]:
+    """What chunks on a GPU get over gloo, whose messages cannot read a GPU's memory; tensors are on the CPU."""
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    communicator = Communicator((0, 1), groups, torch.device("cuda", 0))
+    found: list[Any] = [communicator.staged, communicator.tagged]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("writev: Bad address")
+
+    def keep(reduced: torch.Tensor, _: Any = None) -> None:
+        found.append(reduced.tolist())
+
+    def numbers(dtype: torch.dtype) -> torch.Tensor:
+        return torch.arange(4).to(dtype) + communicator.rank
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in ("isend", "irecv"):
+            monkeypatch.setattr(dist, name, refuse)
+        gathered = numbers(torch.bfloat16)
+        communicator.all_gather(gathered, 0).wait()
+        communicator.reduce_scatter(numbers(torch.float32), None, keep).wait()
+        communicator.reduce_scatter(numbers(torch.bfloat16), torch.empty(4), keep).wait()
+        communicator.all_reduce(numbers(torch.bfloat16), keep, torch.empty(4)).wait()
+    found += [gathered.tolist(), communicator.issued]
+    communicator.close()
+    return found
+
+
+def test_ranks_that_share_a_gpu_take_the_collectives_of_gloo(ranks: Callable[[int], RankPool]) -> None:
+    """In one order, as on NCCL: these have no tags."""
+    sums = [[1, 3], [5, 7]]
+    for rank, found in enumerate(ranks(2).run(on_a_shared_gpu)):
+        assert found[:2] == [False, False]
+        assert found[2:] == [sums[rank], sums[rank], sums[0] + sums[1], [0, 1, 3, 4], [1, 3]]
+
+
 class Event(frozenset[str]):
     """All that is done when it has come."""
 
