@@ -7,18 +7,13 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <tuple>
-#include <vector>
 
 #include "adam.hpp"
-#include "cache.hpp"
 #include "ending.hpp"
 #include "numa.hpp"
 #include "tiles.hpp"
@@ -127,41 +122,6 @@ double sum_of_squares(ConstArray grad, int threads, const std::string& isa_name)
 }
 
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Numbers = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Loads = std::vector<std::tuple<std::int32_t, std::int32_t, std::int32_t>>;
-
-std::optional<Loads> simulate(Bytes verbs, Numbers starts, Numbers chunks, std::int32_t chunk_count,
-                              std::int32_t blocks) {
-    if (starts.size() != verbs.size() + 1) throw std::invalid_argument("starts needs one number more than verbs");
-    for (std::size_t i = 0; i < verbs.size(); ++i) {
-        const bool ordered = starts(i) >= 0 && starts(i) <= starts(i + 1);
-        if (verbs(i) > 1 || !ordered) throw std::invalid_argument("entry " + std::to_string(i) + " is none");
-    }
-    if (starts(verbs.size()) != static_cast<std::int64_t>(chunks.size())) {
-        throw std::invalid_argument("starts does not end where chunks do");
-    }
-    for (std::size_t i = 0; i < chunks.size(); ++i) {
-        if (chunks(i) < 0 || chunks(i) >= 2 * chunk_count) {
-            throw std::invalid_argument("chunks has one beyond twice chunk_count");
-        }
-    }
-    const elixir::Schedule schedule{
-        .verbs = verbs.data(),
-        .starts = starts.data(),
-        .chunks = chunks.data(),
-        .entries = verbs.size(),
-        .chunk_count = chunk_count,
-    };
-    std::vector<elixir::Load> found;
-    {
-        const nb::gil_scoped_release no_gil;
-        if (!elixir::simulate(schedule, blocks, found)) return std::nullopt;
-    }
-    Loads loads;
-    loads.reserve(found.size());
-    for (const elixir::Load& load : found) loads.emplace_back(load.chunk, load.block, load.evicted);
-    return loads;
-}
 
 }  // namespace
 
@@ -194,9 +154,4 @@ NB_MODULE(_native, m) {
     m.def(
         "node_of", [](Bytes memory) { return elixir::node_of(memory.data()); }, "memory"_a.noconvert(),
         "The NUMA node that the first page of `memory` lies on; -1 where there is one node only, or nobody tells.");
-
-    m.def("simulate", &simulate, "verbs"_a.noconvert(), "starts"_a.noconvert(), "chunks"_a.noconvert(), "chunk_count"_a,
-          "blocks"_a,
-          "The loads (chunk, block, evicted or -1) of one recorded step on an rCache that is empty at first; None if "
-          "it is too small.");
 }

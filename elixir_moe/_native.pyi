@@ -1,7 +1,5 @@
 """Kernels on host memory (csrc/). Arrays are taken through DLPack and never converted or copied."""
 
-from array import array
-
 from torch import Tensor
 
 def cpu_features() -> str:
@@ -49,22 +47,3 @@ def adam_step(
 def sum_of_squares(grad: Tensor, *, threads: int, isa: str = "") -> float: ...
 def node_of(memory: Tensor) -> int:
     """The NUMA node that the first page of `memory`, uint8, lies on; -1 where there is one node, or nobody tells."""
-
-def simulate(
-    verbs: array[int], starts: array[int], chunks: array[int], chunk_count: int, blocks: int
-) -> list[tuple[int, int, int]] | None:
-    """The gathers (chunk, block, evicted or -1) of one recorded step on an rCache that is empty at first.
-
-    Args:
-        verbs: "B", one an entry: 0 acquire, 1 release, 2 hold, 3 free.
-        starts: "i", one more: where the chunks of each entry begin in `chunks`.
-        chunks: "i", all below `chunk_count`.
-        chunk_count: how many chunks there are.
-        blocks: blocks of the rCache.
-
-    Returns:
-        None if some entry finds all blocks held.
-
-    Raises:
-        ValueError: The arrays do not fit together.
-    """

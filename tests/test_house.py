@@ -40,9 +40,7 @@ STOREYS: list[set[str]] = [
 """From the ground up: a file imports what lies below it, or its neighbours in one room."""
 PURE = ["parallel.pattern"]
 PURE += [f"chunks.{name}" for name in ("param_spec", "packing", "plan", "cache_policy", "step_order", "settle")]
-PURE += [
-    f"search.{name}" for name in ("cost", "estimate", "hardware", "profile", "simulator", "solve", "zero_infinity")
-]
+PURE += [f"search.{name}" for name in ("cost", "estimate", "hardware", "profile", "solve", "zero_infinity")]
 HEAVY = ["jsonargparse", "megatron", "matplotlib", "rich", "yaml", "safetensors", "transformers"]
 
 

@@ -94,6 +94,11 @@ class Schedule:
         return uses
 
     @cached_property
+    def must_load(self) -> tuple[int, ...]:
+        """The chunks that are gathered at least once in each step: those used that do not stay gathered."""
+        return tuple(chunk for chunk in self._uses if chunk >= 0 and chunk not in self.kept)
+
+    @cached_property
     def _next_acquire(self) -> list[int | None]:
         """For each position: the position of the first acquire there or later."""
         following: list[int | None] = [None] * (len(self.entries) + 1)
@@ -174,6 +179,8 @@ class CacheState:
         self._held: dict[int, int] = {}
         self._clock = 0
         self._last_use: dict[int, int] = {}
+        self._next_use: dict[int, int] = {}
+        """On schedule: for each chunk in a block, `Schedule.next_use` from the present position."""
         self._ahead: set[int] = set()
         """Weights gathered ahead of use and not asked for yet."""
         self._reserved: set[int] = set()
@@ -211,6 +218,8 @@ class CacheState:
         complete = at_end and self._on_schedule
         self.drop([item for item in self._where if item < 0 and item not in self._held])  # reserved, never acquired
         self._position, self._present, self._on_schedule = -1, -1, True
+        for chunk in self._where:
+            self._note_next_use(chunk)
         return complete
 
     def acquire(self, chunks: tuple[int, ...], *, tracked: bool = True) -> list[Load]:
@@ -234,10 +243,12 @@ class CacheState:
             self._reserved.discard(chunk)
             if chunk not in self._where:
                 loads.append(self._load(chunk, self._victim(self._held), ahead=False))
-            elif chunk in self._ahead:
-                self._ahead.remove(chunk)
-            elif chunk >= 0:
-                self.counts.hits += 1
+            else:
+                self._note_next_use(chunk)
+                if chunk in self._ahead:
+                    self._ahead.remove(chunk)
+                elif chunk >= 0:
+                    self.counts.hits += 1
         return loads + self._look_ahead() if tracked and self._present != NEVER else loads
 
     def release(self, chunks: tuple[int, ...], *, tracked: bool = True) -> list[Load]:
@@ -290,11 +301,9 @@ class CacheState:
                 self._on_schedule = False
         self.counts.off_schedule += not self._on_schedule
 
-    def _next_use(self, chunk: int, position: int) -> int:
-        """Sort key for eviction, largest first: the next use on schedule; off schedule, larger the longer unused."""
-        if self._schedule is not None and self._on_schedule:
-            return self._schedule.next_use(chunk, position)
-        return NEVER - self._last_use[chunk]
+    def _note_next_use(self, chunk: int) -> None:
+        if self._schedule is not None:
+            self._next_use[chunk] = self._schedule.next_use(chunk, self._position)
 
     def _check_room(self, chunks: tuple[int, ...]) -> None:
         missing = 0
@@ -315,19 +324,21 @@ class CacheState:
     def _victim(self, kept: Collection[int], position: int | None = None) -> int | None:
         """The chunk to evict, or None to take an empty block; of equal candidates, the one that entered first.
 
-        If the only empty block is the one that gradients left last, their reduction may still read it: weights that
-        the step does not use again are then evicted instead.
+        Counts next uses from `position` on, which may lie ahead. If the only empty block is the one that gradients left
+        last, their reduction may still read it: weights that the step does not use again are then evicted instead.
         """
         sending = len(self._empty) == 1 and self._empty[0] == self._sending
         if self._empty and not sending:
             return None
-        at = self._position if position is None else position
         candidates = [chunk for chunk in self._where if chunk not in kept]
-        uses = {chunk: self._next_use(chunk, at) for chunk in candidates}
-        latest = max(uses.values(), default=NEVER)
-        equal = [chunk for chunk in candidates if uses[chunk] == latest]
-        farthest = max(equal, key=lambda chunk: self._next_use(chunk, self._position), default=None)
-        return None if sending and (farthest is None or self._next_use(farthest, at) < NEVER) else farthest
+        if self._schedule is None or not self._on_schedule:
+            return None if sending else min(candidates, key=self._last_use.__getitem__, default=None)
+        uses = self._next_use
+        if position is not None:
+            uses = {chunk: self._schedule.next_use(chunk, position) for chunk in candidates}
+            candidates.sort(key=self._next_use.__getitem__, reverse=True)
+        farthest = max(candidates, key=uses.__getitem__, default=None)
+        return None if sending and (farthest is None or uses[farthest] < NEVER) else farthest
 
     def _load(self, chunk: int, victim: int | None, *, ahead: bool) -> Load:
         if victim is None:
@@ -340,6 +351,7 @@ class CacheState:
             self.counts.evictions += 1
         self._where[chunk] = block
         self._last_use.setdefault(chunk, self._clock)
+        self._note_next_use(chunk)
         if chunk >= 0:
             self.counts.misses += 1
             self.counts.prefetched += ahead
@@ -401,7 +413,7 @@ class CacheState:
             if not self._empty and (freed or self._where.keys() <= held_then.keys()):
                 break  # a block becomes empty before the use: evicting now would cost a miss
             victim = self._victim(held_then, target)
-            if victim is not None and (victim in self._held or self._next_use(victim, self._position) < target):
+            if victim is not None and (victim in self._held or self._next_use[victim] < target):
                 break  # the best victim is in use, or will be used before `target`
             loads.append(self._load(chunk, victim, ahead=True))
         return loads

@@ -15,6 +15,7 @@ from heapq import nlargest
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from elixir_moe.chunks.cache_policy import Schedule, simulate
 from elixir_moe.chunks.packing import ALIGN_BYTES, FUSE_BELOW, ChunkSpec, Layout, best_chunk_numel, build_layout
 from elixir_moe.chunks.param_spec import ParamSpec, group_parameters
 from elixir_moe.chunks.plan import (
@@ -35,7 +36,6 @@ from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile
-from elixir_moe.search.simulator import Simulator
 
 _LENGTH_SPAN = 4
 """Longest chunk tried, in multiples of the largest parameter: longer ones only make the rCache coarser."""
@@ -133,9 +133,11 @@ def solve(task: Task) -> Choice:
     def search(regions: int) -> None:
         there = task.keeping(regions)
         searches = [search for packing in packings for search in _searches(there, packing)]
-        fits = [choice for choice in (search.best() for search in searches) if choice is not None]
-        if fits:
-            found[regions] = min(fits, key=_rank)
+        best: Choice | None = None
+        for search in searches:
+            best = min((choice for choice in (best, search.best(best)) if choice is not None), key=_rank, default=None)
+        if best is not None:
+            found[regions] = best
         else:
             shortages.extend(short for search in searches for short in search.shortages())
 
@@ -201,7 +203,7 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
     if loads is None:
         schedule = task.profile.schedule(layout)
         layout = replace(layout, open_gradients=schedule.open_gradients())
-        loads = gathers(Simulator(schedule), plan.blocks(layout))
+        loads = gathers(schedule, plan.blocks(layout))
     moved = cost.traffic(plan, layout, loads, task.moments, staged=task.staged, kept_bytes=task.kept_bytes)
     return Choice(
         task=task,
@@ -214,9 +216,9 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
     )
 
 
-def gathers(simulator: Simulator, blocks: int) -> list[int]:
-    """The chunks whose weights are gathered in a step, once per gather."""
-    return [load.chunk for load in simulator.loads(blocks) if load.chunk >= 0]
+def gathers(schedule: Schedule, blocks: int) -> list[int]:
+    """The chunks whose weights are gathered in a step, once per gather; a prefetch moves gathers and adds none."""
+    return [load.chunk for load in simulate(schedule, blocks, prefetch=0)[1] if load.chunk >= 0]
 
 
 def shortage(task: Task, size: Footprint) -> dict[Tier, int]:
@@ -311,20 +313,20 @@ class _Packing:
         layout = build_layout(profile.params, chunk_numel)
         self._step_order = None if bound else profile.step_order
         self.layout = layout if self._step_order is None else self._step_order.counted(layout)
-        self._steps: dict[int, tuple[Simulator, int, int]] = {}
+        self._steps: dict[int, tuple[Schedule, int, int]] = {}
 
     @property
     def bound(self) -> bool:
         """Whether there is no step."""
         return self._step_order is None
 
-    def step(self, device_chunks: int, cached: int) -> tuple[Simulator, int, int]:
-        """(simulator, least blocks, most open gradients) of the step with `cached` blocks in use at most."""
+    def step(self, device_chunks: int, cached: int) -> tuple[Schedule, int, int]:
+        """(schedule, least blocks, most open gradients) of the step with `cached` blocks in use at most."""
         assert self._step_order is not None, "a bound counts no blocks"
         if cached not in self._steps:
             plan = Plan.offload(rcache_blocks="all", device_chunks=device_chunks)
             schedule = self._step_order.schedule(plan.place(self.layout))
-            self._steps[cached] = Simulator(schedule), schedule.least_blocks(), schedule.open_gradients()
+            self._steps[cached] = schedule, schedule.least_blocks(), schedule.open_gradients()
         return self._steps[cached]
 
 
@@ -426,10 +428,10 @@ class _Length:
             return min(host, left(room)), 0, short
         return left(enough), count - enough, 0
 
-    def best(self) -> Choice | None:
-        """The fastest plan with this chunk length that fits; None if none does."""
+    def best(self, known: Choice | None = None) -> Choice | None:
+        """The fastest plan with this chunk length that fits; None if none does, or none is faster than `known`."""
         for blocks in self._grid():
-            self._at(blocks)
+            self._at(blocks, known)
         while True:
             tried = set(self._found)
             fits = {blocks: choice for blocks, choice in self._found.items() if choice is not None}
@@ -437,7 +439,7 @@ class _Length:
                 return None
             winner = min(fits, key=lambda blocks: _rank(fits[blocks]))
             for blocks in self._near(winner):
-                self._at(blocks)
+                self._at(blocks, known)
             if set(self._found) == tried:
                 return fits[winner]
 
@@ -454,8 +456,11 @@ class _Length:
             if high - low > 1 and low <= blocks <= high:
                 yield (low + high) // 2
 
-    def _at(self, blocks: int) -> None:
-        """The best plan with this many blocks: as many chunks on the device as fit."""
+    def _at(self, blocks: int, known: Choice | None) -> None:
+        """The best plan with this many blocks: as many chunks on the device as fit. None if it cannot beat `known`.
+
+        A step that gathers each chunk once is a bound, and is not simulated.
+        """
         if blocks in self._found:
             return
         self._found[blocks] = None
@@ -463,7 +468,7 @@ class _Length:
         if not fits:
             return
         count = fits[-1]
-        simulator, least, gradients = self._step(count)
+        schedule, least, gradients = self._step(count)
         if blocks < least:
             return
         cached: int | Literal["all"] = "all" if blocks >= self._held[count].cached else blocks
@@ -479,11 +484,12 @@ class _Length:
             )
         plan = replace(plan, host_checkpoints=self._task.kept_regions)
         layout = replace(plan.place(self._layout), open_gradients=gradients)
-        loads = gathers(simulator, plan.blocks(layout))
-        self._found[blocks] = price(self._task, plan, layout, loads)
+        priced = partial(price, self._task, plan, layout)
+        if known is None or _rank(priced(schedule.must_load)) < _rank(known):
+            self._found[blocks] = priced(gathers(schedule, plan.blocks(layout)))
 
-    def _step(self, device_chunks: int) -> tuple[Simulator, int, int]:
-        """(simulator, least blocks, most open gradients) of the step with that many chunks on the device."""
+    def _step(self, device_chunks: int) -> tuple[Schedule, int, int]:
+        """(schedule, least blocks, most open gradients) of the step with that many chunks on the device."""
         return self._packing.step(device_chunks, self._held[device_chunks].cached)
 
     def shortages(self) -> Iterator[dict[Tier, int]]:
