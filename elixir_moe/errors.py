@@ -1,7 +1,6 @@
 """The errors a user can meet.
 
-Owns the exception types, the answer to whether an error is out of memory, the suggestion of the nearest known name, and
-the new names for those of former versions.
+Owns the exception types, the answer to whether an error is out of memory, and the suggestion of the nearest known name.
 Every message names the parameter, chunk or rank, what was expected, what was found and what to change. An `assert`
 elsewhere in the package means a bug of ours, never a user's mistake.
 """
@@ -73,38 +72,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
-
-
-_FORMER = {
-    "em.wrap: ": {
-        "hardware": "em.Plan.auto(step, sample, hardware=...)",
-        "budget_bytes": "em.Plan.auto(step, sample, budget=...)",
-        "accumulation": "em.Plan.auto(step, sample, accumulation=...)",
-        "spill": "disk= of em.Plan.offload and em.Plan.auto",
-        "check_spill": "verify= of em.Plan.offload and em.Plan.auto",
-    },
-    "optimizer.": {
-        "plan_table": "em.inspect(model).rows",
-        **{
-            name: f"em.inspect(model).{name}"
-            for name in ("plan", "layout", "footprint", "held_bytes", "schedule", "statistics", "prediction")
-        },
-    },
-    "saving.": {"wait": "saving.result()"},
-    "elixir-moe plan ": {"--budget-gib": "--budget, as in --budget=40GiB"},
-    "plan.": {
-        "spill": "plan.disk",
-        "check_spill": "plan.verify",
-        "budget_gib": "plan.budget, as in budget: 40 GiB",
-    },
-}
-"""Names of former versions and their new names, by the text in front of the name."""
-
-
-def former(owner: str, name: str) -> str | None:
-    """The message with the new name for a name of former versions; None if there never was such a name."""
-    now = _FORMER.get(owner, {}).get(name)
-    return None if now is None else f"{owner}{name} is now {now}"
 
 
 def nothing_called(what: str, name: str, known: Iterable[str]) -> ConfigError:

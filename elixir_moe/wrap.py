@@ -37,7 +37,7 @@ from elixir_moe.runtime.units import build_units, find_parts, registered_uses
 from elixir_moe.search.auto import Request, device_room, forecast, groups_of, uses_of
 from elixir_moe.search.prediction import Prediction
 from elixir_moe.setup.agreement import agree_on, check_alike, check_host_memory, host_bytes_of_a_rank
-from elixir_moe.setup.checks import check_arguments, check_data, check_disk, check_modules, check_names
+from elixir_moe.setup.checks import check_arguments, check_data, check_disk, check_modules
 from elixir_moe.setup.filling import build_chunks, move_buffers, open_files
 from elixir_moe.setup.tiling import tile_to_fit
 from elixir_moe.state.full import groups_needed, refuse_plain_state_dicts
@@ -57,7 +57,6 @@ def wrap(
     compute_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     weights: str | os.PathLike[str] | None = None,
-    **former: Any,
 ) -> tuple[M, ShardedOptimizer]:
     """Shards `model` and `optimizer` by `plan`, in place: the model keeps its class and its training loop.
 
@@ -83,7 +82,6 @@ def wrap(
             Parameters and buffers of a model made under ``torch.device("meta")`` are read from it straight into their
             shards; no rank ever holds more than one parameter besides. Of a peft model made under `sharded_init` the
             base is read, and the adapters are drawn.
-        former: argument names of former versions; each raises an error with the new name.
 
     Returns:
         The model and a `ShardedOptimizer` with the same `param_groups`.
@@ -101,7 +99,6 @@ def wrap(
 
     # 1. Check the arguments: each by itself, then among ranks, then the model.
     def check() -> None:
-        check_names(former)
         check_arguments(model, optimizer, plan, sample, step, compute_dtype)
         check_disk(plan, optimizer)
         watch()

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from elixir_moe.cli import ckpt
 from elixir_moe.cli.plan import add_estimate, add_plan, run_estimate, run_plan
 from elixir_moe.cli.verify import add_verify, run_verify
-from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError, former
+from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError
 from elixir_moe.kernels import cpu_features
 from elixir_moe.train import launch
 
@@ -101,9 +101,6 @@ def _run(arguments: Sequence[str]) -> int:
         return _train(known, _overrides(rest), arguments)
     if known.verb == "bench":
         return _bench(known, rest)
-    for argument in rest:
-        if (now := former(f"elixir-moe {known.verb} ", argument.partition("=")[0])) is not None:
-            raise ConfigError(now)
     if rest:
         parser.error(f"unknown arguments {' '.join(rest)}")
     verbs = {

@@ -22,7 +22,7 @@ from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.distributed.to_host import begin_to_host
-from elixir_moe.errors import ConfigError, ElixirError, UsageError, former
+from elixir_moe.errors import ConfigError, ElixirError, UsageError
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.decision import Facts, StepDecision
 from elixir_moe.optim.early import EarlyUpdates
@@ -291,10 +291,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_scheduler"):
             raise UsageError("add_param_group after wrap: add the group to the optimizer before wrapping it")
         super().add_param_group(param_group)
-
-    def __getattr__(self, name: str) -> Any:
-        """Raises AttributeError, with the new name if former versions had this attribute."""
-        raise AttributeError(former("optimizer.", name) or f"{type(self).__name__!r} has no {name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuses copies and pickles, as the model does."""

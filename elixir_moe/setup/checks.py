@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.errors import ConfigError, LayoutError, former
+from elixir_moe.errors import ConfigError, LayoutError
 from elixir_moe.optim.accepted import check_optimizer, is_adam
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.runtime.access import ShardedParameter
@@ -22,14 +22,6 @@ from elixir_moe.state.huggingface import names_in_base
 
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 """Classes of torch that reduce gradients or shard parameters of their own."""
-
-
-def check_names(given: Mapping[str, object]) -> None:
-    """Raises ConfigError for arguments that `wrap` does not have, and says where a former one has gone."""
-    for name in given:
-        if (now := former("em.wrap: ", name)) is not None:
-            raise ConfigError(now)
-        raise ConfigError(f"em.wrap has no argument {name!r}; help(em.wrap) lists them")
 
 
 def check_arguments(

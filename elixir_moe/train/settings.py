@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from elixir_moe.errors import ConfigError, former
+from elixir_moe.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -182,8 +182,6 @@ def _keys(cls: Any, where: str = "") -> Iterator[str]:
 
 def _unknown(key: str, known: Sequence[str]) -> ConfigError:
     """The error for an unknown `key`, with the nearest setting or section; settings with the same last part first."""
-    if (now := former(key[: key.rfind(".") + 1], key.rpartition(".")[2])) is not None:
-        return ConfigError(now)
     likely = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
     likely = likely or [*known, *{k.rpartition(".")[0] for k in known} - {""}]
     return ConfigError(f"unknown setting {key!r}; did you mean {difflib.get_close_matches(key, likely, 1, 0.0)[0]!r}?")

@@ -31,7 +31,7 @@ from torch import nn
 
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
-from elixir_moe.errors import CheckpointError, ConfigError, UsageError, former
+from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.memory.shard_state import InMemory, OnDisk
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
@@ -88,10 +88,6 @@ class Saving:
         self._future = future
         self._copied = copied
         self._failure: CheckpointError | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        """Raises AttributeError; for a method of former versions, the message has its present name."""
-        raise AttributeError(former("saving.", name) or f"{type(self).__name__!r} has no {name!r}")
 
     def done(self) -> bool:
         """Whether this rank's part has ended, successfully or not. Not collective."""
