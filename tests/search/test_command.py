@@ -121,7 +121,6 @@ def test_the_sizes_of_a_small_model_are_shown(tmp_path: Path, capsys: pytest.Cap
         (["--model", "gpt2-4b", "--batch", "0"], "--batch: expected at least 1"),
         (["--model", "gpt2-4b", "--budget", "nan"], "--budget='nan': expected bytes, or a text such as"),
         (["--model", "gpt2-4b", "--imbalance", "inf"], "--imbalance: expected a finite number of at least 1"),
-        (["--model", "gpt2-4b", "--budget-gib", "24"], "elixir-moe plan --budget-gib is now --budget"),
         (["--model", "pr-moe-16b", "--imbalance", "1e308"], "--imbalance: expected a finite number of at least 1"),
         (["--model", "gpt2-4b", "--batch", "1" + 30 * "0"], "--batch, --seq: expected at most"),
         (["--model", ""], "no model is called ''"),
