@@ -38,6 +38,7 @@ from elixir_moe.search.auto import Request, device_room, forecast, groups_of, us
 from elixir_moe.search.prediction import Prediction
 from elixir_moe.setup.agreement import agree_on, check_alike, check_host_memory, host_bytes_of_a_rank
 from elixir_moe.setup.checks import check_arguments, check_data, check_disk, check_modules
+from elixir_moe.setup.drawing import plain_on_meta
 from elixir_moe.setup.filling import build_chunks, move_buffers, open_files
 from elixir_moe.setup.tiling import tile_to_fit
 from elixir_moe.state.full import groups_needed, refuse_plain_state_dicts
@@ -107,6 +108,21 @@ def wrap(
     device = start(device)
     watch()
     check_alike(optimizer, plan, weights)
+    with plain_on_meta(model):
+        return _wrapped(model, optimizer, plan, sample, step, compute_dtype, device, weights)
+
+
+def _wrapped(
+    model: M,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan | AutoPlan,
+    sample: Any,
+    step: Callable[[nn.Module, Any], Any] | None,
+    compute_dtype: torch.dtype | None,
+    device: torch.device,
+    weights: str | os.PathLike[str] | None,
+) -> tuple[M, ShardedOptimizer]:
+    """As `wrap`, with arguments that have been checked each by itself and among ranks."""
 
     def check_model() -> None:
         check_modules(model)

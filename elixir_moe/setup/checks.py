@@ -48,8 +48,12 @@ def check_arguments(
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if others := sorted(kinds & _OTHER_WRAPPERS):
         raise ConfigError(f"{others[0]} holds this model's parameters already: wrap the plain model instead")
-    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in model.parameters()):
-        raise ConfigError("the model has lazy modules: run a forward before wrap, so that their shapes are known")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"the model has lazy modules, {name.rpartition('.')[0]!r} with {name!r}: run a forward before wrap, so "
+                f"that their shapes are known; of em.sharded_init(), inside the context"
+            )
     check_optimizer(optimizer)
     names = {p: name for name, p in model.named_parameters()}
     given = {p for group in optimizer.param_groups for p in group["params"]}
@@ -112,8 +116,8 @@ def check_data(model: nn.Module, weights: Any, step: Any) -> None:
     without = [name for name, tensor in on_meta.items() if record_of(tensor) is None]
     if without and weights is None:
         raise LayoutError(
-            f"{without[0]!r} and {len(without) - 1} more are on the meta device: build the model, and convert it, "
-            f"inside em.sharded_init(), pass weights=, a folder of safetensors, or materialise the model before wrap"
+            f"{without[0]!r} and {len(without) - 1} more are on the meta device: build the model inside "
+            f"em.sharded_init(), pass weights=, a folder of safetensors, or materialise the model before wrap"
         )
     if on_meta and step is not None:
         raise ConfigError("step cannot run a model on the meta device: leave step and sample out")

@@ -7,19 +7,25 @@ order, each with the state of the random generator before it. Whatever draws ran
 into memory that is freed again, so each later draw and the code after the block find the generator as an unsharded
 start leaves it. `drawn` repeats the operators of one storage, and of those that they read. Views need no record: an
 operand is a place in a storage. Python code that asks a tensor for its device or its values gets true answers.
+After the block, tensors of the context are `_Followed`: what is done to them is recorded as before, until `wrap`.
 Source of the idea: deferred initialisation, torchdistX.
 """
 
+import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 from elixir_moe.errors import ConfigError
@@ -27,8 +33,10 @@ from elixir_moe.errors import ConfigError
 _ATTRIBUTE = "_elixir_record"
 _META = torch.device("meta")
 _GETS_DEVICE, _GETS_IS_META = torch.Tensor.device.__get__, torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _TO_PYTHON = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 _NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_STATISTICS = ("running_mean", "running_var")
 _OVERWRITES = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "zero_", "fill_", "copy_")
 """Operators that write every element of their first argument and read none of them."""
 
@@ -109,18 +117,23 @@ class _Operation:
 
 def record_of(tensor: Tensor) -> Record | None:
     """How a tensor on meta that was made under `sharded_init` is computed; None for every other tensor."""
-    return getattr(tensor.untyped_storage(), _ATTRIBUTE, None) if tensor.is_meta else None
+    with torch._C.DisableTorchFunctionSubclass():
+        return getattr(tensor.untyped_storage(), _ATTRIBUTE, None) if tensor.is_meta else None
 
 
 @torch.no_grad()
-def drawn(tensor: Tensor) -> Tensor:
+def drawn(tensor: Tensor, kept: dict[Record, Tensor] | None = None) -> Tensor:
     """A tensor of `sharded_init` with its data, computed anew by each call; another tensor as it is.
 
-    Holds the tensor and what its own initialiser makes on the way; no generator changes.
+    Holds the tensor and what its own initialiser makes on the way; no generator changes. Tensors that were in one
+    storage are in one again if `kept` is the same for them: it has the storages that are drawn.
     """
     record = record_of(tensor)
     if record is None:
         return tensor
+    if kept is not None and record in kept:
+        with torch._C.DisableTorchFunction():
+            return _place_of(tensor, record).on(kept)
     operations = _needed(record)
     last = {touched: operation for operation in operations for touched, _ in operation.before}
     storages: dict[Record, Tensor] = {}
@@ -130,7 +143,10 @@ def drawn(tensor: Tensor) -> Tensor:
             for touched, _ in operation.before:
                 if touched is not record and last[touched] is operation:
                     storages.pop(touched, None)
-        return _place_of(tensor, record).on(storages)
+        made = _place_of(tensor, record).on(storages)
+    if kept is not None:
+        kept[record] = storages[record]
+    return made
 
 
 def computed_from(tensor: Tensor, others: Iterable[Tensor]) -> bool:
@@ -179,16 +195,26 @@ def sharded_init() -> Iterator[None]:
     generator on, and in `wrap` by the first rank of each process group.
 
     New tensors are on the default device of that moment. With an explicit ``device="cpu"`` a tensor is made as always.
-    Convert the model to another dtype inside the context.
+    What is written to the model after the context and before `wrap` counts too: initialisers, conversions, copies,
+    `load_state_dict`.
 
     Raises:
-        ConfigError: the default device is meta; or, in the context, an operator cannot be recorded. The message names
-            the module that called it.
+        ConfigError: the default device is meta; or an operator cannot be recorded. The message names the module that
+            called it.
     """
     default = torch.get_default_device()
     if default.type == "meta":
         raise ConfigError('em.sharded_init() inside torch.device("meta"): leave torch.device("meta") out')
     device = torch.device(default.type, default.index or 0)  # "cpu:0" tells tensors of the context from others
+    try:
+        with _recording(device):
+            yield
+    finally:
+        _follow(gc.get_objects())  # tensors in modules, lists and closures, copies and views: all that can be written
+
+
+@contextmanager
+def _recording(device: torch.device) -> Iterator[None]:
     asked = _Answers(device)
     with asked, _Recorder(device, asked):
         yield
@@ -212,12 +238,28 @@ class _Answers(TorchFunctionMode):
                 return record.device
             if func in _TO_PYTHON:
                 return func(drawn(args[0]), *args[1:], **kwargs)
+        if func == _SETS_DATA:
+            return func(args[0], self._like(*args))
         device, before = kwargs.get("device"), self.explicit
         self.explicit = device is not None and torch.device(device) not in (self._device, _META)
         try:
             return func(*args, **kwargs)
         finally:
             self.explicit = before
+
+    def _like(self, tensor: Tensor, data: Tensor) -> Tensor:
+        """What ``tensor.data = data`` sets: `data` recorded, or drawn, if it is not of the kind of `tensor`."""
+        if record_of(tensor) is None or record_of(data) is not None:
+            return data if record_of(tensor) is not None else drawn(data)
+        if torch.device(data.device.type, data.device.index or 0) != self._device:
+            raise ConfigError(
+                f"{_caller()} sets data of a parameter to a tensor on {data.device}: expected {self._device}, where "
+                f"em.sharded_init() draws weights; em.wrap moves them to the device of forward"
+            )
+        recorded = torch.empty_strided(
+            data.size(), torch.empty_like(data).stride(), dtype=data.dtype, device=self._device
+        )
+        return recorded.copy_(data)
 
 
 class _Recorder(TorchDispatchMode):
@@ -264,11 +306,18 @@ class _Recorder(TorchDispatchMode):
             ) from error
         leaves = tree_leaves(results)
         fresh = [i for i, t in enumerate(leaves) if _is_tensor(t) and record_of(t) is None]
-        before = {self._touch(t): None for t in tree_leaves((args, kwargs)) if _is_tensor(t) and t.is_meta}
+        operands = [t for t in tree_leaves((args, kwargs)) if _is_tensor(t) and t.is_meta]
+        foreign = any(record_of(t) is None for t in operands)
+        before = {self._touch(t): None for t in operands}
         made = [(i, _place_of(leaves[i], self._touch(leaves[i]))) for i in fresh]
         written = {self._touch(t): None for t in _written(func, args, kwargs)}
         if not (written or made) or "empty" in func._schema.name:
             return results
+        if foreign and not _base_name(func).startswith("new_") and "_like" not in func._schema.name:
+            raise ConfigError(
+                f"{_caller()} computes with a tensor on the meta device that em.sharded_init() has not made, and which "
+                f"has no values: make it in the context"
+            )
         random = self._draw(func, args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
         if "dtype" in (names := {a.name for a in func._schema.arguments}) and made:
             kwargs = {**kwargs, "dtype": leaves[made[0][0]].dtype}  # the default dtype may change
@@ -358,10 +407,11 @@ def _frozen(argument: Any) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operator writes."""
+    """The arguments that an operator writes; batch norms write their statistics, which torch's schemas do not say."""
     found = []
+    statistics = _STATISTICS if "batch_norm" in _base_name(func) else ()
     for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.name in statistics or (argument.alias_info is not None and argument.alias_info.is_write):
             found += tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
@@ -391,4 +441,51 @@ def _caller() -> str:
         if isinstance(owner, nn.Module):
             return f"{type(owner).__name__}.{frame.f_code.co_name}"
         frame = frame.f_back
-    return "the code in the context"
+    return "the code of the start"
+
+
+# --------------------------------------------------------------------------------------------------- after the context
+
+
+class _Followed(Tensor):
+    """A tensor of the context after it: functions on it run as in the context, so that writes are recorded."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        records = (record_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        record = next((found for found in records if found is not None), None)
+        recorded = any(isinstance(mode, _Recorder) for mode in _get_current_dispatch_mode_stack())
+        with torch._C.DisableTorchFunctionSubclass(), ExitStack() as stack:
+            if record is not None and not recorded:
+                stack.enter_context(_recording(record.device))
+            results = func(*args, **(kwargs or {}))
+        _follow(tree_leaves(results))
+        return results
+
+
+class _FollowedParameter(_Followed, nn.Parameter):
+    """The same for a parameter."""
+
+
+def _follow(objects: Iterable[Any]) -> None:
+    """Changes the class of all tensors of a context among `objects`."""
+    for found in objects:
+        kind = type(found)  # isinstance would ask objects that pretend to be of another class
+        if (kind is Tensor or kind is nn.Parameter) and record_of(found) is not None:
+            found.__class__ = _Followed if kind is Tensor else _FollowedParameter
+
+
+@contextmanager
+def plain_on_meta(model: nn.Module) -> Iterator[None]:
+    """A context in which parameters and buffers of `sharded_init` are plain tensors on meta, and no longer followed.
+
+    They are followed again if the block fails.
+    """
+    followed = [t for t in (*model.parameters(), *model.buffers()) if isinstance(t, _Followed)]
+    for tensor in followed:
+        tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor  # type: ignore[assignment]
+    try:
+        yield
+    except BaseException:
+        _follow(followed)
+        raise

@@ -7,6 +7,7 @@ parameter besides the model as given and its shards.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,8 @@ from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk, Placeholder
 from elixir_moe.runtime.model_spec import ModelSpec
-from elixir_moe.setup.drawing import drawn, record_of
+from elixir_moe.setup.drawing import Record, drawn, record_of
+from elixir_moe.setup.sharing import REGISTRIES
 from elixir_moe.state.huggingface import Pretrained, leave_meta
 
 
@@ -135,17 +137,37 @@ class _Sources:
 
 
 def _draw_buffers(model: nn.Module) -> None:
-    """Draws buffers and other tensors that modules of `sharded_init` have; one with several names stays shared."""
-    made: dict[torch.Tensor, torch.Tensor] = {}
+    """Draws buffers and other tensors that modules of `sharded_init` have, also in lists, tuples and dicts."""
+    done: dict[int, tuple[Any, Any]] = {id(p): (p, p) for p in model.parameters()}  # what was found, and what it became
+    storages: dict[Record, torch.Tensor] = {}
+
+    def with_data(value: Any) -> Any:
+        """`value` with what it holds drawn: once, and in the same memory, where it is held twice."""
+        if id(value) in done:
+            return done[id(value)][1]
+        result = value
+        if isinstance(value, torch.Tensor) and record_of(value) is not None:
+            result = drawn(value, storages)
+            if isinstance(value, nn.Parameter):  # no module has registered it
+                result = nn.Parameter(result, requires_grad=value.requires_grad)
+        done[id(value)] = value, result
+        if type(value) in (list, dict):
+            for at, item in list(enumerate(value) if isinstance(value, list) else value.items()):
+                if (new := with_data(item)) is not item:
+                    value[at] = new
+        elif type(value) is tuple:
+            items = tuple(map(with_data, value))
+            if any(new is not item for new, item in zip(items, value, strict=True)):
+                result = items
+                done[id(value)] = value, result
+        return result
+
     for module in model.modules():
-        for tensors in (module._buffers, module.__dict__):
-            for name, tensor in list(tensors.items()):
-                if not isinstance(tensor, torch.Tensor) or isinstance(tensor, nn.Parameter):
-                    continue
-                if tensor not in made and record_of(tensor) is not None:
-                    made[tensor] = drawn(tensor)
-                if tensor in made:
-                    tensors[name] = made[tensor]
+        kept = {name: value for name, value in module.__dict__.items() if name not in REGISTRIES}
+        for tensors, found in ((module._buffers, dict(module._buffers)), (module.__dict__, kept)):
+            for name, value in found.items():
+                if (new := with_data(value)) is not value:
+                    tensors[name] = new
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.dtensor import local_of
 
-_REGISTRIES = frozenset(nn.Module().__dict__)
+REGISTRIES = frozenset(nn.Module().__dict__)
 """Attributes of every module: parameters, buffers, submodules, hooks."""
 _MOST_WORK = 100_000
 """Steps in which numpy is to find whether two interleaved tensors overlap; undecided, they count as overlapping."""
@@ -51,7 +51,8 @@ class _Array:
 
 def check_sharing(model: nn.Module) -> None:
     """Raises ConfigError if a parameter has bytes in common with another, a buffer, or a tensor that a module keeps."""
-    found = list(_overlaps(_extents(model)))
+    with torch._C.DisableTorchFunctionSubclass():  # tensors of `sharded_init` say where they are on meta
+        found = list(_overlaps(_extents(model)))
     if found:
         more = f" ({len(found) - 1} more pairs share memory)" if len(found) > 1 else ""
         raise ConfigError(f"{_message(*found[0])}{more}")
@@ -128,7 +129,7 @@ def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         remade = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
         for name, value in module.__dict__.items():
-            if name not in _REGISTRIES and name not in remade:  # the hook computes the attribute before each forward
+            if name not in REGISTRIES and name not in remade:  # the hook computes the attribute before each forward
                 yield from _within(f"{prefix}.{name}".lstrip("."), value, seen)
 
 

@@ -165,11 +165,15 @@ def _unlike(name: str, found: tuple[int, ...], tensor: Tensor) -> str:
 
 
 def leave_meta(parameter: nn.Parameter) -> None:
-    """Takes a parameter off meta in place, as an expanded single zero; its attributes stay."""
+    """Takes a parameter off meta in place, as an expanded single zero; attributes, hooks and references to it stay."""
     zero = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
-    other = nn.Parameter(zero, requires_grad=parameter.requires_grad)
-    other.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, other)  # the optimizer and tied modules refer to this very object
+    hooks, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    # torch.utils.swap_tensors refuses parameters with weak references, as recurrent modules hold them
+    torch._C._swap_tensor_impl(parameter, nn.Parameter(zero, requires_grad=parameter.requires_grad))
+    if hooks is not None:
+        parameter._backward_hooks = hooks
+    if after is not None:
+        parameter._post_accumulate_grad_hooks = after
 
 
 def base_of(model: nn.Module) -> nn.Module:

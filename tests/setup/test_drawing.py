@@ -113,7 +113,7 @@ QUICK = ("initialised", "transformer", "dense", "experts", "gpt2", "llama", "mix
 def test_every_tensor_is_that_of_a_plain_start(name: str) -> None:
     plain, model = both(BUILDERS[name])
     state, found = torch.get_rng_state(), tensors_of(model)
-    assert {n: p.is_meta for n, p in model.named_parameters() if not p.is_meta and p.dim()} == {}
+    assert [n for n, p in model.named_parameters() if record_of(p) is None and p.dim()] == []
     assert found.keys() == tensors_of(plain).keys()
     for key, wanted in reversed(tensors_of(plain).items()):
         value = drawn(found[key])
@@ -134,6 +134,175 @@ def test_what_is_drawn_again_is_dropped() -> None:
             layer.reset_parameters()
     record = record_of(layer.weight)
     assert record is not None and len(record.operations) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- after the context
+
+
+class Changed(nn.Module):
+    """Parameters, a buffer, and tensors that modules keep in other ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4, bias=False)
+        self.recurrent = nn.LSTM(4, 4)
+        self.register_buffer("table", torch.arange(6.0))
+        self.register_buffer("odd", self.table[1::2])
+        self.kept = [{"rates": torch.rand(3)}, (torch.zeros(2), self.table)]
+
+
+def initialise(module: nn.Module) -> None:
+    """As many models do, through `data`."""
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_(std=0.02)
+        module.weight.data[0] = 3
+
+
+def by_init(model: Any) -> None:
+    nn.init.orthogonal_(model.first.weight)
+    nn.init.trunc_normal_(model.second.weight)
+
+
+def by_apply(model: Any) -> None:
+    model.apply(initialise)
+
+
+def by_state_dict(model: Any) -> None:
+    model.load_state_dict({name: torch.randn_like(value) for name, value in Changed().state_dict().items()})
+
+
+def by_operators(model: Any) -> None:
+    with torch.no_grad():
+        model.first.bias.copy_(torch.linspace(0, 1, 4))
+        model.second.weight[1:].fill_(2)
+        model.second.weight.mul_(model.first.weight.sum())
+        model.first.weight.sub_(torch.randn(4, 3, device=model.first.weight.device))
+        model.odd.add_(1)
+        model.kept[0]["rates"].mul_(2)
+
+
+def by_data(model: Any) -> None:
+    model.first.weight.data = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 4), np.float32)).t()
+    model.second.weight.data = model.first.weight.data[:, :1].repeat(1, 4)
+    model.recurrent.weight_hh_l0.data.zero_()
+
+
+def by_conversion(model: Any) -> None:
+    model.to(torch.bfloat16)
+    model.first.bias.data += torch.rand(4)
+
+
+def by_copies(model: Any) -> None:
+    model.second = copy.deepcopy(model.second)
+    nn.init.ones_(model.second.weight)
+    model.first.weight = nn.Parameter(model.first.weight.detach() * 2)
+
+
+def shared(model: Any) -> tuple[bool, bool]:
+    view = model.odd.untyped_storage().data_ptr() == model.table.untyped_storage().data_ptr()
+    return view, model.kept[1][1] is model.table
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    by_init,
+    by_apply,
+    by_state_dict,
+    by_operators,
+    by_data,
+    by_conversion,
+    by_copies,
+]
+
+
+def tensors_and_kept(model: Any) -> dict[str, Tensor]:
+    return tensors_of(model) | {"rates": model.kept[0]["rates"], "zeros": model.kept[1][0]}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_is_written_is_what_a_plain_start_writes(change: Callable[[Any], None], inside: bool) -> None:
+    torch.manual_seed(SEED)
+    plain = Changed()
+    change(plain)
+    state = torch.get_rng_state()
+    torch.manual_seed(SEED)
+    with em.sharded_init():
+        model = Changed()
+        if inside:
+            change(model)
+    if not inside:
+        change(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    wanted, found = tensors_and_kept(plain), tensors_and_kept(model)
+    for name, value in found.items():
+        assert torch.equal(drawn(value), wanted[name]) and value.dtype == wanted[name].dtype, name
+    assert torch.equal(torch.get_rng_state(), state)
+    trained = em.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=em.Plan.zero3())
+    first = em.full_state_dict(model)
+    trained[1].close()
+    assert [name for name, value in plain.state_dict().items() if not torch.equal(first[name], value)] == []
+    assert torch.equal(model.kept[0]["rates"], wanted["rates"])
+    assert shared(model) == shared(plain), "what was one tensor, or in one memory, still is"
+    assert {type(p).__mro__[2] for p in model.parameters()} == {nn.Parameter}, "wrapped like a plain model"
+
+
+def test_a_refused_model_can_be_changed_and_wrapped_again() -> None:
+    with em.sharded_init():
+        model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(em.PlanError):
+        em.wrap(model, optimizer, plan=em.Plan.offload(rcache_blocks=1, chunk_numel=4))
+    nn.init.ones_(model.weight)
+    model, sharded = em.wrap(model, optimizer, plan=em.Plan.zero3())
+    state = em.full_state_dict(model)
+    sharded.close()
+    assert torch.equal(state["weight"], torch.ones(3, 3))
+
+
+@pytest.mark.parametrize("kind", ["hook", "after"])
+def test_hooks_of_parameters_survive(kind: str) -> None:
+    with em.sharded_init():
+        model = nn.Linear(3, 3)
+    seen: list[int] = []
+    if kind == "hook":
+        model.weight.register_hook(lambda gradient: seen.append(1))
+    else:
+        handle = model.bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(2))
+        model.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(1))
+        handle.remove()
+    model, sharded = em.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=em.Plan.zero3())
+    model(torch.ones(2, 3)).sum().backward()
+    sharded.close()
+    assert seen == [1]
+
+
+class Lazy(nn.Module):
+    """Modules that learn their shapes from a forward in the constructor, which also moves a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.LazyConv1d(3, 2), nn.LazyBatchNorm1d()
+        self.norm(self.layer(torch.randn(2, 5, 4)))
+
+
+def test_lazy_modules_that_run_in_the_context() -> None:
+    plain, model = both(Lazy)
+    found = tensors_of(model)
+    assert [n for n, value in tensors_of(plain).items() if not torch.equal(drawn(found[n]), value)] == []
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(3), nn.LazyInstanceNorm1d(affine=False, track_running_stats=True)])
+def test_lazy_modules_that_never_run_are_named(lazy: nn.Module) -> None:
+    with em.sharded_init():
+        model = nn.Sequential(nn.Linear(3, 3), type(lazy)(3) if isinstance(lazy, nn.LazyLinear) else lazy)
+    with pytest.raises(ConfigError, match=r"lazy modules, '1' with '1\..*': run a forward"):
+        em.wrap(model, torch.optim.SGD(model[0].parameters(), lr=0.1), plan=em.Plan.zero3())
+
+
+def test_tensors_of_meta_have_no_values_to_compute_with() -> None:
+    other = torch.empty(3, device="meta")
+    with pytest.raises(ConfigError, match="has not made"), em.sharded_init():
+        nn.Parameter(torch.zeros(3)).data.copy_(other)
 
 
 # ------------------------------------------------------------------------------------------------------------ wrapping
@@ -159,7 +328,7 @@ def started(build: Callable[[], nn.Module], plan: em.Plan, *, sharded: bool, min
         model = build()
     if isinstance(model, GPT):
         em.annotate(model, gpt_patterns(model))
-    assert all(p.is_meta == sharded for p in model.parameters())
+    assert all((record_of(p) is not None) == sharded for p in model.parameters())
     model, optimizer = em.wrap(model, make_optimizer(model), plan=plan)
     generator, first = torch.get_rng_state(), em.full_state_dict(model, all_ranks=True)
     rows = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -264,18 +433,17 @@ def test_meta_is_no_default_device_for_it() -> None:
         pass
 
 
-def converted_late() -> str:
-    with em.sharded_init():
+def on_meta() -> str:
+    with torch.device("meta"):
         model = nn.Linear(4, 4)
-    model = model.to(torch.bfloat16)
     with pytest.raises(LayoutError) as error:
         em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero3())
     return str(error.value)
 
 
-def test_a_conversion_after_the_context_is_refused(ranks: Ranks) -> None:
-    for message in ranks(1).run(converted_late):
-        assert message.startswith("'weight' and 1 more are on the meta device: build the model, and convert it, inside")
+def test_a_model_on_meta_without_the_context_is_refused(ranks: Ranks) -> None:
+    for message in ranks(1).run(on_meta):
+        assert message.startswith("'weight' and 1 more are on the meta device: build the model inside")
 
 
 def failing() -> str:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import elixir_moe as em
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import CheckpointError, ConfigError, LayoutError, UsageError
+from elixir_moe.setup.drawing import record_of
 from elixir_moe.state import full
 from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.storage import read_manifest
@@ -337,7 +338,7 @@ def read_and_trained(name: str, folder: Path) -> tuple[dict[str, Tensor], dict[s
     """Weights after `wrap`, and a step later; whether the model was on meta before."""
     with em.sharded_init():
         model = drawn_adapters(base(), FROM_FOLDER[name])
-    on_meta = all(torch._C.TensorBase.is_meta.__get__(p) for p in model.parameters())
+    on_meta = all(record_of(p) is not None for p in model.parameters())
     model, optimizer = wrap(model, "offload", weights=folder)
     read = em.full_state_dict(model, all_ranks=True)
     steps(model, optimizer, range(1))
