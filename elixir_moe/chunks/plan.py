@@ -59,21 +59,32 @@ def enough_text(nbytes: int) -> str:
 
 
 _UNITS = {
-    **{"": 1, "b": 1},
+    "b": 1,
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
 }
 
 
-def size_bytes(name: str, size: int | str | None) -> int | None:
-    """Bytes from a number or a text such as ``20 GiB`` or ``1.5 GB``. Raises PlanError, which names `name`."""
-    if size is None or is_whole(size, least=0):
+def size_bytes(name: str, size: int | str | None, *, least: int = 0) -> int | None:
+    """Bytes from a number or a text such as ``20 GiB`` or ``1.5 GB``.
+
+    Raises:
+        PlanError: it is no size, a text without a unit, or neither 0 nor at least `least` bytes; the message names
+            `name`.
+    """
+    if size is None or is_whole(size, least=least) or (is_whole(size, least=0) and not size):
         return size  # type: ignore[return-value]
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size, re.ASCII | re.I) if isinstance(size, str) else None
-    nbytes = math.nan if match is None else float(match[1]) * _UNITS.get(match[2].lower(), math.nan)
-    if not nbytes < math.inf:
+    text = f"{size} B" if is_whole(size, least=0) else size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.ASCII | re.I) if isinstance(text, str) else None
+    scale = None if match is None else _UNITS.get(match[2].lower() or "b")
+    if match is None or scale is None or not float(match[1]) * scale < math.inf:
         raise PlanError(f"{name}={size!r}: expected bytes, or a text such as '20 GiB' or '512 MiB'")
-    return int(nbytes)
+    nbytes = int(match[1]) * scale if match[1].isdecimal() else int(float(match[1]) * scale)
+    if float(match[1]) and (text is not size or not match[2]):
+        raise PlanError(f"{name}={size!r}: {match[1]} what? {match[1]} GiB is written '{match[1]} GiB'")
+    if 0 < nbytes < least:
+        raise PlanError(f"{name}={size!r}: expected at least {size_text(least)}")
+    return nbytes
 
 
 def _folder(disk: Any) -> str | None:

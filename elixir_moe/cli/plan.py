@@ -12,10 +12,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from elixir_moe.chunks.plan import HELD_HEAD, Tier, held_line, held_rows, size_bytes, size_text
+from elixir_moe.chunks.plan import HELD_HEAD, Tier, held_line, held_rows, size_text
 from elixir_moe.cli.answer import Asked, sentences, tokens_per_second
 from elixir_moe.cli.largest import LARGEST, run_largest
-from elixir_moe.cli.tasks import DTYPES, OPTIMIZERS, model_of, pretended_ranks, ranks_of, reserve_of, task_of
+from elixir_moe.cli.tasks import (
+    DTYPES,
+    OPTIMIZERS,
+    machine_bytes,
+    model_of,
+    pretended_ranks,
+    ranks_of,
+    reserve_of,
+    task_of,
+)
 from elixir_moe.errors import ConfigError, PlanError, nothing_called
 from elixir_moe.models import presets
 from elixir_moe.search import cost, estimate, gpus, strategies, zero_infinity
@@ -106,7 +115,7 @@ def run_plan(known: argparse.Namespace) -> int:
         raise ConfigError(
             f"--imbalance: expected a finite number of at least 1, at most {_MOST_IMBALANCE}, got {known.imbalance}"
         )
-    if size_bytes("--budget", known.budget) == 0:
+    if machine_bytes("--budget", known.budget) == 0:
         raise ConfigError("--budget=0: expected at least 1 byte")
     hardware = _machine(known)
     hardware.links(known.gpus)
@@ -137,7 +146,7 @@ def run_plan(known: argparse.Namespace) -> int:
 
 def _machine(known: argparse.Namespace) -> Hardware:
     """The machine that the arguments describe."""
-    host, disk = size_bytes("--host-memory", known.host_memory), size_bytes("--disk-size", known.disk_size)
+    host, disk = machine_bytes("--host-memory", known.host_memory), machine_bytes("--disk-size", known.disk_size)
     if known.gpu is not None:
         hardware = gpus.machine(known.gpu, known.gpus)
     elif known.hardware == "here":
@@ -157,7 +166,7 @@ def _machine(known: argparse.Namespace) -> Hardware:
 def _speed(text: str) -> float:
     """1e9 bytes a second from a text such as ``6 GB/s``."""
     amount, slash, second = text.partition("/")
-    nbytes = size_bytes("--disk-speed", amount) if slash and second.strip() == "s" else None
+    nbytes = machine_bytes("--disk-speed", amount) if slash and second.strip() == "s" else None
     if not nbytes:
         raise ConfigError(f"--disk-speed {text!r}: expected a rate such as '6 GB/s'")
     return nbytes / 1e9

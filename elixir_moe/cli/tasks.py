@@ -61,9 +61,18 @@ _RESERVE, _RESERVE_RANK = 6 * 2**30, 3 * 2**30
 Assumed, and at most a quarter of the memory."""
 
 
+_LEAST_BYTES = 2**20
+"""Bytes below which nobody means a machine's memory, disk or rate: the unit is missing."""
+
+
+def machine_bytes(name: str, text: str | None) -> int | None:
+    """Bytes of a machine from the text of an argument. Raises PlanError if there is no unit, or a wrong one."""
+    return size_bytes(name, text, least=_LEAST_BYTES)
+
+
 def reserve_of(known: argparse.Namespace, hardware: Hardware) -> int:
     """Bytes of a node's host memory that are not planned for; by default none where free memory is measured."""
-    given = size_bytes("--host-reserve", known.host_reserve)
+    given = machine_bytes("--host-reserve", known.host_reserve)
     if given is None and known.hardware == "here":
         return 0
     ranks = min(known.gpus, hardware.gpus_per_node)
@@ -121,7 +130,7 @@ def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch
         profile=profile,
         hardware=hardware,
         gpus=known.gpus,
-        capacity_bytes=size_bytes("--budget", known.budget) or hardware.gpu_bytes,
+        capacity_bytes=machine_bytes("--budget", known.budget) or hardware.gpu_bytes,
         host_bytes=hardware.host_bytes_per_rank(known.gpus) - reserved,
         disk_bytes=hardware.disk_bytes_per_rank(known.gpus) if known.optimizer in ("adam", "adamw") else None,
         moments=OPTIMIZERS[known.optimizer],

@@ -20,6 +20,8 @@ from elixir_moe.errors import ConfigError, meant, nothing_called
 
 _GIGA = 1e9
 _MOST = sys.float_info.max
+_LEAST_BYTES = 2**20
+"""Fewest bytes of a memory or disk: fewer are of another unit."""
 _WHOLE = ("gpu_bytes", "cpu_bytes", "gpus_per_node")
 _NEEDED = (*_WHOLE, "peak_tflops", "memory_bandwidth")
 _OPTIONAL = ("node_bandwidth", "disk_bytes", "disk_read", "disk_write", "mean_error")
@@ -310,6 +312,8 @@ class _Faults:
                 self.missing.append(f"{where}{name}")
             elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST:
                 self.wrong.append(f"{where}{name} (found {value!r}, expected a number above 0)")
+            elif name.endswith("_bytes") and value < _LEAST_BYTES:
+                self.wrong.append(f"{where}{name} (found {value!r}, expected bytes: 64 GiB are {64 * 2**30})")
             else:
                 found[name] = value
         return found

@@ -39,7 +39,7 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
     To be called before the optimizer is built and before `wrap`. Linear and Embedding layers, the library's experts and
     Hugging Face's fused experts can be tiled. The result differs from the whole layer's by the order of sums at most. A
     module that has been tiled has no ``weight``. Names and shapes in `full_state_dict`, `save` and `save_pretrained`
-    stay those of the whole parameters. Hooks of a tiled module and of its parameters are registered after `tile`.
+    stay those of the whole parameters. Hooks of a tiled module run as before, with the tiled module for the whole one.
 
     A region of activation checkpointing holds all its tiles while its backward runs.
 
@@ -49,8 +49,9 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
 
     Raises:
         ConfigError: a row alone is larger than `at_most`; a large parameter belongs to another kind of module, or is
-            shared by modules that cannot have the same tiles; something expects the whole module or parameter: a hook,
-            a buffer, a module inside, a forward of the instance, a gradient; `at_most` is less than 1 byte.
+            shared by modules that cannot have the same tiles; something expects the whole module or parameter (a hook
+            of a parameter or of state dicts, a buffer, a module inside, a forward of the instance, a gradient);
+            `at_most` is less than 1 byte.
         PlanError: `at_most` is no size.
         UsageError: the model is wrapped.
     """
@@ -207,7 +208,9 @@ def _tiled(module: nn.Module, bounds: list[int], made: dict[tuple[nn.Parameter, 
     """The module as tiles; `made` has the parameters of tiles that other modules share."""
     tiles = [_part(module, start, stop, bounds[-1], made) for start, stop in pairwise(bounds)]
     kind = next((tiled for whole, tiled in _KINDS.items() if isinstance(module, whole)), TiledFusedExperts)
-    return kind(module, tiles, bounds)
+    made_of_them: nn.Module = kind(module, tiles, bounds)
+    vars(made_of_them).update({hooks: getattr(module, hooks) for hooks in _HOOKS})
+    return made_of_them
 
 
 _KINDS: Mapping[type[nn.Module], Any] = {
@@ -230,7 +233,7 @@ def _bounds(model: nn.Module, most: int) -> dict[nn.Module, list[int]]:
         large = max(own, key=lambda p: p.nbytes, default=None)
         if large is None or large.nbytes <= most:
             continue
-        if (problem := _refusal(name, module)) is not None:
+        if (problem := _refusal(model, name, module)) is not None:
             problems.append(problem)
             continue
         rows, row_bytes = len(large), large.nbytes // len(large)
@@ -252,19 +255,18 @@ def _bounds(model: nn.Module, most: int) -> dict[nn.Module, list[int]]:
     return found
 
 
-_HOOKS: Mapping[str, str] = {
-    "_forward_hooks": "forward hooks",
-    "_forward_pre_hooks": "forward pre-hooks",
-    "_backward_hooks": "backward hooks",
-    "_backward_pre_hooks": "backward pre-hooks",
-    "_state_dict_hooks": "state dict hooks",
-    "_state_dict_pre_hooks": "state dict pre-hooks",
-    "_load_state_dict_pre_hooks": "load state dict pre-hooks",
-    "_load_state_dict_post_hooks": "load state dict post-hooks",
-}
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_is_full_backward_hook", "_backward_pre_hooks"),
+)
+"""Attributes of a module that go to the tiled one, where hooks run once, with the whole input, output and gradient."""
+_HOOKS_OF_STATES = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 
 
-def _refusal(name: str, module: nn.Module) -> str | None:
+def _refusal(model: nn.Module, name: str, module: nn.Module) -> str | None:
     """Why the module cannot be tiled; None if it can."""
     parameters = list(module.parameters(recurse=False))
     kind = type(module)
@@ -272,8 +274,17 @@ def _refusal(name: str, module: nn.Module) -> str | None:
         return (
             f"the model itself, a {kind.__name__}, owns a parameter that is too large: put it into a module of its own"
         )
-    if kinds := [words for attribute, words in _HOOKS.items() if getattr(module, attribute)]:
-        return f"module {name!r} has {' and '.join(kinds)}, which would run for each tile: register them after em.tile"
+    if any(getattr(module, hooks) for hooks in _HOOKS_OF_STATES):
+        return (
+            f"module {name!r} has hooks of state dicts, which expect the whole parameters: tile the model before them"
+        )
+    if module._is_full_backward_hook is False:
+        return f"module {name!r} has hooks of register_backward_hook: use register_full_backward_hook"
+    if kept := [attribute for attribute, value in vars(module).items() if isinstance(value, Tensor)]:
+        return f"module {name!r} keeps a tensor, {kept[0]!r}, which belongs to the whole module"
+    if hasattr(above := model.get_submodule(name.rpartition(".")[0]), "parameter_name"):
+        whose = f"parameter {above.parameter_name!r} of module {name!r} has adapters"
+        return f"{whose}, which peft adds to the whole of it: tile the model without target_parameters there"
     if "forward" in vars(module):
         return f"module {name!r} has a forward of its own, which runs the whole module: set it after em.tile"
     for own, p in module.named_parameters(prefix=name, recurse=False):
@@ -316,7 +327,8 @@ def _part(
     """The module with rows `start` .. `stop` of its parameters; `tiles` has those of earlier modules."""
     part = module.__new__(type(module))
     own = {name: copy(value) for name, value in module.__dict__.items() if isinstance(value, dict)}
-    part.__dict__.update(module.__dict__ | own)  # the same settings, and registries of its own
+    hookless = {name: copy(value) for name, value in vars(nn.Module()).items() if name in _HOOKS}
+    part.__dict__.update(module.__dict__ | own | hookless)  # the same settings, and registries of its own
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue

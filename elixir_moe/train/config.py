@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 from torch import nn
 
-from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.chunks.plan import AutoPlan, Plan, size_bytes
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.train import settings
@@ -31,6 +31,9 @@ _MEANINGFUL: dict[str, tuple[str, ...]] = {
     "auto": ("hardware", "budget", "disk", "verify", "reduce_dtype"),
 }
 """By kind of plan: the settings it takes, which are the arguments of the `Plan` preset of that name."""
+_SIZES = ("rcache", "device", "host", "budget")
+_LEAST_BYTES = 1000
+"""Bytes below which nobody means a size: the unit is missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +102,8 @@ class PlanConfig:
         if self.disk_chunks and self.disk is None:
             raise ConfigError(f"plan.disk_chunks={self.disk_chunks}: say with plan.disk in which folder they go")
         try:
+            for name in _SIZES:
+                size_bytes(name, getattr(self, name), least=_LEAST_BYTES)
             self.plan(_no_step, (), 1)
         except (ConfigError, PlanError) as error:
             raise ConfigError(f"plan: {error}") from None

@@ -165,7 +165,10 @@ def _gradients(order: list[str], ours: Record, plain: Record, step: int) -> Iter
 
 
 def _moments(order: list[str], ours: dict[str, Weights], plain: dict[str, Weights], half: bool) -> list[_Difference]:
-    """Single moments, to a part of their largest element; in bf16 the norm of all first moments and of all second."""
+    """Single moments, to a part of their largest element; in bf16 the norm of all first moments and of all second.
+
+    Plain AdamW has none for a parameter that no step has used: there they are zeros, bit for bit.
+    """
     kinds = ("exp_avg", "exp_avg_sq")
     if half:
         totals = [
@@ -180,6 +183,9 @@ def _moments(order: list[str], ours: dict[str, Weights], plain: dict[str, Weight
     for name in (name for name in order if name in ours or name in plain):
         for kind in kinds:
             mine, wanted = ours.get(name, {}).get(kind), plain.get(name, {}).get(kind)
+            if wanted is None and mine is not None:
+                found.append(_tensor(f"{_module_of(name)}, {kind} of no step", mine, torch.zeros_like(mine), 0.0))
+                continue
             largest = 0.0 if wanted is None or not wanted.numel() else wanted.abs().max().item()
             found.append(_tensor(f"{_module_of(name)}, {kind}", mine, wanted, 10 * GRADIENT * largest + 1e-6))
     return found

@@ -165,7 +165,8 @@ def test_what_is_too_small_says_what_it_takes(ranks: Ranks, tmp_path: Path) -> N
     [
         (0, 0),
         (12, 12),
-        ("7", 7),
+        ("0", 0),
+        ("7 B", 7),
         ("12 B", 12),
         ("1.5 KiB", 1536),
         ("2kB", 2000),
@@ -175,6 +176,13 @@ def test_what_is_too_small_says_what_it_takes(ranks: Ranks, tmp_path: Path) -> N
 )
 def test_sizes_as_texts(size: int | str, nbytes: int) -> None:
     assert em.Plan.zero3(rcache=size).rcache_bytes == nbytes
+
+
+@pytest.mark.parametrize("size", ["7", " 2.5 ", "20000000000"])
+def test_a_text_without_a_unit_is_asked_back(size: str) -> None:
+    number = size.strip()
+    with pytest.raises(em.PlanError, match=f"{number} what\\? {number} GiB is written '{number} GiB'"):
+        em.Plan.offload(device=size)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ def config(tmp_path: Path) -> str:
         (["--model.ep", "1,3"], "layer 1: ep=3 does not divide 2 experts, choose among [1, 2]"),
         (["--nproc", "3"], "model.ep[1]=2 does not divide the 3 ranks of this run: choose one of [1, 3]"),
         (["--run.global_batch", "3"], "run.global_batch=3 is no multiple of 2 ranks x run.accumulation=1"),
+        (["--plan.device", "20"], "plan: device=20: 20 what? 20 GiB is written '20 GiB'"),
+        (["--plan.rcache_blocks", "null", "--plan.rcache", "4"], "plan: rcache=4: 4 what? 4 GiB"),
         (["--data.paths", "/no/such.txt"], "cannot read '/no/such.txt': No such file or directory"),
         (["--run.steps"], "--run.steps: a value must follow"),
         (["stray"], "unexpected argument 'stray'"),

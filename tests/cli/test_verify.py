@@ -38,6 +38,23 @@ def test_a_sound_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["versions"]["torch"]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--plan", "offload"),
+        pytest.param(("--plan", "ddp", "--accumulation", "2"), marks=pytest.mark.slow),
+        pytest.param(("--plan", "zero3", "--ranks", "4"), marks=pytest.mark.slow),
+        pytest.param(("--plan", "disk"), marks=pytest.mark.slow),
+        pytest.param(("--plan", "zero2", "--ranks", "1"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_parameters_that_steps_do_not_use(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    """Plain AdamW has no moments for them, and a checkpoint has zeros."""
+    code, answer = verified(capsys, "--module", f"{CASES}:unused", *arguments)
+    assert code == 0, answer["first"]
+
+
 FAULTS = {
     "stale": ("weights of step 2", "module experts, weight"),
     "averaged": ("gradient norm of step 1", "here"),

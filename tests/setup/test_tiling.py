@@ -179,19 +179,49 @@ def test_an_index_outside_of_a_tiled_embedding_is_refused_as_by_torch(index: int
 
 
 def test_hooks_of_a_tiled_module_see_the_whole_of_it() -> None:
-    """Those registered after `tile`, as the errors advise: once, with the gradient of all tiles."""
+    """Hooks of every kind run once, with all that they get from the whole module, until their handles are removed."""
     torch.manual_seed(1)
     whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 64), nn.Linear(64, 4))
-    tiled = em.tile(deepcopy(whole), at_most=512)
-    seen: list[list[Tensor]] = []
-    for model in (whole, tiled):
-        calls: list[Tensor] = []
-        model.get_submodule("1").register_full_backward_hook(lambda _, give, take, to=calls: to.extend(give + take))
-        model(torch.randn(2, 4, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+    seen: list[list[tuple[str, list[Tensor]]]] = []
+    for model, tiles in ((deepcopy(whole), False), (whole, True)):
+        calls: list[tuple[str, list[Tensor]]] = []
+        layer = model.get_submodule("1")
+
+        def note(name: str, to: list[Any] = calls) -> Callable[..., None]:
+            return lambda _, *given: to.append(
+                (name, [t.detach().clone() for one in given for t in ([one] if isinstance(one, Tensor) else one)])
+            )
+
+        handles = [
+            layer.register_forward_pre_hook(note("before")),
+            layer.register_forward_hook(note("after"), with_kwargs=True, always_call=True),
+            layer.register_full_backward_hook(note("gradients")),
+            layer.register_full_backward_pre_hook(note("gradient")),
+        ]
+        if tiles:
+            em.tile(model, at_most=512)
+        rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+        model(rows).square().sum().backward()
+        for handle in handles:
+            handle.remove()
+        model(rows).square().sum().backward()
         seen.append(calls)
-    assert [len(calls) for calls in seen] == [2, 2]
-    for found, wanted in zip(seen[1], seen[0], strict=True):
+    assert (
+        [name for name, _ in seen[1]] == [name for name, _ in seen[0]] == ["before", "after", "gradient", "gradients"]
+    )
+    for (_, found), (_, wanted) in zip(seen[1], seen[0], strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_adapters_of_whole_experts_are_named() -> None:
+    import peft
+
+    torch.manual_seed(1)
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets)
+    model = peft.get_peft_model(FAMILIES["qwen3-moe"].build(), config)
+    with pytest.raises(em.ConfigError, match=r"of module '.*base_layer' has adapters, which peft adds to the whole"):
+        em.tile(model, at_most=20_000)
 
 
 def test_tiles_take_the_names_of_their_parameters_in_the_optimizer() -> None:
@@ -301,12 +331,10 @@ def nothing(*_: Any, **__: Any) -> None: ...
         (lambda: nn.Sequential(nn.Embedding(64, 4, max_norm=1.0)), 512, "max_norm"),
         (lambda: nn.Sequential(nn.Embedding(64, 4, scale_grad_by_freq=True)), 512, "scale_grad_by_freq"),
         (lambda: nn.Sequential(nn.EmbeddingBag(64, 4)), 512, "module '0' is a EmbeddingBag: expected Linear"),
-        (hooked(lambda m: m.register_forward_hook(nothing)), 512, "module '0' has forward hooks"),
-        (hooked(lambda m: m.register_forward_pre_hook(nothing)), 512, "module '0' has forward pre-hooks"),
-        (hooked(lambda m: m.register_full_backward_hook(nothing)), 512, "module '0' has backward hooks"),
-        (hooked(lambda m: m.register_full_backward_pre_hook(nothing)), 512, "module '0' has backward pre-hooks"),
-        (hooked(lambda m: m.register_state_dict_post_hook(nothing)), 512, "module '0' has state dict hooks"),
-        (hooked(lambda m: m.register_load_state_dict_pre_hook(nothing)), 512, "module '0' has load state dict pre"),
+        (hooked(lambda m: m.register_backward_hook(nothing)), 512, "module '0' has hooks of register_backward_hook"),
+        (hooked(lambda m: m.register_state_dict_post_hook(nothing)), 512, "module '0' has hooks of state dicts"),
+        (hooked(lambda m: m.register_load_state_dict_pre_hook(nothing)), 512, "module '0' has hooks of state dicts"),
+        (hooked(lambda m: setattr(m, "turned", m.weight.t())), 512, "module '0' keeps a tensor, 'turned'"),
         (hooked(lambda m: m.weight.register_hook(nothing)), 512, "parameter '0.weight' has hooks"),
         (hooked(lambda m: m.bias.register_hook(nothing)), 512, "parameter '0.bias' has hooks"),
         (

@@ -59,6 +59,18 @@ def in_bf16() -> Case:
     return Mixture(), lambda model, x: loss_of(model, x.to(next(model.parameters()).dtype)), sample
 
 
+def unused() -> Case:
+    """A layer that no step uses, and one that some ranks use in some steps."""
+    model = Mixture()
+    model.spare, model.seldom = nn.Linear(D, D), nn.Linear(D, D)
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        return loss + model.seldom(x).square().mean() if x.sum() > 0 else loss
+
+    return model, step, sample
+
+
 def three_rows() -> Case:
     return Mixture(), loss_of, lambda: torch.randn(3, D)
 
