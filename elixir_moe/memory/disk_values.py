@@ -23,10 +23,10 @@ import torch
 from elixir_moe.chunks.plan import VALUES_BUFFERS, VALUES_REQUEST_BYTES, paged_bytes, values_buffer_bytes
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import DiskError
-from elixir_moe.kernels import sum_of_squares
+from elixir_moe.kernels import host_threads, sum_of_squares
 from elixir_moe.memory.direct_file import paged_memory
 from elixir_moe.memory.disk import DiskFile, Spill, Spilled, bytes_of
-from elixir_moe.memory.slabs import page_lock
+from elixir_moe.memory.slabs import locked_zeros
 
 
 class ValuesFile(DiskFile):
@@ -39,9 +39,11 @@ class ValuesFile(DiskFile):
         super().__init__(directory, sum(map(paged_bytes, sizes)), rank=rank)
         self.checked = checked
         self.buffer_bytes = values_buffer_bytes(sizes)
-        self._memory = torch.frombuffer(paged_memory(self.buffer_bytes), dtype=torch.uint8)
-        if device.type == "cuda":
-            page_lock(self._memory)
+        self._memory = (
+            locked_zeros(self.buffer_bytes, host_threads(device))
+            if device.type == "cuda"
+            else torch.frombuffer(paged_memory(self.buffer_bytes), dtype=torch.uint8)
+        )
         buffers = paged_bytes(max(sizes)) * VALUES_BUFFERS
         self.own = self._memory[buffers:]
         """Memory for what is read or written apart from gathers."""

@@ -53,14 +53,11 @@ class HostSums:
         too.
         """
         if not self._buffers:
-            memory = Slab(
-                SUMS_IN_FLIGHT * self._nbytes,
-                torch.uint8,
-                Tier.HOST,
-                self._device,
-                travels=self._device.type == "cuda",
-            )
-            self._buffers = [memory.take(self._nbytes) for _ in range(SUMS_IN_FLIGHT)]
+            cuda = self._device.type == "cuda"
+            slabs = [
+                Slab(self._nbytes, torch.uint8, Tier.HOST, self._device, travels=cuda) for _ in range(SUMS_IN_FLIGHT)
+            ]
+            self._buffers = [slab.take(self._nbytes) for slab in slabs]
         while len(self._running) >= SUMS_IN_FLIGHT:
             self._finish_oldest()
         buffer = self._buffers[self._given % SUMS_IN_FLIGHT][: reduced.nbytes].view(reduced.dtype)

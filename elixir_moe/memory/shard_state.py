@@ -18,7 +18,7 @@ shard", Elixir v1, VII; memory of a chunk, v2, 4.1.
 """
 
 import threading
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ from elixir_moe.kernels import sum_of_squares
 from elixir_moe.memory.disk import Spill, Spilled
 from elixir_moe.memory.disk_values import Reading, ValuesElements, ValuesFile, ValuesPlace, WhollySpilled, same_bits
 from elixir_moe.memory.host_sums import HostSums
-from elixir_moe.memory.slabs import Slab
+from elixir_moe.memory.slabs import LOCKED_BYTES, Slab
 
 
 class Elements(Protocol):
@@ -745,7 +745,8 @@ def build_shards(
     *,
     values_on_disk: bool = False,
 ) -> list[ShardState]:
-    """Allocates the state of all chunks: one slab for each tier and dtype.
+    """Allocates the state of all chunks: one slab for each tier and dtype, several where one would be page-locked
+    beyond `LOCKED_BYTES`.
 
     For chunks on disk, `spill` is the file of masters and moments, and `values` that of values: of frozen chunks, and
     with `values_on_disk` of trainable ones too. `beside` adds gradients of chunks outside the device tier, beside
@@ -760,19 +761,31 @@ def build_shards(
     def is_whole(spec: ChunkSpec, tier: Tier) -> bool:
         return tier is Tier.DISK and (values_on_disk or not spec.key.trainable)
 
-    wanted: Counter[tuple[Tier, torch.dtype, bool]] = Counter()
+    wanted: defaultdict[tuple[Tier, torch.dtype, bool], list[int]] = defaultdict(lambda: [0])
+
+    def want(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> None:
+        key = slab_of(spec, tier, dtype)
+        _, _, travels = key
+        last = wanted[key][-1]
+        if travels and last and (last + spec.shard_numel) * dtype.itemsize > LOCKED_BYTES:
+            wanted[key].append(0)
+        wanted[key][-1] += spec.shard_numel
+
     for spec, tier in chunks:
         if not (spec.keeps_pieces or is_whole(spec, tier)):
-            wanted[slab_of(spec, tier.of_compute, spec.key.dtype)] += spec.shard_numel
+            want(spec, tier.of_compute, spec.key.dtype)
         if spec.key.trainable and tier is not Tier.DISK:
-            wanted[slab_of(spec, tier, torch.float32)] += spec.shard_numel
+            want(spec, tier, torch.float32)
     slabs = {
-        (tier, dtype, travels): Slab(numel, dtype, tier, device, travels=travels)
-        for (tier, dtype, travels), numel in wanted.items()
+        (tier, dtype, travels): deque(Slab(numel, dtype, tier, device, travels=travels) for numel in numels)
+        for (tier, dtype, travels), numels in wanted.items()
     }
 
     def take(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> torch.Tensor:
-        return slabs[slab_of(spec, tier, dtype)].take(spec.shard_numel)
+        left = slabs[slab_of(spec, tier, dtype)]
+        while left[0].left < spec.shard_numel:
+            left.popleft()
+        return left[0].take(spec.shard_numel)
 
     def build(spec: ChunkSpec, tier: Tier) -> ShardState:
         if spec.keeps_pieces:

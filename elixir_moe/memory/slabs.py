@@ -4,6 +4,7 @@ Owns the slabs of shards; `disk` owns the file.
 """
 
 import contextlib
+import mmap
 import sys
 import warnings
 import weakref
@@ -15,6 +16,10 @@ import torch
 from elixir_moe.chunks.plan import Tier, size_text
 from elixir_moe.errors import TierError, is_out_of_memory
 from elixir_moe.kernels import host_threads
+from elixir_moe.memory.direct_file import paged_memory
+
+LOCKED_BYTES = 64 << 30
+"""The most that one slab page-locks: drivers refuse hundreds of GiB in one call."""
 
 _CGROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
@@ -34,6 +39,8 @@ class Slab:
 
     `travels` marks a host slab that is copied to a GPU and back. It is page-locked, registered once at its exact size
     (torch's own pinned allocator rounds up to powers of two); if the system refuses, it stays pageable, with a warning.
+    Processes that are forked later have no page-locked memory: fork would copy all of it at once, for a process that
+    cannot use the GPU.
     """
 
     def __init__(
@@ -44,17 +51,22 @@ class Slab:
         try:
             if tier is Tier.DEVICE:
                 self._memory = torch.zeros(numel, dtype=dtype, device=device)
+            elif travels and nbytes:
+                self._memory = locked_zeros(nbytes, host_threads(device)).view(dtype)
             else:
                 self._memory = _zeros(numel, dtype, host_threads(device))
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, OSError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             raise TierError(
                 f"{tier} memory: cannot allocate {size_text(nbytes)} for shards: {error}; {_RELIEF[tier]}, or use "
                 f"more ranks"
             ) from error
-        if travels and nbytes:
-            page_lock(self._memory)
+
+    @property
+    def left(self) -> int:
+        """Elements that can still be taken."""
+        return self._memory.numel() - self._taken
 
     def take(self, numel: int) -> torch.Tensor:
         """The next `numel` elements, zeros."""
@@ -65,29 +77,52 @@ class Slab:
 
 
 def _zeros(numel: int, dtype: torch.dtype, threads: int) -> torch.Tensor:
-    """Zeros in host memory, whose pages that many threads touch first: the system finds and clears each page then.
+    """Zeros in host memory, touched first by many threads."""
+    memory = torch.empty(numel, dtype=dtype, device="cpu")
+    _clear(memory, threads)
+    return memory
+
+
+def locked_zeros(nbytes: int, threads: int) -> torch.Tensor:
+    """Page-locked bytes, all zero, touched first by many threads.
+
+    Forked processes do not have them. They are whole pages, since such a process has what lies beside them.
+    """
+    pages = paged_memory(nbytes)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
+    _clear(memory, threads)
+    if page_lock(memory):
+        pages.madvise(mmap.MADV_DONTFORK)
+    return memory
+
+
+def _clear(memory: torch.Tensor, threads: int) -> None:
+    """Writes zeros on many threads: the system finds and clears each page when it is touched first.
 
     torch uses its own number of threads, which torchrun sets to one, and page-locking touches pages on a single thread.
     """
     if threads <= torch.get_num_threads():
-        return torch.zeros(numel, dtype=dtype, device="cpu")
-    memory = torch.empty(numel, dtype=dtype, device="cpu")
+        memory.zero_()
+        return
     with ThreadPoolExecutor(threads, "elixir-zeros") as pool:
         list(pool.map(torch.Tensor.zero_, memory.chunk(threads)))
-    return memory
 
 
-def page_lock(memory: torch.Tensor) -> None:
-    """Registers host memory with the GPU for as long as its storage lives; warns if the system refuses."""
+def page_lock(memory: torch.Tensor) -> bool:
+    """Registers host memory with the GPU for as long as its storage lives; warns if the system refuses.
+
+    Returns whether it is registered.
+    """
     cudart, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[attr-defined]
     if int(cudart.cudaHostRegister(address, memory.nbytes, 0)) == 0:
         weakref.finalize(memory.untyped_storage(), cudart.cudaHostUnregister, address).atexit = False
-    else:
-        with contextlib.suppress(RuntimeError):  # the error is pending: the next launch would raise it
-            torch.zeros(1, device="cuda")
-        warnings.warn(
-            f"host memory of {memory.nbytes} bytes could not be page-locked; transfers will be slower", stacklevel=3
-        )
+        return True
+    with contextlib.suppress(RuntimeError):  # the error is pending: the next launch would raise it
+        torch.zeros(1, device="cuda")
+    warnings.warn(
+        f"host memory of {memory.nbytes} bytes could not be page-locked; transfers will be slower", stacklevel=3
+    )
+    return False
 
 
 def check_fits(nbytes: int, left: int, where: str) -> None:

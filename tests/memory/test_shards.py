@@ -1,5 +1,6 @@
 """The long-lived state of a chunk: what its shard holds when, and that too much is refused before it is allocated."""
 
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -452,3 +453,59 @@ def test_the_pages_of_a_host_slab_are_touched_by_all_threads_that_there_are(monk
     slab = Slab(10, torch.float32, Tier.HOST, torch.device("cuda"))
     assert sorted(touched) == [2, 4, 4]
     assert torch.equal(slab.take(10), torch.zeros(10))
+
+
+class Locking:
+    """The page-locking of CUDA, which notes the bytes it is asked for."""
+
+    def __init__(self) -> None:
+        self.locked: list[int] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.locked.append(nbytes)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def locking(monkeypatch: pytest.MonkeyPatch) -> Locking:
+    found = Locking()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    return found
+
+
+def test_page_locked_memory_is_no_part_of_forked_processes(locking: Locking, tmp_path: Path) -> None:
+    """What else is in memory they have, and may read: fork copies that when it is written."""
+    gpu = torch.device("cuda")
+    slabs = [Slab(3 << 18, torch.float32, Tier.HOST, gpu, travels=travels) for travels in (True, False)]
+    taken = [slab.take(3 << 18).fill_(7.0) for slab in slabs]
+    process = os.fork()
+    if not process:
+        try:
+            os._exit(_lacks_the_first_alone(taken))
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert locking.locked == [3 << 20]
+
+
+def _lacks_the_first_alone(tensors: list[torch.Tensor]) -> int:
+    """0 if the memory maps of this process show the second tensor alone, with what was in it; else 1."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    maps = [[int(bound, 16) for bound in line.split()[0].split("-")] for line in lines]
+    first, second = ([low <= at < high for low, high in maps] for at in (t.data_ptr() + (1 << 20) for t in tensors))
+    return 0 if not any(first) and any(second) and tensors[1][5].item() == 7.0 else 1
+
+
+def test_no_more_is_page_locked_at_once_than_drivers_take(locking: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no shard lies in two pieces, which no copy could span."""
+    monkeypatch.setattr("elixir_moe.memory.shard_state.LOCKED_BYTES", 5 * 128)
+    key = ChunkGroupKey(ranks=(0,), dtype=torch.bfloat16, trainable=True, divisor=1)
+    params = [ParamSpec(name=str(i), shape=(64,), key=key) for i in range(12)]
+    placed = [(spec, Tier.HOST) for spec in build_layout(params, 64).chunks]
+    shards = build_shards(placed, torch.device("cuda"))
+    assert locking.locked == [5 * 128, 5 * 128, 2 * 128]
+    assert len({shard.values().data_ptr() for shard in shards}) == 12
