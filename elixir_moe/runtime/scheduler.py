@@ -157,9 +157,7 @@ class Scheduler:
                     chunk.holds = max(chunk.holds - 1, 0)  # a reset may have run before
                     if self.looks_for_writes:
                         self.keep_writes(chunk)
-                    if chunk.reduced and not chunk.holds:
-                        self._order_behind_reduction(chunk)
-                        chunk.land_waiting()
+                    self._land_waiting(chunk)
 
     def holds(self, index: int) -> bool:
         """Whether somebody holds the weights of chunk `index`; weights left in an unneeded block do not count."""
@@ -477,6 +475,14 @@ class Scheduler:
             self.keep_writes(chunk)
             self.final.add(chunk.spec.index)
 
+    def _land_waiting(self, chunk: Chunk) -> None:
+        """Lands gradients that have waited for the last use of the values, as the end of their reduction."""
+        if chunk.reduced and not chunk.holds:
+            self._streams.join_compute()  # any compute stream may have used the values
+            with _unrecorded(), self._streams.reducing():
+                chunk.land_waiting()
+                chunk.leaving = self._streams.marked(Work())
+
     def _leave_in_flight(self, most: int) -> None:
         while len(self._in_flight) > most:
             self._finish(self._in_flight[0].wait)
@@ -521,9 +527,9 @@ class Scheduler:
     def drain(self) -> None:
         """Waits until every gradient is in its shard; the host waits too if a shard is outside the device tier."""
         self._leave_in_flight(0)
-        self._finish(partial(self._streams.end_step, host=self._has_host_shards))
         for chunk in self.chunks:
-            chunk.land_waiting()
+            self._land_waiting(chunk)
+        self._finish(partial(self._streams.end_step, host=self._has_host_shards))
         if self.sums is not None:
             self._finish(self.sums.finish)
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -68,15 +68,16 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Runs, small ones first."""
+    """Runs: every other one is small, since few parts leave long times between them."""
+    small = draw(st.booleans())
     return Case(
-        parts=("plain", *draw(st.lists(st.sampled_from(PARTS), min_size=1, max_size=5))),
+        parts=("plain", *draw(st.lists(st.sampled_from(PARTS), min_size=1, max_size=1 if small else 5))),
         plan=draw(st.sampled_from(sorted(PLANS))),
-        blocks=draw(st.sampled_from((None, 0, 1, 3))),
+        blocks=None if small else draw(st.sampled_from((None, 0, 1, 3))),
         half=draw(st.booleans()),
         accumulation=draw(st.integers(1, 2)),
-        habits=draw(st.frozensets(st.sampled_from(HABITS), max_size=3)),
-        away=draw(st.booleans()),
+        habits=draw(st.frozensets(st.sampled_from(HABITS), max_size=1 if small else 3)),
+        away=not small and draw(st.booleans()),
         delays=draw(st.integers(0, 99)),
     )
 
@@ -214,6 +215,24 @@ def run_late(case: Case, fault: str = "") -> list[str]:
     return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
 
 
+def run_compute_late(case: Case, fault: str = "") -> list[str]:
+    """Runs a case as ever and, with a fault, with compute as late as events allow; returns the names of what differs.
+
+    No views of weights are kept: operations that have not run yet keep some too.
+    """
+    case = replace(case, habits=case.habits - {"view", "late"})
+    outcomes = []
+    for late_compute in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if late_compute and fault:
+                FAULTS[fault](patch.setattr)
+            outcomes.append(_run(case, late=late_compute, keeps=True))
+    as_ever, as_late = outcomes
+    if as_ever.refused != as_late.refused:
+        return [as_ever.refused, as_late.refused]
+    return [name for name, value in as_ever.state.items() if not torch.equal(value, as_late.state[name])]
+
+
 def run_with_a_bad_step(plan: str) -> tuple[list[str], list[str], list[str]]:
     """One good step, one whose gradients are NaN, and another good one.
 
@@ -281,6 +300,8 @@ class Outcome:
     """What the host waited for, by step."""
     refused: str = ""
     """The PlanError, where the rCache is too small for what the run does."""
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """The trained model, if the run keeps it."""
 
 
 def run(case: Case, fault: str = "") -> Outcome:
@@ -291,8 +312,8 @@ def run(case: Case, fault: str = "") -> Outcome:
         return _run(case)
 
 
-def _run(case: Case) -> Outcome:
-    machine, waits, refused = Machine(), [], ""
+def _run(case: Case, *, late: bool = False, keeps: bool = False) -> Outcome:
+    machine, waits, refused, state = Machine(), [], "", {}
     with tempfile.TemporaryDirectory() as folder, _delayed(case.delays), machine.on():
         folders = [folder]
         dist.broadcast_object_list(folders)
@@ -302,16 +323,20 @@ def _run(case: Case) -> Outcome:
         except em.PlanError as error:
             return Outcome(races=[], issued=[], waits=[], refused=str(error))
         try:
-            for step in range(case.steps):
-                before = len(machine.waits)
-                _step(case, model, optimizer, step, f"{folder}/{step}")
-                waits.append(machine.waits[before:])
+            with machine.late_compute() if late else nullcontext():
+                for step in range(case.steps):
+                    before = len(machine.waits)
+                    _step(case, model, optimizer, step, f"{folder}/{step}")
+                    waits.append(machine.waits[before:])
         except em.PlanError as error:
             refused = str(error)
+        if keeps and not refused:
+            state = em.full_state_dict(model, all_ranks=True)
         optimizer.close()
         del model, optimizer
         gc.collect()
-    return Outcome(races=sorted(set(machine.memory.races)), issued=machine.issued, waits=waits, refused=refused)
+    races = sorted(set(machine.memory.races))
+    return Outcome(races=races, issued=machine.issued, waits=waits, refused=refused, state=state)
 
 
 def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> None:

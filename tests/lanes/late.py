@@ -6,6 +6,7 @@ wait were missing that the checker believes to be there, a run would give other 
 Compute runs at once. A view is made at once. An operator that returns new memory runs twice, once for the shape.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,40 +27,49 @@ from elixir_moe.runtime.streams import Streams
 _ISSUED_LATE = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
 
 
-class LateStream:
-    """Stands for `torch.cuda.Stream`; compute is the one that is not `late`."""
+class _Running(threading.local):
+    """What a thread runs of the streams' operations, one inside the other."""
 
-    running = 0
-    """Operations that run now, one inside the other: what they do is done at once."""
+    depth = 0
+
+
+class LateStream:
+    """Stands for `torch.cuda.Stream`; one that is not `late` runs what it is given at once. For any thread."""
+
+    _running = _Running()
+    """What operations do is done at once."""
+    _lock = threading.RLock()
+    """Held while operations of any stream run, since they may wait for those of another."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, late: bool = True) -> None:
         self.device = torch.device("cuda", 0)
-        self._late = late
+        self.late = late
         self._waiting: deque[Callable[[], object]] = deque()
         self._given = self._done = 0
 
     def give(self, operation: Callable[[], object]) -> None:
         """Takes an operation: compute runs it at once."""
-        self._given += 1
-        self._waiting.append(operation)
-        if not self._late:
-            self.run_until(self._given)
+        with self._lock:
+            self._given += 1
+            self._waiting.append(operation)
+            if not self.late:
+                self.run_until(self._given)
 
     def run_until(self, number: int) -> None:
         """Runs the operations up to this number, in order."""
-        with torch.no_grad():
+        with self._lock, torch.no_grad():
             while self._done < number:
                 self._done += 1
-                LateStream.running += 1
+                self._running.depth += 1
                 try:
                     self._waiting.popleft()()
                 finally:
-                    LateStream.running -= 1
+                    self._running.depth -= 1
 
     @property
     def takes(self) -> bool:
         """Whether what is issued now waits."""
-        return self._late and not LateStream.running
+        return self.late and not self._running.depth
 
     def record_event(self) -> "LateEvent":
         """All that was given so far."""

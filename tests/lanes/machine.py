@@ -10,6 +10,9 @@ of factories. While a machine runs, new tensors are on the GPU unless their fact
     a stream          operators on device memory, in issue order     behind the thread that issued, and by events
     a thread          operators and native calls on host memory      by results of futures and by events of threads
     a collective      what was issued with ``async_op``              behind the issuing lane; before who waits for it
+
+In `late_compute` a machine runs compute as late as events allow, on real data, and all other streams at once. That is
+what a GPU does: compute is the long queue, and the other streams have little to do.
 """
 
 import itertools
@@ -28,14 +31,16 @@ import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from elixir_moe import kernels
+from elixir_moe.memory import blocks
 from elixir_moe.memory.disk import DiskFile, Spill
 from elixir_moe.memory.disk_values import ValuesFile
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.streams import Streams
-from tests.lanes.late import issue_in_order, step_by_numbers
+from tests.lanes.late import LateEvent, LateStream, issue_in_order, step_by_numbers
 from tests.lanes.memory import Clock, Lane, Memory, Span
 
 GPU = torch.device("cpu", 0)
@@ -44,6 +49,8 @@ _FILE = 1 << 60
 """Where the bytes of files are taken to be."""
 _WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero"}
 """Operators that bring something to the host."""
+_METADATA = {"set_", "resize_"}
+"""Operators that change what a tensor is a view of, which the host knows at once."""
 _PLAIN = torch.Tensor.__torch_dispatch__
 _COLLECTIVES: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "all_gather_into_tensor": ((0,), (1,)),
@@ -66,38 +73,49 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, *, name: str | None = None) -> None:
         self.device = torch.device("cuda", 0)
         self.lane = Lane(name or f"stream {next(self._numbers)}")
-        self.recording: Machine | None = None
+        self.queue = LateStream(late=False)
 
     def record_event(self) -> "Event":
         """All that was issued so far."""
-        return Event(self.lane.now())
+        event = Event()
+        event.record(self)
+        return event
 
     def wait_event(self, event: "Event") -> None:
         """Orders what is issued next behind the event."""
         self.lane.after(event.clock)
+        self.queue.give(event.reach)
 
     def wait_stream(self, other: "Stream") -> None:
         """Orders what is issued next behind all that the other stream was given so far."""
-        self.lane.after(other.lane.now())
+        self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
         """The host waits."""
         Machine.running().wait(self.lane.now(), "Stream.synchronize")
+        self.queue.synchronize()
 
 
 class Event:
     """Stands for `torch.cuda.Event`."""
 
-    def __init__(self, clock: Clock | None = None, *, blocking: bool = False) -> None:
-        self.clock = clock or {}
+    def __init__(self, *, blocking: bool = False) -> None:
+        self.clock: Clock = {}
+        self._reached: LateEvent | None = None
 
     def record(self, stream: Stream) -> None:
         """All that was issued to the stream so far."""
-        self.clock = stream.lane.now()
+        self.clock, self._reached = stream.lane.now(), stream.queue.record_event()
+
+    def reach(self) -> None:
+        """Runs all that the event stands for."""
+        if self._reached is not None:
+            self._reached.synchronize()
 
     def synchronize(self) -> None:
         """The host waits."""
         Machine.running().wait(self.clock, "Event.synchronize")
+        self.reach()
 
 
 class _Issued:
@@ -159,6 +177,19 @@ class Machine:
         """The machine that is on."""
         assert cls._running is not None
         return cls._running
+
+    @contextmanager
+    def late_compute(self) -> Iterator[None]:
+        """A context in which compute runs as late as events allow."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blocks, "_storage_uses", lambda tensor: 0)  # operations that wait hold their tensors
+            for stream in (self.compute, self.side):
+                patch.setattr(stream.queue, "late", True)
+            try:
+                yield
+            finally:
+                for stream in (self.compute, self.side):
+                    stream.queue.synchronize()
 
     # ------------------------------------------------------------------------------------------------------ lanes
 
@@ -328,23 +359,25 @@ class Machine:
         known = [tensor for tensor in reads + writes if tensor.numel()]
         for tensor in known:
             self.span_of(tensor)
-        out = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         view = _is_view(func)
         if view and not writes:
-            return out
-        fresh = [] if view else _fresh(out, reads + writes)
+            return func(*args, **kwargs)
         numbers = {id(t) for t in reads if not t.dim() and self.on_host(t)}  # kernels get them as arguments
         places = {self.span_of(tensor).host for tensor in known if id(tensor) not in numbers}
         if not places and known:
             places = {True}
         naming = self.naming_host.entered
         host = places == {True} or (not places and naming)
+        reads_none = name.endswith("_like") or name.startswith("new_")
+        at_once = host or view or reads_none or not known or name in _METADATA or not self.stream.queue.takes
+        out = func(*args, **kwargs) if at_once else self._given(func, args, kwargs, name)
+        fresh = [] if view else _fresh(out, reads + writes)
         if places == {True, False}:
             self._transfer(name, reads, writes, kwargs, args)
         else:
             lane = self.begin(host=host)
-            for tensor in () if name.endswith("_like") or name.startswith("new_") else reads:  # these read no values
+            for tensor in () if reads_none else reads:
                 self.use(lane, tensor, writes=False, what=name)
             for tensor in writes:
                 self.use(lane, tensor, writes=True, what=name)
@@ -357,6 +390,42 @@ class Machine:
                 self.use(lane, tensor, writes=True, what=name)
         return out
 
+    def give(self, operation: Callable[[], object]) -> None:
+        """Gives the current stream something to do, which was recorded already."""
+
+        def run() -> None:
+            with self.quiet, torch._C._AutoDispatchBelowADInplaceOrView():  # versions were counted when it was issued
+                operation()
+
+        self.stream.queue.give(run)
+
+    def _given(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+        """Gives an operator to the current stream, which is late; returns what it will have made.
+
+        What it makes is made at once, from zeros, and filled later.
+        """
+        if name in _WAITING or name == "repeat_interleave":  # whose shape depends on values
+            self.stream.queue.synchronize()
+            return func(*args, **kwargs)
+        # What a parameter is a view of may have changed when the operator runs.
+        then, then_named = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        if written := _written(func, args, kwargs):
+            self.give(lambda: func(*then, **then_named))
+            outs = [value for value, returned in written if returned]
+            return outs[0] if len(outs) == 1 else tuple(outs) or None
+        zeros, zeros_named = tree_map_only(torch.Tensor, torch.zeros_like, (args, kwargs))
+        made = func(*zeros, **zeros_named)
+        if not _fresh(made, _tensors_in([zeros, zeros_named])):
+            return func(*args, **kwargs)  # a view, which its schema does not say
+        places = _tensors_in(made)
+
+        def fill() -> None:
+            for place, value in zip(places, _tensors_in(func(*then, **then_named)), strict=True):
+                place.copy_(value)
+
+        self.give(fill)
+        return made
+
     def _transfer(self, name: str, reads: Any, writes: Any, kwargs: dict[str, Any], args: tuple[Any, ...]) -> None:
         if name != "copy_":
             self.memory.races.append(f"{name} is given memory of the host and of the device")
@@ -367,11 +436,13 @@ class Machine:
             self.use(lane, tensor, writes=True, what=f"{name} between host and device")
         if not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
             self.wait(lane.now(), name)
+            self.stream.queue.synchronize()
 
     def moved(self, tensor: torch.Tensor, to: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
         """A copy of `tensor` on the other side."""
-        with self.quiet:
-            copy = tensor.clone()
+        with self.quiet, torch._C.DisableTorchFunctionSubclass():
+            source, copy = tensor.detach(), torch.empty_like(tensor)
+        self.give(lambda: copy.copy_(source))
         host = to.index is None
         lane = self.begin(host=False)
         self.use(lane, tensor, writes=False, what="a copy to the other side")
@@ -380,6 +451,7 @@ class Machine:
             self.use(lane, copy, writes=True, what="a copy to the other side")
         if not non_blocking:
             self.wait(lane.now(), "a copy to the other side")
+            self.stream.queue.synchronize()
         return copy
 
     # ------------------------------------------------------------------------------------------------ collectives
@@ -410,8 +482,13 @@ class Machine:
                 self.use(lane, tensor, writes=False, what=name)
             for tensor in outs:
                 self.use(lane, tensor, writes=True, what=name)
-            with self.quiet:
-                work = run(*args, **kwargs)
+            if host or asynchronous:
+                if not host:
+                    self.stream.queue.synchronize()
+                with self.quiet:
+                    work = run(*args, **kwargs)
+            else:
+                work = self.give(lambda: run(*args, **kwargs))
             return _Issued(work, lane.now(), host=host) if asynchronous else work
 
         return issue
@@ -563,6 +640,7 @@ class Machine:
             self.use(lane, tensor, writes=False, what=what)
             if not host:
                 self.wait(lane.now(), what)
+                self.stream.queue.synchronize()
 
     def _patch_threads(self, set_to: Callable[..., None]) -> None:
         set_to(ThreadPoolExecutor, "submit", self.submit(ThreadPoolExecutor.submit))
@@ -619,28 +697,38 @@ class Machine:
 
         def sum_of_squares(gradient: torch.Tensor, *, threads: int | None = None) -> Any:
             self.native("sum_of_squares", [gradient], [])
-            host = self.on_host(gradient)
-            with self.quiet:
-                found = squares(gradient, threads=threads)
-            return found if host else torch.tensor(found, dtype=torch.float64, device=GPU)
+            if self.on_host(gradient):
+                with self.quiet:
+                    return squares(gradient, threads=threads)
+            found = torch.zeros((), dtype=torch.float64, device=GPU)
+            self.give(lambda: found.fill_(squares(gradient, threads=threads)))
+            return found
 
         def adam_step(
             master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, compute: Any, *, skip: Any, **settings: Any
         ) -> None:
             numbers = [number for number in (settings["grad_scale"], skip) if isinstance(number, torch.Tensor)]
             self.native("adam_step", [grad, *numbers], [master, exp_avg, exp_avg_sq, compute])
-            with self.quiet:
+
+            def step() -> None:
                 step_by_numbers(master, exp_avg, exp_avg_sq, grad, compute, skip=skip, **settings)
+
+            if self.on_host(grad):
+                with self.quiet:
+                    step()
+            else:
+                self.give(step)
 
         def begin_to_host(numbers: torch.Tensor) -> Callable[[], Any]:
             lane = self.begin(host=False)
             self.use(lane, numbers, writes=False, what="a copy of numbers to the host")
-            clock, kept = lane.now(), numbers.tolist
+            clock, copied = lane.now(), self.stream.queue.record_event()
 
             def end() -> Any:
                 self.wait(clock, "numbers")
+                copied.synchronize()
                 with self.quiet:
-                    return kept()
+                    return numbers.tolist()
 
             return end
 
@@ -732,9 +820,26 @@ def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[torch
     return reads, writes
 
 
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[Any, bool]]:
+    """The arguments that an operator writes, and whether it returns them."""
+    found = []
+    returned = [alias.before_set for out in func._schema.returns if (alias := out.alias_info) is not None]
+    for index, argument in enumerate(func._schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            value = args[index] if index < len(args) else kwargs[argument.name]
+            found.append((value, alias.before_set in returned))
+    return found
+
+
 def _is_view(func: Any) -> bool:
-    return func.is_view or all(
-        out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns
+    outs = func._schema.returns
+    return func.is_view or (
+        len(outs) > 0 and all(out.alias_info is not None and not out.alias_info.is_write for out in outs)
     )
 
 

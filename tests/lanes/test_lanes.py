@@ -5,12 +5,23 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.lanes.cases import Case, Outcome, cases, norm_of_a_frozen_model, run, run_late, run_with_a_bad_step
+from tests.lanes.cases import (
+    Case,
+    Outcome,
+    cases,
+    norm_of_a_frozen_model,
+    run,
+    run_compute_late,
+    run_late,
+    run_with_a_bad_step,
+)
 from tests.lanes.faults import FAULTS
 from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
 QUICK, MANY = 6, 250
+LANDING_LATE = Case(parts=("plain", "frozen"), plan="zero3", half=True, accumulation=2)
+"""A gradient waits until the end of backward for the last use of the values in whose place it goes."""
 TELLING = [
     (2, Case(parts=("plain", "bias", "checkpointed", "tied"), plan="zero3", blocks=0, half=True, accumulation=2)),
     (1, Case(parts=("plain", "beside", "plain", "beside"), plan="offload", blocks=0, half=True, accumulation=2)),
@@ -96,6 +107,8 @@ TELLING = [
         1,
         Case(parts=("plain", "mixture", "bias"), plan="half", blocks=1, half=True, habits=frozenset({"early", "save"})),
     ),
+    (1, LANDING_LATE),
+    (1, Case(parts=("plain", "frozen"), plan="zero3", half=True, habits=frozenset({"evaluation"}))),
 ]
 """Runs that between them need every wait: (ranks, case)."""
 
@@ -168,20 +181,52 @@ def test_the_same_bits_as_late_as_events_allow(world: int, case: Case, ranks: Ra
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("case", "fault"),
     [
-        "a gather does not wait for its fetch",
-        "the end of a gather is not recorded",
-        "the end of a reduction is not recorded",
-        "a block is taken while it is in use",
+        (LATE[0], "a gather does not wait for its fetch"),
+        (LATE[0], "the end of a gather is not recorded"),
+        (LATE[0], "the end of a reduction is not recorded"),
+        (LATE[0], "a block is taken while it is in use"),
+        (LANDING_LATE, "the end of a late landing is not recorded"),
     ],
 )
-def test_too_late_gives_other_bits(fault: str, ranks: Ranks) -> None:
+def test_too_late_gives_other_bits(case: Case, fault: str, ranks: Ranks) -> None:
     """Compute runs at once: what waits for it cannot come too early here."""
     try:
-        assert ranks(2).run(run_late, LATE[0], fault)[0]
+        assert ranks(2 if case is LATE[0] else 1).run(run_late, case, fault)[0]
     except RankError as error:  # the first forwards compare blocks with shards
         assert "has written parameter" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "fault"),
+    [
+        (LATE[0], "a reduction does not wait for compute"),
+        (
+            Case(parts=("plain", "beside", "plain", "beside"), plan="offload", blocks=0, half=True, accumulation=2),
+            "a block is free at once",
+        ),
+        (LANDING_LATE, "a gradient lands late on compute, and nobody waits for it"),
+    ],
+)
+def test_too_early_gives_other_bits(case: Case, fault: str, ranks: Ranks) -> None:
+    """All but compute runs at once: it comes too early where it does not wait."""
+    try:
+        assert ranks(1).run(run_compute_late, case, fault)[0]
+    except RankError as error:  # the first forwards compare blocks with shards
+        assert "has written parameter" in str(error) or "gradient norm" in str(error)
+
+
+@pytest.mark.parametrize(("world", "case"), TELLING)
+def test_the_same_bits_with_compute_as_late_as_events_allow(world: int, case: Case, ranks: Ranks) -> None:
+    assert ranks(world).run(run_compute_late, case) == [[]] * world
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@drawn(MANY)
+def test_the_same_bits_with_late_compute_in_many_cases(world: int, ranks: Ranks, case: Case) -> None:
+    assert ranks(world).run(run_compute_late, case) == [[]] * world, case
 
 
 @pytest.mark.parametrize(
