@@ -213,7 +213,7 @@ def _wrapped(
         prediction=prediction,
     )
     model._elixir = wrapped  # type: ignore[assignment]
-    refuse_plain_state_dicts(model)
+    refuse_plain_state_dicts(model, described)
     if prediction is not None:
         sharded.register_step_post_hook(lambda *_: prediction.observe(wrapped))
     model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]

@@ -22,8 +22,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from elixir_moe.errors import UsageError
+from elixir_moe.parallel.dtensor import is_dtensor
 
 _ATTRIBUTE = "_elixir_access"
 _READING_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -99,6 +101,7 @@ class ParamAccess:
         *,
         unshard_for_call: Callable[[list[nn.Parameter]], AbstractContextManager[None]],
         unshard_for_block: Callable[[list[nn.Parameter], bool], AbstractContextManager[None]],
+        keep_exactly: Callable[[nn.Parameter, torch.Tensor], None],
         has_gradient: Callable[[nn.Parameter], bool],
         name_of: Callable[[nn.Parameter], str],
     ) -> None:
@@ -108,11 +111,13 @@ class ParamAccess:
             parameters: all parameters to guard.
             unshard_for_call: a context in which the given parameters can be read, and written in place.
             unshard_for_block: the same; if its second argument is true, any kind of write is kept.
+            keep_exactly: stores values of more bits than the parameter has, which it was just given.
             has_gradient: whether the library holds a gradient of the parameter that ``parameter.grad`` does not show.
             name_of: the parameter's name in messages.
         """
         self.unshard_for_call = unshard_for_call
         self.unshard_for_block = unshard_for_block
+        self.keep_exactly = keep_exactly
         self.has_gradient = has_gradient
         self.name_of = name_of
         self._switches: dict[nn.Parameter, Switch] = {}
@@ -164,7 +169,7 @@ class ShardedParameter(nn.Parameter):
         name, is_property = _name(func)
         if name == "data" and is_property and len(args) == 2:
             return _assign(*args)
-        if name not in _READING_PROPERTIES if is_property else name in _TELLING_METHODS:
+        if not _reads(name, is_property):
             with torch._C.DisableTorchFunctionSubclass():
                 value = func(*args, **kwargs)
             if name == "grad" and is_property and (args[1] if len(args) == 2 else value) is None:
@@ -177,7 +182,11 @@ class ShardedParameter(nn.Parameter):
                 stack.enter_context(access.unshard_for_call(parameters))
             if name in _COPYING and len(args) == 1:
                 return read_only(args[0].data)
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            exact = _of_more_bits(*args[:2]) if name == "copy_" else None
+        if exact is not None:
+            _access_of(args[0]).keep_exactly(args[0], exact)
+        return result
 
     def set_(self, *source: Any, **named: Any) -> torch.Tensor:  # type: ignore[override]
         """Does ``p.data = tensor``; does nothing if `tensor` is `p` itself, as in parametrisations.
@@ -333,6 +342,15 @@ def _still_read_only(result: Any, addresses: set[int]) -> Any:
     return result
 
 
+def _of_more_bits(written: Any, source: Any = None, *_: Any) -> torch.Tensor | None:
+    """What was copied into a parameter, in its shape, if it has bits that the parameter has not."""
+    if not isinstance(written, nn.Parameter) or not isinstance(source, torch.Tensor) or is_dtensor(source):
+        return None
+    if not (written.is_floating_point() and source.is_floating_point()) or written.itemsize >= source.itemsize:
+        return None
+    return source.detach().expand(written.shape)
+
+
 def _refuse_if_kept(parameter: nn.Parameter) -> None:
     if _access_of(parameter).has_gradient(parameter):
         raise UsageError(
@@ -349,6 +367,29 @@ def _guarded(values: Iterable[Any]) -> Iterator[nn.Parameter]:
             yield from _guarded(value)
         elif isinstance(value, dict):
             yield from _guarded(value.values())
+
+
+def refuse_reads(why: str) -> AbstractContextManager[object]:
+    """A context in which a function that would gather a parameter raises UsageError with the parameter's name."""
+    return _Refusing(why)
+
+
+class _Refusing(TorchFunctionMode):
+    def __init__(self, why: str) -> None:
+        super().__init__()
+        self._why = why
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _reads(*_name(func)):
+            for parameter in _guarded((*args, *kwargs.values())):
+                raise UsageError(f"{self._why}: parameter {_access_of(parameter).name_of(parameter)!r}")
+        return func(*args, **kwargs)
+
+
+def _reads(name: str, is_property: bool) -> bool:
+    """Whether a function of this name needs the values of its parameters, not their shape alone."""
+    return name in _READING_PROPERTIES if is_property else name not in _TELLING_METHODS
 
 
 def _name(func: Any) -> tuple[str, bool]:

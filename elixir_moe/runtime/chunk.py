@@ -276,6 +276,17 @@ class Chunk:
         if start < stop:
             self.shard.store(start - low, self.buffer[start:stop])
 
+    def store_exactly(self, index: int, values: torch.Tensor) -> None:
+        """Copies this rank's part of `values`, those of parameter `index`, to the fp32 master, if there is one."""
+        if not self.spec.key.trainable or self.spec.key.dtype is torch.float32:
+            return
+        low, high = self.spec.shard_bounds(self.communicator.rank)
+        slot = self.spec.slots[index]
+        start, stop = max(slot.start, low), min(slot.stop, high)
+        if start < stop:
+            part = values.reshape(-1)[start - slot.start : stop - slot.start]
+            self.shard.weights()[start - low : stop - low].write(part.float())
+
     def written_unseen(self) -> str | None:
         """The name of a parameter that was moved, or whose values in the buffer differ from this rank's shard."""
         if (moved := self.moved()) is not None or self.placement is ATTACHED or self.buffer is None:

@@ -140,6 +140,7 @@ class Hooks:
             self._slot_of,
             unshard_for_call=self._unshard_for_call,
             unshard_for_block=self._unshard_for_block,
+            keep_exactly=lambda parameter, values: scheduler.keep_exactly(*self._slot_of[parameter], values),
             has_gradient=lambda parameter: self._slot_of[parameter] in scheduler.used,
             name_of=self.name_of,
         )

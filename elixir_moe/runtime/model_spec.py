@@ -6,6 +6,7 @@ model. Reads shapes and dtypes, never data.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import nn
@@ -18,8 +19,9 @@ from elixir_moe.chunks.step_order import StepOrder, Use, by_first_use
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.parallel.plain_state import keys_of, persistent_buffers
 from elixir_moe.parallel.rules import names_of, pattern_of, replicated_everywhere
-from elixir_moe.parallel.tiles import tile_of, whole_name
+from elixir_moe.parallel.tiles import tile_of
 from elixir_moe.runtime.units import Parts
 
 TRAINED_IN = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,8 +37,10 @@ class ModelSpec:
     """The description of each parameter for packing."""
     names: dict[nn.Parameter, list[str]]
     """All names of each parameter, in the model's order; later parametrisations do not change them."""
-    keys: tuple[str, ...]
-    """Names of parameters and buffers in the model's state dict, in order; other entries are left out."""
+    buffers: tuple[str, ...]
+    """All names of the buffers that torch saves."""
+    keys: dict[str, str | None]
+    """As `plain_state.keys_of`: what the model's own state dict has, in its order."""
     parts: Parts
     """The parts, with parameters numbered as in `parameters`."""
     step_order: StepOrder
@@ -70,7 +74,7 @@ def describe(
     """The description of `model`, whose `parts` and `uses` number parameters as ``model.parameters()`` gives them.
 
     Raises:
-        LayoutError, ConfigError: as `param_specs`.
+        LayoutError, ConfigError: as `param_specs`; also if no trainable parameter is computed in `reduce_dtype`.
     """
     registered, everywhere = list(model.parameters()), replicated_everywhere()
     order, part_specs, uses = by_first_use(parts.specs, uses, len(registered))
@@ -78,12 +82,18 @@ def describe(
     specs = param_specs(
         model, parameters, everywhere=everywhere, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
     )
-    tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers()))
+    computed_in = dict.fromkeys(spec.key.dtype for spec in specs.values() if spec.key.trainable)
+    if reduce_dtype not in (None, torch.float32, *computed_in) and computed_in:
+        raise ConfigError(
+            f"the plan has reduce_dtype={reduce_dtype}, and trainable parameters are computed in "
+            f"{', '.join(map(str, computed_in))}: expected one of these, torch.float32 or None"
+        )
     return ModelSpec(
         parameters=parameters,
         params=tuple(specs.values()),
         names={p: names for p, names in names_of(model).items() if isinstance(p, nn.Parameter)},
-        keys=tuple(dict.fromkeys(whole_name(name, tensors[name]) for name in model.state_dict() if name in tensors)),
+        buffers=tuple(chain(*persistent_buffers(model).values())),
+        keys=keys_of(model),
         parts=replace(parts, specs=part_specs),
         step_order=StepOrder(part_specs, uses),
         ranks=ranks_of(model, everywhere),

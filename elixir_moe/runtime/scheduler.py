@@ -333,6 +333,11 @@ class Scheduler:
             for position in positions:
                 chunk.store(position)
 
+    def keep_exactly(self, index: int, position: int, values: torch.Tensor) -> None:
+        """Gives the fp32 master of a parameter `values`, of which the shard has stored what the compute dtype holds."""
+        with _unrecorded():
+            self.chunks[index].store_exactly(position, values)
+
     def fingerprint(self, index: int, position: int) -> tuple[int, int]:
         """As `Chunk.fingerprint`; two of them show whether and how a gathered parameter was written in between."""
         return self.chunks[index].fingerprint(position)

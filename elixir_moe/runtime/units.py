@@ -207,6 +207,7 @@ def reads_heard(
         dict.fromkeys(p for _, parameters in parts for p in parameters),
         unshard_for_call=unshard_for_call,
         unshard_for_block=lambda parameters, write: unshard_for_call(parameters),
+        keep_exactly=lambda *_: None,
         has_gradient=lambda _: False,
         name_of=name_of,
     )

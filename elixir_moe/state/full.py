@@ -5,17 +5,22 @@ schedule.
 """
 
 from collections.abc import Container, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.packing import ChunkSpec
+from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import spec_of, whole_of
 from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.parallel.plain_state import plain_state
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.parallel.tiles import tile_of
+from elixir_moe.runtime.access import refuse_reads
+from elixir_moe.runtime.model_spec import ModelSpec
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 
 
@@ -29,10 +34,12 @@ def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[i
 
 
 @torch.no_grad()
-def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
-    """``{name: full CPU tensor}``: names, shapes and dtypes of the model before `wrap`, experts of all ranks included.
+def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, Any]:
+    """``{name: full CPU tensor}``: what ``model.state_dict()`` gives before `wrap`, experts of all ranks included.
 
-    Trainable parameters are read from their fp32 masters. Tied names share one tensor. Collective.
+    The model's own ``state_dict`` makes it of full tensors, with its hooks, its overrides and its extra state. Names
+    stay those of `wrap` where parametrisations come or go. Trainable parameters are read from their fp32 masters. Tied
+    names share one tensor. Collective.
 
     Args:
         model: a wrapped model.
@@ -40,17 +47,44 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, t
             its ranks); the others get an empty dict and hold at most one chunk at once.
 
     Raises:
-        UsageError: the model is not wrapped, or its parameters or buffers have changed since `wrap`.
+        UsageError: the model is not wrapped, its parameters or buffers have changed since `wrap`, or a hook reads a
+            parameter that it has kept, not the module's.
+        ElixirError: the model's ``state_dict`` raises; on all ranks.
     """
     wrapped = require_wrapped(model, "full_state_dict", "; use model.state_dict() on a plain one")
     check_as_wrapped(model, wrapped)
     gets = all_ranks or dist.get_rank() == wrapped.model.ranks[0]
-    full = {parameter: value for parameter, value in full_parameters(wrapped) if gets}
-    if not gets:
-        return {}
-    state = {name: full[p] for p, names in wrapped.model.names.items() if p in full for name in names}
-    state |= {name: buffer.cpu().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
-    return {name: state[name] for name in wrapped.model.keys}
+    names = wrapped.model.names
+    full = {names[parameter][0]: value for parameter, value in full_parameters(wrapped) if gets}
+    states: list[dict[str, Any]] = []
+
+    def take() -> None:
+        if gets:
+            values: dict[torch.Tensor, torch.Tensor] = {p: full[those[0]] for p, those in names.items()}
+            states.append(_state_of(model, wrapped, values))
+
+    raise_on_all_ranks("took the model's state dict", take, wrapped.optimizer.kept.groups.peers_group)
+    return states[0] if gets else {}
+
+
+def _state_of(model: nn.Module, wrapped: Wrapped, values: dict[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
+    """The model's own state dict of full parameters, and of copies of its buffers on the CPU."""
+    values |= {buffer: buffer.detach().cpu().clone() for buffer in model.buffers()}
+    with refuse_reads("a hook of state_dict() has kept a parameter, which it should read from its module"):
+        state = plain_state(model, wrapped.model.names, values)
+    ours = {_memory(value) for value in values.values()} - {None}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and _memory(value) not in ours:
+            state[key] = value.detach().cpu().clone()  # made by a hook, perhaps of what goes on to change
+    if state.keys() == wrapped.model.keys.keys():  # parametrisations may have come or gone since: the order of wrap
+        for key in wrapped.model.keys:
+            state[key] = state.pop(key)
+    return state
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """The memory that a tensor uses; None for one without plain memory."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 @torch.no_grad()
@@ -89,10 +123,12 @@ def full_parameters(
             yield parameter, joined
 
 
-def refuse_plain_state_dicts(model: nn.Module) -> None:
+def refuse_plain_state_dicts(model: nn.Module, spec: ModelSpec) -> None:
     """Makes ``model.state_dict()`` and ``load_state_dict()`` raise UsageError: released parameters hold no weights."""
 
     def refuse(*_: object, **__: object) -> None:
+        if not any(parameter in spec.names for parameter in model.parameters()):
+            return  # full tensors stand in their places
         raise UsageError(
             "a wrapped model's parameters are sharded: take full weights with em.full_state_dict(model), and load a "
             "state dict into the model before wrap"

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, UsageError
 from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.parallel.plain_state import computed, keys_of, modules_with_extra_state, persistent_buffers
 from elixir_moe.parallel.rules import UNCUT, logical_box, logical_shape, named_tensors, names_of, pattern_of
 from elixir_moe.state.full import full_parameters
 from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
@@ -65,6 +66,10 @@ class Pretrained:
         self._files: dict[str, Any] = {}
         self._sources: dict[str, _Source] = {}
         self._names = names_in_base(model)
+        if self._model is model:
+            keys = keys_of(model)
+            for names in self._names.values():  # hooks of the state dict may give a tensor other names
+                names += [key for key, name in keys.items() if name == names[0] and key not in names]
         self._reading = Deferred("read their weights", error=CheckpointError)
         raise_on_all_ranks("opened a folder of weights", self._open, error=CheckpointError)
 
@@ -249,8 +254,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
     For a peft model, writes its adapters for ``PeftModel.from_pretrained``. Only chunks with something that peft saves
     are read and gathered; rank 0 holds all that peft saves at once.
 
-    Collective; rank 0 writes. Trainable weights are read from their fp32 masters and written in their dtype before
-    `wrap`. The previous contents of the folder stay until everything is written.
+    Tensors have their keys of ``model.state_dict()``. Collective; rank 0 writes. Trainable weights are read from their
+    fp32 masters and written in their dtype before `wrap`. The previous contents of the folder stay until everything is
+    written.
 
     Args:
         model: a wrapped model.
@@ -258,8 +264,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         max_file_bytes: largest size of a file with several tensors.
 
     Raises:
-        UsageError: the model is not wrapped, its parameters or buffers have changed since `wrap`, or, on several
-            ranks, peft would save what it computes from the model (prompt learning).
+        UsageError: the model is not wrapped, its parameters or buffers have changed since `wrap`, its state dict has
+            extra state or tensors that a hook computes, or, on several ranks, peft would save what it computes from the
+            model (prompt learning).
         CheckpointError: rank 0 cannot write; raised on every rank.
     """
     wrapped = require_wrapped(model, "save_pretrained", "; a plain one has its own")
@@ -268,6 +275,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
     if hasattr(model, "peft_config"):
         _save_adapters(model, wrapped, folder)
         return
+    _refuse_more_than_tensors(model, wrapped)
     writers: list[_Writer] = []
 
     def begin() -> None:
@@ -291,14 +299,21 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
 def _save_adapters(model: Any, wrapped: Wrapped, folder: str) -> None:
     """Lets peft write, on rank 0, a state dict that has values where peft saves them, and meta tensors elsewhere."""
+    _refuse_more_than_tensors(model, wrapped)
     like = _meta_state(model, wrapped)
     mine = dist.get_rank() == 0
     chosen = raise_on_all_ranks("chose the adapters' weights", lambda: _of_adapters(model, like) if mine else None)[0]
-    wanted = {p for p, names in wrapped.model.names.items() if chosen is None or not chosen.isdisjoint(names)}
-    state = like | {name: b.cpu() for name, b in model.named_buffers(remove_duplicate=False) if name in like}
+    keys_of_name: dict[str | None, list[str]] = {}
+    for key, name in wrapped.model.keys.items():
+        keys_of_name.setdefault(name, []).append(key)
+    keys = {p: keys_of_name.get(names[0], []) for p, names in wrapped.model.names.items()}
+    wanted = {p for p, those in keys.items() if chosen is None or not chosen.isdisjoint(those)}
+    state = dict(like)
+    for buffer, names in persistent_buffers(model).items():
+        state |= dict.fromkeys(keys_of_name.get(names[0], []), buffer.cpu())
     for parameter, value in full_parameters(wrapped, wanted):
         if mine:
-            state |= dict.fromkeys(wrapped.model.names[parameter], value)
+            state |= dict.fromkeys(keys[parameter], value)
 
     def save() -> None:
         if mine:
@@ -318,15 +333,16 @@ def _meta_state(model: nn.Module, wrapped: Wrapped) -> dict[str, Tensor]:
     dtypes = {
         p: dtype for c in wrapped.scheduler.chunks for p, dtype in zip(c.parameters, c.original_dtypes, strict=True)
     }
-    tensors: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
-    tensors |= {name: p for p, names in wrapped.model.names.items() for name in names}
+    tensors: dict[str, Tensor] = {names[0]: buffer for buffer, names in persistent_buffers(model).items()}
+    tensors |= {names[0]: p for p, names in wrapped.model.names.items()}
     return {
-        name: torch.empty(
+        key: torch.empty(
             logical_shape(tensors[name]),
             dtype=dtypes.get(tensors[name], tensors[name].dtype),  # type: ignore[call-overload]
             device="meta",
         )
-        for name in wrapped.model.keys
+        for key, name in wrapped.model.keys.items()
+        if name is not None
     }
 
 
@@ -352,13 +368,35 @@ def _of_adapters(model: Any, like: dict[str, Tensor]) -> set[str] | None:
     return None if None in names else {name for name in names if name is not None}
 
 
+def _refuse_more_than_tensors(model: nn.Module, wrapped: Wrapped) -> None:
+    """Raises UsageError if the model's state dict has more than its parameters and buffers under keys of its own."""
+    more = computed(wrapped.model.keys)
+    more += [key for key, module in modules_with_extra_state(model).items() if module.get_extra_state() is not None]
+    if more:
+        raise UsageError(
+            f"the model's state_dict() has {more[0]!r}, which is no parameter or buffer: save_pretrained writes those "
+            f"alone. Take the weights with em.full_state_dict(model) and write them yourself, or keep them with em.save"
+        )
+
+
+def _keys_of_files(wrapped: Wrapped) -> dict[str, str]:
+    """{first name of a parameter or buffer: its first key in the model's own state dict}."""
+    found: dict[str, str] = {}
+    for key, name in wrapped.model.keys.items():
+        if name is not None:
+            found.setdefault(name, key)
+    return found
+
+
 def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Tensor]]:
-    """Yields (first name, full tensor) of every parameter and persistent buffer on every rank, one chunk at a time."""
+    """Yields (key, full tensor) of what the model's state dict has, on every rank, one chunk at a time."""
+    keys = _keys_of_files(wrapped)
     for parameter, tensor in full_parameters(wrapped):
-        yield wrapped.model.names[parameter][0], tensor
-    for name, buffer in model.named_buffers():
-        if name in wrapped.model.keys:
-            yield name, buffer.cpu()
+        if (key := keys.get(wrapped.model.names[parameter][0])) is not None:
+            yield key, tensor
+    for buffer, names in persistent_buffers(model).items():
+        if names[0] in keys:
+            yield keys[names[0]], buffer.cpu()
 
 
 class _Writer:
@@ -375,16 +413,8 @@ class _Writer:
     def begin(self, max_file_bytes: int) -> None:
         """Creates all files in full size, with their headers."""
         model, wrapped = self._model, self._wrapped
-        kept = {
-            p: (p.shape, d)
-            for c in wrapped.scheduler.chunks
-            for p, d in zip(c.parameters, c.original_dtypes, strict=True)
-        }
-        tensors = {
-            names[0]: torch.empty(logical_shape(p), dtype=kept[p][1], device="meta")
-            for p, names in wrapped.model.names.items()
-        }
-        tensors |= {n: torch.empty_like(b, device="meta") for n, b in model.named_buffers() if n in wrapped.model.keys}
+        tensors = _meta_state(model, wrapped)
+        tensors = {key: tensors[key] for key in _keys_of_files(wrapped).values()}
         self._dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
         out: dict[str, Tensor] = {}
         for names in _converted_together(model, tensors):

@@ -3,8 +3,8 @@
 Owns `Wrapped`, and the check that a model has not changed since `wrap`.
 """
 
-import re
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from elixir_moe.chunks.plan import Footprint, Plan, Tier
 from elixir_moe.errors import UsageError
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.parallel.plain_state import persistent_buffers, unparametrized
 from elixir_moe.parallel.rules import named_tensors
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
@@ -73,27 +74,25 @@ def require_wrapped(model: nn.Module, what: str, otherwise: str = "") -> Wrapped
 
 
 def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
-    """Raises UsageError unless the model has the parameters and buffers of `wrap`, under the same names.
+    """Raises UsageError unless the model has the parameters and buffers of `wrap`, each under its names of then.
 
     `torch.nn.utils.parametrize` may have moved a parameter, or moved it back.
     """
-    keys = dict.fromkeys(wrapped.model.keys)
-    lasting = {
-        f"{path}.{name}".lstrip(".")
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._buffers.keys() - module._non_persistent_buffers_set
-    }
-    new = [name for name, p in model.named_parameters() if p not in wrapped.model.names]
-    new += [name for name, _ in model.named_buffers() if name in lasting and name not in keys]
+    spec = wrapped.model
+    then = {(unparametrized(name), p): name for p, names in spec.names.items() for name in names}
+    now = {(unparametrized(name), t): name for name, t in named_tensors(model) if isinstance(t, nn.Parameter)}
+    buffers = list(chain(*persistent_buffers(model).values()))
+    new = [name for (_, p), name in now.items() if p not in spec.names]
+    new += [name for name in buffers if name not in spec.buffers]
     if new:
         raise UsageError(f"the model has {new} now and had not in wrap: add and replace modules before wrap")
-    known = {_unparametrized(name) for name, _ in named_tensors(model)}
-    named = dict.fromkeys(name for names in wrapped.model.names.values() for name in names)
-    missing = [name for name in named | keys if _unparametrized(name) not in known]
+    moved = [(spec.names[key[1]][0], name) for key, name in now.items() if key not in then]
+    if moved:
+        raise UsageError(
+            f"parameter {moved[0][0]!r} of wrap is at {moved[0][1]!r} now; {len(moved)} are tied, swapped or moved "
+            f"since: tie, swap and move parameters and modules before wrap"
+        )
+    missing = [name for key, name in then.items() if key not in now]
+    missing += [name for name in spec.buffers if name not in buffers]
     if missing:
         raise UsageError(f"the model had {missing} in wrap and has not now: rename and remove parameters before wrap")
-
-
-def _unparametrized(name: str) -> str:
-    """The name of a parameter without the path that `torch.nn.utils.parametrize` inserts."""
-    return re.sub(r"parametrizations\.([^.]+)\.original$", r"\1", name)

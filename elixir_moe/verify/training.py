@@ -130,7 +130,7 @@ def _wrapped_step(
 
 
 def _full(model: nn.Module) -> Weights:
-    return {name: value.float() for name, value in full_state_dict(model).items()}
+    return {name: value.float() for name, value in full_state_dict(model).items() if isinstance(value, torch.Tensor)}
 
 
 def _start_from_a_folder(setup: Setup, record: Record) -> None:

@@ -135,7 +135,7 @@ def _gradients(model: nn.Module, backward: Callable[[nn.Module], None]) -> dict[
     optimizer.step()
     after = megatron.as_one_process(model, em.full_state_dict(model, all_ranks=True))
     optimizer.close()
-    return {name: before[name] - after[name] for name in before}
+    return {name: before[name] - after[name] for name in before if before[name] is not None}  # no extra state
 
 
 def parallel_layer(kind: str) -> dict[str, tuple[Tensor, Tensor]]:

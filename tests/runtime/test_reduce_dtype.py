@@ -143,6 +143,16 @@ def test_what_is_no_dtype_of_a_sum_is_refused(wrong: Any) -> None:
             make()
 
 
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_a_plan_that_sums_in_a_dtype_that_nothing_has_is_refused(dtype: torch.dtype | None) -> None:
+    model: Any = nn.Linear(4, 4)
+    plan = em.Plan.zero2(reduce_dtype=torch.float16)
+    em.init_mesh(device_type="cpu")
+    with pytest.raises(em.ConfigError, match=r"reduce_dtype=torch.float16, and trainable .* in torch"):
+        em.wrap(model, make_optimizer(model.parameters()), plan=plan, compute_dtype=dtype, device="cpu")
+    dist.destroy_process_group()
+
+
 def of_another_dtype() -> str:
     model: Any = nn.Linear(4, 4)
     pattern = em.Pattern(em.init_mesh(device_type="cpu"), replicate=("dp",), reduce_dtype=torch.float16)

@@ -191,7 +191,7 @@ def small_manifest(entries: dict[str, ParameterRecord], records: dict[str, FileR
         optimizer="AdamW, AdamUpdate",
         param_groups=({"params": ("w", "b"), "options": {"lr": 0.1}},),
         loss_scale=None,
-        keys=("w", "b"),
+        keys={"w": "w", "b": "b"},
         parameters=entries,
         buffers={},
         files=records,
@@ -218,7 +218,7 @@ def test_a_small_checkpoint_is_a_directory_of_safetensors(tmp_path: Path) -> Non
     whole = Whole(tmp_path / "a", manifest)
     assert torch.equal(whole.parameter("w"), torch.arange(512.0).view(8, 64))
     assert torch.equal(load_file(tmp_path / "a" / "rank-00001.safetensors")["b[0]+0/weight"], torch.arange(7.0))
-    assert json.loads((tmp_path / "a" / "manifest.json").read_bytes())["version"] == 3, "plain JSON"
+    assert json.loads((tmp_path / "a" / "manifest.json").read_bytes())["version"] == 5, "plain JSON"
 
 
 def test_an_existing_target_is_never_touched(tmp_path: Path) -> None:
@@ -260,6 +260,20 @@ def hash_of_a_frozen(digest: str) -> dict[str, Any]:
     return {"source": "", "parameters": {"frozen": {"shape": [2], "dtype": "F32", "digest": digest}}}
 
 
+@pytest.mark.parametrize("version", [3, 4])
+def test_manifests_of_former_versions_are_read(version: int, tmp_path: Path) -> None:
+    write_small(tmp_path / "a", 1)
+    wanted = read_manifest(tmp_path / "a")
+
+    def earlier(fields: dict[str, Any]) -> None:
+        fields.update(version=version, keys=list(fields["keys"]))
+        for name in ("extra_states", "base")[: 5 - version]:
+            del fields[name]
+
+    spoilt(tmp_path / "a", earlier)
+    assert read_manifest(tmp_path / "a") == wanted
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -269,13 +283,17 @@ def hash_of_a_frozen(digest: str) -> dict[str, Any]:
         (renamed("other.pt"), "not the name of a file"),
         (
             lambda f: f.update(version=1),
-            "version '1' of the format, this elixir_moe reads 3 and 4: use the elixir_moe that",
+            "version '1' of the format, this elixir_moe reads 3 to 5: use the elixir_moe that",
         ),
-        (lambda f: f.update(version=5), "version '?5'? of the format"),
-        (lambda f: f.update(version=4), "base is missing"),
-        (lambda f: f.update(base=None), r"unknown fields \['base'\]"),
-        (lambda f: f.update(version=4, base={"source": "", "parameters": {"a": {}}}), "shape is missing"),
-        (lambda f: f.update(version=4, base=hash_of_a_frozen("12")), "'12' is no hash of a parameter"),
+        (lambda f: f.update(version=6), "version '?6'? of the format"),
+        (lambda f: f.pop("base"), "base is missing"),
+        (lambda f: f.update(version=3, keys=["w", "b"]), r"unknown fields \['base', 'extra_states'\]"),
+        (lambda f: f.update(version=4, keys=["w", "b"]), r"unknown fields \['extra_states'\]"),
+        (lambda f: f.update(base={"source": "", "parameters": {"a": {}}}), "shape is missing"),
+        (lambda f: f.update(base=hash_of_a_frozen("12")), "'12' is no hash of a parameter"),
+        (lambda f: f.update(keys=["w", "b"]), "keys: expected dict"),
+        (lambda f: f.update(keys={"w": 1}), "keys 'w': expected a name or null"),
+        (lambda f: f.update(extra_states=[["a"]]), "extra_states: expected dict"),
         (lambda f: f.update(format="other"), "not the manifest"),
         (lambda f: f.update(more=1), r"unknown fields \['more'\]"),
         (lambda f: f.pop("rng"), "rng is missing"),

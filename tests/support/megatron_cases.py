@@ -397,7 +397,8 @@ def wrapped(case: Case, plan: Any, accumulation: int, clip: float | None, start:
         losses = torch.tensor(result["loss"], dtype=torch.float64)
         dist.all_reduce(losses)
         result["loss"] = (losses * case.pp / dist.get_world_size()).tolist()
-        result["state"] = megatron.as_one_process(model, em.full_state_dict(model, all_ranks=True))
+        state = megatron.as_one_process(model, em.full_state_dict(model, all_ranks=True))
+        result["state"] = {name: value for name, value in state.items() if value is not None}  # no extra state
         first = place()["pp"][0] * case.layers // case.pp
         result["state"] = {
             re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + first}", name): value

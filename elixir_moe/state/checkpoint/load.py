@@ -18,6 +18,7 @@ from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.parallel.plain_state import modules_with_extra_state
 from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.local_shard import LocalShard, buffers_of, local_shards, wrapped_of
 from elixir_moe.state.checkpoint.manifest import WEIGHT, Base, Buffer, FrozenRecord, Manifest, ParameterRecord, Piece
@@ -51,6 +52,8 @@ class _Todo:
     moves: list[_Move]
     buffers: list[tuple[torch.Tensor, str, str]]
     """(buffer, file, tensor in it)."""
+    extra_states: list[tuple[nn.Module, Any]]
+    """(module, its extra state)."""
     random: dict[str, Any] | None
     options: list[dict[str, Any]]
     loss_scale: LossScale | None
@@ -137,8 +140,8 @@ def _look_up(
 ) -> _Todo:
     where = str(directory / MANIFEST)
     holdings = list(local_shards(wrapped))
-    buffers = buffers_of(model, wrapped)
-    problems = list(_differences(manifest, wrapped, holdings, buffers))
+    buffers = buffers_of(model)
+    problems = [*_differences(manifest, wrapped, holdings, buffers), *_other_extra_states(manifest, model)]
     if problems:
         more = f"\n  and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise CheckpointError(f"{directory} does not fit the model: " + "\n  ".join(problems[:_MOST_NAMED]) + more)
@@ -153,10 +156,13 @@ def _look_up(
         file = saved.file_of_rank[rank if rank < manifest.world else 0]
         files.check(file, Buffer.key(name), saved.dtype, saved.shape)
         sources.append((buffer, file, Buffer.key(name)))
+    extra_states = _extra_states(manifest, rank)
+    modules = modules_with_extra_state(model)
     scale = decode(manifest.loss_scale, f"{where}: loss_scale")
     return _Todo(
         moves=moves,
         buffers=sources,
+        extra_states=[(modules[key], decode(value, f"{where}: {key}")) for key, value in extra_states.items()],
         random=read_random_states(manifest.rng[rank], f"{where}: rng {rank}") if rank < manifest.world else None,
         options=[decode(group["options"], f"{where}: param_groups") for group in manifest.param_groups],
         loss_scale=_loss_scale(scale, where) if scale is not None else None,
@@ -191,6 +197,22 @@ def _differences(
     for name, buffer in buffers.items():
         if name in manifest.buffers:
             yield from _unlike(f"buffer {name!r}", manifest.buffers[name], tuple(buffer.shape), buffer.dtype)
+
+
+def _extra_states(manifest: Manifest, rank: int) -> dict[str, Any]:
+    """{key: extra state of a module, encoded} for that rank; a rank that the save had not gets those of rank 0."""
+    found = manifest.extra_states
+    return {**found[0], **(found[rank] if rank < len(found) else {})} if found else {}
+
+
+def _other_extra_states(manifest: Manifest, model: nn.Module) -> Iterator[str]:
+    modules, saved = modules_with_extra_state(model), _extra_states(manifest, 0)
+    for key, module in modules.items():
+        if key not in saved and module.get_extra_state() is not None:
+            yield f"extra state {key!r} of the model is not in the checkpoint"
+    for key in saved:
+        if key not in modules or type(modules[key]).set_extra_state is nn.Module.set_extra_state:
+            yield f"extra state {key!r} of the checkpoint has no module with set_extra_state in the model"
 
 
 def _unfit(left_out: Mapping[str, FrozenRecord], own: dict[str, LocalShard]) -> Iterator[str]:
@@ -313,6 +335,8 @@ def _carry_out(todo: _Todo, files: Files, optimizer: ShardedOptimizer, source: s
             _fill(move, files, optimizer)
     for buffer, file, key in todo.buffers:
         buffer.copy_(files.read(file, key))
+    for module, state in todo.extra_states:
+        module.set_extra_state(state)
     for group, options in zip(optimizer.param_groups, todo.options, strict=False):
         group.update(options)
     if optimizer.loss_scale is not None and todo.loss_scale is not None:

@@ -16,10 +16,12 @@ from elixir_moe.chunks.packing import Slot
 from elixir_moe.errors import UsageError
 from elixir_moe.memory.shard_state import Elements
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.parallel.plain_state import modules_with_extra_state, persistent_buffers
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.parallel.tiles import tile_of, whole_shape
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.state.checkpoint.shard_ranges import Span
+from elixir_moe.state.checkpoint.values import encode
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped
 
 
@@ -118,6 +120,32 @@ def loss_scale_of(optimizer: ShardedOptimizer) -> dict[str, Any] | None:
     return {"scale": scale.scale, "growth_interval": scale.growth_interval, "clean_steps": scale.clean_steps}
 
 
-def buffers_of(model: nn.Module, wrapped: Wrapped) -> dict[str, torch.Tensor]:
-    """{name: buffer} of the persistent buffers; a shared buffer under each of its names."""
-    return {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in set(wrapped.model.keys)}
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """{first name: buffer} of the buffers that torch saves; a sparse one as its parts, such as ``name[values]``."""
+    return {
+        f"{names[0]}{part}": tensor
+        for buffer, names in persistent_buffers(model).items()
+        for part, tensor in _parts(buffer)
+    }
+
+
+def _parts(buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a buffer consists of: itself, or the parts of a sparse one, in its own memory."""
+    if buffer.layout is torch.strided:
+        yield "", buffer
+    elif buffer.layout is torch.sparse_coo:
+        yield "[sorted indices]" if buffer.is_coalesced() else "[indices]", buffer._indices()
+        yield "[values]", buffer._values()
+    else:
+        rows = buffer.layout in (torch.sparse_csr, torch.sparse_bsr)
+        yield "[crow_indices]" if rows else "[ccol_indices]", buffer.crow_indices() if rows else buffer.ccol_indices()
+        yield "[col_indices]" if rows else "[row_indices]", buffer.col_indices() if rows else buffer.row_indices()
+        yield "[values]", buffer.values()
+
+
+def extra_states_of(model: nn.Module) -> dict[str, Any]:
+    """{key: encoded} of the extra state of each module. Raises CheckpointError for a value that has no encoding."""
+    return {
+        key: encode(module.get_extra_state(), f"the extra state {key!r}")
+        for key, module in modules_with_extra_state(model).items()
+    }

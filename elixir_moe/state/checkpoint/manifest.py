@@ -19,9 +19,10 @@ from elixir_moe.state.checkpoint.shard_ranges import Span, flaw
 from elixir_moe.state.safetensors_format import DTYPES
 
 FORMAT = "elixir-moe checkpoint"
-VERSION = 3
-VERSION_WITH_BASE = 4
-"""Of a manifest that names frozen parameters which the checkpoint does not hold."""
+VERSION = 5
+READ = (3, 4, VERSION)
+"""Versions that can be read: 3 has neither `base` nor `extra_states`, 4 has no `extra_states`; both have `keys` alone,
+without the names of their tensors."""
 WEIGHT = "weight"
 """Name of the parameter itself in a piece's state; all other names are those of the optimizer."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
@@ -128,8 +129,9 @@ class Manifest:
     """For each: "params" (first names) and "options" (encoded)."""
     loss_scale: Any
     """Encoded; None without loss scaling (fp16)."""
-    keys: tuple[str, ...]
-    """Names in the plain model's state dict, in order."""
+    keys: Mapping[str, str | None]
+    """{key in the plain model's state dict: first name of its parameter or buffer}, in order; None for what the model
+    computes, and for extra state."""
     parameters: Mapping[str, ParameterRecord]
     """By first name."""
     buffers: Mapping[str, Buffer]
@@ -138,6 +140,8 @@ class Manifest:
     """Random states by rank, encoded."""
     extra: Any
     """The user's `extra`, encoded."""
+    extra_states: tuple[Mapping[str, Any], ...] = ()
+    """{key: extra state of a module, encoded} by rank: all of rank 0, and of another rank those that differ."""
     base: Base | None = None
     """None if the checkpoint holds all parameters."""
 
@@ -154,10 +158,7 @@ class Manifest:
 
 def dump(manifest: Manifest) -> bytes:
     """The manifest as the bytes of its file."""
-    version = VERSION if manifest.base is None else VERSION_WITH_BASE
-    whole = {"format": FORMAT, "version": version, **_fields_of(manifest)}
-    if manifest.base is None:
-        del whole["base"]
+    whole = {"format": FORMAT, "version": VERSION, **_fields_of(manifest)}
     text = json.dumps(whole, allow_nan=False, separators=(",", ":"), default=_fields_of).removeprefix("{") + "\n"
     return _first_line(text.encode()) + text.encode()
 
@@ -252,10 +253,10 @@ def _manifest(fields: _Fields) -> Manifest:
     if fields.any("format") != FORMAT:
         raise CheckpointError(f"{fields.where}: not the manifest of an {FORMAT}")
     version = fields.any("version")
-    if version not in (VERSION, VERSION_WITH_BASE):
+    if version not in READ:
         raise CheckpointError(
-            f"{fields.where}: version {str(version)[:40]!r} of the format, this elixir_moe reads {VERSION} and "
-            f"{VERSION_WITH_BASE}: use the elixir_moe that saved it"
+            f"{fields.where}: version {str(version)[:40]!r} of the format, this elixir_moe reads {READ[0]} to "
+            f"{READ[-1]}: use the elixir_moe that saved it"
         )
     files = {name: _record(name, item) for name, item in fields.objects("files").items()}
     parameters = {name: _entry(name, item, files) for name, item in fields.objects("parameters").items()}
@@ -266,18 +267,32 @@ def _manifest(fields: _Fields) -> Manifest:
         optimizer=fields.take("optimizer", str),
         param_groups=tuple(_param_group(item) for item in fields.rows("param_groups")),
         loss_scale=fields.any("loss_scale"),
-        keys=fields.each("keys", str),
+        keys=_keys(fields) if version == VERSION else _former_keys(fields, parameters),
         parameters=parameters,
         buffers={name: _buffer(item, files, world) for name, item in fields.objects("buffers").items()},
         files=files,
         rng=fields.each("rng", dict),
         extra=fields.any("extra"),
-        base=_base(_Fields(fields.any("base"), f"{fields.where}: base")) if version == VERSION_WITH_BASE else None,
+        extra_states=fields.each("extra_states", dict) if version == VERSION else (),
+        base=None if version == READ[0] else _base(fields),
     )
     fields.end()
     if len(manifest.rng) != world:
         raise CheckpointError(f"{fields.where}: {len(manifest.rng)} states of random generators for {world} ranks")
     return manifest
+
+
+def _keys(fields: _Fields) -> Mapping[str, str | None]:
+    keys = fields.take("keys", dict)
+    for key, name in keys.items():
+        if name is not None and not isinstance(name, str):
+            raise CheckpointError(f"{fields.where}: keys {key[:200]!r}: expected a name or null, got {str(name)[:80]}")
+    return keys
+
+
+def _former_keys(fields: _Fields, parameters: Mapping[str, ParameterRecord]) -> Mapping[str, str | None]:
+    first_of = {name: first for first, entry in parameters.items() for name in entry.names}
+    return {key: first_of.get(key, key) for key in fields.each("keys", str)}
 
 
 def _known(value: Any, choices: Iterable[str], where: str) -> str:
@@ -316,7 +331,11 @@ def _entry(name: str, fields: _Fields, files: Mapping[str, FileRecord]) -> Param
     return entry
 
 
-def _base(fields: _Fields) -> Base:
+def _base(fields: _Fields) -> Base | None:
+    found = fields.any("base")
+    if found is None:
+        return None
+    fields = _Fields(found, f"{fields.where}: base")
     base = Base(
         source=fields.take("source", str),
         parameters={name: _frozen(item) for name, item in fields.objects("parameters").items()},

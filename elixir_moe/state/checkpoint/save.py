@@ -41,6 +41,7 @@ from elixir_moe.state.checkpoint.hashing import digest_of
 from elixir_moe.state.checkpoint.local_shard import (
     LocalShard,
     buffers_of,
+    extra_states_of,
     local_shards,
     loss_scale_of,
     share_of,
@@ -188,7 +189,9 @@ def save(
     )
     _compare(facts)
     base = None if frozen else _base(model, wrapped, control)
-    fixed = {**facts[0].fixed, "base": base}
+    first = facts[0].extra_states
+    extra_states = (first, *({k: v for k, v in f.extra_states.items() if v != first.get(k)} for f in facts[1:]))
+    fixed = {**facts[0].fixed, "base": base, "extra_states": extra_states}
     target = Path(facts[dist.get_rank()].target)
     contents: list[_Contents] = []
     drafts: list[Draft] = []
@@ -282,6 +285,7 @@ class _Facts:
     target: str
     extra_digest: str
     buffer_digests: dict[str, str]
+    extra_states: dict[str, Any]
     rng: Any
     frozen: bool
     """Whether the checkpoint is to hold frozen parameters."""
@@ -323,7 +327,8 @@ def _facts(
     return _Facts(
         target=str(target),
         extra_digest=digest_of(repr(encoded).encode()),
-        buffer_digests={name: digest_of(_bytes(buffer)) for name, buffer in buffers_of(model, wrapped).items()},
+        buffer_digests={name: digest_of(_bytes(buffer)) for name, buffer in buffers_of(model).items()},
+        extra_states=extra_states_of(model),
         rng=random_states(),
         frozen=frozen,
         fixed=fixed,
@@ -387,7 +392,7 @@ class _Contents:
                 pieces=(*earlier, *pieces),
             )
         self.buffers: dict[str, Buffer] = {}
-        for name, buffer in buffers_of(model, wrapped).items():
+        for name, buffer in buffers_of(model).items():
             self._add_buffer(name, buffer, [found.buffer_digests[name] for found in facts])
         self.image = FileImage(self._items, bounded=bounded) if self._items else None
 

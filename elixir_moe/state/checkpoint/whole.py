@@ -18,7 +18,10 @@ from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Manifest, Param
 from elixir_moe.state.checkpoint.shard_ranges import Span, overlap
 from elixir_moe.state.checkpoint.storage import Draft
 from elixir_moe.state.checkpoint.tensors import Files, Item, write_tensors
+from elixir_moe.state.checkpoint.values import decode
 from elixir_moe.state.safetensors_format import DTYPES, INDEX, NAMES, files_of, index_of
+
+_TORCH = "export it with --format torch, or load it and use em.full_state_dict(model)"
 
 
 class Whole:
@@ -41,7 +44,11 @@ class Whole:
         return self._files.read(buffer.file_of_rank[rank], Buffer.key(name))
 
     def state_dict(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Item]]:
-        """(name, tensor to write) of the plain model's state dict, in its order; `dtype` is for floating parameters."""
+        """(key, tensor to write) of the plain model's state dict, in its order; `dtype` is for floating parameters.
+
+        Raises:
+            CheckpointError: the checkpoint has no frozen weights, or the model's state dict computes what it gives.
+        """
         base = self._manifest.base
         if base is not None:
             raise CheckpointError(
@@ -49,16 +56,25 @@ class Whole:
                 f"{base.source or 'no named folder'!r}: load it into a wrapped model and write "
                 f"that model with em.save_pretrained"
             )
-        first_of = {name: first for first, entry in self._manifest.parameters.items() for name in entry.names}
-        for key in self._manifest.keys:
-            if key in self._manifest.buffers:
-                buffer = self._manifest.buffers[key]
-                yield key, Item(key=key, dtype=buffer.dtype, shape=buffer.shape, tensor=self._later(self.buffer, key))
-            elif key in first_of:
-                entry = self._manifest.parameters[first_of[key]]
+        for key, name in self._manifest.keys.items():
+            if name is not None and name in self._manifest.buffers:
+                buffer = self._manifest.buffers[name]
+                yield key, Item(key=key, dtype=buffer.dtype, shape=buffer.shape, tensor=self._later(self.buffer, name))
+            elif name is not None and name in self._manifest.parameters:
+                entry = self._manifest.parameters[name]
                 to = dtype if dtype is not None and DTYPES[entry.dtype].is_floating_point else DTYPES[entry.dtype]
-                give = self._later(lambda name, to=to: self.parameter(name).to(to), first_of[key])
+                give = self._later(lambda name, to=to: self.parameter(name).to(to), name)
                 yield key, Item(key=key, dtype=NAMES[to], shape=entry.shape, tensor=give)
+            elif key not in self.extra_states():
+                raise CheckpointError(
+                    f"{key!r} is computed by the model's own state_dict(), or sparse: load the checkpoint into a "
+                    f"wrapped model and take em.full_state_dict(model)"
+                )
+
+    def extra_states(self) -> dict[str, Any]:
+        """{key: extra state of a module} of rank 0."""
+        states = self._manifest.extra_states
+        return {key: decode(value, key) for key, value in (states[0] if states else {}).items()}
 
     def cells(self, name: str) -> Iterator[tuple[Piece, list[Item]]]:
         """Each slice of a parameter as one piece, with its tensors; the caller sets the piece's file.
@@ -111,10 +127,16 @@ def export_huggingface(
     The files are ``model.safetensors``, or several of at most `shard_bytes` with ``model.safetensors.index.json``.
 
     Raises:
-        CheckpointError: the folder exists.
+        CheckpointError: the folder exists, or modules have extra state.
     """
-    first_names = set(whole._manifest.parameters) | set(whole._manifest.buffers)
-    items = {name: item for name, item in whole.state_dict(dtype) if name in first_names}
+    if more := [key for key, state in whole.extra_states().items() if state is not None]:
+        raise CheckpointError(f"{more[0]!r} is extra state of a module, and the folder holds tensors alone: {_TORCH}")
+    seen: set[str | None] = set()
+    items: dict[str, Item] = {}
+    for key, item in whole.state_dict(dtype):
+        if (name := whole._manifest.keys[key]) not in seen:
+            items[key] = item
+            seen.add(name)
     sizes = {name: item.nbytes for name, item in items.items()}
     files = files_of(sizes, shard_bytes)
     _make(out)
@@ -136,13 +158,13 @@ def export_torch(whole: Whole, out: Path, *, dtype: torch.dtype | None = None) -
     if os.path.lexists(out):
         raise CheckpointError(f"{out} exists: name another file")
     tensors: dict[str, torch.Tensor] = {}
-    first_of = {name: entry.names[0] for entry in whole._manifest.parameters.values() for name in entry.names}
-    for name, item in whole.state_dict(dtype):
-        first = first_of.get(name, name)
-        tensors[name] = tensors[first] if first in tensors else item.tensor()
+    state: dict[str, Any] = dict.fromkeys(whole._manifest.keys) | whole.extra_states()
+    for key, item in whole.state_dict(dtype):
+        name = str(whole._manifest.keys[key])
+        state[key] = tensors[name] = tensors[name] if name in tensors else item.tensor()
     partial = out.with_name(f".{out.name}.partial")
     out.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(tensors, partial)
+    torch.save(state, partial)
     partial.replace(out)
     return [out]
 
