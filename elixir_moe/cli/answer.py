@@ -4,7 +4,7 @@ Owns the sentences and the further searches behind them. Decides nothing: `searc
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 
 from elixir_moe.chunks.plan import Plan, Tier, size_text
@@ -18,6 +18,8 @@ from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.largest import Sizes, largest
 from elixir_moe.search.solve import Choice, Task, solve
 
+_ANY_DISK = 2**60
+"""Bytes of a disk that is never too small."""
 STICK = 32 * 2**30
 """Bytes of a stick of memory, as they are sold for desktops and servers alike."""
 _TOKENS = 128
@@ -52,17 +54,70 @@ class Asked:
     choice: Choice | None
     reason: str
     """Why there is no plan."""
+    tiles: str | None = None
+    """The size of the tiles in which the model was cut; None if it was not."""
+    untiled: str | None = None
+    """Why the model was not cut into tiles, which might have helped."""
 
 
-def sentences(asked: Asked) -> list[str]:
-    """The answer, one line for each part of it."""
-    lines = [_question(asked), *_memory(asked), *_speed(asked)]
-    if not asked.known.quick:
-        lines += [*_reach(asked), *_stick(asked), *_accumulation(asked)]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """The answer, in one line and in many."""
+
+    summary: str
+    """Whether it fits, its seconds and what to run, or what would make it fit."""
+    further: tuple[str, ...]
+    """What takes further searches."""
+    sentences: tuple[str, ...]
+    """All, one line for each part of the answer."""
+
+
+def answered(asked: Asked) -> Answer:
+    """The answer to a question."""
+    helps = [] if asked.choice is not None else [*_disk(asked)]
+    further: list[str] = []
+    if asked.known.thorough:
+        further = [*_reach(asked, helped=bool(helps)), *_stick(asked), *_accumulation(asked)]
+    if asked.untiled is not None and asked.choice is None and not helps:
+        helps.append(f"Tiles would need less device memory, but {asked.untiled}.")
+    lines = [_question(asked), *_memory(asked), *helps, *_speed(asked), *further]
     lines.append(_error(asked.task.hardware, asked.task.gpus))
     if asked.choice is not None:
-        lines.append(f"To paste: {wrap_line(asked.choice.plan, asked.known.dtype)}")
-    return lines
+        lines.append(f"To paste: {_to_paste(asked, asked.choice)}")
+    return Answer(summary=_summary(asked, helps), further=tuple(further), sentences=tuple(lines))
+
+
+def _summary(asked: Asked, helps: Sequence[str]) -> str:
+    choice, task = asked.choice, asked.task
+    if choice is None:
+        return " ".join([f"{asked.given.name} does not fit: {asked.reason}.", *helps])
+    trust = "" if task.hardware.mean_error is not None else " by assumed figures (see --details)"
+    return (
+        f"{asked.given.name} fits on {task.gpus} x {task.hardware.name}: about {choice.seconds.step:.3g} s a step, "
+        f"{tokens_per_second(choice):,.0f} tokens a second{trust}. To run: {_to_paste(asked, choice)}"
+    )
+
+
+def _to_paste(asked: Asked, choice: Choice) -> str:
+    """The calls that train with the plan."""
+    tiles = "" if asked.tiles is None else f'em.tile(model, at_most="{asked.tiles}")  # before the optimizer; then: '
+    return tiles + wrap_line(choice.plan, asked.known.dtype)
+
+
+def _disk(asked: Asked) -> Iterator[str]:
+    """The disk that makes it fit, if there is none yet."""
+    task = asked.task
+    if task.disk_bytes != 0:
+        return
+    ranks = min(task.gpus, task.hardware.gpus_per_node)
+    hardware = gpus.with_disk(task.hardware, _ANY_DISK, None)
+    found = _solved(replace(task, hardware=hardware, disk_bytes=_ANY_DISK // ranks))
+    if found is not None:
+        needed = -(-found.size.disk_bytes * ranks // 10**9)
+        yield (
+            f'A disk makes it fit: --disk-size "{needed} GB" for each host, {found.seconds.step:.3g} s a step at '
+            f"{gpus.DISK_SPEED:g} GB/s."
+        )
 
 
 def wrap_line(plan: Plan, dtype: str) -> str:
@@ -130,6 +185,8 @@ def _memory(asked: Asked) -> Iterator[str]:
     )
     blocks = choice.plan.blocks(choice.layout)
     in_use = f"; {blocks} blocks of {size_text(choice.layout.block_bytes)} for weights in use" if blocks else ""
+    if asked.tiles is not None:
+        in_use += f", since large parameters are cut into tiles of at most {asked.tiles}"
     yield (
         f"The plan: of {len(choice.layout.chunks)} chunks of weights and optimizer state, {', '.join(homes)}"
         f"{in_use}{kept_inputs}."
@@ -160,7 +217,8 @@ def _speed(asked: Asked) -> Iterator[str]:
     )
 
 
-def _reach(asked: Asked) -> Iterator[str]:
+def _reach(asked: Asked, *, helped: bool) -> Iterator[str]:
+    """`helped`: something else is known to make it fit."""
     known, task, given = asked.known, asked.task, asked.given
     strategy = strategies.OURS_DISK if task.disk_bytes else strategies.OURS_HOST
     limit = given.positions or LARGEST["seq"][1]
@@ -176,7 +234,8 @@ def _reach(asked: Asked) -> Iterator[str]:
     start = max(1, known.batch * longest // known.seq)
     batch = largest(lambda n: by_batch.spare_bytes(strategy, n), start, LARGEST["batch"][1])
     if not longest and not batch:
-        yield "No sequence length and no batch fits."
+        if not helped:
+            yield "No sequence length and no batch fits."
         return
     all_of = ", all that the model has positions for" if longest == given.positions else ""
     yield (

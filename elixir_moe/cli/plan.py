@@ -8,12 +8,15 @@ import gc
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from elixir_moe.chunks.plan import HELD_HEAD, Tier, held_line, held_rows, size_text
-from elixir_moe.cli.answer import Asked, sentences, tokens_per_second
+from elixir_moe.cli.answer import Answer, Asked, answered, tokens_per_second
 from elixir_moe.cli.largest import LARGEST, run_largest
 from elixir_moe.cli.tasks import (
     DTYPES,
@@ -27,17 +30,22 @@ from elixir_moe.cli.tasks import (
 )
 from elixir_moe.errors import ConfigError, PlanError, nothing_called
 from elixir_moe.models import presets
+from elixir_moe.models.presets import Planned
 from elixir_moe.search import cost, estimate, gpus, strategies, zero_infinity
 from elixir_moe.search.explain import explain
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.measure import measured_here
 from elixir_moe.search.solve import Choice, Task, price, shortage, solve
+from elixir_moe.search.tile_size import tile_bytes
+from elixir_moe.setup.tiling import tile
 
 _BATCH, _SEQ = 1, 1024
 """A batch that is not given."""
 _MOST_TOKENS = 2**40
 """Most tokens in a batch: the sizes of larger tensors would overflow."""
 _MOST_IMBALANCE = 10**6
+_WORTH = 0.99
+"""Part of a step's seconds below which tiles are worth their trouble."""
 _MOST_FIGURE = 1e60
 """Largest figure of an estimate, so that products of a few stay finite."""
 
@@ -80,7 +88,12 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards in a step; by default 1")
     verb.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="by default adamw")
     verb.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of weights and products; by default bf16")
-    verb.add_argument("--quick", action="store_true", help="leave out what takes further searches: how far it reaches")
+    verb.add_argument("--details", action="store_true", help="also show the plan's chunks, rCache, tiers and seconds")
+    verb.add_argument(
+        "--thorough",
+        action="store_true",
+        help="also search how far it reaches, and what more memory and accumulation would change",
+    )
     verb.add_argument("--budget", metavar="SIZE", help="memory of a GPU to plan for: 40GiB; by default all of it")
     verb.add_argument("--imbalance", type=float, default=1.0, help="routed rows of the busiest rank, in even shares")
     verb.add_argument("--compare", action="store_true", help="price DDP and ZeRO-1/2/3 beside the plan")
@@ -126,22 +139,50 @@ def run_plan(known: argparse.Namespace) -> int:
     known.batch, known.seq = known.batch or _BATCH, known.seq or _SEQ
     started = time.perf_counter()
     with pretended_ranks(ranks_of(known)) as mesh:
-        given = model_of(known, mesh)
-        task = task_of(known, hardware, given, known.batch, known.seq)
-        profiled = time.perf_counter()
-        reason, choice = "", None
-        try:
-            choice = solve(task)
-        except PlanError as error:
-            reason = str(error)
-        searched = time.perf_counter()
-        answer = sentences(Asked(known=known, given=given, task=task, choice=choice, reason=reason))
-    report = _report(known, given.name, task, choice, reason)
-    report |= {"profile_seconds": profiled - started, "search_seconds": searched - profiled, "answer": answer}
+        asked, searched = _searched(known, hardware, mesh)
+        answer = answered(asked)
+    task, choice = asked.task, asked.choice
+    report = _report(known, asked)
+    report |= {"profile_seconds": time.perf_counter() - started - searched, "search_seconds": searched}
+    report["answer"] = list(answer.sentences)
     if known.compare:
         report["compare"] = list(_compare(task, choice))
-    print(json.dumps(report) if known.json else _as_text(report, task, choice))
+    print(json.dumps(report) if known.json else _as_text(known, report, answer, asked))
     return 0 if choice is not None else 2
+
+
+def _searched(known: argparse.Namespace, hardware: Hardware, mesh: DeviceMesh | None) -> tuple[Asked, float]:
+    """The question, its fastest plan and the seconds of the search. Tiles are there if they make it fit or faster."""
+    plain, seconds = _solved(known, hardware, model_of(known, mesh))
+    size = tile_bytes(plain.task, plain.choice)
+    if size is None:
+        return plain, seconds
+    given = model_of(known, mesh)
+    narrow = DTYPES[known.dtype].itemsize  # a tile's bytes are those of the step's dtype, as most models are loaded
+    try:
+        tile(given.model, at_most=size * max(p.itemsize for p in given.model.parameters()) // narrow)
+    except ConfigError as error:
+        return replace(plain, untiled=str(error).partition("\n")[0].removeprefix("tile: ")), seconds
+    tiled, more = _solved(known, hardware, given)
+    tiled = replace(tiled, tiles=size_text(size).replace(".00", ""))
+    if tiled.choice is not None and (
+        plain.choice is None or tiled.choice.seconds.step < _WORTH * plain.choice.seconds.step
+    ):
+        return tiled, seconds + more
+    return plain, seconds + more
+
+
+def _solved(known: argparse.Namespace, hardware: Hardware, given: Planned) -> tuple[Asked, float]:
+    """The question about a model, with the fastest plan, and the seconds of its search."""
+    task = task_of(known, hardware, given, known.batch, known.seq)
+    started = time.perf_counter()
+    reason, choice = "", None
+    try:
+        choice = solve(task)
+    except PlanError as error:
+        reason = str(error)
+    asked = Asked(known=known, given=given, task=task, choice=choice, reason=reason)
+    return asked, time.perf_counter() - started
 
 
 def _machine(known: argparse.Namespace) -> Hardware:
@@ -216,15 +257,17 @@ def _import_compiler() -> None:
     gc.freeze()
 
 
-def _report(known: argparse.Namespace, name: str, task: Task, choice: Choice | None, reason: str) -> dict[str, Any]:
+def _report(known: argparse.Namespace, asked: Asked) -> dict[str, Any]:
+    task, choice = asked.task, asked.choice
     report: dict[str, Any] = {
-        "model": name,
+        "model": asked.given.name,
         "parameters": task.profile.parameters,
         "gpus": known.gpus,
         "batch_per_gpu": known.batch,
         "seq": known.seq,
         "feasible": choice is not None,
-        "reason": reason,
+        "reason": asked.reason,
+        "tile": asked.tiles,
     }
     keys = ("chunk_numel", "waste_fraction", "rcache_blocks", "chunks", "device_chunks", "host_chunks", "disk_chunks")
     if choice is None:
@@ -271,16 +314,18 @@ def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
         yield {"strategy": name, "feasible": not missing, "short_bytes": short, **predicted}
 
 
-def _as_text(report: dict[str, Any], task: Task, choice: Choice | None) -> str:
-    lines = [f"{report['model']}: {report['parameters']:,} parameters on {task.gpus} x {task.hardware.name}"]
-    lines += report["answer"]
-    lines += [] if choice is None else [explain(choice)]
-    if choice is not None:
-        lines += [HELD_HEAD, *map(held_line, report["groups"])]
+def _as_text(known: argparse.Namespace, report: dict[str, Any], answer: Answer, asked: Asked) -> str:
+    task, choice = asked.task, asked.choice
+    lines = [answer.summary, *answer.further]
+    if known.details:
+        lines = [f"{report['model']}: {report['parameters']:,} parameters on {task.gpus} x {task.hardware.name}"]
+        lines += answer.sentences
+        lines += [] if choice is None else [explain(choice), HELD_HEAD, *map(held_line, report["groups"])]
     for row in report.get("compare", ()):
         fits = "fits" if row["feasible"] else f"short of {_short(row['short_bytes'])}"
         lines.append(f"{row['strategy']:15} {row['step_seconds']:9.3f} s {row['tflops_per_gpu']:7.1f} TFLOPS  {fits}")
-    lines.append(f"profiled in {report['profile_seconds']:.2f} s, searched in {report['search_seconds']:.2f} s")
+    if known.details:
+        lines.append(f"profiled in {report['profile_seconds']:.2f} s, searched in {report['search_seconds']:.2f} s")
     return "\n".join(lines)
 
 

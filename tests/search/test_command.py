@@ -14,7 +14,7 @@ import pytest
 
 from elixir_moe.cli.main import main
 
-PLAN = ["plan", "--hardware", "a100-80g-pcie-x4", "--seq", "1024", "--quick"]
+PLAN = ["plan", "--hardware", "a100-80g-pcie-x4", "--seq", "1024"]
 SMALL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -68,7 +68,7 @@ def test_rows_of_one_group_tell_resident_chunks_from_those_that_come_and_go(caps
     arguments = [*PLAN, "--model", "gpt2-4b", "--gpus", "2", "--batch", "2"]  # whose embedding is tied
     rows = said(capsys, *arguments)["groups"]
     assert len({row["chunk_group"] for row in rows}) == 1 and {row["resident"] for row in rows} == {False, True}
-    assert main(arguments) == 0
+    assert main([*arguments, "--details"]) == 0
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ranks ")]
     assert [line.endswith("  resident") for line in printed] == [row["resident"] for row in rows]
 
@@ -101,7 +101,7 @@ def test_a_hugging_face_config_is_enough(tmp_path: Path, capsys: pytest.CaptureF
 def test_the_sizes_of_a_small_model_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     arguments = [*PLAN, "--config", str(tmp_path), "--gpus", "2", "--batch", "1", "--compare"]
-    assert main([*arguments, "--budget", "0.1GiB"]) == 0
+    assert main([*arguments, "--budget", "0.1GiB", "--details"]) == 0
     fitting = capsys.readouterr().out
     assert "on 2 x" in fitting and not re.search(r"\b0\.00 ([KMG]iB|B|buffers|there)", fitting)
     assert re.search(r"^ranks .* [\d.]+ [KM]iB", fitting, re.MULTILINE)
@@ -199,7 +199,6 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     mixture = [*PLAN, "--model", "pr-moe-16b", "--gpus", "4", "--batch", "1", "--imbalance", "1.2", "--json"]
     here = [
         "plan",
-        "--quick",
         "--hardware",
         "here",
         "--config",

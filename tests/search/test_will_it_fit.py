@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from elixir_moe.models.adapters import Lora, freeze
 from elixir_moe.optim.accepted import moments_of
 from elixir_moe.search import gpus
 from elixir_moe.search.hardware import ORIGINS, Hardware, Links
+from tests.support.ranks import RankPool
 
 MIXTURE = {
     "model_type": "qwen3_moe",
@@ -135,7 +137,7 @@ def test_adapters_are_those_of_peft(mixture: str, capsys: pytest.CaptureFixture[
     import peft
     import transformers
 
-    found = said(capsys, "--hf", mixture, "--gpu", "rtx-4090", "--quick", "--lora", "r=4,targets=all-linear,experts")
+    found = said(capsys, "--hf", mixture, "--gpu", "rtx-4090", "--lora", "r=4,targets=all-linear,experts")
     with torch.device("meta"):
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MIXTURE))
         targets = ["experts.gate_up_proj", "experts.down_proj"]
@@ -152,9 +154,9 @@ def test_adapters_are_those_of_peft(mixture: str, capsys: pytest.CaptureFixture[
 
 
 def test_one_kind_of_target_and_frozen_parts(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    few = said(capsys, "--hf", mixture, "--gpu", "l40s", "--quick", "--lora", "r=4,targets=q_proj")
+    few = said(capsys, "--hf", mixture, "--gpu", "l40s", "--lora", "r=4,targets=q_proj")
     assert line(few, "Asked").startswith(f"Asked: {6 * 4 * (256 + 4 * 64):,} of ")
-    part = said(capsys, "--hf", mixture, "--gpu", "l40s", "--quick", "--freeze", "*.experts.*,lm_head.*")
+    part = said(capsys, "--hf", mixture, "--gpu", "l40s", "--freeze", "*.experts.*,lm_head.*")
     frozen = sum(row["numel"] for row in part["groups"] if row["chunk_group"].endswith(" frozen"))
     assert frozen == 6 * 16 * 3 * 256 * 64 + 512 * 256
 
@@ -174,7 +176,7 @@ def test_moments_are_those_of_the_optimizers() -> None:
 
 
 def test_the_plan_can_be_pasted(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--hf", mixture, "--gpu", "rtx-4090", "--quick", "--budget", "40 MiB", "--seq", "64"]
+    arguments = ["--hf", mixture, "--gpu", "rtx-4090", "--budget", "40 MiB", "--seq", "64"]
     found = said(capsys, *arguments, "--host-memory", "40 MiB", "--host-reserve", "0", "--disk-size", "1 TB")
     pasted = re.search(r"plan=(em\.Plan\(.*?\)), step=", line(found, "To paste"))
     assert pasted is not None and found["disk_chunks"] > 0
@@ -188,7 +190,7 @@ def test_accumulation_updates_once_and_is_proposed_where_updates_are_slow(
     mixture: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = ["--hf", mixture, "--gpu", "rtx-3090", "--budget", "60 MiB", "--seq", "256"]
-    found = said(capsys, *slow)
+    found = said(capsys, *slow, "--thorough")
     proposed = re.search(
         r"Updates take (\d+)% of a step, .*--accumulation (\d+) amortises them, with ([\d,]+) tokens a second "
         r"instead of ([\d,]+)\.",
@@ -196,7 +198,7 @@ def test_accumulation_updates_once_and_is_proposed_where_updates_are_slow(
     )
     assert proposed is not None
     backwards, faster, before = (int(figure.replace(",", "")) for figure in proposed.groups()[1:])
-    accumulated = said(capsys, *slow, "--quick", "--accumulation", str(backwards))
+    accumulated = said(capsys, *slow, "--accumulation", str(backwards))
     one, many = found["predicted"], accumulated["predicted"]
     assert many["step_seconds"] < backwards * one["step_seconds"] / 3, "one update, not many"
     assert round(many["tokens_per_second"]) == faster and round(one["tokens_per_second"]) == before
@@ -206,32 +208,32 @@ def test_accumulation_updates_once_and_is_proposed_where_updates_are_slow(
 @pytest.mark.slow
 def test_how_far_it_reaches_is_where_it_stops_fitting(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--hf", mixture, "--gpu", "rtx-3090", "--budget", "60 MiB", "--seq", "256"]
-    found = said(capsys, *asked)
+    found = said(capsys, *asked, "--thorough")
     reached = re.search(
         r"sequences of ([\d,]+) tokens at batch 1, or a batch of ([\d,]+) at", line(found, "It reaches")
     )
     assert reached is not None
     seq, batch = (int(figure.replace(",", "")) for figure in reached.groups())
     for fits, length, sequences in ((0, seq, 1), (2, seq + 128, 1), (0, 256, batch), (2, 256, batch + 1)):
-        said(capsys, *asked[:-2], "--quick", "--seq", str(length), "--batch", str(sequences), code=fits)
+        said(capsys, *asked[:-2], "--seq", str(length), "--batch", str(sequences), code=fits)
 
 
 @pytest.mark.slow
 def test_one_more_stick_is_what_the_search_finds_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MIXTURE | {"hidden_size": 1024, "moe_intermediate_size": 512}))
     asked = ["--hf", str(tmp_path), "--gpu", "rtx-4090", "--budget", "600 MiB", "--host-reserve", "0"]
-    short = said(capsys, *asked, "--host-memory", "1 GiB", code=2)
+    short = said(capsys, *asked, "--host-memory", "1 GiB", "--thorough", code=2)
     assert re.search(
         r"It does not fit: .* [GM]iB too little device memory; give the device", line(short, "It does not")
     )
-    longer = said(capsys, *asked, "--host-memory", "33 GiB", "--quick")
+    longer = said(capsys, *asked, "--host-memory", "33 GiB")
     told = f"makes it fit: {longer['predicted']['step_seconds']:.3g} s a step."
     assert line(short, "One more stick") == f"One more stick of 32.00 GiB of host memory {told}"
 
 
 @pytest.mark.slow
 def test_a_reserve_of_the_host_is_not_planned_for(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--hf", mixture, "--gpu", "l40s", "--quick", "--host-memory", "128 GiB"]
+    asked = ["--hf", mixture, "--gpu", "l40s", "--host-memory", "128 GiB"]
     assert "of a rank's 119.00 GiB of host memory" in line(said(capsys, *asked), "It fits")
     assert "of a rank's 127.00 GiB" in line(said(capsys, *asked, "--host-reserve", "1 GiB"), "It fits")
     assert "of a rank's 56.50 GiB" in line(said(capsys, *asked, "--gpus", "2", "--host-reserve", "15 GiB"), "It fits")
@@ -240,9 +242,9 @@ def test_a_reserve_of_the_host_is_not_planned_for(mixture: str, capsys: pytest.C
 def test_the_error_of_the_model_is_that_of_the_paper_table(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
     hardware = Hardware.named(gpus.REFERENCE)
     assert hardware.mean_error is not None
-    plain = ["--hf", mixture, "--quick", "--hardware", gpus.REFERENCE]
+    plain = ["--hf", mixture, "--hardware", gpus.REFERENCE]
     assert f"{hardware.mean_error:.1%} off in the mean on the steps" in line(said(capsys, *plain), "Error")
-    guess = line(said(capsys, "--hf", mixture, "--quick", "--gpu", "rtx-4090", "--gpus", "2"), "Error")
+    guess = line(said(capsys, "--hf", mixture, "--gpu", "rtx-4090", "--gpus", "2"), "Error")
     links = gpus.machine("rtx-4090", 2).links(2)
     assert guess.startswith("Error: unknown") and f"{links.b_c2g:g} GB/s from host to GPU" in guess
 
@@ -275,7 +277,7 @@ def test_words_of_adapters() -> None:
 def test_qwen3_30b_with_lora_on_one_rtx_4090(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """2 bytes of 30.5 billion frozen weights, and 14 of a billion of adapters."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    asked = ["--hf", str(tmp_path), "--gpu", "rtx-4090", "--host-memory", "128 GiB", "--quick"]
+    asked = ["--hf", str(tmp_path), "--gpu", "rtx-4090", "--host-memory", "128 GiB"]
     found = said(capsys, *asked, "--lora", "r=16,targets=all-linear,experts")
     frozen = sum(row["numel"] for row in found["groups"] if row["chunk_group"].endswith(" frozen"))
     assert found["feasible"] and frozen == 30_532_122_624
@@ -283,3 +285,115 @@ def test_qwen3_30b_with_lora_on_one_rtx_4090(tmp_path: Path, capsys: pytest.Capt
     assert 2 * frozen < held < 2 * frozen + 20 * (found["parameters"] - frozen)
     full = said(capsys, *asked, code=2)
     assert "too little host memory" in full["reason"]
+
+
+def test_the_answer_for_people_is_one_line(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--hf", mixture, "--gpu", "rtx-4090", "--seq", "64"]
+    assert main(asked) == 0
+    (told,) = capsys.readouterr().out.splitlines()
+    found = said(capsys, *asked[1:])
+    predicted = found["predicted"]
+    assert f"fits on 1 x rtx-4090: about {predicted['step_seconds']:.3g} s a step" in told
+    assert f", {predicted['tokens_per_second']:,.0f} tokens a second" in told
+    assert told.endswith(f"To run: {line(found, 'To paste').removeprefix('To paste: ')}")
+    assert main([*asked, "--details"]) == 0
+    details = capsys.readouterr().out
+    assert all(sentence in details for sentence in found["answer"])
+    assert re.search(r"^rCache ", details, re.MULTILINE) and re.search(r"^ranks ", details, re.MULTILINE)
+
+
+def test_a_disk_that_makes_it_fit_is_named(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--hf", mixture, "--gpu", "rtx-4090", "--seq", "64", "--budget", "40 MiB", "--host-reserve", "0"]
+    short = said(capsys, *asked, "--host-memory", "40 MiB", "--thorough", code=2)
+    told = re.fullmatch(
+        r'A disk makes it fit: --disk-size "(\d+ GB)" for each host, (.+) s a step at 3 GB/s\.', line(short, "A disk")
+    )
+    assert told is not None and not any("No sequence length" in sentence for sentence in short["answer"])
+    found = said(capsys, *asked, "--host-memory", "40 MiB", "--disk-size", told[1])
+    assert f"{found['predicted']['step_seconds']:.3g}" == told[2]
+    assert main(["plan", *asked, "--host-memory", "40 MiB"]) == 2
+    (one,) = capsys.readouterr().out.splitlines()
+    assert "does not fit" in one and told[0] in one
+    without = said(capsys, *asked, "--host-memory", "40 MiB", "--optimizer", "adamw-amsgrad", code=2)
+    assert not any("A disk makes" in sentence for sentence in without["answer"]), "Adam's state alone can be there"
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> str:
+    """A mixture whose stacked experts are much of a small device."""
+    (tmp_path / "wide.json").write_text(json.dumps(MIXTURE | {"num_experts": 256, "num_hidden_layers": 2}))
+    return str(tmp_path / "wide.json")
+
+
+SMALL_DEVICE = (
+    "--gpu",
+    "rtx-4090",
+    "--host-memory",
+    "2 GiB",
+    "--seq",
+    "64",
+    "--budget",
+    "20 MiB",
+    "--checkpointing",
+    "none",
+)
+
+
+def test_experts_are_tiled_where_blocks_are_in_the_way(
+    wide: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["--hf", wide, *SMALL_DEVICE, "--lora", "r=4,targets=q_proj"]
+    found = said(capsys, *asked)
+    assert found["tile"] == "256 KiB"
+    assert 'em.tile(model, at_most="256 KiB")  # before the optimizer; then: em.wrap(' in line(found, "To paste")
+    assert "since large parameters are cut into tiles of at most 256 KiB" in line(found, "The plan")
+    roomy = said(capsys, *asked, "--budget", "1 GiB")
+    assert roomy["tile"] is None and "em.tile" not in line(roomy, "To paste")
+    monkeypatch.setattr("elixir_moe.cli.plan.tile_bytes", lambda *_: None)
+    assert "too little device memory" in said(capsys, *asked, code=2)["reason"], "without tiles"
+
+
+def test_why_there_are_no_tiles_is_said(wide: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = said(capsys, "--hf", wide, *SMALL_DEVICE, "--lora", "r=4,targets=q_proj,experts", code=2)
+    assert found["tile"] is None
+    assert "has adapters, which peft adds to the whole of it" in line(found, "Tiles would need less device memory")
+
+
+def tiled_run(path: str, told: str) -> tuple[int, int, list[str]]:
+    """(rank) What the answer says to run: bytes held, the largest parameter's, and names of what is trained."""
+    import peft
+    import transformers
+
+    torch.manual_seed(1)
+    config = transformers.Qwen3MoeConfig(**json.loads(Path(path).read_text()))
+    model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    first, second = re.search(r"(em\.tile\(.*?\))  # .*(em\.wrap\(.*\))$", told).groups()  # type: ignore[union-attr]
+    eval(first, {"em": em, "model": model})
+    names = {
+        "em": em,
+        "torch": torch,
+        "model": model,
+        "optimizer": torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
+        "loss_fn": lambda model, rows: model(input_ids=rows, labels=rows).loss,
+        "batch": torch.randint(0, 512, (1, 64)),
+    }
+    largest = max(p.nbytes for p in model.parameters())
+    model, optimizer = eval(second, names)
+    names["loss_fn"](model, names["batch"]).backward()  # type: ignore[operator]
+    optimizer.step()
+    held, replaced = em.inspect(model).held_bytes["device"], em.inspect(model).statistics.blocks_replaced
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    optimizer.close()
+    assert replaced == 0
+    return held, largest, trained
+
+
+@pytest.mark.slow
+def test_what_the_answer_says_to_run_with_tiles_runs(
+    wide: str, capsys: pytest.CaptureFixture[str], ranks: Callable[[int], RankPool]
+) -> None:
+    found = said(capsys, "--hf", wide, *SMALL_DEVICE, "--lora", "r=4,targets=q_proj")
+    ((held, largest, trained),) = ranks(1).run(tiled_run, wide, line(found, "To paste"))
+    assert largest <= 256 * 1024 and trained and all("lora" in name for name in trained)
+    assert held <= found["predicted"]["device_peak_bytes"]
