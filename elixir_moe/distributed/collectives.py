@@ -54,6 +54,20 @@ class Work:
 
     def wait(self) -> None:
         """Orders the caller after the operation; a second wait on the same stream costs nothing."""
+        self._end()
+        if self._events and (current := torch.cuda.current_stream(self._device)) not in self._behind:
+            for event in self._events:
+                wait_for_event(event, current)
+            self._behind.append(current)
+
+    def synchronize(self) -> None:
+        """Blocks the host until the operation is done, and no stream. For any thread if nothing is `pending`."""
+        self._end()
+        for event in self._events:
+            event.synchronize()
+
+    def _end(self) -> None:
+        """Does what the host still has to do."""
         while self._works:
             with Wait(self._what, self._ranks):
                 self._works[0].wait()
@@ -61,16 +75,6 @@ class Work:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
-        if self._events and (current := torch.cuda.current_stream(self._device)) not in self._behind:
-            for event in self._events:
-                wait_for_event(event, current)
-            self._behind.append(current)
-
-    def synchronize(self) -> None:
-        """Blocks the host until the operation is done."""
-        self.wait()
-        for event in self._events:
-            event.synchronize()
 
 
 class Land(Protocol):

@@ -116,6 +116,11 @@ def _buffers_filled_while_they_are_copied(patch: Patch) -> None:
     patch(ValuesPlace, "give_back", lambda place, reading, _: give_back(place, reading, Work()))
 
 
+def _threads_make_compute_wait(patch: Patch) -> None:
+    synchronize = Work.synchronize
+    patch(Work, "synchronize", lambda work: (work.wait(), synchronize(work)))
+
+
 def _values_read_before_their_update_has_ended(patch: Patch) -> None:
     def prepare(shard: Any) -> bool:
         if shard._reading is None:
@@ -268,6 +273,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "nobody waits for sums": _readers_do_not_wait_for_sums,
     "values on disk are used before they are read": _buffers_read_before_they_are_filled,
     "a buffer of values on disk is filled while it is copied": _buffers_filled_while_they_are_copied,
+    "a thread that reads from disk makes compute wait": _threads_make_compute_wait,
     "values on disk are read before their update has ended": _values_read_before_their_update_has_ended,
     "a checkpoint is copied before it is computed": _checkpoints_copied_at_once,
     "the copy of a checkpoint is not waited for": _without(Work, "wait in finish_keeping", on=Streams),

@@ -45,6 +45,8 @@ from tests.lanes.memory import Clock, Lane, Memory, Span
 
 GPU = torch.device("cpu", 0)
 HOST = torch.device("cpu")
+HOST_LANE = "host"
+"""Name of the lane of the thread that trains."""
 _FILE = 1 << 60
 """Where the bytes of files are taken to be."""
 _WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero"}
@@ -82,7 +84,10 @@ class Stream:
         return event
 
     def wait_event(self, event: "Event") -> None:
-        """Orders what is issued next behind the event."""
+        """Orders what is issued next behind the event; only the training thread knows what is issued next."""
+        machine = Machine.running()
+        if machine.thread.name != HOST_LANE:
+            machine.memory.races.append(f"a thread beside training makes {self.lane.name} wait")
         self.lane.after(event.clock)
         self.queue.give(event.reach)
 
@@ -199,7 +204,7 @@ class Machine:
         ident = threading.get_ident()
         if ident not in self._threads:
             main = threading.main_thread().ident
-            self._threads[ident] = Lane("host" if ident == main else f"thread {len(self._threads)}")
+            self._threads[ident] = Lane(HOST_LANE if ident == main else f"thread {len(self._threads)}")
         return self._threads[ident]
 
     @property
