@@ -114,7 +114,7 @@ SPILL_ALIGN_NUMEL = PAGE_BYTES // 4
 """fp32 elements in a page; arrays on disk begin at multiples of it."""
 REDUCTIONS_IN_FLIGHT = 3
 """Reductions the host leaves in flight: enough not to wait for a rank that is a little late, few enough to bound
-the buffers that wait to be summed."""
+the buffers that wait to be summed. With a GPU: those of gradients that have memory outside the rCache."""
 GRADIENTS_ON_THEIR_WAY = REDUCTIONS_IN_FLIGHT + 2
 """Gradients alive at once: those in reduction, one being produced, and one waiting for the last use of the weights
 that it overwrites."""

@@ -107,6 +107,8 @@ class Scheduler:
         """Number of blocks that hold gradients."""
         self._in_flight: deque[Work] = deque()
         """Reductions that the host must wait for."""
+        self._landing: deque[Chunk] = deque()
+        """Chunks whose gradients left memory outside the blocks, which the device may still use; oldest first."""
         for chunk in chunks:
             chunk.block = blocks.own.get(chunk.spec.index)
         streams.fetch_after_compute()  # shards and blocks were filled on the current stream
@@ -392,9 +394,21 @@ class Scheduler:
                         return
                     self.statistics.blocks_replaced += 1
                 self._order_behind_reduction(chunk)  # a second sum in one backward is added to the first
+                self._make_way(chunk)
                 chunk.open_gradients()
             self._streams.join_compute(gradient for _, gradient in chunk.loose)
             chunk.land_loose()
+
+    def _make_way(self, chunk: Chunk) -> None:
+        """Has the host wait until another gradient outside the blocks keeps within the plan.
+
+        Its memory is not used again before the host knows that the reduction has ended, and a host runs far ahead.
+        """
+        if chunk.gradient_block is None and chunk.placement is not ATTACHED:
+            while len(self._landing) > REDUCTIONS_IN_FLIGHT or chunk in self._landing:
+                leaving = self._landing.popleft().leaving
+                if leaving is not None:
+                    leaving.synchronize()
 
     def _has_gradient_block(self, chunk: Chunk) -> bool:
         """Requests a block for the gradients of `chunk`; returns whether they got one."""
@@ -461,6 +475,8 @@ class Scheduler:
             work = self._streams.marked(self._issue_reduction(chunk, gradients))
         if chunk.gradient_block is None:
             self._streams.keep_for_reducing(gradients)
+            if chunk.placement is not ATTACHED:
+                self._landing.append(chunk)
         chunk.leaving, chunk.gradients = work, None
         self.reductions_issued += 1
         if work.pending:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.runtime.chunk import ATTACHED, Chunk, Landings
 from tests.lanes.faults import FAULTS
 from tests.lanes.late import issue_in_order, late
 from tests.lanes.machine import GPU, Machine
@@ -254,6 +255,29 @@ def run_with_a_bad_step(plan: str) -> tuple[list[str], list[str], list[str]]:
             states.append(em.full_state_dict(model, all_ranks=True))
             optimizer.close()
     return messages, machine.memory.races, [n for n, v in states[0].items() if not torch.equal(v, states[1][n])]
+
+
+def bytes_of_landing_gradients(case: Case) -> tuple[int, int]:
+    """Most bytes of gradients outside the rCache that the host does not know to be done with, and the plan's bytes."""
+    machine, spans, most = Machine(), [], 0
+    open_gradients = Chunk.open_gradients
+
+    def opened(chunk: Chunk) -> None:
+        nonlocal most
+        open_gradients(chunk)
+        if chunk.placement is not ATTACHED and chunk.gradient_block is None:
+            assert isinstance(chunk.gradients, Landings)
+            spans.append(machine.span_of(chunk.gradients._wire))
+            most = max(most, sum(span.stop - span.start for span in spans if machine.may_be_in_use(span)))
+
+    with machine.on(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Chunk, "open_gradients", opened)
+        model, optimizer = build(case)
+        for step in range(case.steps):
+            _step(case, model, optimizer, step, "")
+        planned = em.inspect(model).footprint.landing_bytes
+        optimizer.close()
+    return most, planned
 
 
 def norm_of_a_frozen_model() -> float:

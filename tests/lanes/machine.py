@@ -326,6 +326,11 @@ class Machine:
                 known.after(lane.now())
             alive.memory.die(span, known.clock, threads)
 
+    def may_be_in_use(self, span: Span) -> bool:
+        """Whether memory is alive, or the running thread does not know that the last use of it has ended."""
+        alive = self.memory.span_at(span.start) is span
+        return alive or any(self.thread.clock.get(use.lane, 0) < use.tick for use in span.uses)
+
     def place_on_host(self, tensor: torch.Tensor) -> None:
         """Says that a tensor is in host memory."""
         self.span_of(tensor).host = True

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.lanes.cases import (
     Case,
     Outcome,
+    bytes_of_landing_gradients,
     cases,
     norm_of_a_frozen_model,
     run,
@@ -230,14 +231,20 @@ def test_the_same_bits_with_late_compute_in_many_cases(world: int, ranks: Ranks,
 
 
 @pytest.mark.parametrize(
-    ("plan", "waits"), [("zero3", ["numbers"]), ("zero2", ["numbers"]), ("offload", ["Stream.synchronize"])]
+    ("plan", "waits", "outside"),
+    [("zero3", "numbers", 4), ("zero2", "numbers", 3), ("offload", "Stream.synchronize", 1)],
 )
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_host_waits_once_in_a_step(plan: str, waits: list[str], world: int, ranks: Ranks) -> None:
-    """With all state on the device, only for the norm of the step before, which is long done."""
+def test_the_host_waits_once_in_a_step(plan: str, waits: str, outside: int, world: int, ranks: Ranks) -> None:
+    """With all state on the device, only for the norm of the step before, which is long done.
+
+    For each chunk with gradients outside the blocks it waits for an older one, too; between two ranks that is the tied
+    weight alone.
+    """
     case = Case(parts=("plain", "tied", "checkpointed"), plan=plan, half=True, habits=frozenset({"clip"}), steps=4)
+    older = ["Event.synchronize"] * (outside if world == 1 else 1)
     for outcome in ranks(world).run(run, case):
-        assert outcome.waits[2:] == [waits] * 2
+        assert outcome.waits[2:] == [[*older, waits]] * 2
 
 
 @pytest.mark.parametrize("plan", ["zero3", "ddp"])
@@ -260,6 +267,19 @@ def test_gradients_are_summed_outside_the_device_without_a_wait(plan: str, half:
     for outcome in ranks(1).run(run, case):
         assert not outcome.races
         assert not any("copy" in wait for waits in outcome.waits[1:] for wait in waits), outcome.waits[1:]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("parts", [("plain",) * 9, ("plain", "mixture", "frozen") * 3])
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_outside_blocks_stay_within_the_plan(
+    world: int, plan: str, parts: tuple[str, ...], accumulation: int, ranks: Ranks
+) -> None:
+    """However far the host runs ahead: it waits for an older reduction."""
+    case = Case(parts=parts, plan=plan, half=True, accumulation=accumulation)
+    for most, planned in ranks(world).run(bytes_of_landing_gradients, case):
+        assert most <= planned
 
 
 @pytest.mark.slow
