@@ -124,7 +124,9 @@ class ParamAccess:
         kinds: dict[type, type] = {}
         for parameter in parameters:
             kind = type(parameter)
-            kinds.setdefault(kind, type(f"ShardedParameter{kind.__name__}", (ShardedParameter, kind), {}))
+            if issubclass(ShardedParameter, kind):  # one class for all models, so that their parameters compare
+                kinds[kind] = ShardedParameter
+            kinds.setdefault(kind, type(f"Sharded{kind.__name__}", (ShardedParameter, kind), {}))
             self._switches[parameter] = Switch(parameter, kind, kinds[kind])
             setattr(parameter, _ATTRIBUTE, weakref.ref(self))  # a graph that holds a parameter must not hold the model
             parameter.__class__ = kinds[kind]

@@ -224,6 +224,17 @@ def test_a_parameter_says_what_it_is_without_a_gather(pair: Pair) -> None:
     assert (em.inspect(pair[0]).statistics - before).cache.misses == 0
 
 
+def test_parameters_of_two_wrapped_models_compare(pair: Pair) -> None:
+    torch.manual_seed(0)
+    other, optimizer = em.wrap(other := Net(), adamw(other), plan=em.Plan.zero3())
+    torch.testing.assert_close(pair[0].first.weight, other.first.weight, rtol=0, atol=0)
+    with torch.no_grad():
+        other.first.weight.add_(1)
+    with pytest.raises(AssertionError, match="not equal"):
+        torch.testing.assert_close(pair[0].first.weight, other.first.weight, rtol=0, atol=0)
+    optimizer.close()
+
+
 def test_a_part_of_a_model_wrapped_before() -> None:
     part, optimizer = em.wrap(part := Net(), adamw(part), plan=em.Plan.zero2())
     whole = nn.Sequential(part, nn.Linear(D, D))
