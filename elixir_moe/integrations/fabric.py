@@ -5,9 +5,11 @@ others are Fabric's own: ranks, data loaders, `backward`, loggers. Needs the pac
 """
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from lightning_fabric.plugins.precision import HalfPrecision, Precision
 from lightning_fabric.strategies.ddp import DDPStrategy
 from torch import nn
 
@@ -22,10 +24,24 @@ from elixir_moe.wrap import wrap
 _Part = nn.Module | torch.optim.Optimizer
 
 
+class _MastersInFp32(HalfPrecision):
+    """Fabric's ``precision="bf16-true"``, of a model that `em.wrap` gathers in bf16; parameters are not converted."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """The module as it is."""
+        return module
+
+    def module_init_context(self) -> AbstractContextManager[None]:
+        """Parameters are made as outside of it."""
+        return nullcontext()
+
+
 class ElixirStrategy(DDPStrategy):
     """Makes Fabric train one model with one optimizer under a plan: ``Fabric(strategy=ElixirStrategy(plan=...))``.
 
     Gradients are summed over ranks in each backward, and accumulate until the step; `no_backward_sync` changes nothing.
+    ``Fabric(precision="bf16-true")`` gathers weights in bf16, as ``wrap={"compute_dtype": torch.bfloat16}`` does, and
+    gives the model its inputs in bf16. Masters are kept in fp32.
     """
 
     def __init__(self, *, plan: Plan | AutoPlan | None = None, wrap: dict[str, Any] | None = None, **kwargs: Any):
@@ -34,6 +50,17 @@ class ElixirStrategy(DDPStrategy):
         self._plan = Plan.zero3() if plan is None else plan
         self._options = wrap or {}
         self._backward_sync_control: Any = None
+
+    @property
+    def precision(self) -> Precision:
+        """Fabric's setting."""
+        found: Precision = super().precision
+        return found
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        bf16 = precision is not None and precision.precision == "bf16-true"
+        self._precision = _MastersInFp32("bf16-true") if bf16 else precision
 
     def module_to_device(self, module: nn.Module) -> None:
         """Leaves the model where it is: `em.wrap` moves weights to the device as the plan says."""
@@ -53,12 +80,18 @@ class ElixirStrategy(DDPStrategy):
         """
         if len(optimizers) != 1:
             raise UsageError(f"fabric.setup got {len(optimizers)} optimizers: give the model with one")
-        if self.precision.precision != "32-true":
+        options = dict(self._options)
+        if isinstance(self.precision, _MastersInFp32):
+            if options.setdefault("compute_dtype", torch.bfloat16) is not torch.bfloat16:
+                raise ConfigError(
+                    f"Fabric(precision='bf16-true') and compute_dtype={options['compute_dtype']}: leave one of them out"
+                )
+        elif self.precision.precision != "32-true":
             raise ConfigError(
-                f"Fabric(precision={self.precision.precision!r}): leave it out, and say "
-                f"ElixirStrategy(wrap={{'compute_dtype': torch.bfloat16}}), which keeps masters in fp32"
+                f"Fabric(precision={self.precision.precision!r}): write Fabric(precision='bf16-true'), which keeps "
+                f"masters in fp32 here, or leave it out"
             )
-        model, optimizer = wrap(module, optimizers[0], plan=self._plan, device=self.root_device, **self._options)
+        model, optimizer = wrap(module, optimizers[0], plan=self._plan, device=self.root_device, **options)
         return model, [optimizer], scheduler
 
     # ------------------------------------------------------------------------------------------------------ gradients

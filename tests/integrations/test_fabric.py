@@ -102,6 +102,31 @@ def test_a_loop_of_fabric_is_that_of_plain_torch(ranks: Ranks, tmp_path: Path, w
         torch.testing.assert_close(weights, values, rtol=1e-5, atol=1e-6)
 
 
+def in_bf16(**options: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """(rank) Losses and weights of a run that feeds bf16 by hand where Fabric does not."""
+    with fabric(**options) as found:
+        model, optimizer, _ = parts()
+        masters = {name: value.clone() for name, value in model.state_dict().items()}
+        model, optimizer = found.setup(model, optimizer)
+        torch.testing.assert_close(em.full_state_dict(model.module), masters, rtol=0, atol=0)
+        losses = []
+        for step in range(STEPS):
+            x = batch(step, 0) if "precision" in options else batch(step, 0).bfloat16()
+            losses.append(F.mse_loss(model(x).float(), batch(step, 0)))
+            found.backward(losses[-1])
+            optimizer.step()
+            optimizer.zero_grad()
+        values = em.full_state_dict(model.module)
+        optimizer.optimizer.close()
+    return [loss.detach() for loss in losses], values
+
+
+def test_fabrics_bf16_is_the_compute_dtype(ranks: Ranks) -> None:
+    (ours,) = ranks(1).run(in_bf16, plan=em.Plan.zero3(), precision="bf16-true")
+    (line,) = ranks(1).run(in_bf16, plan=em.Plan.zero3(), wrap={"compute_dtype": torch.bfloat16})
+    torch.testing.assert_close(ours, line, rtol=0, atol=0)
+
+
 def errors(folder: str) -> dict[str, str]:
     """(rank) The message of each mistake."""
     said: dict[str, str] = {}
@@ -113,6 +138,9 @@ def errors(folder: str) -> dict[str, str]:
         said[name] = str(error.value)
 
     with fabric(precision="bf16-mixed") as found, noted("precision", ConfigError):
+        found.setup(*parts()[:2])
+    twice = {"precision": "bf16-true", "wrap": {"compute_dtype": None}}
+    with fabric(**twice) as found, noted("twice", ConfigError):
         found.setup(*parts()[:2])
     with fabric() as found:
         model, optimizer, _ = parts()
@@ -134,7 +162,8 @@ def errors(folder: str) -> dict[str, str]:
 
 def test_mistakes_are_named(ranks: Ranks, tmp_path: Path) -> None:
     (said,) = ranks(1).run(errors, str(tmp_path / "saved"))
-    assert "compute_dtype" in said["precision"]
+    assert "write Fabric(precision='bf16-true')" in said["precision"]
+    assert "compute_dtype=None: leave one of them out" in said["twice"]
     assert "fabric.setup(model, optimizer)" in said["alone"]
     assert "2 optimizers" in said["two"]
     assert "degree 2" in said["norm"]
