@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -24,6 +25,7 @@ from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.save import save
 from elixir_moe.state.full import full_state_dict
+from elixir_moe.state.wrapped import require_wrapped
 from elixir_moe.wrap import wrap
 
 CHECKPOINT = "elixir_moe"
@@ -79,7 +81,10 @@ class ElixirAccelerator(Accelerator):
                 f"out of its configuration, and start ranks with torchrun"
             )
         if self.mixed_precision not in _DTYPES:
-            raise ConfigError(f"mixed_precision={self.mixed_precision!r}: expected 'bf16' or 'no'")
+            raise ConfigError(
+                f"mixed_precision={self.mixed_precision!r}: expected 'bf16' or 'no'; write mixed_precision='bf16', "
+                f"which keeps masters in fp32 and needs no loss scale"
+            )
         if self.state.dynamo_plugin.backend.value != "NO":
             raise ConfigError("a wrapped model cannot be compiled as a whole: leave torch_compile out")
         self._plan = Plan.zero3() if plan is None else plan
@@ -108,10 +113,20 @@ class ElixirAccelerator(Accelerator):
                     f"prepare got {len(models)} models and {len(optimizers)} optimizers"
                     f"{', after others' * bool(self._prepared)}: give one model with its optimizer, once"
                 )
+            if hasattr(models[0], "_elixir"):
+                raise UsageError(
+                    "another trainer or Accelerator has wrapped this model: go on with that one, or save the model "
+                    "and read it into a new one"
+                )
             if not dist.is_initialized():
                 init_mesh(device_type=self.device.type)
             self.unwrap_model(models[0], keep_fp32_wrapper=False)  # from the autocast of an evaluation before
             model, optimizer = wrap(models[0], optimizers[0], plan=self._plan, device=self.device, **self._options)
+            if require_wrapped(model, "prepare").plan.scatter and dist.get_world_size() > 1:
+                # Each forward gathers. Hugging Face reads this mark where ranks must run equally many of them: in
+                # generate(), and where layers are dropped at random.
+                for module in model.modules():
+                    setattr(module, "_is_fsdp_managed_module", True)  # noqa: B010
             # With a device to place it on, Accelerate would take the optimizer's state dict and load it again.
             self._prepared = (model, optimizer, self.prepare_optimizer(optimizer, device_placement=False))
             made |= {id(models[0]): model, id(optimizers[0]): self._prepared[-1]}
@@ -127,6 +142,11 @@ class ElixirAccelerator(Accelerator):
             return model
         found: nn.Module = super().prepare_model(model, *args, **kwargs)
         return found
+
+    def release(self) -> None:
+        """Closes the wrapped model; `prepare` takes the next model with its optimizer. Collective."""
+        self._both()[1].close()
+        self._prepared = ()
 
     def _is_prepared(self, item: Any) -> bool:
         return any(each is item for each in self._prepared)
@@ -163,13 +183,24 @@ class ElixirAccelerator(Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """The inverse of `save_state`, on any number of ranks. Collective."""
+        """The inverse of `save_state`, on any number of ranks. Collective.
+
+        Without a folder: the newest that was named automatically. Raises UsageError if there is none.
+        """
         model, optimizer = self._both()
         if input_dir is None:
-            raise UsageError("load_state needs the folder that save_state returned")
+            input_dir = self._newest()
         load(os.path.join(input_dir, CHECKPOINT), model, optimizer)
         with self._without_optimizers():
             super().load_state(input_dir, *args, **kwargs)
+
+    def _newest(self) -> str:
+        named: list[Path] = []
+        if self.project_configuration.automatic_checkpoint_naming:
+            named = list(Path(self.project_dir, "checkpoints").glob("checkpoint_*"))
+        if not named:
+            raise UsageError("load_state needs the folder that save_state returned: none has an automatic name")
+        return str(max(named, key=lambda folder: int(folder.name.rpartition("_")[2])))
 
     @contextmanager
     def _without_optimizers(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ _REFUSED = {
     "deepspeed": "it shards the model as well",
     "torch_compile": "a wrapped model cannot be compiled as a whole",
     "fp16": "its loss scale is Accelerate's; train in bf16",
-    "auto_find_batch_size": "a wrapped model cannot be built anew in the same process",
+    "auto_find_batch_size": "a batch that does not fit ends all ranks; em.Plan.auto and elixir-moe plan know what fits",
 }
 
 
@@ -74,6 +74,8 @@ class ElixirMixin(_Trainer):
         """
         self._plan, self._wrap = plan, wrap
         super().__init__(*args, **kwargs)
+        if routers is not None and self.model_init is not None:
+            raise ConfigError("routers= with model_init=: train() makes a new model, whose routers nobody counts")
         self.routers = None if routers is None else Routers(self.model, **routers)
         if self.routers is not None:
             self.add_callback(_AfterStep(self.routers))
@@ -100,6 +102,13 @@ class ElixirMixin(_Trainer):
             raise ConfigError(f"one process sees {self.args.n_gpu} GPUs: start one for each with torchrun")
         super().create_accelerator_and_postprocess()
         ElixirAccelerator.adopt(self.accelerator, self._plan, self._wrap)
+
+    def call_model_init(self, trial: Any = None) -> torch.nn.Module:
+        """As Trainer's; the model of the training before is closed. Collective."""
+        if getattr(self, "model", None) is not None and self._elixir is not None:
+            self.accelerator.release()
+        found: torch.nn.Module = super().call_model_init(trial)
+        return found
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Leaves the model where it is: `em.wrap` moves weights to the device as the plan says."""
@@ -138,8 +147,9 @@ class ElixirMixin(_Trainer):
         """Loads nothing: weights come with the optimizer, into shards. Raises CheckpointError for other folders."""
         if not os.path.isdir(os.path.join(resume_from_checkpoint, CHECKPOINT)):
             raise CheckpointError(
-                f"{resume_from_checkpoint}: expected a folder {CHECKPOINT!r}, found none: a run without a plan or with "
-                f"save_only_model=True cannot be resumed; read its weights with from_pretrained and start anew"
+                f"Can't find a valid checkpoint at {resume_from_checkpoint}: expected a folder {CHECKPOINT!r}, found "
+                f"none: a run without a plan or with save_only_model=True cannot be resumed; read its weights with "
+                f"from_pretrained and start anew"
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

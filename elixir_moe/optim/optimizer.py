@@ -280,7 +280,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: a rank holds only its shards, and the plan decides how they are cut."""
-        raise UsageError("a sharded optimizer's state is no plain dict: save model and optimizer with em.save")
+        raise UsageError(
+            "a sharded optimizer's state is no plain dict: save model and optimizer with em.save; its options are in "
+            "optimizer.param_groups"
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused, as `state_dict` is; `wrap` refuses an optimizer that has loaded one."""

@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_under_another_number_of_ranks(
 
 
 def refused(settings: dict[str, Any], folder: str) -> str:
-    with pytest.raises((ConfigError, UsageError)) as error:
+    with pytest.raises(em.ElixirError) as error:
         trained(folder, 2, em.Plan.zero3(), **settings)
     return str(error.value)
 
@@ -172,14 +172,15 @@ def refused(settings: dict[str, Any], folder: str) -> str:
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         ({"torch_compile": True}, "torch_compile=True"),
         (BEST | EVERY_4 | {"save_only_model": True}, "save_only_model=True, load_best_model_at_end=True"),
+        ({"optim": "adafactor"}, "Adafactor looks at whole tensors"),
     ],
-    ids=["batch", "compile", "best"],
+    ids=["batch", "compile", "best", "optimizer"],
 )
 def test_settings_that_fight_the_plan_are_refused(
     ranks: Ranks, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     (said,) = ranks(1).run(refused, settings, str(tmp_path))
-    assert message in said and "leave" in said
+    assert message in said and ("leave" in said or "use an elementwise one" in said)
 
 
 def made(folder: str, ours: bool, **settings: Any) -> Any:
@@ -218,6 +219,158 @@ def test_a_trainer_trains_more_than_once(ranks: Ranks, tmp_path: Path) -> None:
     assert ours == pytest.approx(plain, abs=TOLERANCE)
 
 
+class Line(torch.nn.Module):
+    """A model that is no PreTrainedModel; it keeps the rows that it was given, in their order, if `keeps`."""
+
+    def __init__(self, keeps: bool = False) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.register_buffer("rows", torch.empty(0)) if keeps else None
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if "rows" in self._buffers:
+            self.rows = torch.cat([self.rows, x[:, 0].detach()])
+        found = self.inner(x)
+        return {"loss": torch.nn.functional.mse_loss(found, labels), "logits": found}
+
+
+def line(folder: str, ours: bool, model: Any = Line, **settings: Any) -> Any:
+    """A trainer of `Line`; of a class, which `train` makes anew each time, or of one model."""
+    from transformers import Trainer, TrainingArguments
+
+    from elixir_moe.integrations.transformers import ElixirTrainer
+
+    arguments = TrainingArguments(
+        folder, use_cpu=True, report_to=[], disable_tqdm=True,
+        **{"max_steps": 3, "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 1} | settings,
+    )  # fmt: skip
+    rows = torch.randn(16, 2, 4, generator=torch.Generator().manual_seed(1))
+    kind: Any = ElixirTrainer if ours else Trainer
+    given = {"model_init": model} if isinstance(model, type) else {"model": model}
+    return kind(**given, args=arguments, train_dataset=[{"x": x, "labels": y} for x, y in rows])
+
+
+def weights(trainer: Any, ours: bool) -> dict[str, torch.Tensor]:
+    state = em.full_state_dict(trainer.model) if ours else trainer.model.state_dict()
+    return {name: value.clone() for name, value in state.items()}
+
+
+def anew(folder: str, ours: bool) -> list[dict[str, torch.Tensor]]:
+    """Weights of trainings that each begin with a new model; the last has another seed."""
+    found = []
+    with launched():
+        trainer = line(folder, ours)
+        for seed in (42, 42, 7):
+            trainer.args.seed = seed
+            trainer.train()
+            found.append(weights(trainer, ours))
+        if ours:
+            trainer.model._elixir.optimizer.close()
+    return found
+
+
+def test_model_init_makes_a_new_model_for_each_training(ranks: Ranks, tmp_path: Path) -> None:
+    plain, ours = (ranks(1).run(anew, str(tmp_path / str(ours)), ours)[0] for ours in (False, True))
+    torch.testing.assert_close(ours, plain, atol=1e-6, rtol=0)
+    torch.testing.assert_close(ours[0], ours[1], atol=0, rtol=0)
+    assert not torch.equal(ours[0]["inner.weight"], ours[2]["inner.weight"])
+
+
+def told(folder: str) -> dict[str, str]:
+    """What a plain Trainer does and this one refuses: the errors' messages."""
+    found: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def noted(name: str) -> Iterator[None]:
+        with pytest.raises(em.ElixirError) as error:
+            yield
+        found[name] = str(error.value)
+
+    with launched():
+        trainer = line(folder, True, Line(keeps=True))
+        trainer.train()
+        with noted("state_dict"):
+            trainer.optimizer.state_dict()
+        with noted("second"):
+            line(folder, True, trainer.model).train()
+        trainer.model._elixir.optimizer.close()
+        with noted("buffer"):
+            line(folder, True, Line(keeps=True)).train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        with noted("routers"):
+            from elixir_moe.integrations.transformers import ElixirTrainer
+
+            ElixirTrainer(args=trainer.args, model_init=Line, routers={})
+        with noted("nan"):
+            line(folder, True, learning_rate=1e30).train()
+    return found
+
+
+def test_what_a_plain_trainer_does_and_this_one_refuses(ranks: Ranks, tmp_path: Path) -> None:
+    (said,) = ranks(1).run(told, str(tmp_path))
+    assert "optimizer.param_groups" in said["state_dict"]
+    assert "another trainer or Accelerator has wrapped this model" in said["second"]
+    assert "buffer 'rows' is of shape (16,) in the checkpoint, (0,) in the model" in said["buffer"]
+    assert "model_init" in said["routers"]
+    assert "the global gradient norm" in said["nan"]
+
+
+def history(folder: str, ours: bool, resume: bool) -> list[dict[str, float]]:
+    torch.manual_seed(0)
+    with launched():
+        trainer = line(folder, ours, Line(), max_steps=5)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+        found = [{k: v for k, v in e.items() if not k.startswith("train_")} for e in trainer.state.log_history]
+        if ours:
+            trainer.model._elixir.optimizer.close()
+    return found
+
+
+def test_a_resumed_run_has_the_history_of_one_without_a_stop(ranks: Ranks, tmp_path: Path) -> None:
+    (whole,) = ranks(1).run(history, str(tmp_path), True, False)
+    (resumed,) = ranks(1).run(history, str(tmp_path), True, True)
+    (plain,) = ranks(1).run(history, str(tmp_path / "plain"), False, False)
+    assert resumed == whole
+    for ours, wanted in zip(whole, plain, strict=True):
+        assert ours == pytest.approx(wanted, abs=1e-6)
+    names = [set(os.listdir(tmp_path / kind / "checkpoint-2")) for kind in ("", "plain")]
+    assert names[1] - names[0] == {"optimizer.pt"} and names[0] - names[1] == {"elixir_moe"}
+
+
+def interrupted(folder: str, ours: bool, where: str) -> list[float]:
+    """Ctrl-C in the middle of an epoch: losses of the same trainer, from the weights of then and from a checkpoint."""
+    found: list[float] = []
+    with launched():
+        torch.manual_seed(0)
+        trainer = line(folder, ours, Line(), max_steps=4, gradient_accumulation_steps=2, per_device_train_batch_size=2)
+        calls = 0
+
+        def stop(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 6:  # in the second micro-batch of the third step
+                raise KeyboardInterrupt
+
+        inner = trainer.model.inner
+        handle = inner.register_forward_hook(stop) if where == "forward" else inner.weight.register_hook(stop)
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.train()
+        handle.remove()
+        assert calls == 6 and trainer.state.global_step == 2
+        found.append(trainer.evaluate(trainer.train_dataset)["eval_loss"])
+        for folder_or_not in (None, f"{folder}/checkpoint-2"):
+            trainer.train(resume_from_checkpoint=folder_or_not)
+            found += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        if ours:
+            trainer.model._elixir.optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_interrupted_trainer_goes_on(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    plain, ours = (ranks(1).run(interrupted, str(tmp_path / str(ours)), ours, where)[0] for ours in (False, True))
+    assert ours == pytest.approx(plain, abs=1e-6)
+
+
 def dtype_after(folder: str, evaluates: bool) -> str:
     with launched():
         trainer = made(folder, True, bf16=True)
@@ -249,26 +402,32 @@ def foreign(folder: str, ours: bool, **settings: Any) -> str:
 def test_a_folder_without_our_checkpoint_is_no_silent_start(ranks: Ranks, tmp_path: Path) -> None:
     for ours, settings in ((False, {}), (True, {"save_only_model": True})):
         (said,) = ranks(1).run(foreign, str(tmp_path / str(ours)), ours, **settings)
+        assert "Can't find a valid checkpoint at" in said
         assert "checkpoint-2: expected a folder 'elixir_moe', found none" in said
 
 
 def accelerated(folder: str, ours: bool, first: int, last: int) -> list[float]:
-    """A loop of Accelerate's kind with accumulation and a schedule; from step `first` on, with the state of before."""
+    """A loop of Accelerate's kind with accumulation and a schedule; from step `first` on, with the state of before.
+
+    It saves twice, in folders that Accelerate names, and loads from the newest.
+    """
     from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
 
     from elixir_moe.integrations.accelerate import ElixirAccelerator
 
     with launched():
         kind: Any = ElixirAccelerator if ours else Accelerator
         given: dict[str, Any] = {"plan": em.Plan.offload()} if ours else {}
-        accelerator = kind(cpu=True, gradient_accumulation_steps=2, **given)
+        named = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, iteration=10 * bool(first))
+        accelerator = kind(cpu=True, gradient_accumulation_steps=2, project_config=named, **given)
         model = mixture()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         loader = torch.utils.data.DataLoader(data(), batch_size=8 // dist.get_world_size())
         model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
         if first:
-            accelerator.load_state(folder)
+            accelerator.load_state()
         losses = []
         for step, batch in enumerate(loader):
             if not first <= step < last:
@@ -282,8 +441,9 @@ def accelerated(folder: str, ours: bool, first: int, last: int) -> list[float]:
                 schedule.step()
                 optimizer.zero_grad()
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            if ours and step + 1 in (last - 2, last):
+                accelerator.save_state()
         if ours:
-            accelerator.save_state(folder)
             optimizer.optimizer.close()
     return losses
 
@@ -311,6 +471,14 @@ def prepared_badly() -> list[str]:
         with pytest.raises(UsageError) as error:
             accelerator.save_state("nowhere")
         said.append(str(error.value))
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(UsageError) as error:
+            accelerator.load_state()
+        said.append(str(error.value))
+        with pytest.raises(UsageError) as error:
+            ElixirAccelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        said.append(str(error.value))
+        accelerator.release()
     with launched(), pytest.raises(ConfigError) as refused:
         ElixirAccelerator(cpu=True, mixed_precision="fp16")
     return [*said, str(refused.value)]
@@ -321,7 +489,9 @@ def test_what_cannot_be_prepared_is_told(ranks: Ranks) -> None:
     assert said[0].startswith("prepare got 1 models and 0 optimizers: give one model with its optimizer")
     assert said[1].startswith("prepare got 2 models and 1 optimizers")
     assert "call prepare with both first" in said[2]
-    assert "mixed_precision='fp16': expected 'bf16' or 'no'" in said[3]
+    assert "load_state needs the folder that save_state returned" in said[3]
+    assert "another trainer or Accelerator has wrapped this model" in said[4]
+    assert "mixed_precision='fp16': expected 'bf16' or 'no'; write mixed_precision='bf16'" in said[5]
 
 
 def sft() -> str:
