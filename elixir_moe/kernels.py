@@ -77,6 +77,12 @@ def host_threads(device: torch.device) -> int:
     return max(1, _without_launching(cores // ranks), min(threads, _without_launching(cores)))
 
 
+def work_on(device: torch.device) -> None:
+    """Makes the calling thread work on `device`: by default it uses the first GPU, perhaps another rank's."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def _without_launching(cores: int) -> int:
     return cores - (1 if cores < _CORES_FOR_TWO else 2)
 

@@ -32,9 +32,11 @@ from elixir_moe.chunks.plan import (
     spilled_bytes,
 )
 from elixir_moe.errors import DiskError, TierError
+from elixir_moe.kernels import work_on
 from elixir_moe.memory.direct_file import DirectFile, paged_memory
 
 _FLOAT_BYTES = 4
+_HOST = torch.device("cpu")
 _ARRAYS = "master", "moment 1", "moment 2", "gradient"
 """The arrays of a chunk, for messages."""
 
@@ -42,8 +44,11 @@ _ARRAYS = "master", "moment 1", "moment 2", "gradient"
 class DiskFile:
     """A file without a name, allocated on a disk, with threads that use it."""
 
-    def __init__(self, directory: str, nbytes: int, *, rank: int) -> None:
-        """Makes a file of `nbytes`. Raises TierError: there is no such directory, or the disk has too little room."""
+    def __init__(self, directory: str, nbytes: int, *, rank: int, device: torch.device = _HOST) -> None:
+        """Makes a file of `nbytes`, whose threads may copy to and from `device`.
+
+        Raises TierError: there is no such directory, or the disk has too little room.
+        """
         self.directory = directory
         self.where = f"disk of {socket.gethostname()}"
         """For messages."""
@@ -61,7 +66,7 @@ class DiskFile:
                 f"{directory!r}{left}: {error.strerror}; name another folder (disk=), put fewer chunks on disk, or "
                 f"use more ranks"
             ) from error
-        self.threads = ThreadPoolExecutor(DISK_THREADS, "elixir-disk")
+        self.threads = ThreadPoolExecutor(DISK_THREADS, "elixir-disk", work_on, (device,))
         """The threads that read and write."""
         self.buffer_bytes = 0
         """Bytes of the memory through which data goes to the file and comes from it."""

@@ -36,7 +36,7 @@ class ValuesFile(DiskFile):
         self, directory: str, sizes: Sequence[int], device: torch.device, *, rank: int = 0, checked: bool = False
     ) -> None:
         """Makes the file. `sizes` are the bytes of each chunk's shard; the rest is as for `Spill`."""
-        super().__init__(directory, sum(map(paged_bytes, sizes)), rank=rank)
+        super().__init__(directory, sum(map(paged_bytes, sizes)), rank=rank, device=device)
         self.checked = checked
         self.buffer_bytes = values_buffer_bytes(sizes)
         self._memory = (

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from elixir_moe.chunks.plan import SUMS_IN_FLIGHT, Tier
-from elixir_moe.kernels import host_threads
+from elixir_moe.kernels import host_threads, work_on
 from elixir_moe.memory.slabs import Slab
 
 
@@ -31,7 +31,7 @@ class HostSums:
         self._buffers: list[torch.Tensor] = []
         self._given = 0
         self._running: deque[Future[None]] = deque()
-        self._thread = ThreadPoolExecutor(1, "elixir-sum")
+        self._thread = ThreadPoolExecutor(1, "elixir-sum", work_on, (device,))
         self._threads = host_threads(device)
         self._helpers = ThreadPoolExecutor(self._threads, "elixir-sum-part")
 

@@ -23,6 +23,7 @@ from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.errors import ConfigError, ElixirError, UsageError
+from elixir_moe.kernels import work_on
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.decision import Facts, StepDecision
 from elixir_moe.optim.early import EarlyUpdates
@@ -84,7 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The thread that starts updates of chunks outside the device tier, beside the next forward or in backward."""
         self._early: EarlyUpdates | None = None
         if isinstance(self._update, AdamUpdate) and any(c.shard.tier is not Tier.DEVICE for c in self._chunks):
-            self._update_thread = ThreadPoolExecutor(1, "elixir-update")
+            self._update_thread = ThreadPoolExecutor(1, "elixir-update", work_on, (self._chunks[0].device,))
             self._early = EarlyUpdates(scheduler, self._update, self._segments, self.param_groups, self._update_thread)
         self._decision = StepDecision(self._chunks, scheduler, hooks, groups, on_device, self._early)
         self._last_step: _LastStep | None = None

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +30,8 @@ from elixir_moe.distributed.collectives import (
     timeout_of,
 )
 from elixir_moe.kernels import host_threads
+from elixir_moe.memory.disk_values import ValuesFile
+from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import build_shards
 from elixir_moe.models.gpt import _joined
 from elixir_moe.parallel import mesh
@@ -374,6 +377,30 @@ def test_a_thread_that_saves_works_on_the_gpu_of_its_rank(lanes: Lanes, monkeypa
     with saving._on(Lane(device)):  # type: ignore[arg-type]
         assert chosen == [device]
         assert lanes.current(device) is not lanes.compute[1]
+
+
+def test_threads_beside_training_work_on_the_gpu_of_their_rank(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those that add gradients, use the disk and update."""
+    chosen: list[tuple[str, torch.device]] = []
+
+    def choose(device: torch.device) -> None:
+        chosen.append((threading.current_thread().name.rpartition("_")[0], device))
+
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    monkeypatch.setattr("elixir_moe.memory.slabs.page_lock", lambda memory: False)
+    sums, file = HostSums(4, device), ValuesFile(str(tmp_path), [4096], device)
+    for thread in (sums._thread, file.threads):
+        thread.submit(int).result()
+    monkeypatch.setattr("elixir_moe.optim.optimizer.work_on", choose)
+    model = nn.Linear(4, 4)
+    _, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload(rcache_blocks=2))
+    optimizer._update_thread.submit(int).result()
+    assert chosen == [("elixir-sum", device), ("elixir-disk", device), ("elixir-update", torch.device("cpu"))]
+    for made in (sums, file, optimizer):
+        made.close()
 
 
 def gathered_bytes() -> bool:

@@ -32,6 +32,7 @@ from torch import nn
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
+from elixir_moe.kernels import work_on
 from elixir_moe.memory.shard_state import InMemory, OnDisk
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
@@ -270,7 +271,7 @@ def _stream_behind(wrapped: Wrapped) -> AbstractContextManager[object]:
 @contextmanager
 def _on(stream: torch.cuda.Stream) -> Iterator[None]:
     """Makes the thread work on `stream` and its GPU: by default a thread uses the first GPU, perhaps another rank's."""
-    torch.cuda.set_device(stream.device)
+    work_on(stream.device)
     with torch.cuda.stream(stream):
         yield
 
