@@ -113,10 +113,15 @@ def sum_of_squares(gradient: Tensor, *, threads: int | None = None) -> float | T
     """
     if _native is not None and gradient.device.type == "cpu" and gradient.dtype in _GRAD_DTYPES:
         return _native.sum_of_squares(to_dlpack(gradient.detach()), threads=threads or torch.get_num_threads())
-    whole = gradient.numel() // NORM_ROW_NUMEL * NORM_ROW_NUMEL
-    rows = torch.linalg.vector_norm(gradient[:whole].view(-1, NORM_ROW_NUMEL), dim=1, dtype=torch.float32)
-    rest = torch.linalg.vector_norm(gradient[whole:], dtype=torch.float32)
-    squares = rows.double().square().sum() + rest.double().square()
+    whole = gradient.numel() // NORM_ROW_NUMEL
+    norms = torch.empty(-(-gradient.numel() // NORM_ROW_NUMEL), dtype=torch.float32, device=gradient.device)
+    rows, rest = gradient[: whole * NORM_ROW_NUMEL].view(-1, NORM_ROW_NUMEL), gradient[whole * NORM_ROW_NUMEL :]
+    if whole:
+        torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32, out=norms[:whole])
+    if len(rest):
+        torch.linalg.vector_norm(rest, dim=0, dtype=torch.float32, out=norms[whole])
+    wide = norms.double()
+    squares = wide.dot(wide)
     return squares.item() if squares.device.type == "cpu" else squares
 
 

@@ -15,6 +15,7 @@ from elixir_moe.distributed.all_ranks import ControlGroups, gathered
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import UsageError
+from elixir_moe.kernels import host_threads, sum_of_squares
 from elixir_moe.optim.early import EarlyUpdates
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.runtime.chunk import Chunk
@@ -112,16 +113,18 @@ class StepDecision:
         self._hooks.check_outside("optimizer.grad_norms()")
         self._scheduler.refuse_begun("optimizer.grad_norms()")
         used = self.facts().used
-        squares = torch.zeros(len(self._parameters), dtype=torch.float64, device="cpu")
-        index = -1
+        mine: list[float | torch.Tensor] = []
         for chunk in self._chunks:
             low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
-            scale = float(self.gradient_scale(chunk)) ** 2 * chunk.spec.shards / len(chunk.spec.key.ranks)
+            scale, threads = self.gradient_scale(chunk), host_threads(chunk.device)
+            weight = scale * scale * chunk.spec.shards / len(chunk.spec.key.ranks)
             for slot in chunk.spec.slots:
-                index += 1
                 start, stop = max(slot.start, low) - low, min(slot.stop, high) - low
-                if chunk.shard.has_gradient and start < stop:
-                    squares[index] = scale * chunk.shard.gradient(start, stop).double().square().sum()
+                there = chunk.shard.has_gradient and start < stop
+                mine.append(
+                    weight * sum_of_squares(chunk.shard.gradient(start, stop), threads=threads) if there else 0.0
+                )
+        squares = _on_host(mine)
         with Wait("the all-reduce of gradient norms over all ranks"):
             self._groups.sum_over_peers(squares)
         found = zip(self._parameters, squares.sqrt().tolist(), strict=True)
@@ -223,3 +226,14 @@ class StepDecision:
             f"a forward has written parameter {name!r} through .data, and the write is lost: write to the parameter "
             f"itself under torch.no_grad(), as in self.weight.copy_(values)"
         )
+
+
+def _on_host(numbers: Sequence[float | torch.Tensor]) -> torch.Tensor:
+    """The numbers as one fp64 tensor in host memory, with one wait for all that are on a GPU."""
+    found = torch.tensor(
+        [0.0 if isinstance(n, torch.Tensor) else n for n in numbers], dtype=torch.float64, device="cpu"
+    )
+    there = [i for i, n in enumerate(numbers) if isinstance(n, torch.Tensor)]
+    if there:
+        found[there] = torch.stack([numbers[i] for i in there]).to(found)  # type: ignore[misc]
+    return found

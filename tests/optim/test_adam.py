@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir_moe import _native, kernels
 
@@ -368,10 +369,36 @@ def test_a_gpu_skips_a_step_by_a_number_of_its_own(skipped: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 3_000_001])
-def test_the_sum_of_squares_is_exact_whatever_the_length(dtype: torch.dtype, numel: int) -> None:
+def test_the_sum_of_squares_is_exact_whatever_the_length(
+    dtype: torch.dtype, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the native kernel, and as on a GPU."""
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     wanted = gradient.double().square().sum().item()
     assert kernels.sum_of_squares(gradient) == pytest.approx(wanted, rel=1e-6)
+    monkeypatch.setattr(kernels, "_native", None)
+    assert kernels.sum_of_squares(gradient) == pytest.approx(wanted, rel=1e-6)
+
+
+class Kernels(TorchDispatchMode):
+    """Notes the operators that would launch a kernel on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in str(func):
+            self.launched.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("numel", "most"), [(3 * kernels.NORM_ROW_NUMEL, 3), (3 * kernels.NORM_ROW_NUMEL + 5, 4)])
+def test_the_sum_of_squares_on_a_gpu_takes_few_launches(numel: int, most: int) -> None:
+    """It is taken for each chunk, and short ones take no longer than their launches."""
+    with Kernels() as seen:
+        kernels.sum_of_squares(torch.empty(numel, dtype=torch.bfloat16, device="meta"))
+    assert len(seen.launched) <= most, seen.launched
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elixir_moe as em
 from elixir_moe.models import GPT, GPTConfig, gpt_patterns, lm_loss
@@ -112,6 +113,32 @@ def test_what_is_not_finite_is_not_hidden_by_clipping(pair: Any) -> None:
         optimizer.step()
     optimizer.zero_grad()
     assert all(torch.equal(before[name], value) for name, value in em.full_state_dict(model).items())
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes of the largest new tensor."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and not func.is_view:
+            self.nbytes = max(self.nbytes, found.nbytes)
+        return found
+
+
+def test_norms_of_parameters_need_no_copy_of_a_gradient() -> None:
+    model, optimizer = em.wrap(*of(nn.Linear(64, 64)), plan=em.Plan.offload(rcache_blocks=2))
+    model(torch.ones(4, 64)).sum().backward()
+    with Largest() as seen:
+        norms = optimizer.grad_norms()
+    assert norms == {"weight": 4.0 * 64, "bias": 4.0 * 8}
+    assert seen.nbytes < 64 * 64
+    optimizer.close()
+
+
+def of(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, torch.optim.AdamW(model.parameters())
 
 
 @pytest.mark.parametrize("limit", [1.0, 1e30])
