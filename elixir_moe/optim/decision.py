@@ -230,9 +230,8 @@ class StepDecision:
 
 def _on_host(numbers: Sequence[float | torch.Tensor]) -> torch.Tensor:
     """The numbers as one fp64 tensor in host memory, with one wait for all that are on a GPU."""
-    found = torch.tensor(
-        [0.0 if isinstance(n, torch.Tensor) else n for n in numbers], dtype=torch.float64, device="cpu"
-    )
+    known = [0.0 if isinstance(number, torch.Tensor) else number for number in numbers]
+    found = torch.tensor(known, dtype=torch.float64, device="cpu")
     there = [i for i, n in enumerate(numbers) if isinstance(n, torch.Tensor)]
     if there:
         found[there] = torch.stack([numbers[i] for i in there]).to(found)  # type: ignore[misc]

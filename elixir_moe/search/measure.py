@@ -46,7 +46,9 @@ _WIRE_BYTES = 1 << 22
 """Bytes of a timed gather and reduction on a CPU; sixteen times that on a GPU, whose links need more to reach speed."""
 _DISK_BYTES = 1 << 25
 _REPEATS = 3
-"""Timed runs, of which the fastest counts: slower ones were disturbed."""
+"""Timed spans, of which the fastest counts: slower ones were disturbed."""
+_SPAN_SECONDS = {"cpu": 0.01, "cuda": 0.1}
+"""The least length of a span: a GPU that has rested runs at a lower clock at first."""
 _UNFITTED = Fitted(
     device_efficiency=1.0, exposed_collectives=1.0, host_update_slowdown=1.0, overhead_ns_per_parameter=1e-3
 )
@@ -304,8 +306,14 @@ def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device
     def both() -> None:
         communicator.all_gather(buffer, 0).wait()
         communicator.reduce_scatter(buffer, staging if communicator.staged else None, lambda *_: None).wait()
+        _synchronize(device)  # a latency is measured, too
 
-    return _fastest(both, device)
+    def mean(seconds: float) -> float:
+        total = torch.full((communicator.size,), seconds, device=device)
+        communicator.all_reduce(total, lambda *_: None).wait()
+        return total[0].item() / communicator.size
+
+    return _fastest(both, device, mean)
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -394,16 +402,30 @@ def _at_once(run: Callable[[], object], device: torch.device) -> float:
     return _fastest(run, device)
 
 
-def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of `_REPEATS` runs, after one to warm up."""
-    times = []
-    for _ in range(1 + _REPEATS):
-        start = time.perf_counter()
+def _fastest(run: Callable[[], object], device: torch.device, agreed: Callable[[float], float] = float) -> float:
+    """Seconds of `run` in the fastest of `_REPEATS` spans, after others to warm up.
+
+    As many runs are a span as take `_SPAN_SECONDS` together. `agreed` makes the time of a span the same on all ranks
+    that must run equally often.
+    """
+    runs = 1
+    _span(run, runs, device)
+    while agreed(_span(run, runs, device)) < _SPAN_SECONDS[device.type]:
+        runs *= 2
+    return min(_span(run, runs, device) for _ in range(_REPEATS)) / runs
+
+
+def _span(run: Callable[[], object], runs: int, device: torch.device) -> float:
+    start = time.perf_counter()
+    for _ in range(runs):
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _processor() -> str:

@@ -21,7 +21,7 @@ import elixir_moe as em
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
-from elixir_moe.search import prediction
+from elixir_moe.search import measure, prediction
 from elixir_moe.search.cost import Seconds
 from elixir_moe.search.hardware import Fitted
 from elixir_moe.search.measure import cache_path, describe
@@ -339,6 +339,21 @@ def test_what_host_memory_cannot_take_goes_to_disk(layers: int, whole: bool, ran
     assert found["counted"] == found["predicted"]
     assert found["counted"]["disk"] > 0
     assert found["worst"] < 1e-6
+
+
+def test_work_of_microseconds_is_timed_in_long_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long on each rank: those that time a collective must run it equally often."""
+    clock, runs = [0.0], [0]
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def work() -> None:
+        clock[0] += 1e-5 if runs[0] > 1000 else 3e-5  # slower at first, as a GPU that has rested
+        runs[0] += 1
+
+    assert measure._fastest(work, torch.device("cpu")) == pytest.approx(1e-5)
+    runs[0] = 0
+    measure._fastest(work, torch.device("cpu"), lambda seconds: 1.0)  # what all ranks have found together
+    assert runs[0] == 2 + measure._REPEATS
 
 
 def measured(folder: str) -> list[dict[str, Any]]:
