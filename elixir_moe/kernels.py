@@ -77,6 +77,11 @@ def host_threads(device: torch.device) -> int:
     return max(1, _without_launching(cores // ranks), min(threads, _without_launching(cores)))
 
 
+def helpers(threads: int) -> int:
+    """The number of helper threads that `threads` allow, since each computes with as many as torch uses."""
+    return max(1, threads // torch.get_num_threads())
+
+
 def work_on(device: torch.device) -> None:
     """Makes the calling thread work on `device`: by default it uses the first GPU, perhaps another rank's."""
     if device.type == "cuda":

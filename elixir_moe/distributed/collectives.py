@@ -129,10 +129,9 @@ class Communicator:
         what = self._issued.gather(of)
         slices = buffer.view(self.size, -1)
         if not self.staged:
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             own = slices[self.index].view(torch.uint8)  # NCCL does not know all dtypes
             with Wait(what, self.ranks):  # in stream order; the host goes on, but over gloo
-                gather(buffer.view(torch.uint8), own, group=self._gather_group)
+                gather_into(buffer.view(torch.uint8), own, self._gather_group)
             return Work()
         slices = slices.view(torch.uint8)
         works = []
@@ -250,6 +249,12 @@ class Communicator:
         if self.size > 1:
             with Wait(f"the broadcast of a chunk's first weights over {named(self.ranks)}", self.ranks):
                 dist.broadcast(buffer.view(torch.uint8), self.ranks[0], group=self._gather_group)
+
+
+def gather_into(table: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Gathers `mine` of each rank of `group` into `table`, where they lie one behind the other. Collective."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(table, mine, group=group)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from elixir_moe.chunks.plan import SUMS_IN_FLIGHT, Tier
-from elixir_moe.kernels import host_threads, work_on
+from elixir_moe.kernels import helpers, host_threads, work_on
 from elixir_moe.memory.slabs import Slab
 
 
@@ -32,8 +32,8 @@ class HostSums:
         self._given = 0
         self._running: deque[Future[None]] = deque()
         self._thread = ThreadPoolExecutor(1, "elixir-sum", work_on, (device,))
-        self._threads = host_threads(device)
-        self._helpers = ThreadPoolExecutor(self._threads, "elixir-sum-part")
+        self._parts = helpers(host_threads(device))
+        self._helpers = ThreadPoolExecutor(self._parts, "elixir-sum-part")
 
     def add(
         self, total: torch.Tensor, reduced: torch.Tensor, *, first: bool, behind: "Future[None] | None"
@@ -105,10 +105,10 @@ class HostSums:
         use(buffer)
 
     def _add(self, total: torch.Tensor, buffer: torch.Tensor, first: bool) -> None:
-        if self._threads <= torch.get_num_threads():
+        if self._parts == 1:
             _accumulate(total, buffer, first)
             return
-        length = -(-total.numel() // self._threads)
+        length = -(-total.numel() // self._parts)
         parts = zip(total.split(length), buffer.split(length), strict=True)
         for part in [self._helpers.submit(_accumulate, *part, first) for part in parts]:
             part.result()

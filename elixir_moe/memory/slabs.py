@@ -15,7 +15,7 @@ import torch
 
 from elixir_moe.chunks.plan import Tier, size_text
 from elixir_moe.errors import TierError, is_out_of_memory
-from elixir_moe.kernels import host_threads
+from elixir_moe.kernels import helpers, host_threads
 from elixir_moe.memory.direct_file import paged_memory
 
 LOCKED_BYTES = 64 << 30
@@ -54,7 +54,7 @@ class Slab:
             elif travels and nbytes:
                 self._memory = locked_zeros(nbytes, host_threads(device)).view(dtype)
             else:
-                self._memory = _zeros(numel, dtype, host_threads(device))
+                self._memory = host_zeros(numel, dtype, host_threads(device))
         except (MemoryError, OSError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -76,7 +76,7 @@ class Slab:
         return piece
 
 
-def _zeros(numel: int, dtype: torch.dtype, threads: int) -> torch.Tensor:
+def host_zeros(numel: int, dtype: torch.dtype, threads: int) -> torch.Tensor:
     """Zeros in host memory, touched first by many threads."""
     memory = torch.empty(numel, dtype=dtype, device="cpu")
     _clear(memory, threads)
@@ -101,11 +101,12 @@ def _clear(memory: torch.Tensor, threads: int) -> None:
 
     torch uses its own number of threads, which torchrun sets to one, and page-locking touches pages on a single thread.
     """
-    if threads <= torch.get_num_threads():
+    parts = helpers(threads)
+    if parts == 1:
         memory.zero_()
         return
-    with ThreadPoolExecutor(threads, "elixir-zeros") as pool:
-        list(pool.map(torch.Tensor.zero_, memory.chunk(threads)))
+    with ThreadPoolExecutor(parts, "elixir-zeros") as pool:
+        list(pool.map(torch.Tensor.zero_, memory.chunk(parts)))
 
 
 def page_lock(memory: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from elixir_moe.distributed.collectives import gather_into
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import LayoutError
 from elixir_moe.parallel.dataless import has_data
@@ -161,7 +162,7 @@ def gather_statistics(routing: Routing, choices: Choices, process_group: dist.Pr
         table = mine.new_empty(process_group.size(), len(mine))
         if has_data(mine):
             with Wait("the all-gather of the router's statistics", dist.get_process_group_ranks(process_group)):
-                dist.all_gather(list(table), mine, group=process_group)
+                gather_into(table.view(-1), mine, process_group)
         totals = table.sum(dim=0)
     return RoutingStatistics(table[:, :num_queues].unflatten(1, (num_experts, -1)), totals)
 

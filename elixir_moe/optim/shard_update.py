@@ -18,6 +18,7 @@ from torch import nn
 
 from elixir_moe.kernels import adam_step, host_threads
 from elixir_moe.memory.shard_state import DiskShard, Elements, InMemory, OnDisk, PieceShard
+from elixir_moe.memory.slabs import host_zeros
 from elixir_moe.optim.accepted import check_kept, is_adam, like
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk
@@ -60,7 +61,8 @@ class AdamUpdate:
         for chunk in chunks:
             master = chunk.shard.master
             if master is not None:
-                self._state[chunk.spec.index] = torch.zeros_like(master), torch.zeros_like(master)
+                exp_avg, exp_avg_sq = _moment(master, chunk.device), _moment(master, chunk.device)
+                self._state[chunk.spec.index] = exp_avg, exp_avg_sq
 
     def prepare(
         self,
@@ -129,6 +131,13 @@ class AdamUpdate:
 
     def finish(self) -> None:
         """Called when every chunk has had its update."""
+
+
+def _moment(master: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Zeros like `master`; in host memory touched first by the threads that touched that one."""
+    if master.device.type == "cpu":
+        return host_zeros(master.numel(), master.dtype, host_threads(device))
+    return torch.zeros_like(master)
 
 
 def _adam(

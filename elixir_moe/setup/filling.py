@@ -129,11 +129,16 @@ class _Sources:
 
     def _fill(self, place: torch.Tensor, parameter: nn.Parameter, local: torch.Tensor) -> None:
         if not local.is_meta:
-            place.copy_(local)
+            _copy(place, local)
         elif self.pretrained is not None and self.pretrained.has(parameter):
             self.pretrained.fill(place, parameter)
         else:
-            self.drawing.run(lambda: place.copy_(drawn(local)))
+            self.drawing.run(lambda: _copy(place, drawn(local)))
+
+
+def _copy(place: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies to `place` on another device as it is, and converts there: torch would convert on the host."""
+    place.copy_(values.to(place.device))
 
 
 def _draw_buffers(model: nn.Module) -> None:

@@ -79,7 +79,7 @@ class Pretrained:
 
     def fill(self, place: Tensor, tensor: Tensor) -> None:
         """Reads this rank's part of a parameter that was on meta into `place`. Failures are raised by `settle`."""
-        self._reading.run(lambda: place.copy_(self._read(tensor)))
+        self._reading.run(lambda: place.copy_(self._read(tensor).to(place.device)))
 
     def settle(self) -> None:
         """Raises CheckpointError on all ranks if a `fill` failed on any. Collective."""

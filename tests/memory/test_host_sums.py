@@ -52,7 +52,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostSums]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_sums_have_the_bits_of_sums_in_turn(dtype: torch.dtype, threads: int, sums: HostSums) -> None:
-    sums._threads = torch.get_num_threads() + threads if threads > 1 else 1
+    sums._parts = threads
     beside, in_turn = shard_of(dtype), shard_of(dtype)
     beside.beside = sums
     for step in range(3):

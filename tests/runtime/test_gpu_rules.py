@@ -16,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elixir_moe as em
 from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.chunks.param_spec import ChunkGroupKey
 from elixir_moe.chunks.plan import Tier
+from elixir_moe.distributed.all_ranks import Deferred
 from elixir_moe.distributed.collectives import (
     Communicator,
     Work,
@@ -33,9 +35,11 @@ from elixir_moe.kernels import host_threads
 from elixir_moe.memory.disk_values import ValuesFile
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import build_shards
+from elixir_moe.memory.slabs import Slab
 from elixir_moe.models.gpt import _joined
 from elixir_moe.parallel import mesh
 from elixir_moe.parallel.mesh import start
+from elixir_moe.setup.filling import _Sources
 from elixir_moe.train.training import Training
 from tests.support.ranks import RankPool
 from tests.support.train_cases import settings_of
@@ -286,6 +290,59 @@ def test_host_updates_beside_a_gpu_take_the_cores_that_are_free(cores: Cores) ->
     assert cores.threads(16, 16, ranks=None, gpus=2) == 8 - 2
     assert cores.threads(16, 16, launcher=16, torchs=8) == 8  # the user wants more than a share
     assert cores.threads(16, 16, ranks=1, torchs=16) == 16 - 2
+
+
+def test_helper_threads_and_their_teams_are_no_more_than_there_are_threads(
+    cores: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch computes on a team of its own in each thread that calls it."""
+    assert cores.threads(64, 16, launcher=64, torchs=4) == 14
+    assert HostSums(4, torch.device("cuda"))._parts == 3
+    cleared: list[int] = []
+    zero_ = torch.Tensor.zero_
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda part: (cleared.append(part.numel()), zero_(part))[1])
+    assert torch.equal(Slab(12, torch.float32, Tier.HOST, torch.device("cuda")).take(12), torch.zeros(12))
+    assert cleared == [4, 4, 4]
+
+
+def test_moments_in_host_memory_are_touched_first_by_the_threads_of_their_updates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a machine of several nodes, memory lies where it is touched first."""
+    asked: list[int] = []
+
+    def zeros(numel: int, dtype: torch.dtype, threads: int) -> torch.Tensor:
+        asked.append(threads)
+        return torch.zeros(numel, dtype=dtype)
+
+    monkeypatch.setattr("elixir_moe.optim.shard_update.host_threads", lambda device: 3)
+    monkeypatch.setattr("elixir_moe.optim.shard_update.host_zeros", zeros)
+    model = nn.Linear(4, 4)
+    _, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload(rcache_blocks=2))
+    optimizer.close()
+    assert asked == [3, 3]
+
+
+class Copied(TorchDispatchMode):
+    """Notes what is copied to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == "aten::copy_":
+            self.seen.append((args[1].device.type, args[1].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_are_converted_where_they_go() -> None:
+    """torch would convert bf16 weights to fp32 on the CPU, and send twice the bytes."""
+    sources = _Sources(torch.device("meta"), None, Deferred("filled the shards"))
+    members: Any = {range(0, 6): nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))}
+    with Copied() as copied:
+        sources.joined(members, 0, 6, torch.float32)
+    assert copied.seen == [("meta", torch.bfloat16)]
 
 
 def test_cores_that_a_rank_has_been_bound_to_are_not_divided_again(cores: Cores) -> None:
