@@ -111,4 +111,11 @@ def inspect(model: nn.Module) -> Inspection:
     Raises:
         UsageError: the model is not wrapped.
     """
-    return Inspection(require_wrapped(model, "inspect"))
+    return Inspection(
+        require_wrapped(
+            model,
+            "inspect",
+            ": call em.wrap first. An ElixirTrainer wraps its model in train(): call em.inspect behind it, or in a "
+            "callback's on_train_begin; ElixirAccelerator does so in prepare(), and Fabric in setup()",
+        )
+    )

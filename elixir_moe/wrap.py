@@ -42,7 +42,7 @@ from elixir_moe.setup.drawing import plain_on_meta
 from elixir_moe.setup.filling import build_chunks, move_buffers, open_files
 from elixir_moe.setup.tiling import tile_to_fit
 from elixir_moe.state.full import groups_needed, refuse_plain_state_dicts
-from elixir_moe.state.huggingface import Pretrained
+from elixir_moe.state.huggingface import Pretrained, refuse_merges
 from elixir_moe.state.wrapped import Wrapped
 
 M = TypeVar("M", bound=nn.Module)
@@ -214,6 +214,7 @@ def _wrapped(
     )
     model._elixir = wrapped  # type: ignore[assignment]
     refuse_plain_state_dicts(model, described)
+    refuse_merges(model)
     if prediction is not None:
         sharded.register_step_post_hook(lambda *_: prediction.observe(wrapped))
     model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]

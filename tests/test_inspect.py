@@ -14,7 +14,9 @@ def test_a_wrapped_model_says_what_it_is_made_of_and_what_it_has_moved() -> None
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     plan = em.Plan.offload(rcache_blocks=3, chunk_numel=80)
-    with pytest.raises(em.UsageError, match="inspect needs a model that went through wrap"):
+    with pytest.raises(
+        em.UsageError, match=r"inspect needs a model that went through wrap: call em.wrap first.*on_train_begin"
+    ):
         em.inspect(model)
     model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
     found = em.inspect(model)

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.integrations.accelerate import CHECKPOINT, ElixirAccelerator, save_over
 from elixir_moe.integrations.routers import Routers, busiest
 from elixir_moe.state.checkpoint.load import load
@@ -123,8 +123,19 @@ class ElixirMixin(_Trainer):
         return getattr(self.model, "_elixir", None)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer's, by `em.save_pretrained`: of a peft model, the adapters alone. Collective."""
+        """As Trainer's, by `em.save_pretrained`: of a peft model, the adapters alone. Collective.
+
+        Before `train` the model is plain, and Trainer saves it.
+
+        Raises:
+            UsageError: before `train`, if the weights are on meta.
+        """
         if self._elixir is None:
+            if any(tensor.is_meta for tensor in self.model.parameters()):
+                raise UsageError(
+                    "save_model before train(): the model's weights are on the meta device until train() has read or "
+                    "drawn them. Call train() first; before it, they are in the folder of wrap={'weights': folder}"
+                )
             super().save_model(output_dir, _internal_call)
             return
         folder = self.args.output_dir if output_dir is None else output_dir

@@ -306,7 +306,9 @@ def refuse_address(name: str) -> NoReturn:
 def refuse_copy() -> NoReturn:
     """Raises UsageError for `copy` and `pickle` of a wrapped model."""
     raise UsageError(
-        "a wrapped model can neither be copied nor pickled: copy it before wrap, save em.full_state_dict(model)"
+        "a wrapped model can neither be copied nor pickled: copy it before wrap. For an average of its weights make "
+        "AveragedModel(model) there, and after each step call its update_parameters(model) on all ranks; a frozen copy "
+        "can be wrapped too. To keep its weights, use em.save, em.save_pretrained or em.full_state_dict(model)"
     )
 
 

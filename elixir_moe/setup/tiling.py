@@ -264,6 +264,7 @@ _HOOKS = (
 _HOOKS_OF_STATES = (
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
+_STATES = ("state_dict", "_save_to_state_dict", "_load_from_state_dict", "get_extra_state", "set_extra_state")
 
 
 def _refusal(model: nn.Module, name: str, module: nn.Module) -> str | None:
@@ -278,6 +279,8 @@ def _refusal(model: nn.Module, name: str, module: nn.Module) -> str | None:
         return (
             f"module {name!r} has hooks of state dicts, which expect the whole parameters: tile the model before them"
         )
+    if changed := [own for own in _STATES if getattr(kind, own) is not getattr(nn.Module, own)]:
+        return f"module {name!r} is a {kind.__name__} with a {changed[0]} of its own, which expects the whole module"
     if module._is_full_backward_hook is False:
         return f"module {name!r} has hooks of register_backward_hook: use register_full_backward_hook"
     if kept := [attribute for attribute, value in vars(module).items() if isinstance(value, Tensor)]:

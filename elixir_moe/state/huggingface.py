@@ -323,6 +323,21 @@ def _save_adapters(model: Any, wrapped: Wrapped, folder: str) -> None:
     raise_on_all_ranks("saved the adapters", save, error=CheckpointError)
 
 
+def refuse_merges(model: Any) -> None:
+    """Makes peft's ways to merge and drop adapters raise UsageError: they write to shards that nobody gathers."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UsageError(
+            "adapters of a wrapped model cannot be merged or taken off: em.save_pretrained(model, folder) writes them. "
+            "Then, in one process with the base in memory, PeftModel.from_pretrained(base, folder).merge_and_unload() "
+            "merges them, and save_pretrained of the result writes the merged model"
+        )
+
+    if hasattr(model, "peft_config"):
+        for name in ("merge_and_unload", "merge_adapter", "unload"):
+            setattr(model.base_model, name, refuse)
+
+
 def _alone() -> AbstractContextManager[object]:
     """A context for rank 0 to walk over the model's parameters without a gather, which would wait for other ranks."""
     return torch._C.DisableTorchFunctionSubclass() if dist.get_world_size() > 1 else nullcontext()

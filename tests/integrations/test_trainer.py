@@ -388,6 +388,27 @@ def test_an_evaluation_before_leaves_no_autocast_in_training(ranks: Ranks, tmp_p
     assert before == without == "torch.bfloat16"
 
 
+def before_train(folder: str) -> tuple[str, str]:
+    """What is said of a trainer's model before `train`, if its weights come from a folder then."""
+    from transformers import TrainingArguments
+
+    from elixir_moe.integrations.transformers import ElixirTrainer
+
+    with launched(), torch.device("meta"):
+        trainer = ElixirTrainer(mixture(), TrainingArguments(folder, report_to=[]), wrap={"weights": folder})
+    with pytest.raises(UsageError) as saved:
+        trainer.save_model(folder)
+    with pytest.raises(UsageError) as inspected:
+        em.inspect(trainer.model)
+    return str(saved.value), str(inspected.value)
+
+
+def test_what_comes_before_train_says_the_whole_way(ranks: Ranks, tmp_path: Path) -> None:
+    """A model that has its weights is saved as by the plain Trainer (docs/i_want_to.md)."""
+    ((saved, inspected),) = ranks(1).run(before_train, str(tmp_path))
+    assert "on the meta device until train()" in saved and "on_train_begin" in inspected
+
+
 def foreign(folder: str, ours: bool, **settings: Any) -> str:
     with launched():
         trainer = made(folder, ours, **settings)

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import elixir_moe as em
 from elixir_moe.distributed.collectives import Work
@@ -193,6 +194,7 @@ def test_a_limit_that_is_none(pair: Pair, clip: Any) -> None:
 CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "deepcopy": (copy.deepcopy, "copied nor pickled: copy it before wrap"),
     "pickle": (pickle.dumps, "copied nor pickled.*full_state_dict"),
+    "average": (AveragedModel, r"copy it before wrap.*AveragedModel\(model\) there.*update_parameters"),
     "dtype": (lambda model: model.double(), "fixed in wrap"),
     "shape": (lambda model: setattr(model.last.bias, "data", torch.zeros(3)), "fixed in wrap"),
     "state dict": (lambda model: model.state_dict(), "full_state_dict"),

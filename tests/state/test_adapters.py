@@ -235,6 +235,19 @@ def test_prompts_are_refused_on_several_ranks(tmp_path: Path, ranks: Ranks) -> N
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_merge_says_the_whole_way_and_changes_nothing() -> None:
+    """docs/i_want_to.md goes that way."""
+    model, optimizer = wrap(adapted("attention and experts"), "offload")
+    before = em.full_state_dict(model)
+    for merge in (model.merge_and_unload, model.base_model.merge_and_unload, model.merge_adapter, model.unload):
+        with pytest.raises(UsageError, match=r"em\.save_pretrained.*PeftModel\.from_pretrained.*merge_and_unload"):
+            merge()
+    after = em.full_state_dict(model)
+    optimizer.close()
+    assert list(after) == list(before) and all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.usefixtures("alone")
 def test_what_is_trainable_is_counted_by_name() -> None:
     plain = adapted("attention and experts")
     numel, trainable = sum(p.numel() for p in plain.parameters()), trainable_numel(plain)
