@@ -209,6 +209,11 @@ class ShardState:
         """Whether `values` returns at once."""
         return not self.updating
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether `values` may block. It depends on the calls so far and on no time, so it is the same on all ranks."""
+        return self.has_update
+
     def sent(self, mark: Callable[[], Work]) -> None:
         """Called when the copy of `values` to a block was issued; `mark` gives an operation that ends with it."""
 
@@ -357,6 +362,7 @@ class _ReadAhead(ShardState):
     """Values on disk. From `prepare` to `sent` they are in a buffer in host memory."""
 
     compute_tier = Tier.DISK  # type: ignore[assignment]
+    may_wait = True  # type: ignore[assignment]
 
     def __init__(self, spec: ChunkSpec, place: ValuesPlace) -> None:
         super().__init__(spec, Tier.DISK)

@@ -11,7 +11,8 @@ Ranks that run the same scattered modules cannot deadlock: gathers follow reques
 
 Overlap. Compute waits for a gather when it needs the weights, an update waits for reductions, and a refill waits for
 the last use of its block. On gloo a prefetched gather begins when the update of its shard has ended; until then it
-delays only the prefetches behind it.
+delays only the prefetches behind it. On NCCL it begins at once if no update can be running. Otherwise it begins when a
+unit is left and the chunk is needed next: the unit's kernels run while the host waits.
 Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the calling order).
 """
 
@@ -192,7 +193,7 @@ class Scheduler:
             for load in loads:
                 self._carry_out(load)
             if self._queue:
-                self._begin_gathers()
+                self._begin_gathers(released=verb is RELEASE)
         except BaseException:
             self.failed = True
             raise
@@ -233,29 +234,32 @@ class Scheduler:
             self.reductions.gathered.append(chunk.spec.index)
         self._queue.append(chunk)
 
-    def _begin_gathers(self, until: Chunk | None = None) -> None:
-        """Begins gathers while the first in the queue may begin, and in any case up to `until`, which is queued."""
+    def _begin_gathers(self, until: Chunk | None = None, *, released: bool = False) -> None:
+        """Begins gathers while the first in the queue may begin, and in any case up to `until`, which is queued.
+
+        `released`: what was held has been used, so that the device has work while the host waits.
+        """
         for chunk in self._queue:
             if not chunk.shard.prepare():
                 break  # buffers are taken in the order of the queue, so its first gather finds one
         while self._queue:
             chunk = self._queue[0]
-            if until is None and not self._may_begin(chunk):
+            if until is None and not self._may_begin(chunk, released=released):
                 break
             if chunk.arriving is None:  # else an interrupt came before `popleft`
                 self._begin_gather(chunk)
             self._queue.popleft()
             until = None if chunk is until else until
 
-    def _may_begin(self, chunk: Chunk) -> bool:
+    def _may_begin(self, chunk: Chunk, *, released: bool) -> bool:
         """Whether the gather may begin.
 
-        Where only the order of collectives matches them, it begins at once, and the host waits for the update of its
-        shard: updates end at other times on each rank. Elsewhere the host waits only if the chunk is needed next.
+        Where only the order of collectives matches them, that must not depend on time. The host may then have to wait
+        for the shard, and does so after a release, for what is needed next. Elsewhere it waits for the block alone.
         """
         assert chunk.block is not None
         if self._in_order:
-            return True
+            return not chunk.shard.may_wait or (released and chunk.spec.index in self.cache.upcoming)
         return chunk.shard.ready and (chunk.block.quiet or chunk.spec.index in self.cache.upcoming)
 
     def _begin_gather(self, chunk: Chunk) -> None:

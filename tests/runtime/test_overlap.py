@@ -14,6 +14,7 @@ import elixir_moe as em
 from elixir_moe.distributed.collectives import Communicator, Work
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from tests.lanes.late import issue_in_order
 from tests.support.cases import placed
 from tests.support.ranks import RankPool
 
@@ -125,18 +126,26 @@ def test_reductions_overlap_the_layers_behind(ranks: Ranks) -> None:
             assert begun < events.index(f"backward {layer - 1}") < ended
 
 
+def run_in_order(run: Callable[..., list[str]], plan: em.Plan) -> list[str]:
+    """What `run` returns where only their order matches collectives, as on NCCL."""
+    with pytest.MonkeyPatch.context() as patch:
+        issue_in_order(patch)
+        return run(plan)
+
+
 def updates_held_back(plan: em.Plan) -> list[str]:
-    """Holds the updates of all layers but the first back until the next forward is in the first."""
+    """Holds the update of each layer but the first back until the layer before has run in the next forward."""
     model, optimizer = sharded(plan)
     take_step(model, optimizer, 0)
-    begun = threading.Event()
+    run_already = [threading.Event() for _ in range(LAYERS)]
     prepare = optimizer._update.prepare
 
     def held_back(chunk: Any, *args: Any) -> Callable[[], Any]:
         run, index = prepare(chunk, *args), chunk.spec.index
 
         def update() -> Any:
-            assert index == 0 or begun.wait(PATIENCE_SECONDS), "forward waits for updates that it does not need yet"
+            before = run_already[index - 1] if index else None
+            assert before is None or before.wait(PATIENCE_SECONDS), "forward waits for updates it does not need yet"
             begun_beside = run()
             model.events.append(f"updated {index}")
             return begun_beside
@@ -151,17 +160,21 @@ def updates_held_back(plan: em.Plan) -> list[str]:
     assert counted["host"] == em.inspect(model).footprint.host_bytes
     for chunk in optimizer._scheduler.chunks:
         chunk.communicator = Logged(chunk.communicator, model.events)  # type: ignore[assignment]
-    model.layers[0].register_forward_hook(lambda *_: begun.set())
+    for layer, event in zip(model.layers, run_already, strict=True):  # what ran is issued before the layer is left
+        layer.register_forward_hook(lambda *_, event=event: event.set(), prepend=True)
     model(torch.randn(4, D))
     optimizer.close()
     events = model.events
     return events[len(events) - events[::-1].index("backward 0") :]  # what followed the last backward
 
 
-def test_updates_overlap_the_next_forward(ranks: Ranks) -> None:
+@pytest.mark.parametrize("blocks", [4, "all"])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_updates_overlap_the_next_forward(in_order: bool, blocks: Any, ranks: Ranks) -> None:
     """Each gather waits for its own update and for no other; the order of gathers is that of the plan."""
-    plan = em.Plan.offload(rcache_blocks="all", chunk_numel=CHUNK)
-    for events in ranks(2).run(updates_held_back, plan):
+    plan = em.Plan.offload(rcache_blocks=blocks, chunk_numel=CHUNK)
+    run = [run_in_order, updates_held_back] if in_order else [updates_held_back]
+    for events in ranks(2).run(*run, plan):
         assert events.index("forward 0") < events.index("updated 1")
         gathers = [event for event in events if event.startswith("gather ")]
         assert gathers == [f"gather {layer}" for layer in range(LAYERS)]
@@ -189,15 +202,17 @@ def slices_held_back(plan: em.Plan) -> list[str]:
 
         spilled.change = held_back  # type: ignore[method-assign]
     take_step(model, optimizer, 1)
-    model.layers[0].register_forward_hook(lambda *_: begun.set())
+    model.layers[0].register_forward_hook(lambda *_: begun.set(), prepend=True)
     model(torch.randn(4, D))
     optimizer.close()
     return model.events[len(model.events) - model.events[::-1].index("backward 0") :]
 
 
-def test_updates_on_disk_overlap_the_next_forward(ranks: Ranks) -> None:
+@pytest.mark.parametrize("in_order", [False, True])
+def test_updates_on_disk_overlap_the_next_forward(in_order: bool, ranks: Ranks) -> None:
     plan = em.Plan.offload(rcache_blocks="all", disk_chunks=LAYERS, chunk_numel=CHUNK)
-    for events in ranks(2).run(slices_held_back, plan):
+    run = [run_in_order, slices_held_back] if in_order else [slices_held_back]
+    for events in ranks(2).run(*run, plan):
         assert events.index("forward 0") < events.index("updated 1")
         for layer in range(1, LAYERS - 1):
             assert events.index(f"updated {layer}") < events.index(f"forward {layer + 1}")
