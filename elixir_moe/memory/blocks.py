@@ -30,13 +30,17 @@ class Block:
         """A block on `memory`, flat uint8, whose storage nobody else uses; `allocating` as in `Blocks`."""
         self._statistics = statistics
         self._allocating = allocating
-        self._memory = memory
-        self._wire = _own_storage(memory)
-        self._idle_uses = _storage_uses(self._memory)
+        self._both = memory, _own_storage(memory)
+        """The memory, and the same bytes for collectives; assigned together, so that an interrupt cannot part them."""
+        self._idle_uses = _storage_uses(memory)
         self.busy: Work | None = None
         """The operation that must end before the block is written again."""
         self._read_later = False
         """A view of the block was left when its chunk was dropped, and may be read after `busy` has ended."""
+
+    @property
+    def _memory(self) -> torch.Tensor:
+        return self._both[0]
 
     def vacate(self, work: Work) -> None:
         """Releases the block, which may be written when `work` has ended and no other tensor shares its storage."""
@@ -69,7 +73,7 @@ class Block:
 
     def wire(self, spec: ChunkSpec) -> torch.Tensor:
         """The same memory for collectives, which may keep their tensors for a moment after they end."""
-        return self._wire[: spec.nbytes].view(spec.key.dtype)
+        return self._both[1][: spec.nbytes].view(spec.key.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -79,8 +83,8 @@ class Block:
     def _replace(self) -> None:
         self._statistics.blocks_replaced += 1
         with self._allocating():
-            self._memory = torch.empty_like(self._memory)
-        self._wire = _own_storage(self._memory)
+            memory = torch.empty_like(self._memory)
+        self._both = memory, _own_storage(memory)
 
 
 class ShardBlock(Block):
@@ -96,6 +100,9 @@ class ShardBlock(Block):
             self.busy.wait()
             self.busy = None
         self._shard.values()
+        if self._both[1].data_ptr() != self._shard.shown.data_ptr():  # an interrupt came before the last assignment
+            memory = _own_storage(self._shard.shown)
+            self._both = memory, _own_storage(memory)
         return self._memory.view(spec.key.dtype)
 
     def make_writable(self) -> None:
@@ -109,11 +116,13 @@ class ShardBlock(Block):
         return 0
 
     def _replace(self) -> None:
-        before = self._memory
-        super()._replace()
-        self._memory.copy_(before)
         assert isinstance(self._shard, MixedShard), "no other shard is overwritten by its gradient"
-        self._shard.move_to(self._wire)
+        self._statistics.blocks_replaced += 1
+        with self._allocating():
+            memory = torch.empty_like(self._memory)
+        both = memory.copy_(self._memory), _own_storage(memory)
+        self._shard.move_to(both[1])
+        self._both = both
 
 
 class Blocks:

@@ -12,14 +12,15 @@ once. Records are long enough for plain ``preadv`` and ``pwritev`` on a few thre
 would gain nothing.
 """
 
+import itertools
 import os
 import socket
 import tempfile
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from queue import LifoQueue
+from dataclasses import dataclass, field
 
 import torch
 
@@ -66,7 +67,13 @@ class DiskFile:
                 f"{directory!r}{left}: {error.strerror}; name another folder (disk=), put fewer chunks on disk, or "
                 f"use more ranks"
             ) from error
-        self.threads = ThreadPoolExecutor(DISK_THREADS, "elixir-disk", work_on, (device,))
+        numbers, self._thread = itertools.count(), threading.local()
+
+        def begin_thread() -> None:
+            work_on(device)
+            self._thread.number = next(numbers)
+
+        self.threads = ThreadPoolExecutor(DISK_THREADS, "elixir-disk", begin_thread)
         """The threads that read and write."""
         self.buffer_bytes = 0
         """Bytes of the memory through which data goes to the file and comes from it."""
@@ -86,6 +93,14 @@ class DiskFile:
         """Closes the file, which frees the disk, once all threads have finished."""
         self.threads.shutdown()
         self._nameless.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Memory for one record, in use while somebody holds the lock; an interrupt in ``with lock:`` leaves it free."""
+
+    memory: torch.Tensor
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Spill(DiskFile):
@@ -112,11 +127,9 @@ class Spill(DiskFile):
         self.slice_numel = spill_slice_numel(numels)
         self._taken = 0
         self.buffer_bytes = spill_buffer_bytes(numels, arrays)
-        self._buffers: LifoQueue[torch.Tensor] = LifoQueue()
         memory = paged_memory(DISK_THREADS * arrays * self.slice_numel * _FLOAT_BYTES)
         self._memory = torch.frombuffer(memory, dtype=torch.float32)
-        for record in self._memory.chunk(DISK_THREADS):
-            self._buffers.put(record)
+        self.records = [Record(part) for part in self._memory.chunk(DISK_THREADS)]
 
     def take(self, numel: int, chunk: int) -> "Spilled":
         """The place of the next chunk's arrays; `chunk` is its number, for messages."""
@@ -128,14 +141,9 @@ class Spill(DiskFile):
         assert self._taken <= self.nbytes, "spill file handed out beyond its size"
         return start
 
-    @contextmanager
-    def buffer(self) -> Iterator[torch.Tensor]:
-        """A context with memory for one record, (arrays * slice_numel,); blocks until some is free."""
-        memory = self._buffers.get()
-        try:
-            yield memory
-        finally:
-            self._buffers.put(memory)
+    def record(self) -> Record:
+        """Memory for one record, (arrays * slice_numel,); each of the file's threads has its own."""
+        return self.records[getattr(self._thread, "number", 0) % len(self.records)]
 
 
 class Spilled:
@@ -168,9 +176,10 @@ class Spilled:
 
     def _change(self, index: int, work: Callable[[int, list[torch.Tensor]], None]) -> None:
         """Reads slice `index` of all arrays, changes it and writes it back."""
-        with self._spill.buffer() as memory:
+        own = self._spill.record()
+        with own.lock:
             padded, count = self._padded(index), self._spill.arrays
-            record, offset = memory[: count * padded], self._place(index, 0)
+            record, offset = own.memory[: count * padded], self._place(index, 0)
             self._spill.move(offset, record, write=False)
             arrays = list(record.view(count, padded))
             for array, content in enumerate(arrays):
@@ -190,14 +199,17 @@ class Spilled:
         """A copy of elements `start` to `stop` of an array, fp32."""
         found = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         for index, here, there in self._parts(start, stop):
-            with self._loaded(array, index) as content:
-                found[here] = content[there]
+            own = self._spill.record()
+            with own.lock:
+                found[here] = self._load(array, index, own)[there]
         return found
 
     def write(self, array: int, start: int, values: torch.Tensor) -> None:
         """Overwrites the elements of an array from `start` on with `values`."""
         for index, here, there in self._parts(start, start + values.numel()):
-            with self._loaded(array, index) as content:
+            own = self._spill.record()
+            with own.lock:
+                content = self._load(array, index, own)
                 content[there] = values[here]
                 self._store(array, index, content)
 
@@ -208,13 +220,11 @@ class Spilled:
             low, high = max(start, index * step), min(stop, (index + 1) * step)
             yield index, slice(low - start, high - start), slice(low - index * step, high - index * step)
 
-    @contextmanager
-    def _loaded(self, array: int, index: int) -> Iterator[torch.Tensor]:
-        with self._spill.buffer() as memory:
-            content = memory[: self._padded(index)]
-            self._spill.move(self._place(index, array), content, write=False)
-            self._check(index, array, content)
-            yield content
+    def _load(self, array: int, index: int, record: Record) -> torch.Tensor:
+        content = record.memory[: self._padded(index)]
+        self._spill.move(self._place(index, array), content, write=False)
+        self._check(index, array, content)
+        return content
 
     def _store(self, array: int, index: int, content: torch.Tensor) -> None:
         self._checksums.pop((index, array), None)  # an interrupt leaves no checksum, not a wrong one

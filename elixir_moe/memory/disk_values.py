@@ -13,7 +13,6 @@ few and used again).
 
 import threading
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -49,8 +48,8 @@ class ValuesFile(DiskFile):
         """Memory for what is read or written apart from gathers."""
         self.lock = threading.Lock()
         """Held while `own` is in use."""
-        self.free = deque((buffer, Work()) for buffer in self._memory[:buffers].chunk(VALUES_BUFFERS))
-        """Buffers with the copy that must end before they are filled again."""
+        self.buffers = [Buffer(memory, Work()) for memory in self._memory[:buffers].chunk(VALUES_BUFFERS)]
+        """Those that were given back last come last."""
         self._taken = 0
 
     def take(self, nbytes: int, chunk: int, request_bytes: int | None = None) -> "ValuesPlace":
@@ -67,27 +66,40 @@ class ValuesFile(DiskFile):
 
 
 class Reading:
-    """The values of one chunk on their way to a buffer."""
+    """The values of one chunk on their way to a buffer. Requests exist before any is given to a thread."""
 
-    def __init__(self, buffer: torch.Tensor, nbytes: int, requests: "list[Future[None]]") -> None:
-        self.buffer = buffer
-        self._nbytes, self._requests = nbytes, requests
+    def __init__(self, place: "ValuesPlace", values: torch.Tensor, copied: Work, requests: int) -> None:
+        self.place, self.copied = place, copied
+        self._values = values
+        self.requests: list[Future[None]] = [Future() for _ in range(requests)]
+        self.begun = False
+        """All requests were given to a thread."""
 
     @property
     def done(self) -> bool:
         """Whether `values` returns at once."""
-        return all(request.done() for request in self._requests)
+        return all(request.done() for request in self.requests)
 
     def values(self) -> torch.Tensor:
         """The values, as bytes. Blocks until they are there. Raises DiskError."""
-        for request in self._requests:
+        for request in self.requests:
             request.result()
-        return self.buffer[: self._nbytes]
+        return self._values
 
     def end(self) -> None:
-        """Blocks until nobody writes to the buffer."""
-        for request in self._requests:
-            request.exception()
+        """Blocks until nobody writes to the buffer, or will."""
+        for request in self.requests:
+            if not request.cancel():
+                request.exception()
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """A buffer in host memory."""
+
+    memory: torch.Tensor
+    use: Reading | Work
+    """What fills it, or, where it is free, the copy that must end before it is filled again."""
 
 
 class ValuesPlace:
@@ -100,23 +112,50 @@ class ValuesPlace:
         """Bytes of the file."""
         self._checksums: dict[int, int] = {}
 
+    @property
+    def reading(self) -> Reading | None:
+        """The reading that `begin` has begun, until `give_back`."""
+        buffer = self._buffer()
+        return buffer.use if buffer is not None and isinstance(buffer.use, Reading) and buffer.use.begun else None
+
     def begin(self) -> Reading | None:
-        """Starts to read into a free buffer; None if there is none."""
-        if not self._file.free:
-            return None
-        buffer, copied = self._file.free.popleft()
+        """Starts to read into a free buffer, unless that is done; None if there is none."""
+        buffer = self._buffer() or next((one for one in self._file.buffers if isinstance(one.use, Work)), None)
+        if buffer is None or self.reading is not None:
+            return self.reading
+        copied = buffer.use
+        if isinstance(copied, Reading):  # an interrupt came before all requests were given to a thread
+            copied.end()
+            copied = copied.copied
+        requests = list(self._requests())
+        reading = buffer.use = Reading(self, buffer.memory[: self._nbytes], copied, len(requests))
+        for request, (start, stop) in zip(reading.requests, requests, strict=True):
+            self._file.threads.submit(self._fill, request, copied, start, buffer.memory[start:stop])
+        reading.begun = True
+        return reading
 
-        def request(start: int, stop: int) -> None:
-            copied.synchronize()
-            self._load(start, buffer[start:stop])
+    def give_back(self, copied: Work) -> None:
+        """Frees the buffer, if there is one; it is filled again when `copied` has ended."""
+        buffer = self._buffer()
+        if buffer is not None:
+            assert isinstance(buffer.use, Reading)
+            buffer.use.end()
+            buffer.use = copied
+            self._file.buffers = [*(one for one in self._file.buffers if one is not buffer), buffer]
 
-        submit = self._file.threads.submit
-        return Reading(buffer, self._nbytes, [submit(request, start, stop) for start, stop in self._requests()])
+    def _buffer(self) -> Buffer | None:
+        """The buffer that these values are read into."""
+        return next((b for b in self._file.buffers if isinstance(b.use, Reading) and b.use.place is self), None)
 
-    def give_back(self, reading: Reading, copied: Work) -> None:
-        """Frees the buffer of a reading; it is filled again when `copied` has ended."""
-        reading.end()
-        self._file.free.append((reading.buffer, copied))
+    def _fill(self, request: "Future[None]", copied: Work, start: int, place: torch.Tensor) -> None:
+        if request.set_running_or_notify_cancel():
+            try:
+                copied.synchronize()
+                self._load(start, place)
+            except BaseException as error:  # for whoever waits
+                request.set_exception(error)
+            else:
+                request.set_result(None)
 
     def read(self, start: int, into: torch.Tensor) -> None:
         """Copies bytes from `start` on to `into`, flat uint8. Raises DiskError."""
@@ -246,11 +285,9 @@ class WhollySpilled(Spilled):
     def _change_gradient(self, change: Callable[[int, torch.Tensor], object], *, anew: bool) -> float:
         def one(index: int) -> float:
             start, stop = self._bounds(index)
-            with self._spill.buffer() as memory, torch.no_grad():
-                content = memory[: self._padded(index)]
-                if not anew:
-                    self._spill.move(self._place(index, self.gradient), content, write=False)
-                    self._check(index, self.gradient, content)
+            own = self._spill.record()
+            with own.lock, torch.no_grad():
+                content = own.memory[: self._padded(index)] if anew else self._load(self.gradient, index, own)
                 change(start, content[: stop - start])
                 self._store(self.gradient, index, content)
                 return float(sum_of_squares(content[: stop - start], threads=1))

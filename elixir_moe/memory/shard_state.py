@@ -34,7 +34,7 @@ from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import DiskError
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.memory.disk import Spill, Spilled
-from elixir_moe.memory.disk_values import Reading, ValuesElements, ValuesFile, ValuesPlace, WhollySpilled, same_bits
+from elixir_moe.memory.disk_values import ValuesElements, ValuesFile, ValuesPlace, WhollySpilled, same_bits
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.slabs import LOCKED_BYTES, Slab
 
@@ -367,7 +367,6 @@ class _ReadAhead(ShardState):
     def __init__(self, spec: ChunkSpec, place: ValuesPlace) -> None:
         super().__init__(spec, Tier.DISK)
         self._place = place
-        self._reading: Reading | None = None
 
     @property
     def _values(self) -> ValuesElements:
@@ -375,31 +374,30 @@ class _ReadAhead(ShardState):
 
     def prepare(self) -> bool:
         """As `ShardState.prepare`: starts to read, if no update runs and a buffer is free."""
-        if self._reading is None and not self.updating:
-            self._reading = self._place.begin()
-        return self._reading is not None
+        if self._place.reading is None and self.updating:
+            return False
+        return self._place.begin() is not None
 
     @property
     def ready(self) -> bool:
         """As `ShardState.ready`."""
-        return self._reading is not None and self._reading.done
+        return (reading := self._place.reading) is not None and reading.done
 
     def values(self) -> torch.Tensor:
         """As `ShardState.values`. Blocks until they are read. Raises DiskError."""
         self.finish_update()
-        prepared = self.prepare()
-        assert prepared and self._reading is not None, "gathers take buffers in their order"
+        reading = self._place.begin()
+        assert reading is not None, "gathers take buffers in their order"
         try:
-            return self._reading.values().view(self.spec.key.dtype)
+            return reading.values().view(self.spec.key.dtype)
         except DiskError:
             self.sent(Work)
             raise
 
     def sent(self, mark: Callable[[], Work]) -> None:
         """As `ShardState.sent`."""
-        if self._reading is not None:
-            reading, self._reading = self._reading, None
-            self._place.give_back(reading, mark())
+        if self._place.reading is not None:
+            self._place.give_back(mark())
 
     def kept_values(self) -> torch.Tensor:
         """As `ShardState.kept_values`."""

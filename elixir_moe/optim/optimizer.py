@@ -195,6 +195,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.check_last_step()
+        if self._scheduler.half_written:
+            self._scheduler.refuse_begun("optimizer.step()")
         self._check_parameters("optimizer.step()")
         if self._early is not None:
             self._early.check_options()
@@ -205,6 +207,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if overflow and self.loss_scale is None:
             raise ElixirError(self._decision.blame(facts))
         if not overflow:
+            self._scheduler.half_written = "optimizer.step()"  # until the end: an interrupt leaves the mark
             self._scheduler.drop_weights()  # weights left gathered by an interrupted update would be stale
             self._scheduler.drain()  # gathers issued after the clipping may still read the shards
             changed = [s for chunk in self._in_order_of_use() for s in self._update_chunk(chunk, facts, skip)]
@@ -215,6 +218,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.loss_scale.update(overflow)
         self._decision.forget_gradients()
         self._hooks.updated()
+        self._scheduler.half_written = ""
         setattr(self._inner, "_opt_called", True)  # read by LR schedulers built before `wrap`  # noqa: B010
         return loss
 
@@ -222,6 +226,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Clears the gradients; parameters that get no new one are not updated, whatever `set_to_none`."""
         self._hooks.check_outside("optimizer.zero_grad()")
         self._scheduler.refuse_begun("optimizer.zero_grad()")
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Gives up unfinished work, and clears the gradients."""
         self._scheduler.drain()
         self._hooks.abandon()
         self._decision.forget_gradients()

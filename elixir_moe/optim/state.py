@@ -72,8 +72,12 @@ class OptimizerState:
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
-        """A context in which shards may be written; gradients are forgotten and nothing is gathered."""
+        """A context in which shards may be written; gradients are forgotten and nothing is gathered.
+
+        If it does not end as it should, nothing but another one is possible.
+        """
         self._hooks.check_outside("em.load()")
+        self._scheduler.half_written = "an em.load()"
         self._hooks.updated()
         self._scheduler.drop_weights(frozen=True)
         for chunk in self._scheduler.chunks:
@@ -83,3 +87,4 @@ class OptimizerState:
         for chunk in self._scheduler.chunks:
             chunk.shard.updated()
         self._scheduler.updated()
+        self._scheduler.half_written = ""

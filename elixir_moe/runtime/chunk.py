@@ -12,7 +12,7 @@ released parameter is one NaN (0 for integers) expanded to its shape: shape, dty
 held, and a mistaken read shows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import accumulate
 from operator import mul
@@ -248,15 +248,18 @@ class Chunk:
         with torch._C.DisableTorchFunctionSubclass():
             return self.parameters[index]._version
 
-    def take_written(self) -> list[int]:
-        """Indices of the parameters written in place since the last call, which the caller must store."""
-        present = self._present_versions()
-        written = [i for i, (then, now) in enumerate(zip(self._versions, present, strict=True)) if then != now]
-        self._versions = present
-        return written
+    def written(self) -> list[int]:
+        """Indices of the parameters written in place since the last `store`."""
+        pairs = zip(self._versions, self._present_versions(), strict=True)
+        return [i for i, (then, now) in enumerate(pairs) if then != now]
 
-    def store(self, index: int) -> None:
-        """Copies this rank's part of parameter `index` from the buffer to the shard."""
+    def store(self, indices: Iterable[int]) -> None:
+        """Copies this rank's part of these parameters from the buffer to the shard; `written` must be among them."""
+        for index in indices:
+            self._store(index)
+        self._versions = self._present_versions()  # not before: after an interrupt they are stored again
+
+    def _store(self, index: int) -> None:
         assert self.buffer is not None
         self.frozen_sums.clear()
         local, place = self.locals[index], self.place_in(self.buffer, index)
@@ -383,8 +386,7 @@ class Chunk:
 
     def _make_room(self) -> None:
         if self.state is GATHERED:
-            for index in self.take_written():
-                self.store(index)
+            self.store(self.written())
             self.detach()
             self.transition(SHARDED)
         assert isinstance(self.block, ShardBlock)

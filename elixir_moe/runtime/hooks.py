@@ -41,7 +41,7 @@ from elixir_moe.runtime.access import ParamAccess
 from elixir_moe.runtime.autograd import Hook, hook_outputs, in_backward
 from elixir_moe.runtime.chunk import ATTACHED, Placeholder
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
-from elixir_moe.runtime.saved_tensors import SavedTensors
+from elixir_moe.runtime.saved_tensors import SavedTensors, leave
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.units import Unit
 
@@ -283,7 +283,7 @@ class Hooks:
         if call.held and call.unit is not None:
             self._let_go(call.unit, tracked=call.training)
         if call.saving is not None:
-            call.saving.__exit__(None, None, None)
+            leave(call.saving)
 
     # --------------------------------------------------------------------------------------------------------- reads
 
@@ -327,13 +327,15 @@ class Hooks:
         with self._unshard_for_call(parameters, recorded=not outermost):
             self._begun = self._begun and not outermost  # reads inside the block set and remove the mark
             before = {} if write else {slot: self._scheduler.fingerprint(*slot) for slot in slots}
-            if outermost:
-                self._given.append(parameters)
+            depth = len(self._given)
             try:
+                if outermost:
+                    self._given.append(parameters)
                 yield
             finally:
-                lost = outermost and not any(given is parameters for given in self._given)
-                self._given = [given for given in self._given if given is not parameters]
+                given, self._given = self._given, self._given[:depth]  # first: an interrupt must not leave it open
+                self._begun = self._begun or outermost
+                lost = outermost and len(given) <= depth
                 if write and not lost:
                     self._scheduler.store(slots)
             if lost:
@@ -364,10 +366,11 @@ class Hooks:
         unit = self._borrowers.get(slots)
         if unit is None:
             names = ", ".join(self._names[p] for p in parameters[:4])
-            unit = self._borrowers[slots] = Unit(f"a read of {names}", None, slots, parameters)
+            unit = Unit(f"a read of {names}", None, slots, parameters)
             self._switches[unit] = self._access.switches(parameters)
             for slot in slots:
                 self._owners[slot].append(unit)
+            self._borrowers[slots] = unit  # last: an interrupt before it leaves a unit that nothing enters
         return unit
 
     # ------------------------------------------------------------------------------------------------------ backward
@@ -528,11 +531,11 @@ class Hooks:
         self._saved.let_go()
         self._pass(-1)
         self._scheduler.finish_backward()
-        self._backward = None
-        self._begun = bool(self._calls)
         self._round_is_open |= bool(self._forwards)  # the graph is kept, or another forward awaits its backward
         if not self._round_is_open:
             self._scheduler.learn()
+        self._backward = None
+        self._begun = bool(self._calls)
 
     # ------------------------------------------------------------------------------------------------- between steps
 
@@ -558,6 +561,7 @@ class Hooks:
 
     def reset(self) -> None:
         """Gives up all unfinished work; reduced gradients stay."""
+        self._begun = True
         self._scheduler.lost_gradients |= self._backward is not None
         self._scheduler.reset()
         self._given.clear()
@@ -565,14 +569,14 @@ class Hooks:
         while self._calls:
             call = self._calls.pop()
             if call.saving is not None:
-                call.saving.__exit__(None, None, None)
+                leave(call.saving)
         self._access.close_all()
         self._forget_step()
         self._begun = False
 
     def updated(self) -> None:
         """Called when the optimizer has written new values: drops gathered weights and starts a new step."""
-        if self._begun or self._calls:
+        if self._begun or self._calls or self._scheduler.failed:
             self.reset()
         self._scheduler.updated()
         if self._round_is_open:

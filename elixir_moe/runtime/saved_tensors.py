@@ -168,6 +168,12 @@ class SavedTensors:
             self._checkpoints.forget()
 
 
+def leave(hooks: saved_tensors_hooks) -> None:
+    """Ends the context of `hooks`, unless an interrupt came before it was entered, or after it was left."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) == (hooks.pack_hook, hooks.unpack_hook):
+        hooks.__exit__(None, None, None)
+
+
 def _operator() -> int | None:
     """The number of the node that autograd runs; None outside of backward."""
     node = torch._C._current_autograd_node()

@@ -77,6 +77,8 @@ class Scheduler:
         """The name of a parameter in which such a write was found."""
         self.failed = False
         """A request has failed, so decisions of the cache may not have been carried out."""
+        self.half_written = ""
+        """What writes the weights and the optimizer's state, and has not ended; empty if nothing does."""
         self.used: set[tuple[int, int]] = set()
         """(chunk, index in the chunk) of parameters that got a gradient since the last update, on this rank."""
         self.landed: Callable[[Chunk, Callable[[], None]], None] | None = None
@@ -129,6 +131,8 @@ class Scheduler:
             UsageError: `optimizer.close` was called.
         """
         self.check_open()
+        if self.half_written:
+            self.refuse_begun(f"{who} is to run")
         self._streams.enter_compute()
         cached = self._cached_of(chunks)
         if cached:
@@ -213,7 +217,12 @@ class Scheduler:
             raise UsageError("optimizer.close() was called: the model cannot run any more; wrap a new one")
 
     def refuse_begun(self, what: str) -> None:
-        """Raises UsageError if updates of this step may have begun in backward."""
+        """Raises UsageError if only a part of the weights may be updated: in backward, or by a step that stopped."""
+        if self.half_written:
+            raise UsageError(
+                f"{what} after {self.half_written} that stopped halfway: some weights are new and others are old; "
+                f"em.load a checkpoint"
+            )
         if self.final:
             raise UsageError(
                 f"{what} between a backward in optimizer.update_in_backward() and optimizer.step(), when weights may "
@@ -330,14 +339,13 @@ class Scheduler:
 
     def _store(self, chunk: Chunk, positions: list[int]) -> None:
         """Stores the current values of some parameters of a gathered chunk, and in-place writes to its others."""
-        positions = list(dict.fromkeys([*positions, *chunk.take_written()]))
+        positions = list(dict.fromkeys([*positions, *chunk.written()]))
         if positions:
             if chunk.spec.index in self.final:
                 self.refuse_begun(f"a write to parameter {chunk.names[positions[0]]!r}, which is lost,")
             self._order_behind_reduction(chunk)  # it may still be writing in the values' place
             self._streams.join_compute()
-            for position in positions:
-                chunk.store(position)
+            chunk.store(positions)
 
     def keep_exactly(self, index: int, position: int, values: torch.Tensor) -> None:
         """Gives the fp32 master of a parameter `values`, of which the shard has stored what the compute dtype holds."""
@@ -595,9 +603,11 @@ class Scheduler:
             for chunk in self.chunks
             if chunk.state is not SHARDED and chunk.placement is not ATTACHED and (frozen or chunk.spec.key.trainable)
         ]
+        failed, self.failed = self.failed, True
         for chunk in gathered:
             self._reshard(chunk)
         self.cache.drop(chunk.spec.index for chunk in gathered if chunk.placement is CACHED)
+        self.failed = failed
 
     def updated(self) -> None:
         """Called when the optimizer has written new values: drops gathered weights, which are stale."""
@@ -647,10 +657,8 @@ class Scheduler:
         """Orders the current stream behind the chunk's last reduction; the host too if it will read the gradient."""
         if chunk.leaving is None:
             return
-        if chunk.shard.tier is not Tier.DEVICE and chunk.shard.in_values_place:
-            chunk.leaving.synchronize()
-        else:
-            chunk.leaving.wait()
+        host = chunk.shard.tier is not Tier.DEVICE and chunk.shard.in_values_place
+        self._finish(chunk.leaving.synchronize if host else chunk.leaving.wait)
 
     def _count(self, chunk: Chunk, collective: str, nbytes: int) -> None:
         self.statistics.collective_bytes[chunk.spec.key.label, collective] += nbytes

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from elixir_moe.chunks.plan import DISK_THREADS
 from elixir_moe.distributed.all_ranks import gathered, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator, build_communicators
 from elixir_moe.errors import ConfigError, TierError
@@ -378,12 +377,12 @@ def _disk_rates(directory: str) -> tuple[float, float]:
     step = spill.slice_numel * 4
 
     def move(offset: int, write: bool) -> None:
-        with spill.buffer() as memory:
-            spill.move(offset, memory, write=write)
+        own = spill.record()
+        with own.lock:
+            spill.move(offset, own.memory, write=write)
 
-    for _ in range(DISK_THREADS):
-        with spill.buffer() as memory:
-            memory.uniform_()
+    for record in spill.records:
+        record.memory.uniform_()
     try:
         seconds = []
         for write in (True, False):

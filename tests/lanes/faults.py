@@ -108,12 +108,12 @@ def _host_not_behind_reductions(patch: Patch) -> None:
 
 
 def _buffers_read_before_they_are_filled(patch: Patch) -> None:
-    patch(Reading, "values", lambda reading: reading.buffer[: reading._nbytes])
+    patch(Reading, "values", lambda reading: reading._values)
 
 
 def _buffers_filled_while_they_are_copied(patch: Patch) -> None:
     give_back = ValuesPlace.give_back
-    patch(ValuesPlace, "give_back", lambda place, reading, _: give_back(place, reading, Work()))
+    patch(ValuesPlace, "give_back", lambda place, _: give_back(place, Work()))
 
 
 def _threads_make_compute_wait(patch: Patch) -> None:
@@ -123,9 +123,7 @@ def _threads_make_compute_wait(patch: Patch) -> None:
 
 def _values_read_before_their_update_has_ended(patch: Patch) -> None:
     def prepare(shard: Any) -> bool:
-        if shard._reading is None:
-            shard._reading = shard._place.begin()
-        return shard._reading is not None
+        return shard._place.begin() is not None
 
     patch(DiskShard, "prepare", prepare)
 

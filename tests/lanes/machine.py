@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -173,7 +174,6 @@ class Machine:
         """Inside, new memory of the thread is the host's."""
         self._messages: list[Lane] = []
         self._events: dict[int, Clock] = {}
-        self._free_buffers: dict[int, Clock] = {}
         self._finished: dict[int, Clock] = {}
         self._stream_of: dict[Any, Stream] = {}
 
@@ -681,6 +681,17 @@ class Machine:
 
         set_to(ShardState, "finish_update", finished)
         set_to(ShardState, "wait_for_update", waited)
+
+        def ended(run: Callable[..., Any]) -> Callable[..., Any]:
+            def end(future: Any, *args: Any) -> None:
+                if not hasattr(future, "lane_box"):  # `submit` has not made it
+                    future.lane_box = {"ended": self.thread.now()}
+                run(future, *args)
+
+            return end
+
+        set_to(Future, "set_result", ended(Future.set_result))
+        set_to(Future, "set_exception", ended(Future.set_exception))
         set_to(Future, "result", asked_for(result))
         set_to(Future, "exception", asked_for(exception))
         set_to(Future, "done", asked_for(done))
@@ -749,11 +760,13 @@ class Machine:
             set_to(import_module(f"elixir_moe.{room}"), "begin_to_host", begin_to_host)
 
     def _patch_disk(self, set_to: Callable[..., None]) -> None:
-        move, buffer, make, make_values = DiskFile.move, Spill.buffer, Spill.__init__, ValuesFile.__init__
+        move, make, make_values = DiskFile.move, Spill.__init__, ValuesFile.__init__
 
         def made(spill: Any, *args: Any, **kwargs: Any) -> None:
             (make if isinstance(spill, Spill) else make_values)(spill, *args, **kwargs)
             self.place_on_host(spill._memory)
+            if isinstance(spill, Spill):
+                spill.records = [replace(record, lock=_Lock(self)) for record in spill.records]
             spill.file_start = _FILE + (id(spill) << 40)
             if isinstance(spill, ValuesFile):
                 spill.lock = _Lock(self)  # type: ignore[assignment]
@@ -767,19 +780,9 @@ class Machine:
             self.memory.use(lane, start, start + memory.nbytes, writes=write, what=f"a file {verb}")
             move(spill, offset, memory, write=write)
 
-        @contextmanager
-        def buffered(spill: Spill) -> Iterator[torch.Tensor]:
-            with buffer(spill) as memory:
-                self.thread.after(self._free_buffers.get(memory.data_ptr(), {}))
-                try:
-                    yield memory
-                finally:
-                    self._free_buffers[memory.data_ptr()] = self.thread.now()
-
         set_to(Spill, "__init__", made)
         set_to(ValuesFile, "__init__", made)
         set_to(DiskFile, "move", moved)
-        set_to(Spill, "buffer", buffered)
 
 
 class _Lock:

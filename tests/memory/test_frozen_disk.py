@@ -64,7 +64,7 @@ def test_what_is_read_is_what_was_written_last(checked: bool, opened: Callable[.
         reading = place.begin()
         assert reading is not None
         assert torch.equal(reading.values(), values)
-        place.give_back(reading, Work())
+        place.give_back(Work())
         assert place.equals(values)
         for byte in (0, values.numel() - 1):
             other = values.clone()
@@ -73,14 +73,14 @@ def test_what_is_read_is_what_was_written_last(checked: bool, opened: Callable[.
 
 
 def test_a_buffer_is_free_again_when_it_is_given_back(opened: Callable[..., ValuesFile]) -> None:
-    place = opened().take(SIZES[0], 0)
-    readings = [place.begin() for _ in range(VALUES_BUFFERS)]
-    assert place.begin() is None
-    first = readings[0]
-    assert first is not None
+    file = opened()
+    *places, last = (file.take(1, index) for index in range(VALUES_BUFFERS + 1))
+    readings = [place.begin() for place in places]
+    assert None not in readings and places[0].begin() is readings[0]
+    assert last.begin() is None
     copied: list[str] = []
-    place.give_back(first, Work(finish=lambda: copied.append("copied")))
-    again = place.begin()
+    places[0].give_back(Work(finish=lambda: copied.append("copied")))
+    again = last.begin()
     assert again is not None
     again.values()
     assert copied, "the copy has ended before the buffer is filled"

@@ -358,7 +358,7 @@ def test_gradients_land_in_a_block_of_their_own_and_leave_the_weights(chunk: Chu
 
 def test_what_was_written_without_a_trace_is_said_too(chunk: Chunk) -> None:
     gather(chunk)  # its shard has zeros
-    assert not chunk.take_written(), "nothing tells of it"
+    assert not chunk.written(), "nothing tells of it"
     assert chunk.written_unseen() == "weight"
     chunk.store(0)
     assert chunk.written_unseen() == "bias"

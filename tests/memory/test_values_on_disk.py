@@ -63,7 +63,7 @@ def read_ahead(spilled: WhollySpilled) -> Tensor:
     reading = place.begin()
     assert reading is not None
     found = reading.values().view(spilled._values.dtype).clone()
-    place.give_back(reading, Work())
+    place.give_back(Work())
     return found
 
 

@@ -1,7 +1,16 @@
-"""Ctrl-C at any line of the library: after `zero_grad` the step is taken again, and no bit is lost."""
+"""Ctrl-C wherever Python looks for it in the library: after `zero_grad` nothing is lost, or an error says to load.
 
+A run is interrupted once in each step. It then goes on from the weights it has, and must have the bits of a run that
+nobody has interrupted.
+"""
+
+import contextlib
 import random
 import sys
+import tempfile
+from dis import opname
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,14 +19,28 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from tests.support.cases import placed
 
 D = 16
+STEPS = 6
+DISK = tempfile.gettempdir()
 PLANS = {
     "ddp": em.Plan.ddp(),
+    "zero2": em.Plan.zero2(),
+    "zero3": em.Plan.zero3(),
     "offload": em.Plan.offload(rcache_blocks=3, chunk_numel=800),
-    "disk": em.Plan.offload(rcache_blocks=3, disk_chunks=2, chunk_numel=800),
+    "disk": em.Plan.offload(rcache_blocks=3, disk_chunks=2, chunk_numel=800, disk=DISK),
+    "values on disk": em.Plan.offload(rcache_blocks=3, disk_chunks=3, chunk_numel=800, disk=DISK, values_on_disk=True),
 }
+CASES = [
+    pytest.param(name, dtype, 40, marks=[pytest.mark.slow] if name in ("zero2", "zero3") else [])
+    for name in PLANS
+    for dtype in (torch.float32, torch.bfloat16)
+]
+MANY = [
+    pytest.param(name, dtype, 1700, marks=pytest.mark.slow)
+    for name in PLANS
+    for dtype in (torch.float32, torch.bfloat16)
+]
 
 
 class Tied(nn.Module):
@@ -37,11 +60,16 @@ class Tied(nn.Module):
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at one line of all that run in the library."""
+    """Raises KeyboardInterrupt at one of the places in the library where Python looks for signals.
+
+    These are the entry of a function, a jump back and the end of a call.
+    """
 
     def __init__(self, at: int | None) -> None:
         self.at = at
-        self.lines = 0
+        self.places = 0
+        self.where = ""
+        self._before: dict[FrameType, str] = {}
 
     def __enter__(self) -> "Interrupt":
         sys.settrace(self._enter_function)
@@ -49,64 +77,136 @@ class Interrupt:
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        self._before.clear()
 
-    def _enter_function(self, frame: Any, _event: str, _arg: Any) -> Any:
-        ours = "elixir_moe/" in frame.f_code.co_filename and frame.f_code.co_name != "__del__"
-        return self._run_line if ours else None
+    def _enter_function(self, frame: FrameType, _event: str, _arg: Any) -> Any:
+        if "elixir_moe/" not in frame.f_code.co_filename or frame.f_code.co_name == "__del__":
+            return None
+        frame.f_trace_opcodes = True
+        self._before[frame] = "RESUME"
+        return self._run_instruction
 
-    def _run_line(self, _frame: Any, event: str, _arg: Any) -> Any:
-        if event == "line":
-            self.lines += 1
-            if self.lines == self.at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._run_line
+    def _run_instruction(self, frame: FrameType, event: str, _arg: Any) -> Any:
+        if event == "return":
+            self._before.pop(frame, None)
+        elif event == "opcode":
+            before = self._before.get(frame, "")
+            self._before[frame] = opname[frame.f_code.co_code[frame.f_lasti]]
+            if before.startswith(("RESUME", "CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")):
+                self.places += 1
+                if self.places == self.at:
+                    self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+        return self._run_instruction
 
 
-def gradients(model: nn.Module, optimizer: ShardedOptimizer, seed: int) -> None:
-    """Two micro-batches, an evaluation between them, a read of a weight and a clip."""
-    draw = torch.Generator().manual_seed(seed)
-    model(torch.randn(4, D, generator=draw)).square().mean().backward()
+def wrapped(name: str, dtype: torch.dtype) -> tuple[nn.Module, ShardedOptimizer]:
+    model = Tied().to(dtype)
+    return em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=PLANS[name])
+
+
+def train(model: Any, optimizer: ShardedOptimizer, number: int, folder: Path | None = None) -> None:
+    """Two micro-batches with an evaluation between them, a read, a clip, a step, two writes, and perhaps a save."""
+    draw = torch.Generator().manual_seed(number)
+    dtype = next(model.parameters()).dtype
+    model(torch.randn(4, D, generator=draw).to(dtype)).square().mean().backward()
     with torch.no_grad():
-        model(torch.ones(1, D))
-    model(torch.randn(4, D, generator=draw)).square().mean().backward()
+        model(torch.ones(1, D, dtype=dtype))
+    model(torch.randn(4, D, generator=draw).to(dtype)).square().mean().backward()
     next(model.parameters()).norm()
     optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+    with torch.no_grad():
+        model.first.weight.mul_(1.0)
+    with em.unsharded(model.first, write=True):
+        model.first.bias.data.mul_(1.0)
+    if folder is not None:
+        em.save(folder, model, optimizer)
 
 
-def train(plan: em.Plan, at: int | None) -> tuple[dict[str, Tensor], int]:
-    """The weights after three steps, the second of which is interrupted; and the lines it has run."""
-    model = Tied()
-    model, optimizer = em.wrap(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        plan=placed(plan),
-    )
-    lines = 0
-    enabled = torch._C.DisableTorchFunctionSubclass()
-    with enabled:
-        pass
-    for step in range(3):
-        with Interrupt(at if step == 1 else None) as interrupt:
-            try:
-                gradients(model, optimizer, step)
-            except KeyboardInterrupt:
-                torch.set_grad_enabled(True)  # torch's own guards are interrupted too: a trace comes before an exit
-                enabled.__exit__(None, None, None)
-                optimizer.zero_grad()
-                gradients(model, optimizer, step)
-        lines = interrupt.lines if step == 1 else lines
-        optimizer.step()
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def interrupted(model: nn.Module, optimizer: ShardedOptimizer, number: int, at: int, folder: Path | None) -> str:
+    """Takes a step with an interrupt; returns the place."""
+    with Interrupt(at) as interrupt, contextlib.suppress(KeyboardInterrupt):
+        train(model, optimizer, number, folder)
+    torch.set_grad_enabled(True)  # torch's own guards are interrupted too
+    while not torch._C._is_torch_function_enabled():
+        torch._C.DisableTorchFunctionSubclass().__exit__(None, None, None)
+    return interrupt.where
+
+
+@pytest.mark.parametrize(("name", "dtype", "points"), [*CASES, *MANY])
+def test_an_interrupt_anywhere_loses_nothing_silently(
+    name: str, dtype: torch.dtype, points: int, tmp_path: Path
+) -> None:
+    model, optimizer = wrapped(name, dtype)
+    em.save(tmp_path / "start", model, optimizer)
+    wanted = [em.full_state_dict(model)]
+    for number in range(STEPS):
+        with Interrupt(None) as counted:
+            train(model, optimizer, number, tmp_path / "counted" if number == STEPS - 1 else None)
         optimizer.zero_grad()
-    weights = em.full_state_dict(model, all_ranks=True)
+        wanted.append(em.full_state_dict(model))
+    assert counted.places > 1000
+    em.load(tmp_path / "start", model, optimizer)
+    draw, step, refused = random.Random(0), 0, 0
+    for point in range(points):
+        if step == STEPS:
+            em.load(tmp_path / "start", model, optimizer)
+            step = 0
+        saves = tmp_path / f"save-{point}" if draw.random() < 0.2 else None
+        where = interrupted(model, optimizer, step, draw.randrange(1, counted.places), saves)
+        try:
+            optimizer.zero_grad()
+        except em.UsageError as error:
+            assert "em.load a checkpoint" in str(error), where
+            em.load(tmp_path / "start", model, optimizer)
+            step, refused = 0, refused + 1
+            continue
+        found = em.full_state_dict(model)
+        if same(found, wanted[step]):
+            train(model, optimizer, step)
+            optimizer.zero_grad()
+            found = em.full_state_dict(model)
+        step += 1
+        assert same(found, wanted[step]), where
+    assert refused < points / 2
     optimizer.close()
-    return weights, lines
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_an_interrupt_at_any_line_loses_nothing(name: str) -> None:
-    wanted, lines = train(PLANS[name], None)
-    assert lines > 1000
-    for at in sorted(random.Random(0).sample(range(1, lines), 25)):
-        found, _ = train(PLANS[name], at)
-        assert all(torch.equal(found[key], wanted[key]) for key in wanted), f"interrupted at line {at} of {lines}"
+def test_a_step_that_stops_halfway_says_to_load_a_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = wrapped("ddp", torch.float32)
+    em.save(tmp_path / "start", model, optimizer)
+    before = em.full_state_dict(model)
+    model(torch.ones(1, D)).sum().backward()
+    update, updates = optimizer._begin_update, []
+
+    def stop(*args: Any) -> None:
+        update(*args)
+        updates.append(args)
+        raise KeyboardInterrupt
+
+    optimizer._begin_update = stop  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert updates, "a chunk is updated"
+    optimizer._begin_update = update  # type: ignore[method-assign]
+    for what in (
+        optimizer.zero_grad,
+        optimizer.step,
+        lambda: model(torch.ones(1, D)),
+        lambda: em.full_state_dict(model),
+        lambda: em.save(tmp_path / "half", model, optimizer),
+    ):
+        with pytest.raises(em.ElixirError, match=r"optimizer.step\(\) that stopped halfway.*em.load a checkpoint"):
+            what()
+    em.load(tmp_path / "start", model, optimizer)
+    assert same(em.full_state_dict(model), before)
+    model(torch.ones(1, D)).sum().backward()
+    optimizer.step()
+    assert not same(em.full_state_dict(model), before)
+    optimizer.close()

@@ -329,22 +329,22 @@ def _loss_scale(fields: Any, where: str) -> LossScale:
 @torch.no_grad()
 def _carry_out(todo: _Todo, files: Files, optimizer: ShardedOptimizer, source: str) -> None:
     optimizer.kept.give_up_updates()
-    optimizer.zero_grad()
+    optimizer.give_up()
     with optimizer.kept.rewriting():
         for move in todo.moves:
             _fill(move, files, optimizer)
-    for buffer, file, key in todo.buffers:
-        buffer.copy_(files.read(file, key))
-    for module, state in todo.extra_states:
-        module.set_extra_state(state)
-    for group, options in zip(optimizer.param_groups, todo.options, strict=False):
-        group.update(options)
-    if optimizer.loss_scale is not None and todo.loss_scale is not None:
-        optimizer.loss_scale = todo.loss_scale
-    if todo.random is not None:
-        set_random_states(todo.random)
-    else:
-        seed_new_rank(dist.get_rank(), source)
+        for buffer, file, key in todo.buffers:
+            buffer.copy_(files.read(file, key))
+        for module, state in todo.extra_states:
+            module.set_extra_state(state)
+        for group, options in zip(optimizer.param_groups, todo.options, strict=False):
+            group.update(options)
+        if optimizer.loss_scale is not None and todo.loss_scale is not None:
+            optimizer.loss_scale = todo.loss_scale
+        if todo.random is not None:
+            set_random_states(todo.random)
+        else:
+            seed_new_rank(dist.get_rank(), source)
 
 
 def _fill(move: _Move, files: Files, optimizer: ShardedOptimizer) -> None:

@@ -299,6 +299,8 @@ def _facts(
 ) -> _Facts:
     target = path_of(path)
     optimizer.check_last_step()
+    if wrapped.scheduler.half_written:
+        wrapped.scheduler.refuse_begun("em.save()")
     if optimizer.kept.has_gradients:
         raise UsageError("gradients wait for a step: save after optimizer.step(), or call optimizer.zero_grad() first")
     wrapped.hooks.check_outside("em.save()")
