@@ -146,7 +146,7 @@ def _layers(case: Case) -> int | None:
         return None
     whole = build(case.model, toy=not torch.cuda.is_available()).counts()
     of_layer = 2 * 2 * whole["parameters"] / whole["layers"]
-    free = _host_bytes() // (8 * GIB) * 8 * GIB
+    free = host_bytes_left() // (8 * GIB) * 8 * GIB
     return max(1, min(whole["layers"], int(free / BESIDE / of_layer)))
 
 
@@ -162,18 +162,12 @@ def _check_room(case: Case, counts: dict[str, int], device_bytes: int) -> None:
         needs = {"host": int(BESIDE * state)}
     else:
         needs = {"device": int(BESIDE * state)}
-    there = {"host": _host_bytes(), "device": device_bytes}
+    there = {"host": host_bytes_left(), "device": device_bytes}
     for memory, nbytes in needs.items():
         if nbytes > there[memory]:
             raise LeftOutError(
                 f"needs {nbytes / GIB:.1f} GiB of {memory} memory, {there[memory] / GIB:.1f} GiB are free"
             )
-
-
-def _host_bytes() -> int:
-    """Free host memory, or what GPU_PROOF_HOST_GIB says: some machines show less than they give."""
-    said = os.environ.get("GPU_PROOF_HOST_GIB")
-    return int(float(said) * GIB) if said else host_bytes_left()
 
 
 def _host_peak() -> int:

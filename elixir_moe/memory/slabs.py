@@ -5,6 +5,7 @@ Owns the slabs of shards; `disk` owns the file.
 
 import contextlib
 import mmap
+import os
 import sys
 import warnings
 import weakref
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from elixir_moe.chunks.plan import Tier, size_text
+from elixir_moe.chunks.plan import Tier, size_bytes, size_text
 from elixir_moe.errors import TierError, is_out_of_memory
 from elixir_moe.kernels import helpers, host_threads
 from elixir_moe.memory.direct_file import paged_memory
@@ -21,6 +22,9 @@ from elixir_moe.memory.direct_file import paged_memory
 LOCKED_BYTES = 64 << 30
 """The most that one slab page-locks: drivers refuse hundreds of GiB in one call."""
 
+HOST_MEMORY = "ELIXIR_HOST_MEMORY"
+"""The environment variable for the memory of this host, as in ``120 GiB``, where the system shows less than it gives.
+"""
 _CGROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -140,12 +144,19 @@ def host_bytes_left(root: Path = Path("/")) -> int:
     """Bytes this process can still allocate: Linux's available memory, or less if its cgroup (1 or 2) allows less.
 
     Cached files count as free, since the system drops them before it refuses memory. On other systems the result is
-    `sys.maxsize`.
+    `sys.maxsize`. Where `ELIXIR_HOST_MEMORY` says how much the host has, what is in use is all that is taken off.
+
+    Raises:
+        PlanError: the variable is no size.
     """
     left = [sys.maxsize]
+    whole = size_bytes(HOST_MEMORY, os.environ.get(HOST_MEMORY))
     meminfo = root / "proc/meminfo"
-    if meminfo.exists():
-        left.append(_table(meminfo)["MemAvailable:"] * 1024)
+    table = _table(meminfo) if meminfo.exists() else {}
+    if whole is not None:
+        return max(0, whole - (table.get("MemTotal:", 0) - table.get("MemAvailable:", 0)) * 1024)
+    if table:
+        left.append(table["MemAvailable:"] * 1024)
     for folder, limit, usage, cached in _CGROUPS:
         here = root / "sys/fs/cgroup" / folder
         if (here / limit).exists() and (allowed := (here / limit).read_text().strip()) != "max":

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import socket
+import sys
 import tempfile
 import time
 import warnings
@@ -210,7 +211,8 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
     up, down, v_g, v_c, read, written = (sum(column) / nodes for column in columns[2:])
     groups = {ranks: _wire_of(ranks, device) for ranks in sorted({neighbours, tuple(range(len(hosts)))})}
     within, across = groups[neighbours], groups[tuple(range(len(hosts)))]
-    memory_bytes = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), host_bytes_left())
+    if (memory_bytes := host_bytes_left()) == sys.maxsize:  # nobody tells what is left
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not cuda:  # a CPU is device and host: half of the memory counts as each
         memory_bytes //= 2
     whole = Links(b_c2g=up, b_g2c=down, v_g=v_g, v_c=v_c)

@@ -16,7 +16,7 @@ from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.collectives import Communicator
-from elixir_moe.errors import ElixirError, TierError
+from elixir_moe.errors import ElixirError, PlanError, TierError
 from elixir_moe.memory.blocks import Block, ShardBlock
 from elixir_moe.memory.shard_state import (
     Contents,
@@ -251,6 +251,22 @@ def test_what_a_host_has_left(files: dict[str, str], left: int, tmp_path: Path) 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert host_bytes_left(tmp_path) == left
+
+
+def test_a_host_that_shows_less_than_it_gives_is_told_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in use counts all the same; a limit that is shown does not."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    for name, text in CGROUP_2.items():
+        (tmp_path / "sys/fs/cgroup" / name).write_text(text)
+    monkeypatch.setenv("ELIXIR_HOST_MEMORY", "20 MiB")
+    assert host_bytes_left(tmp_path) == (20 << 20) - 1000 * 1024
+    monkeypatch.setenv("ELIXIR_HOST_MEMORY", "120")
+    with pytest.raises(PlanError, match="ELIXIR_HOST_MEMORY='120': 120 what"):
+        host_bytes_left(tmp_path)
 
 
 def test_this_host_has_something_left() -> None:
