@@ -278,9 +278,15 @@ class WhollySpilled(Spilled):
 
         return self._change_gradient(add, anew=first)
 
-    def clamp_gradient(self, bound: float) -> float:
-        """Clamps the sum to at most `bound` away from 0; the rest as for `add_gradient`."""
-        return self._change_gradient(lambda _, total: total.clamp_(-bound, bound), anew=False)
+    def change_gradient(self, ranges: Sequence[tuple[int, int]], change: Callable[[torch.Tensor], object]) -> float:
+        """Calls `change` on parts of the sum, which it changes in place; the rest as for `add_gradient`."""
+
+        def inside(first: int, total: torch.Tensor) -> None:
+            for start, stop in ranges:
+                if start < first + total.numel() and first < stop:
+                    change(total[max(start - first, 0) : stop - first])
+
+        return self._change_gradient(inside, anew=False)
 
     def _change_gradient(self, change: Callable[[int, torch.Tensor], object], *, anew: bool) -> float:
         def one(index: int) -> float:

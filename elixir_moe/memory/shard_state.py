@@ -312,11 +312,10 @@ class ShardState:
             return self.squares
         return sum(sum_of_squares(part, threads=threads) for part in self.gradients())
 
-    def clamp_gradient(self, limit: float) -> None:
-        """Clamps each element of the gradient to at most `limit` away from 0, in the gradient's dtype; keeps NaN."""
-        for part in self.gradients():
-            bound = min(limit, torch.finfo(part.dtype).max)
-            part.clamp_(-bound, bound)
+    def change_gradient(self, ranges: Sequence[tuple[int, int]], change: Callable[[torch.Tensor], object]) -> None:
+        """Calls `change`, which works in place and element by element, on the gradient of parts of parameters."""
+        for start, stop in ranges:
+            change(self.gradient(start, stop))
         self.squares = None
 
     def clear_gradient(self) -> None:
@@ -482,10 +481,10 @@ class DiskShard(_ReadAhead):
         start, stop, _ = slice(start, stop).indices(self.spec.shard_numel)
         return self.spilled.read(self.spilled.gradient, start, stop)
 
-    def clamp_gradient(self, limit: float) -> None:
-        """As `ShardState.clamp_gradient`."""
+    def change_gradient(self, ranges: Sequence[tuple[int, int]], change: Callable[[torch.Tensor], object]) -> None:
+        """As `ShardState.change_gradient`."""
         self.finish_sum()
-        self.squares = self.spilled.clamp_gradient(min(limit, torch.finfo(torch.float32).max))
+        self.squares = self.spilled.change_gradient(ranges, change)
 
     def clear_gradient(self) -> None:
         """As `ShardState.clear_gradient`."""

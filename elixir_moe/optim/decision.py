@@ -5,8 +5,9 @@ no weight.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -93,16 +94,45 @@ class StepDecision:
         self._clipped |= limit < math.inf
         return norm
 
-    def clip_values(self, limit: float) -> None:
-        """Clamps gradients so that the next update sees none beyond `limit`; overflowed ones stay. Collective."""
+    def clip_part(self, limit: float, parameters: Set[nn.Parameter]) -> float:
+        """Scales the gradients of some parameters so that their norm is at most `limit`; returns the norm before.
+
+        The host waits for the norm. Collective, for the same parameters on all ranks.
+        """
+        self._hooks.check_outside("optimizer.clip_grad_norm_()")
+        self._scheduler.refuse_begun("optimizer.clip_grad_norm_() of some of the parameters")
+        total = self._squares(parameters).sum().reshape(1)
+        self._groups.sum_over_stages(total)
+        norm = math.sqrt(total.item())
+        if math.isfinite(norm):  # `step` refuses another one, so there is nothing to clip
+            factor = min(1.0, limit / (norm + 1e-6))
+            self._change(parameters, limit, lambda _, part: part.mul_(factor))
+        return norm
+
+    def clip_values(self, limit: float, parameters: Set[nn.Parameter]) -> None:
+        """Clamps the parameters' gradients so that the next update sees none beyond `limit`; overflowed ones stay.
+
+        Collective.
+        """
         self._hooks.check_outside("optimizer.clip_grad_value_()")
         self._scheduler.refuse_begun("optimizer.clip_grad_value_()")
         if not math.isfinite(self.facts().norm):  # the host waits here, wherever the norm is
             return
+
+        def clamp(scale: float, part: torch.Tensor) -> None:
+            bound = min(limit / scale if scale else math.inf, torch.finfo(part.dtype).max)
+            part.clamp_(-bound, bound)
+
+        self._change(parameters, limit, clamp)
+
+    def _change(
+        self, parameters: Set[nn.Parameter], limit: float, change: Callable[[float, torch.Tensor], object]
+    ) -> None:
+        """Calls `change` on gradients, each with its factor in the update, to clip them to `limit`. Collective."""
         for chunk in self._chunks:
-            if chunk.shard.has_gradient:
-                scale = float(self.gradient_scale(chunk))
-                chunk.shard.clamp_gradient(limit / scale if scale else math.inf)
+            ranges = [(a, b) for parameter, a, b in self._places(chunk) if parameter in parameters and a < b]
+            if chunk.shard.has_gradient and ranges:
+                chunk.shard.change_gradient(ranges, partial(change, float(self.gradient_scale(chunk))))
         clipped, self._clipped = self._clipped or limit < math.inf, False
         self._facts = None  # the norm is another
         self.facts()
@@ -113,22 +143,43 @@ class StepDecision:
         self._hooks.check_outside("optimizer.grad_norms()")
         self._scheduler.refuse_begun("optimizer.grad_norms()")
         used = self.facts().used
+        found = zip(self._parameters, self._squares(used).sqrt().tolist(), strict=True)
+        return {self._hooks.name_of(p): norm for p, norm in found if p in used}
+
+    def _squares(self, wanted: Set[nn.Parameter]) -> torch.Tensor:
+        """The sum of squares of each parameter's gradient as the next update sees it, 0 for others. Collective.
+
+        Raises UsageError if ranks want different parameters.
+        """
+        self.facts()
         mine: list[float | torch.Tensor] = []
         for chunk in self._chunks:
-            low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
             scale, threads = self.gradient_scale(chunk), host_threads(chunk.device)
             weight = scale * scale * chunk.spec.shards / len(chunk.spec.key.ranks)
-            for slot in chunk.spec.slots:
-                start, stop = max(slot.start, low) - low, min(slot.stop, high) - low
-                there = chunk.shard.has_gradient and start < stop
+            for parameter, start, stop in self._places(chunk):
+                there = parameter in wanted and chunk.shard.has_gradient and start < stop
                 mine.append(
                     weight * sum_of_squares(chunk.shard.gradient(start, stop), threads=threads) if there else 0.0
                 )
-        squares = _on_host(mine)
+        asked = torch.tensor([float(p in wanted) for p in self._parameters], dtype=torch.float64, device="cpu")
+        squares = torch.stack([_on_host(mine), asked])
         with Wait("the all-reduce of gradient norms over all ranks"):
             self._groups.sum_over_peers(squares)
-        found = zip(self._parameters, squares.sqrt().tolist(), strict=True)
-        return {self._hooks.name_of(p): norm for p, norm in found if p in used}
+        for parameter, count in zip(self._parameters, squares[1].tolist(), strict=True):
+            if count not in (0, len(self._groups.peers)):
+                raise UsageError(
+                    f"gradients are clipped by all ranks alike: {self._hooks.name_of(parameter)!r} is among the "
+                    f"parameters of {count:.0f} ranks of {len(self._groups.peers)}"
+                )
+        return squares[0]
+
+    @staticmethod
+    def _places(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, int]]:
+        """Each parameter of a chunk with its place in this rank's shard, which may be empty."""
+        low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
+        for slot, parameter in zip(chunk.spec.slots, chunk.parameters, strict=True):
+            start = max(slot.start, low) - low
+            yield parameter, start, max(min(slot.stop, high) - low, start)
 
     def gradient_scale(self, chunk: Chunk) -> float | torch.Tensor:
         """The factor on a summed gradient in the update."""
@@ -180,9 +231,7 @@ class StepDecision:
         names = []
         for chunk in self._chunks:
             if chunk.shard.has_gradient and (self._early is None or chunk not in self._early):
-                low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
-                for slot, parameter in zip(chunk.spec.slots, chunk.parameters, strict=True):
-                    start, stop = max(slot.start, low) - low, min(slot.stop, high) - low
+                for parameter, start, stop in self._places(chunk):
                     if start < stop and not chunk.shard.gradient(start, stop).isfinite().all():
                         names.append(self._hooks.name_of(parameter))
         return names

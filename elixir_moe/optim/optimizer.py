@@ -9,7 +9,7 @@ forgotten.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import ControlGroups
@@ -113,27 +114,49 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._decision.scale(loss)
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, parameters: Iterable[torch.Tensor] | torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`; returns the norm before, a scalar.
 
         The norm is that of the logical model: shards, experts and replicas of all ranks, each element once. The scaling
         happens in `step`; a backward in between is an error, whether the limit was reached or not. An infinite limit
         clips nothing and only returns the norm, at any time. The norm is on the GPU, and nobody has waited for it, if
         all state of Adam is there too. Collective.
+
+        Args:
+            max_norm: the limit.
+            parameters: clips these parameters of the model by their own norm, and leaves the others as they are. The
+                host waits for that norm, and gradients are scaled at once, in their dtype.
+
+        Raises:
+            UsageError: a parameter is not the model's, or ranks give different ones.
         """
         limit = _limit("clip_grad_norm_(max_norm", max_norm)
         self.check_last_step()
-        norm = self._decision.clip(limit)
+        chosen = self._chosen("optimizer.clip_grad_norm_()", parameters)
+        whole = len(chosen) == len(self._parameters)
+        norm = self._decision.clip(limit) if whole else self._decision.clip_part(limit, chosen)
         return norm.float() if isinstance(norm, torch.Tensor) else torch.tensor(norm, device="cpu")
 
     @torch.no_grad()
-    def clip_grad_value_(self, clip_value: float) -> None:
+    def clip_grad_value_(
+        self, clip_value: float, parameters: Iterable[torch.Tensor] | torch.Tensor | None = None
+    ) -> None:
         """Clamps every element of the gradients to at most `clip_value` away from 0, in the gradients' dtype.
 
         A backward afterwards is an error, as after `clip_grad_norm_`. Collective.
+
+        Args:
+            clip_value: the limit.
+            parameters: clips the gradients of these parameters of the model alone.
+
+        Raises:
+            UsageError: a parameter is not the model's.
         """
         self.check_last_step()
-        self._decision.clip_values(_limit("clip_grad_value_(clip_value", clip_value))
+        chosen = self._chosen("optimizer.clip_grad_value_()", parameters)
+        self._decision.clip_values(_limit("clip_grad_value_(clip_value", clip_value), chosen)
 
     @torch.no_grad()
     def grad_norms(self) -> dict[str, float]:
@@ -310,6 +333,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------------- helpers
 
+    def _chosen(self, what: str, given: Iterable[torch.Tensor] | torch.Tensor | None) -> set[nn.Parameter]:
+        """The trainable parameters among those given to a clipping; None gives all. Raises UsageError for others."""
+        mine = set(self._parameters)
+        if given is None:
+            return mine
+        chosen = {given} if isinstance(given, torch.Tensor) else set(given)
+        if foreign := len(chosen - mine - set(self._frozen)):
+            raise UsageError(
+                f"{what}: {foreign} of {len(chosen)} parameters are not those of the wrapped model; clip them apart, "
+                f"with torch.nn.utils"
+            )
+        return mine & chosen
     def _check_parameters(self, what: str) -> None:
         """Raises UsageError for parameters that have changed since `wrap`, or whose ``grad`` was set by hand."""
         self._hooks.check_outside(what)

@@ -1,8 +1,10 @@
 """Gradients as a user sees them: clipped by value, and their norms by parameter, as one plain process has them."""
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +27,11 @@ def config(ep: int) -> GPTConfig:
     return GPTConfig(vocab_size=32, seq_len=8, n_layers=2, d_model=16, n_heads=2, experts=(0, 2), ep=(1, ep))
 
 
-def steps(plan: em.Plan | None, by_value: float | None, by_norm: float | None) -> dict[str, Any]:
-    """(rank) Three steps: norms of every parameter's gradient before and after they are clipped, and the weights."""
+def steps(plan: em.Plan | None, by_value: float | None, by_norm: float | None, part: bool = False) -> dict[str, Any]:
+    """(rank) Three steps: norms of every parameter's gradient before and after they are clipped, and the weights.
+
+    `part`: only some parameters are clipped, and the norm of the others' gradients is asked for.
+    """
     world, rank = (1, 0) if plan is None else (dist.get_world_size(), dist.get_rank())
     torch.manual_seed(5)
     mesh = None if plan is None else mesh_of_world()
@@ -35,20 +40,24 @@ def steps(plan: em.Plan | None, by_value: float | None, by_norm: float | None) -
     if plan is not None:
         em.annotate(model, gpt_patterns(model))
         model, optimizer = em.wrap(model, optimizer, plan=plan)
-    seen = []
+    seen, norms = [], []
+    few, rest = (list(model.parameters())[i::2] for i in range(2))
     for step in range(3):
         batch = tokens(step, 0, 8, 32)[rank * ROWS // world : (rank + 1) * ROWS // world]
         lm_loss(model, batch).backward()
         for clip, limit in (("value", by_value), ("norm", by_norm), ("", None)):
             seen.append(optimizer.grad_norms() if plan is not None else norms_of(model))
             if limit is not None and plan is None:
-                getattr(nn.utils, f"clip_grad_{clip}_")(model.parameters(), limit)
+                getattr(nn.utils, f"clip_grad_{clip}_")(few if part else model.parameters(), limit)
             elif limit is not None:
-                getattr(optimizer, f"clip_grad_{clip}_")(limit)
+                getattr(optimizer, f"clip_grad_{clip}_")(limit, few if part else None)
+        if part:
+            ask = nn.utils.clip_grad_norm_ if plan is None else lambda p, limit: optimizer.clip_grad_norm_(limit, p)
+            norms.extend(ask(which, limit).item() for which in (few, rest, few + rest) for limit in (0.5, math.inf))
         optimizer.step()
         optimizer.zero_grad()
     state = model.state_dict() if plan is None else em.full_state_dict(model, all_ranks=True)
-    result = {"norms": seen, "state": {name: value.clone() for name, value in state.items()}}
+    result = {"norms": seen, "asked": norms, "state": {name: value.clone() for name, value in state.items()}}
     if plan is not None:
         optimizer.close()
     return result
@@ -56,6 +65,17 @@ def steps(plan: em.Plan | None, by_value: float | None, by_norm: float | None) -
 
 def norms_of(model: nn.Module) -> dict[str, float]:
     return {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_like(wanted: dict[str, Any], found: dict[str, Any]) -> None:
+    """Compares what `steps` returned."""
+    assert found["asked"] == pytest.approx(wanted["asked"], rel=2e-4)
+    for mine, expected in zip(found["norms"], wanted["norms"], strict=True):
+        assert mine.keys() == expected.keys()
+        for name, norm in expected.items():
+            assert mine[name] == pytest.approx(norm, rel=2e-4, abs=1e-7), name
+    for name, value in wanted["state"].items():
+        torch.testing.assert_close(found["state"][name], value, rtol=0, atol=TOLERANCE)
 
 
 PLANS = {
@@ -71,12 +91,16 @@ PLANS = {
 def test_as_in_one_plain_process(plan: str, world: int, clips: tuple[Any, Any], ranks: Ranks) -> None:
     wanted = steps(None, *clips)
     for found in ranks(world).run(steps, PLANS[plan], *clips):
-        for mine, expected in zip(found["norms"], wanted["norms"], strict=True):
-            assert mine.keys() == expected.keys()
-            for name, norm in expected.items():
-                assert mine[name] == pytest.approx(norm, rel=2e-4, abs=1e-7), name
-        for name, value in wanted["state"].items():
-            torch.testing.assert_close(found["state"][name], value, rtol=0, atol=TOLERANCE)
+        check_like(wanted, found)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("plan", [*PLANS, "disk"])
+def test_some_of_the_parameters_are_clipped(plan: str, world: int, ranks: Ranks, tmp_path: Path) -> None:
+    disk = em.Plan.offload(chunk_numel=2048, disk=str(tmp_path), disk_chunks=2, values_on_disk=True)
+    wanted = steps(None, LIMIT, 0.02, part=True)
+    for found in ranks(world).run(steps, disk if plan == "disk" else PLANS[plan], LIMIT, 0.02, part=True):
+        check_like(wanted, found)
 
 
 @pytest.fixture
@@ -92,6 +116,32 @@ def pair() -> Any:
 def test_a_limit_that_is_none(pair: Any, limit: Any) -> None:
     with pytest.raises(em.ConfigError, match=r"clip_grad_value_\(clip_value=.*expected a number of at least 0"):
         pair[1].clip_grad_value_(limit)
+
+
+def test_parameters_of_another_model_are_not_clipped(pair: Any) -> None:
+    model, optimizer = pair
+    model(torch.ones(2, 8)).sum().backward()
+    both = [*model.parameters(), *nn.Linear(2, 2).parameters()]
+    for clip in (optimizer.clip_grad_norm_, optimizer.clip_grad_value_):
+        with pytest.raises(em.UsageError, match="2 of 6 parameters are not those of the wrapped model"):
+            clip(1.0, both)
+    optimizer.step()
+
+
+def clip_by_rank() -> str:
+    """(rank) The message of ranks that clip different parameters."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero2())
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(em.UsageError) as error:
+        optimizer.clip_grad_norm_(1.0, model[dist.get_rank()].weight)
+    optimizer.zero_grad()
+    optimizer.close()
+    return str(error.value)
+
+
+def test_ranks_that_clip_different_parameters(ranks: Ranks) -> None:
+    assert all("'0.weight' is among the parameters of 1 ranks of 2" in said for said in ranks(2).run(clip_by_rank))
 
 
 def test_a_backward_after_clipping_by_value_is_refused(pair: Any) -> None:
