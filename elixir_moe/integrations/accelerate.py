@@ -6,7 +6,7 @@ others are Accelerate's own: data loaders, schedulers, accumulation, gathering, 
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -88,111 +88,167 @@ class ElixirAccelerator(Accelerator):
         if self.state.dynamo_plugin.backend.value != "NO":
             raise ConfigError("a wrapped model cannot be compiled as a whole: leave torch_compile out")
         self._plan = Plan.zero3() if plan is None else plan
+        self._models: list[nn.Module]
+        self._optimizers: list[torch.optim.Optimizer]
         self._options = {"compute_dtype": _DTYPES[self.mixed_precision], **(options or {})}
-        self._prepared: tuple[Any, ...] = ()
-        """The wrapped model, its optimizer, and Accelerate's around that."""
 
     # ------------------------------------------------------------------------------------------------------- prepare
 
-    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """As Accelerate's, for a model together with its optimizer, data loaders and schedulers.
 
         The model stays the same object; the optimizer is an `AcceleratedOptimizer` around the sharded one. What was
-        prepared before is returned as it is.
+        prepared before is returned as it is. A model without trainable parameters is prepared for evaluation.
 
         Raises:
-            UsageError: a model comes without its optimizer, or a second model.
+            UsageError: a trainable model comes without its optimizer, or the other way round, or after another one.
         """
-        made: dict[int, Any] = {id(item): item for item in args if self._is_prepared(item)}
-        fresh = [item for item in args if id(item) not in made]
-        models = [item for item in fresh if isinstance(item, nn.Module)]
-        optimizers = [item for item in fresh if isinstance(item, torch.optim.Optimizer)]
+        placement = [None] * len(args) if device_placement is None else list(device_placement)
+        if len(placement) != len(args):
+            raise UsageError(f"prepare got {len(args)} objects and a device_placement for {len(placement)}")
+        models = [item for item in args if isinstance(item, nn.Module) and not _is_wrapped(item) and _trainable(item)]
+        optimizers = [item for item in args if isinstance(item, torch.optim.Optimizer) and not _is_wrapped(item)]
+        made: dict[int, Any] = {}
         if models or optimizers:
-            if (len(models), len(optimizers)) != (1, 1) or self._prepared:
-                raise UsageError(
-                    f"prepare got {len(models)} models and {len(optimizers)} optimizers"
-                    f"{', after others' * bool(self._prepared)}: give one model with its optimizer, once"
-                )
-            if hasattr(models[0], "_elixir"):
+            if any(isinstance(item, nn.Module) and _is_wrapped(item) for item in args):
                 raise UsageError(
                     "another trainer or Accelerator has wrapped this model: go on with that one, or save the model "
                     "and read it into a new one"
                 )
-            if not dist.is_initialized():
-                init_mesh(device_type=self.device.type)
-            self.unwrap_model(models[0], keep_fp32_wrapper=False)  # from the autocast of an evaluation before
-            model, optimizer = wrap(models[0], optimizers[0], plan=self._plan, device=self.device, **self._options)
-            if require_wrapped(model, "prepare").plan.scatter and dist.get_world_size() > 1:
-                # Each forward gathers. Hugging Face reads this mark where ranks must run equally many of them: in
-                # generate(), and where layers are dropped at random.
-                for module in model.modules():
-                    setattr(module, "_is_fsdp_managed_module", True)  # noqa: B010
-            # With a device to place it on, Accelerate would take the optimizer's state dict and load it again.
-            self._prepared = (model, optimizer, self.prepare_optimizer(optimizer, device_placement=False))
-            made |= {id(models[0]): model, id(optimizers[0]): self._prepared[-1]}
-        rest = [item for item in args if id(item) not in made]
-        prepared = super().prepare(*rest) if rest else ()
+            if (len(models), len(optimizers)) != (1, 1) or self._wrapped is not None:
+                raise UsageError(
+                    f"prepare got {len(models)} trainable models and {len(optimizers)} optimizers"
+                    f"{', after others' * (self._wrapped is not None)}: give one model with its optimizer, once; a "
+                    f"model that is only evaluated goes to prepare_model(model, evaluation_mode=True)"
+                )
+            made = self._wrap(models[0], optimizers[0])
+        for item, place in zip(args, placement, strict=True):
+            if isinstance(item, nn.Module):
+                made.setdefault(id(item), self.prepare_model(item, device_placement=place, evaluation_mode=True))
+            elif _is_wrapped(item):
+                made[id(item)] = self._adopted(item)
+        rest = [(item, place) for item, place in zip(args, placement, strict=True) if id(item) not in made]
+        places = None if device_placement is None else [place for _, place in rest]
+        prepared = super().prepare(*(item for item, _ in rest), device_placement=places) if rest else ()
         others = iter(prepared if len(rest) > 1 else (prepared,))
         found = tuple(made[id(item)] if id(item) in made else next(others) for item in args)
         return found if len(found) > 1 else found[0]
 
+    def _wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+        """Wraps a model with its optimizer; returns what stands for each of them."""
+        if not dist.is_initialized():
+            init_mesh(device_type=self.device.type)
+        self.unwrap_model(model, keep_fp32_wrapper=False)  # from the autocast of an evaluation before
+        if model in self._models:
+            self._models.remove(model)  # from that evaluation too
+        wrapped, sharded = wrap(model, optimizer, plan=self._plan, device=self.device, **self._options)
+        if require_wrapped(wrapped, "prepare").plan.scatter and dist.get_world_size() > 1:
+            # Each forward gathers. Hugging Face reads this mark where ranks must run equally many of them: in
+            # generate(), and where layers are dropped at random.
+            for module in wrapped.modules():
+                setattr(module, "_is_fsdp_managed_module", True)  # noqa: B010
+        return {id(model): wrapped, id(optimizer): self._adopted(sharded)}
+
+    def _adopted(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        # With a device to place it on, Accelerate would take the optimizer's state dict and load it again.
+        found: torch.optim.Optimizer = self.prepare_optimizer(optimizer, device_placement=False)
+        found._is_accelerate_prepared = True  # type: ignore[attr-defined]
+        return found
+
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The model itself if it is wrapped, else as Accelerate's: to evaluate a model that is not trained."""
-        if self._is_prepared(model):
-            return model
-        found: nn.Module = super().prepare_model(model, *args, **kwargs)
-        return found
+        if not _is_wrapped(model):
+            found: nn.Module = super().prepare_model(model, *args, **kwargs)
+            return found
+        if model not in self._models:
+            self._models.append(model)
+        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        return model
 
     def release(self) -> None:
         """Closes the wrapped model; `prepare` takes the next model with its optimizer. Collective."""
         self._both()[1].close()
-        self._prepared = ()
+        self._models = [model for model in self._models if not _is_wrapped(model)]
+        self._optimizers = [optimizer for optimizer in self._optimizers if not _is_wrapped(optimizer)]
 
-    def _is_prepared(self, item: Any) -> bool:
-        return any(each is item for each in self._prepared)
+    @property
+    def _wrapped(self) -> nn.Module | None:
+        return next((model for model in self._models if _is_wrapped(model)), None)
 
     def _both(self) -> tuple[nn.Module, ShardedOptimizer]:
-        if not self._prepared:
+        if self._wrapped is None:
             raise UsageError("this needs model and optimizer: call prepare with both first")
-        return self._prepared[0], self._prepared[1]
+        return self._wrapped, self._wrapped._elixir.optimizer  # type: ignore[union-attr, return-value]
 
     # ------------------------------------------------------------------------------------------------------ gradients
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """As `ShardedOptimizer.clip_grad_norm_`, over all parameters. Raises UsageError for other norms."""
+        """As `ShardedOptimizer.clip_grad_norm_`, of these parameters. Raises UsageError for other norms."""
         if norm_type != 2:
             raise UsageError(f"norm_type={norm_type}: gradients are clipped by the norm of degree 2")
-        return self._both()[1].clip_grad_norm_(max_norm)
+        return self._both()[1].clip_grad_norm_(max_norm, parameters)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """As `ShardedOptimizer.clip_grad_value_`, over all parameters of the model."""
-        self._both()[1].clip_grad_value_(clip_value)
+        """As `ShardedOptimizer.clip_grad_value_`, of these parameters."""
+        self._both()[1].clip_grad_value_(clip_value, parameters)
 
     # ---------------------------------------------------------------------------------------------------------- state
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """As `em.full_state_dict`: on rank 0 alone. Collective."""
-        return full_state_dict(model)
+        """As `em.full_state_dict`: on rank 0 alone. Collective. For a model that is not wrapped, as Accelerate's."""
+        if _is_wrapped(model):
+            return full_state_dict(model)
+        state: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
+        return state
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        """As Accelerate's, with a checkpoint of `em.save` for model and optimizer. Collective."""
+        """As Accelerate's, with a checkpoint of `em.save` for model and optimizer. Collective.
+
+        Hooks get the weights as `get_state_dict` gives them; weights that a hook takes from the list are saved all the
+        same.
+        """
         model, optimizer = self._both()
-        with self._without_optimizers():
-            folder: str = super().save_state(output_dir, *args, **kwargs)
-        save_over(folder, model, optimizer)
-        return folder
+        hooks, models = list(self._save_model_state_pre_hook.values()), list(self._models)
+
+        def save_wrapped(_: list[nn.Module], weights: list[dict[str, torch.Tensor]], folder: str) -> None:
+            if hooks:
+                mine = full_state_dict(model)
+                weights.insert(models.index(model), mine)
+                for hook in hooks:
+                    hook(models, weights, folder)
+                weights[:] = [each for each in weights if each is not mine]
+            save_over(folder, model, optimizer)
+
+        with self._without_wrapped(_save_model_state_pre_hook={0: save_wrapped}):
+            location: str = super().save_state(output_dir, *args, **kwargs)
+        return location
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """The inverse of `save_state`, on any number of ranks. Collective.
 
-        Without a folder: the newest that was named automatically. Raises UsageError if there is none.
+        Without a folder: the newest that was named automatically.
+
+        Raises:
+            UsageError: there is no such folder, or a hook has taken the model from the list, to load it alone.
+            CheckpointError: the folder has no checkpoint of `em.save` for this model.
         """
         model, optimizer = self._both()
-        if input_dir is None:
-            input_dir = self._newest()
-        load(os.path.join(input_dir, CHECKPOINT), model, optimizer)
-        with self._without_optimizers():
-            super().load_state(input_dir, *args, **kwargs)
+        hooks, position = list(self._load_model_state_pre_hook.values()), self._models.index(model)
+
+        def load_wrapped(models: list[nn.Module], folder: str) -> None:
+            models.insert(position, model)
+            for hook in hooks:
+                hook(models, folder)
+            if model not in models:
+                raise UsageError(
+                    "a hook of load_state has taken the wrapped model from the list: leave it there, since weights and "
+                    "optimizer state are loaded together, behind the hooks"
+                )
+            models.remove(model)
+            load(os.path.join(folder, CHECKPOINT), model, optimizer)
+
+        with self._without_wrapped(_load_model_state_pre_hook={0: load_wrapped}):
+            super().load_state(self._newest() if input_dir is None else input_dir, *args, **kwargs)
 
     def _newest(self) -> str:
         named: list[Path] = []
@@ -203,10 +259,23 @@ class ElixirAccelerator(Accelerator):
         return str(max(named, key=lambda folder: int(folder.name.rpartition("_")[2])))
 
     @contextmanager
-    def _without_optimizers(self) -> Iterator[None]:
-        optimizers = self._optimizers  # type: ignore[has-type]
-        self._optimizers = []
+    def _without_wrapped(self, **hooks: dict[int, Any]) -> Iterator[None]:
+        """A context in which Accelerate sees neither the wrapped model nor its optimizer, and these hooks alone."""
+        own = {"_models": [each for each in self._models if not _is_wrapped(each)], "_optimizers": [], **hooks}
+        before = {name: getattr(self, name) for name in own}
+        self.__dict__.update(own)
         try:
             yield
         finally:
-            self._optimizers = optimizers
+            self.__dict__.update(before)
+
+
+def _is_wrapped(item: Any) -> bool:
+    """Whether this is a wrapped model, or the optimizer of one, also within Accelerate's."""
+    if isinstance(item, torch.optim.Optimizer):
+        return isinstance(getattr(item, "optimizer", item), ShardedOptimizer)
+    return isinstance(item, nn.Module) and hasattr(item, "_elixir")
+
+
+def _trainable(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())

@@ -345,6 +345,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"with torch.nn.utils"
             )
         return mine & chosen
+
     def _check_parameters(self, what: str) -> None:
         """Raises UsageError for parameters that have changed since `wrap`, or whose ``grad`` was set by hand."""
         self._hooks.check_outside(what)

@@ -507,8 +507,8 @@ def prepared_badly() -> list[str]:
 
 def test_what_cannot_be_prepared_is_told(ranks: Ranks) -> None:
     (said,) = ranks(1).run(prepared_badly)
-    assert said[0].startswith("prepare got 1 models and 0 optimizers: give one model with its optimizer")
-    assert said[1].startswith("prepare got 2 models and 1 optimizers")
+    assert said[0].startswith("prepare got 1 trainable models and 0 optimizers: give one model with its optimizer")
+    assert said[1].startswith("prepare got 2 trainable models and 1 optimizers")
     assert "call prepare with both first" in said[2]
     assert "load_state needs the folder that save_state returned" in said[3]
     assert "another trainer or Accelerator has wrapped this model" in said[4]

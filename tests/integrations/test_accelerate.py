@@ -1,0 +1,175 @@
+"""Accelerate's verbs under a plan beside Accelerate's own: clipping of parts, hooks, folders, full weights."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import elixir_moe as em
+from elixir_moe.errors import UsageError
+from tests.integrations.test_trainer import launched
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+
+@contextmanager
+def prepared(**options: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """(rank) An accelerator, and what it made of a model and its optimizer."""
+    from elixir_moe.integrations.accelerate import ElixirAccelerator
+
+    with launched():
+        accelerator = ElixirAccelerator(cpu=True, plan=em.Plan.zero3(), **options)
+        model, optimizer = accelerator.prepare(*parts())
+        yield accelerator, model, optimizer
+        optimizer.optimizer.close()
+
+
+def clipped(ours: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """(rank) Norms of parts, some of them clipped, and the weights after steps on the same rows for all ranks."""
+    from accelerate import Accelerator
+
+    from elixir_moe.integrations.accelerate import ElixirAccelerator
+
+    norms = []
+    with launched():
+        accelerator: Any = ElixirAccelerator(cpu=True) if ours else Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(*parts())
+        layers = accelerator.unwrap_model(model)
+        for step in range(2):
+            accelerator.backward((model(batch(step)) ** 2).sum())
+            accelerator.clip_grad_value_(layers[0].parameters(), 2.0)
+            norms.append(accelerator.clip_grad_norm_(layers[2].parameters(), 1.0).item())
+            norms.append(accelerator.clip_grad_norm_([layers[0].weight], torch.inf).item())
+            norms.append(accelerator.clip_grad_norm_(iter(list(layers.parameters())), torch.inf).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        values = em.full_state_dict(model, all_ranks=True) if ours else layers.state_dict()
+        if ours:
+            optimizer.optimizer.close()
+    return norms, values
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_some_of_the_parameters_are_clipped(ranks: Ranks, world: int) -> None:
+    wanted, values = ranks(world).run(clipped, False)[0]
+    for norms, weights in ranks(world).run(clipped, True):
+        assert norms == pytest.approx(wanted, rel=1e-5)
+        torch.testing.assert_close(weights, values, rtol=1e-5, atol=1e-6)
+
+
+def hooked(folder: str) -> None:
+    """(rank) Hooks of save_state and load_state see the models as under Accelerate; a teacher is saved as it does."""
+    with prepared() as (accelerator, model, _):
+        teacher = accelerator.prepare(nn.Linear(2, 2).requires_grad_(False))
+        assert accelerator._models == [model, teacher]
+        seen: list[Any] = []
+        saving = accelerator.register_save_state_pre_hook(lambda *given: seen.append([list(given[0]), list(given[1])]))
+        loading = accelerator.register_load_state_pre_hook(lambda models, folder: seen.append([list(models), folder]))
+        before = em.full_state_dict(model, all_ranks=True)
+        accelerator.save_state(folder)
+        with em.unsharded(model[0].weight, write=True), torch.no_grad():
+            model[0].weight.zero_()
+        teacher.weight.zero_()
+        accelerator.load_state(folder)
+        (models, weights), (loaded, place) = seen
+        assert models == loaded == [model, teacher]
+        assert place == folder
+        torch.testing.assert_close(weights[0], before if dist.get_rank() == 0 else {}, rtol=0, atol=0)
+        assert set(weights[1]) == {"weight", "bias"}
+        torch.testing.assert_close(em.full_state_dict(model, all_ranks=True), before, rtol=0, atol=0)
+        assert teacher.weight.any()
+        assert sorted(os.listdir(folder))[:2] == ["elixir_moe", "model.safetensors"]  # the latter is the teacher's
+        saving.remove()
+        loading.remove()
+        accelerator.register_load_state_pre_hook(lambda models, folder: models.pop(0))
+        accelerator.save_state(folder)
+        with pytest.raises(UsageError, match="has taken the wrapped model from the list"):
+            accelerator.load_state(folder)
+        assert len(seen) == 2
+        assert accelerator._models == [model, teacher]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_hooks_see_the_models(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    ranks(world).run(hooked, str(tmp_path / "state"))
+
+
+def named(folder: str) -> tuple[list[str], list[float]]:
+    """(rank) Automatic folders: two are kept, the last one is loaded."""
+    from accelerate.utils import ProjectConfiguration
+
+    config = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+    with prepared(project_config=config) as (accelerator, model, optimizer):
+        schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        signs = []
+        for step in range(4):
+            accelerator.backward((model(batch(step)) ** 2).sum())
+            optimizer.step()
+            schedule.step()
+            signs.append(float(em.full_state_dict(model, all_ranks=True)["0.weight"].sum()))
+            if step < 3:
+                accelerator.save_state()
+        accelerator.load_state()
+        signs.append(float(em.full_state_dict(model, all_ranks=True)["0.weight"].sum()))
+        accelerator.save_state()  # the number goes on, as Accelerate's does
+        signs.append(schedule.get_last_lr()[0])
+        accelerator.wait_for_everyone()
+        return sorted(os.listdir(os.path.join(folder, "checkpoints"))), signs
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_automatic_names_of_checkpoints(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    for names, (*_, third, fourth, loaded, rate) in ranks(world).run(named, str(tmp_path)):
+        assert names == ["checkpoint_2", "checkpoint_3"]
+        assert loaded == third != fourth
+        assert rate == pytest.approx(0.1 * 0.5 ** (3 * world))
+
+
+def exported(folder: str) -> None:
+    """(rank) The whole model in files, and objects that are prepared twice or freed."""
+    from accelerate.utils import load_checkpoint_in_model
+
+    with prepared() as (accelerator, model, optimizer):
+        assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
+        assert model._is_accelerate_prepared
+        assert optimizer._is_accelerate_prepared
+        assert accelerator.prepare(model, optimizer) == (model, optimizer)
+        assert (accelerator._models, accelerator._optimizers) == ([model], [optimizer])
+        wanted = em.full_state_dict(model, all_ranks=True)
+        for name, size in (("whole", "1GB"), ("split", 300)):
+            for safe in (True, False):
+                place = os.path.join(folder, f"{name}-{safe}")
+                accelerator.save_model(model, place, max_shard_size=size, safe_serialization=safe)
+                accelerator.wait_for_everyone()
+                plain = parts()[0]
+                nn.init.zeros_(plain[0].weight)
+                load_checkpoint_in_model(plain, place)
+                torch.testing.assert_close(dict(plain.state_dict()), wanted, rtol=0, atol=0)
+                assert (len(os.listdir(place)) > 1) == (name == "split")
+        assert accelerator.free_memory() == []
+        with pytest.raises(UsageError, match="call prepare with both first"):
+            accelerator.save_state(folder)
+        assert accelerator.prepare(model, optimizer) == (model, optimizer)
+        assert (accelerator._models, accelerator._optimizers) == ([model], [optimizer])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_full_weights_in_files(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    ranks(world).run(exported, str(tmp_path))
