@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
@@ -41,6 +42,13 @@ class _AfterStep(TrainerCallback):
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Called behind each update."""
         self._routers.step()
+
+
+class _CheckpointBetweenSteps(JITCheckpointCallback):
+    """The Trainer's, which saves when a signal has come; gradients are in no checkpoint, so it awaits their step."""
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Nothing: `on_step_end` follows."""
 
 
 _Trainer: Any = object
@@ -76,6 +84,9 @@ class ElixirMixin(_Trainer):
         super().__init__(*args, **kwargs)
         if routers is not None and self.model_init is not None:
             raise ConfigError("routers= with model_init=: train() makes a new model, whose routers nobody counts")
+        for callback in self.callback_handler.callbacks:
+            if type(callback) is JITCheckpointCallback:
+                callback.__class__ = _CheckpointBetweenSteps
         self.routers = None if routers is None else Routers(self.model, **routers)
         if self.routers is not None:
             self.add_callback(_AfterStep(self.routers))
@@ -97,6 +108,11 @@ class ElixirMixin(_Trainer):
             raise ConfigError(
                 "TrainingArguments(save_only_model=True, load_best_model_at_end=True): the best model is loaded from a "
                 "checkpoint with its optimizer; leave one out"
+            )
+        if self.args.enable_jit_checkpoint and self.args.world_size > 1:
+            raise ConfigError(
+                f"TrainingArguments(enable_jit_checkpoint=True) on {self.args.world_size} ranks: a signal reaches them "
+                f"at different steps, and a checkpoint is of all; leave it out, and save often (save_steps)"
             )
         if self.args.n_gpu > 1:
             raise ConfigError(f"one process sees {self.args.n_gpu} GPUs: start one for each with torchrun")

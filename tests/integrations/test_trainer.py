@@ -371,6 +371,49 @@ def test_an_interrupted_trainer_goes_on(ranks: Ranks, tmp_path: Path, where: str
     assert ours == pytest.approx(plain, abs=1e-6)
 
 
+def signalled(folder: str, where: str) -> list[str]:
+    """The folders after a signal has asked for a checkpoint at an event of the second step."""
+    from transformers import TrainerCallback
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+    with launched():
+        trainer = line(folder, True, Line(), save_steps=100, enable_jit_checkpoint=True)
+        (found,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback))
+
+        class Signal(TrainerCallback):
+            def on_event(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                if state.global_step == 1:
+                    found.jit_manager._enable_checkpoint()
+
+        setattr(Signal, where, Signal.on_event)
+        trainer.callback_handler.callbacks.insert(0, Signal())
+        trainer.train()
+        trainer.model._elixir.optimizer.close()
+        again = line(folder, True, Line())
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == 3
+        again.model._elixir.optimizer.close()
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("where", ["on_pre_optimizer_step", pytest.param("on_step_begin", marks=pytest.mark.slow)])
+def test_a_signal_saves_between_two_steps(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    (found,) = ranks(1).run(signalled, str(tmp_path), where)
+    saved = 2 if where == "on_pre_optimizer_step" else 1
+    assert f"checkpoint-{saved}" in found
+
+
+def signalled_on_two(folder: str) -> str:
+    with launched(), pytest.raises(ConfigError) as error:
+        line(folder, True, Line(), enable_jit_checkpoint=True)
+    return str(error.value)
+
+
+def test_a_signal_on_several_ranks_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2).run(signalled_on_two, str(tmp_path)):
+        assert "enable_jit_checkpoint=True) on 2 ranks" in said
+
+
 def dtype_after(folder: str, evaluates: bool) -> str:
     with launched():
         trainer = made(folder, True, bf16=True)
