@@ -97,7 +97,7 @@ def under_the_plan(setup: Setup) -> None:
 def _wrapped(setup: Setup, seed: int, **options: Any) -> tuple[Subject, nn.Module, ShardedOptimizer]:
     torch.manual_seed(seed)
     subject = setup.source.build(over_ranks=True)
-    sample = next(iter(parts_of(batch_of(subject, 0, 0), setup.ranks)))  # of all ranks, so that all learn one order
+    sample = list(parts_of(batch_of(subject, 0, 0), setup.ranks))[dist.get_rank()]
     model, optimizer = wrap(
         subject.model,
         _optimizer(p for p in subject.model.parameters() if p.requires_grad),
