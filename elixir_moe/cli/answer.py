@@ -115,7 +115,7 @@ def _disk(asked: Asked) -> Iterator[str]:
     if found is not None:
         needed = -(-found.size.disk_bytes * ranks // 10**9)
         yield (
-            f'A disk makes it fit: --disk-size "{needed} GB" for each host, {found.seconds.step:.3g} s a step at '
+            f'A disk makes it fit: --disk-size "{needed} GB" for each host, about {found.seconds.step:.3g} s a step at '
             f"{gpus.DISK_SPEED:g} GB/s."
         )
 
@@ -255,7 +255,7 @@ def _stick(asked: Asked) -> Iterator[str]:
     if found is None:
         yield f"{one_more} would not be enough."
     elif choice is None:
-        yield f"{one_more} makes it fit: {found.seconds.step:.3g} s a step."
+        yield f"{one_more} makes it fit: about {found.seconds.step:.3g} s a step."
     elif found.seconds.step > (1 - _WORTH) * choice.seconds.step:
         yield f"{one_more} would change nothing."
     else:
