@@ -467,16 +467,16 @@ class Hooks:
         self._saved.let_go()
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        if type(gradient) is not torch.Tensor:
+        if gradient is not None and type(gradient) is not torch.Tensor:
             gradient = placed_like(gradient, parameter)
-        if gradient.is_sparse:
+        if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
         more, owners = self._past.unrecomputed, self._owners[slot]
         last = not any(unit.chooses or (more and more[unit]) for unit in owners)
         if last:
             self._let_go_early(slot)
-        self._scheduler.add_gradient(*slot, gradient)
+        if gradient is not None:  # else a hook of user code has used it up, and the parameter has none, as in torch
+            self._scheduler.add_gradient(*slot, gradient)
         if last:
             self._scheduler.expect_no_more(*slot)
 

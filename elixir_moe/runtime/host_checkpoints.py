@@ -56,6 +56,8 @@ def region_number() -> int:
 
 def _without_gaps(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements fill a piece of memory."""
+    if tensor.layout is not torch.strided:
+        return False
     step = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size != 1 and stride != step:

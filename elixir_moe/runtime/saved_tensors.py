@@ -93,7 +93,8 @@ class SavedTensors:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         local = tensor if type(tensor) in _PLAIN else local_of(tensor)
-        if type(local) in _PLAIN or isinstance(local, nn.Parameter):  # others may have no storage of their own
+        ours = type(local) in _PLAIN or isinstance(local, nn.Parameter)  # others may have no storage of their own
+        if ours and local.layout is torch.strided:  # nor have sparse tensors
             with torch._C.DisableTorchFunctionSubclass():
                 address = local.untyped_storage().data_ptr()
             chunk = self._scheduler.shown_at.get(address)

@@ -183,7 +183,9 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _take(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory is new."""
+        """Whether the tensor's memory is new; of a sparse one, nothing is known."""
+        if tensor.layout is not torch.strided:
+            return False
         storage = tensor.untyped_storage()
         if storage in self._known:
             return False

@@ -22,6 +22,8 @@ from elixir_moe.state.huggingface import names_in_base
 
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 """Classes of torch that reduce gradients or shard parameters of their own."""
+_PACKED = {"Params4bit", "Int8Params"}
+"""Parameters of bitsandbytes, whose elements are not the model's weights."""
 
 
 def check_arguments(
@@ -53,6 +55,11 @@ def check_arguments(
             raise ConfigError(
                 f"the model has lazy modules, {name.rpartition('.')[0]!r} with {name!r}: run a forward before wrap, so "
                 f"that their shapes are known; of em.sharded_init(), inside the context"
+            )
+        if any(kind.__name__ in _PACKED for kind in type(tensor).__mro__):
+            raise ConfigError(
+                f"{name!r} is a {type(tensor).__name__}, whose bytes are packed by bitsandbytes: load the model in "
+                f"bf16, without load_in_4bit or load_in_8bit, and train it, or LoRA on it, under a plan"
             )
     check_optimizer(optimizer)
     names = {p: name for name, p in model.named_parameters()}

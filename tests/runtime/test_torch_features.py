@@ -362,3 +362,62 @@ def decay_of_each_group(wrapped: bool) -> dict[str, torch.Tensor]:
 def test_weight_decay_is_of_each_groups_own_kind() -> None:
     wanted, found = decay_of_each_group(False), decay_of_each_group(True)
     assert all(torch.allclose(found[name], value, rtol=0, atol=1e-6) for name, value in wanted.items())
+
+
+class Graph(nn.Module):
+    """A product with a sparse adjacency, which autograd saves."""
+
+    def __init__(self, adjacency: Tensor) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+        self.adjacency = adjacency
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.sparse.mm(self.adjacency, torch.tanh(self.first(x))))
+
+
+def consume(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def steps_alone(
+    plan: em.Plan | None, build: Callable[[], nn.Module], after: Callable[[nn.Module], object] = lambda model: None
+) -> dict[str, Tensor]:
+    """The weights after three steps on one rank."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if plan is not None:
+        em.wrap(model, optimizer, plan=plan)
+        optimizer = model._elixir.optimizer
+    after(model)
+    for step in range(3):
+        model(torch.randn(6, D, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = model.state_dict() if plan is None else em.full_state_dict(model, all_ranks=True)
+    if plan is not None:
+        optimizer.close()
+    return {name: value.clone() for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_autograd_may_save_sparse_tensors(layout: torch.layout) -> None:
+    adjacency = torch.eye(6).roll(1, 0).to_sparse(layout=layout)
+    wanted = steps_alone(None, lambda: Graph(adjacency))
+    for plan in (*PLANS.values(), em.Plan.offload(rcache_blocks=7, chunk_numel=700, host_checkpoints="all")):
+        found = steps_alone(plan, lambda: Graph(adjacency))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("plan", [*PLANS.values(), em.Plan.ddp()])
+def test_a_gradient_that_a_hook_has_used_up_is_none(plan: em.Plan) -> None:
+    def use_up(model: nn.Module) -> None:
+        model[1].weight.register_post_accumulate_grad_hook(consume)  # type: ignore[index, union-attr]
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D))
+
+    wanted, found = steps_alone(None, build, use_up), steps_alone(plan, build, use_up)
+    assert torch.equal(found["1.weight"], wanted["1.weight"])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
