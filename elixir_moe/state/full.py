@@ -126,16 +126,23 @@ def full_parameters(
 def refuse_plain_state_dicts(model: nn.Module, spec: ModelSpec) -> None:
     """Makes ``model.state_dict()`` and ``load_state_dict()`` raise UsageError: released parameters hold no weights."""
 
-    def refuse(*_: object, **__: object) -> None:
-        if not any(parameter in spec.names for parameter in model.parameters()):
-            return  # full tensors stand in their places
-        raise UsageError(
-            "a wrapped model's parameters are sharded: take full weights with em.full_state_dict(model), and load a "
-            "state dict into the model before wrap"
-        )
+    def refuse(module: nn.Module, *_: object) -> None:
+        if any(parameter in spec.names for parameter in module.parameters()):  # else full tensors stand in their places
+            raise UsageError(
+                "a wrapped model's parameters are sharded: take full weights with em.full_state_dict(model), and load "
+                "a state dict into the model before wrap"
+            )
 
     model.register_state_dict_pre_hook(refuse)
     model.register_load_state_dict_pre_hook(refuse)
+    if "state_dict" in vars(model) or type(model).state_dict is not nn.Module.state_dict:
+        own = model.state_dict  # it may ask parts of the model alone, which have no such hook
+
+        def state_dict(*args: Any, **kwargs: Any) -> Any:
+            refuse(model)
+            return own(*args, **kwargs)
+
+        model.state_dict = state_dict  # type: ignore[method-assign]
 
 
 def _join(local: torch.Tensor, pattern: Pattern, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> torch.Tensor:

@@ -289,6 +289,13 @@ def test_a_plan_for_a_small_budget_tiles_what_is_too_large(tiles: tuple[int, ...
         assert_alike(found, wanted, "tiled by the plan", TOLERANCE, rel=1e-4)
 
 
+class Remembering(nn.Linear):
+    """Has extra state, of which each tile would have one."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+
 class Doubled(nn.Linear):
     """A layer with a forward of its own."""
 
@@ -332,6 +339,11 @@ def nothing(*_: Any, **__: Any) -> None: ...
         (lambda: nn.Sequential(nn.Embedding(64, 4, scale_grad_by_freq=True)), 512, "scale_grad_by_freq"),
         (lambda: nn.Sequential(nn.EmbeddingBag(64, 4)), 512, "module '0' is a EmbeddingBag: expected Linear"),
         (hooked(lambda m: m.register_backward_hook(nothing)), 512, "module '0' has hooks of register_backward_hook"),
+        (
+            lambda: nn.Sequential(Remembering(4, 64)),
+            512,
+            "module '0' is a Remembering with a get_extra_state of its own",
+        ),
         (hooked(lambda m: m.register_state_dict_post_hook(nothing)), 512, "module '0' has hooks of state dicts"),
         (hooked(lambda m: m.register_load_state_dict_pre_hook(nothing)), 512, "module '0' has hooks of state dicts"),
         (hooked(lambda m: setattr(m, "turned", m.weight.t())), 512, "module '0' keeps a tensor, 'turned'"),

@@ -216,6 +216,8 @@ def test_a_value_head_beside_a_model_has_its_own_keys(tiled: bool, tmp_path: Pat
     assert list(expected) == ["0.weight", "1.weight", "v_head.weight", "v_head.bias"]
     model, optimizer = wrapped(em.tile(model, at_most=300) if tiled else model, compute_dtype=torch.bfloat16)
     assert same(em.full_state_dict(model), expected)
+    with pytest.raises(em.UsageError, match=r"em\.full_state_dict"):
+        model.state_dict()
     em.save_pretrained(model, tmp_path / "folder")
     optimizer.close()
     files = load_file(tmp_path / "folder" / "model.safetensors")

@@ -145,7 +145,7 @@ def _parts(buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 def extra_states_of(model: nn.Module) -> dict[str, Any]:
     """{key: encoded} of the extra state of each module. Raises CheckpointError for a value that has no encoding."""
+    states = {key: module.get_extra_state() for key, module in modules_with_extra_state(model).items()}
     return {
-        key: encode(module.get_extra_state(), f"the extra state {key!r}")
-        for key, module in modules_with_extra_state(model).items()
-    }
+        key: encode(state, f"the extra state {key!r}") for key, state in states.items()
+    }  # all ranks have read theirs

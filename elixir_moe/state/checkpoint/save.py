@@ -172,8 +172,8 @@ def save(
 
     Raises:
         CheckpointError: on all ranks: the directory exists, the disk is full, ranks disagree on path or `extra`,
-            `extra` has a value of another type, gradients wait for a step, or an earlier asynchronous save failed and
-            its error was not raised yet.
+            `extra` or the extra state of a module has a value of another type, gradients wait for a step, or an earlier
+            asynchronous save failed and its error was not raised yet.
         ConfigError: `keep` is not a whole number of at least 1.
         UsageError: model or optimizer are not wrapped, or parameters or buffers have changed since `wrap`.
     """
@@ -190,8 +190,10 @@ def save(
     )
     _compare(facts)
     base = None if frozen else _base(model, wrapped, control)
-    first = facts[0].extra_states
-    extra_states = (first, *({k: v for k, v in f.extra_states.items() if v != first.get(k)} for f in facts[1:]))
+    first, *others = raise_on_all_ranks(  # apart from the rest: a module may gather a parameter for it
+        "took the extra state of modules", lambda: extra_states_of(model), control, error=CheckpointError
+    )
+    extra_states = (first, *({k: v for k, v in found.items() if v != first.get(k)} for found in others))
     fixed = {**facts[0].fixed, "base": base, "extra_states": extra_states}
     target = Path(facts[dist.get_rank()].target)
     contents: list[_Contents] = []
@@ -286,7 +288,6 @@ class _Facts:
     target: str
     extra_digest: str
     buffer_digests: dict[str, str]
-    extra_states: dict[str, Any]
     rng: Any
     frozen: bool
     """Whether the checkpoint is to hold frozen parameters."""
@@ -331,7 +332,6 @@ def _facts(
         target=str(target),
         extra_digest=digest_of(repr(encoded).encode()),
         buffer_digests={name: digest_of(_bytes(buffer)) for name, buffer in buffers_of(model).items()},
-        extra_states=extra_states_of(model),
         rng=random_states(),
         frozen=frozen,
         fixed=fixed,
