@@ -120,9 +120,9 @@ class ElixirMixin(_Trainer):
         ElixirAccelerator.adopt(self.accelerator, self._plan, self._wrap)
 
     def call_model_init(self, trial: Any = None) -> torch.nn.Module:
-        """As Trainer's; the model of the training before is closed. Collective."""
+        """As Trainer's; the model of the training before is closed; `train` clears the accelerator. Collective."""
         if getattr(self, "model", None) is not None and self._elixir is not None:
-            self.accelerator.release()
+            self._sharded.close()
         found: torch.nn.Module = super().call_model_init(trial)
         return found
 
