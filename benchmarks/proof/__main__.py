@@ -8,6 +8,7 @@ import argparse
 import fcntl
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -40,23 +41,23 @@ def main(arguments: list[str] | None = None) -> int:
         if options.fresh:
             held.truncate(0)
             (out / "results.jsonl").unlink(missing_ok=True)
-        return _run(
-            options, Journal(out / "results.jsonl", None if options.fresh else HERE / "results.jsonl"), log, end
-        )
+        return _run(options, log, end)
 
 
-def _run(options: argparse.Namespace, journal: Journal, log: Path, end: float) -> int:
+def _run(options: argparse.Namespace, log: Path, end: float) -> int:
     site = HERE.with_name("gpu-proof-site")
     built = run(build_step(site, options.wheels), log, options.seconds)
     machine = built["figures"]
     if built["outcome"] != GOOD or machine is None:
         print(built["tail"] or "the build told no figures", file=sys.stderr)
         return 1
-    earlier = None if options.fresh else HERE / "results.jsonl"
+    earlier = None if options.fresh else options.results
     journal = Journal(log.with_name("results.jsonl"), machine["device"], earlier)
     journal.add(built)
     print(f"{journal.device or 'no GPU: toys on the CPU'}; the library: {machine['library']}", flush=True)
-    environment = path_of(site if options.wheels else None) | _extensions(HERE.with_name("torch_extensions"))
+    environment = (
+        path_of(site if options.wheels else None) | _extensions(HERE.with_name("torch_extensions")) | _network()
+    )
     every = steps(log.parent, machine, environment)
     here = [step for step in every if any(text in step.name for text in options.only)]
     if every and not here:
@@ -96,9 +97,24 @@ def _extensions(folder: Path) -> dict[str, str]:
     return {"TORCH_EXTENSIONS_DIR": str(folder)}
 
 
+def _network() -> dict[str, str]:
+    """Tells gloo to use the loopback on a host that cannot resolve its own name, where gloo would fail."""
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        return {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
+    return {}
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.proof", description=main.__doc__)
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT") or HERE, help="folder of the results")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="a results.jsonl to go on from in a new folder (that in build/gpu-proof)",
+    )
     parser.add_argument("--fresh", action="store_true", help="forget the results of earlier calls")
     parser.add_argument(
         "--only", nargs="+", metavar="TEXT", default=[""], help="only steps with one of these in their name"
@@ -107,6 +123,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, help="use this Python as it is, with what is lacking from this folder")
     options = parser.parse_args(arguments)
     options.out = Path(options.out)
+    if options.results and not options.results.is_file():
+        parser.error(f"--results {options.results}: there is no such file")
+    options.results = options.results.resolve() if options.results else HERE / "results.jsonl"
     options.wheels = options.wheels and options.wheels.resolve()
     if options.wheels and not options.wheels.is_dir():
         parser.error(f"--wheels {options.wheels}: there is no such folder")

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -98,6 +99,39 @@ def test_a_new_folder_goes_on_from_the_results_that_lie_here(fake: dict[str, Any
     assert proof.main(["--out", str(tmp_path / "here")]) == 0
     assert called(tmp_path) == 0
     assert runs.read_text().split() == ["a"]
+
+
+def test_results_that_were_carried_here_are_gone_on_from(
+    fake: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing is kept between calls: the option brings them in, and the folder takes them out."""
+    runs, carried = tmp_path / "runs", tmp_path / "carried.jsonl"
+    fake["steps"] = [shell("a", f"echo a >>{runs}")]
+    assert called(tmp_path) == 0
+    (tmp_path / "out" / "results.jsonl").rename(carried)
+    fake["steps"].append(shell("b", f"echo b >>{runs}"))
+    assert called(tmp_path, "--results", str(carried)) == 0
+    assert runs.read_text().split() == ["a", "b"]
+    assert set(Journal(tmp_path / "out" / "results.jsonl", None).results) == {"build", "a", "b"}
+    with pytest.raises(SystemExit):
+        called(tmp_path, "--results", str(tmp_path / "none"))
+    assert "none: there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("resolves", "said", "found"), [(True, "", None), (False, "", "lo"), (False, "eth7", None)])
+def test_ranks_meet_on_a_host_that_cannot_resolve_its_own_name(
+    resolves: bool, said: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(*_: Any) -> list[Any]:
+        if not resolves:
+            raise socket.gaierror("no such name")
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if said:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", said)
+    assert proof._network().get("GLOO_SOCKET_IFNAME") == found
 
 
 def test_a_step_beyond_its_limit_is_killed_with_its_children(fake: dict[str, Any], tmp_path: Path) -> None:
