@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.peers-installed
+CONSTRAINTS := constraints.txt
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test test-all lint format train bench gpu-proof bench-gpu chaos paper-table clean
+.PHONY: setup test test-all test-torch lint format train bench gpu-proof bench-gpu chaos paper-table clean
 
 setup: $(STAMP)
 
@@ -15,7 +16,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[train,dev]'
+	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip install --editable '.[train,dev]'
 	touch $@
 
 $(BENCH_STAMP): $(STAMP)
@@ -33,6 +34,15 @@ test: setup
 
 test-all: setup
 	$(PYTEST) -m '' $(PYTEST_ARGS)
+
+# The tests with another torch, in an environment of its own: make test-torch VERSION=2.11.0
+# An older torch may want an older setuptools than the pinned one.
+OTHER = VENV=.venv-torch-$(VERSION) CONSTRAINTS=build/constraints-torch-$(VERSION).txt
+test-torch:
+	@test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.11.0"; exit 2; }
+	mkdir -p build
+	sed -e 's/^torch==.*/torch==$(VERSION)/' -e '/^setuptools==/d' constraints.txt > build/constraints-torch-$(VERSION).txt
+	$(MAKE) test $(OTHER)
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -72,5 +82,5 @@ paper-table: setup
 	$(BIN)/python -m benchmarks.paper_table_v1
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
