@@ -164,15 +164,6 @@ class ValuesPlace:
                 self._load(first, place)
                 into[here] = place[there]
 
-    def equals(self, values: torch.Tensor) -> bool:
-        """Whether all bytes are those of `values`, flat uint8 on any device. Copies no shard. Raises DiskError."""
-        for first, place, here, there in self._parts(0, values.numel()):
-            with self._file.lock:
-                self._load(first, place)
-                if not same_bits(values[here].cpu(), place[there]):
-                    return False
-        return True
-
     def write(self, start: int, values: torch.Tensor) -> None:
         """Overwrites bytes from `start` on with `values`, flat uint8. Raises DiskError."""
         for first, place, here, there in self._parts(start, start + values.numel()):
@@ -211,14 +202,6 @@ class ValuesPlace:
                 f"wrote there (values of chunk {self._chunk}, bytes {start} to {start + place.numel()} of its shard): "
                 f"the disk cannot be trusted; go on from a checkpoint, on another one"
             )
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two flat tensors are alike, NaNs included."""
-    a, b = a.view(torch.uint8), b.view(torch.uint8)
-    if a.numel() % 4 == 0 and a.storage_offset() % 4 == b.storage_offset() % 4 == 0:
-        a, b = a.view(torch.int32), b.view(torch.int32)  # four times as fast as bytes
-    return torch.equal(a, b)
 
 
 @dataclass(frozen=True, slots=True)

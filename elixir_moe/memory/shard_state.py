@@ -34,7 +34,7 @@ from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import DiskError
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.memory.disk import Spill, Spilled
-from elixir_moe.memory.disk_values import ValuesElements, ValuesFile, ValuesPlace, WhollySpilled, same_bits
+from elixir_moe.memory.disk_values import ValuesElements, ValuesFile, ValuesPlace, WhollySpilled
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.slabs import LOCKED_BYTES, Slab
 
@@ -238,10 +238,6 @@ class ShardState:
         """The result of `values`, computed from `weights`. Blocks as `values` does."""
         return self.weights().read().to(self.spec.key.dtype)
 
-    def keeps(self, values: torch.Tensor) -> bool:
-        """Whether `values`, a shard on any device, are `kept_values` to the bit. Blocks as `values` does."""
-        return same_bits(values, self.kept_values().to(values.device))
-
     # -------------------------------------------------------------------------------------------------------- gradients
 
     has_gradient = False
@@ -402,11 +398,6 @@ class _ReadAhead(ShardState):
         """As `ShardState.kept_values`."""
         self.finish_update()
         return self._values.read()
-
-    def keeps(self, values: torch.Tensor) -> bool:
-        """As `ShardState.keeps`; holds no second shard in memory."""
-        self.finish_update()
-        return self._place.equals(values.view(torch.uint8))
 
 
 class FrozenDiskShard(_ReadAhead):

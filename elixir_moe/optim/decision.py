@@ -73,7 +73,7 @@ class StepDecision:
         for chunk in self._chunks:
             chunk.clear_gradient()
         self._scheduler.used.clear()
-        self._scheduler.written_unseen = None
+        self._scheduler.forget_unseen()
         self._forget()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,7 @@ class StepDecision:
         if self._on_device is not None and self.loss_scale is None:  # a loss scale must know of an overflow
             norm = self._sum_on_device(mine, self._on_device)
         used_here = map(self._scheduler.used.__contains__, self._slots)
-        unseen = self._scheduler.written_unseen is not None
+        unseen = self._scheduler.written_unseen() is not None
         known = float(mine) if norm is None else 0.0
         votes = torch.tensor([known, begun, float(unseen), *used_here], dtype=torch.float64, device="cpu")
         with Wait("the all-reduce of the gradient norm over all ranks"):
@@ -269,7 +269,7 @@ class StepDecision:
 
     def _refuse_unseen_writes(self) -> None:
         """Raises UsageError on all ranks: a module has written a parameter through ``.data``. Collective."""
-        names = gathered(self._scheduler.written_unseen, self._groups.peers_group)
+        names = gathered(self._scheduler.written_unseen(), self._groups.peers_group)
         name = next(name for name in names if name is not None)
         raise UsageError(
             f"a forward has written parameter {name!r} through .data, and the write is lost: write to the parameter "

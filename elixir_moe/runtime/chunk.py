@@ -26,7 +26,6 @@ from elixir_moe.distributed.collectives import Communicator, Work
 from elixir_moe.errors import UsageError
 from elixir_moe.kernels import host_threads
 from elixir_moe.memory.blocks import Block, ShardBlock
-from elixir_moe.memory.disk_values import same_bits
 from elixir_moe.memory.shard_state import Fp32Shard, MixedShard, PieceShard, ShardState
 from elixir_moe.parallel.dtensor import local_of, recast
 
@@ -202,6 +201,10 @@ class Chunk:
         """Number of uses that have not ended; for a chunk that shares no blocks."""
         self.reduced: list[tuple[torch.Tensor, float | torch.Tensor | None]] = []
         """(reduced gradient, sum of squares), waiting until nobody holds the values that the gradient overwrites."""
+        self.checksums: torch.Tensor | None = None
+        """Of this rank's part of each parameter when somebody last looked for writes that leave no trace."""
+        self.altered: torch.Tensor | None = None
+        """Whether such a write was found, by parameter; None if nobody has looked."""
         self.frozen_sums: dict[int, int] = {}
         """The part of a frozen parameter's hash that this rank has computed, by index; until a parameter is written."""
         self.gaps = _gaps(spec)
@@ -236,7 +239,7 @@ class Chunk:
     def detach(self) -> None:
         """Makes the parameters placeholders and drops the buffer."""
         self._show(self._placeholders)
-        self.buffer = self.arrived = None
+        self.buffer = self.arrived = self.checksums = None
 
     def _show(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -290,20 +293,25 @@ class Chunk:
             part = values.reshape(-1)[start - slot.start : stop - slot.start]
             self.shard.weights()[start - low : stop - low].write(part.float())
 
-    def written_unseen(self) -> str | None:
-        """The name of a parameter that was moved, or whose values in the buffer differ from this rank's shard."""
-        if (moved := self.moved()) is not None or self.placement is ATTACHED or self.buffer is None:
-            return moved
+    def look(self, written: Sequence[int]) -> None:
+        """Notes in `altered` which parameters have changed since the last look, but for the `written` ones.
+
+        The first look after a gather only remembers checksums. Everything stays on the device, and nobody waits for it.
+        """
+        if self.placement is ATTACHED or self.buffer is None:
+            return
+        before, self.checksums = self.checksums, self._present_checksums()
+        if before is not None:
+            changed = before != self.checksums
+            for index in written:
+                changed[index] = False
+            self.altered = changed if self.altered is None else self.altered | changed
+
+    def _present_checksums(self) -> torch.Tensor:
+        assert self.buffer is not None
         low, high = self.spec.shard_bounds(self.communicator.rank)
-        here = self.buffer[low:high]
-        if self.shard.keeps(here):
-            return None
-        kept = self.shard.kept_values().to(here.device)
-        for slot, name in zip(self.spec.slots, self.names, strict=True):
-            start, stop = max(slot.start, low) - low, min(slot.stop, high) - low
-            if start < stop and not same_bits(here[start:stop], kept[start:stop]):
-                return name
-        return None
+        parts = [(max(slot.start, low), min(slot.stop, high)) for slot in self.spec.slots]
+        return torch.stack([_checksum(self.buffer[start : max(start, stop)]) for start, stop in parts])
 
     def fingerprint(self, index: int) -> tuple[int, int]:
         """(version counter of gathered parameter `index`, checksum of its values).
@@ -424,6 +432,20 @@ class Chunk:
         if self.placement is not ATTACHED or self.state is GATHERING:
             self.detach()
             self.state = SHARDED
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMMED_TOGETHER = 1 << 22
+"""Words of a checksum that are widened at once, which bounds its temporary memory."""
+
+
+def _checksum(values: torch.Tensor) -> torch.Tensor:
+    """A sum of the bits of flat values, weighted by place, modulo 2^64; a scalar on their device."""
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for words in values.view(_WORDS[values.itemsize]).split(_SUMMED_TOGETHER):
+        odd = torch.arange(len(words), device=values.device).mul_(2).add_(1)
+        total = total * 3 + odd.mul_(words).sum()
+    return total
 
 
 def _gaps(spec: ChunkSpec) -> list[tuple[int, int]]:

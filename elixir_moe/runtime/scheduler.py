@@ -73,8 +73,8 @@ class Scheduler:
         """The process groups are gone."""
         self.looks_for_writes = True
         """No backward has ended yet: writes without a trace (``self.weight.data`` in forward) are looked for."""
-        self.written_unseen: str | None = None
-        """The name of a parameter in which such a write was found."""
+        self._moved: str | None = None
+        """The name of a parameter in which such a write was found, or that was given other memory."""
         self.failed = False
         """A request has failed, so decisions of the cache may not have been carried out."""
         self.half_written = ""
@@ -299,6 +299,9 @@ class Scheduler:
         self.shown_at[chunk.buffer.data_ptr()] = chunk
         chunk.arriving, chunk.arrived = None, chunk.arriving
         chunk.transition(GATHERED)
+        if self.looks_for_writes:
+            with _unrecorded():
+                self._look(chunk)
 
     def _reshard(self, chunk: Chunk) -> None:
         """Drops gathered weights; the shards have them already, so only writes of user code are stored."""
@@ -328,8 +331,8 @@ class Scheduler:
             chunk.arrived.wait()
         with _unrecorded():
             self._store(chunk, [])
-            if self.looks_for_writes and self.written_unseen is None:
-                self.written_unseen = chunk.written_unseen()
+            if self.looks_for_writes and self._moved is None:
+                self._moved = chunk.moved()
 
     def store(self, slots: Sequence[tuple[int, int]]) -> None:
         """Stores the current values of whole gathered parameters, given as (chunk, index in the chunk)."""
@@ -346,6 +349,33 @@ class Scheduler:
             self._order_behind_reduction(chunk)  # it may still be writing in the values' place
             self._streams.join_compute()
             chunk.store(positions)
+        if self.looks_for_writes:
+            self._look(chunk, positions)
+
+    def _look(self, chunk: Chunk, written: Sequence[int] = ()) -> None:
+        """As `Chunk.look`, behind all that may have written; its small memory is used on one stream alone."""
+        with self._streams.allocating():
+            self._streams.join_compute()
+            if chunk.arrived is not None:
+                chunk.arrived.wait()
+            chunk.look(written)
+
+    def written_unseen(self) -> str | None:
+        """The name of a parameter that was written without a trace in the first backward or before; blocks for it."""
+        found = [chunk for chunk in self.chunks if chunk.altered is not None]
+        if found and self._moved is None:
+            flags = torch.cat([chunk.altered for chunk in found if chunk.altered is not None]).tolist()
+            names = [name for chunk in found for name in chunk.names]
+            self._moved = next((name for name, flag in zip(names, flags, strict=True) if flag), None)
+        for chunk in found:
+            chunk.altered = None
+        return self._moved
+
+    def forget_unseen(self) -> None:
+        """Forgets writes without a trace, whose step is given up."""
+        self._moved = None
+        for chunk in self.chunks:
+            chunk.altered = None
 
     def keep_exactly(self, index: int, position: int, values: torch.Tensor) -> None:
         """Gives the fp32 master of a parameter `values`, of which the shard has stored what the compute dtype holds."""
@@ -359,7 +389,9 @@ class Scheduler:
     def undo_unseen(self, index: int) -> None:
         """Undoes writes to a gathered chunk that have left no trace."""
         with _unrecorded():
+            self.chunks[index].checksums = None  # they are said already
             self._store(self.chunks[index], [])
+            self.chunks[index].checksums = None
             self.chunks[index].show_home()
         self.failed = True  # the block still has the written values in other ranks' parts
 

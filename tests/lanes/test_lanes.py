@@ -269,6 +269,14 @@ def test_gradients_are_summed_outside_the_device_without_a_wait(plan: str, half:
         assert not any("copy" in wait for waits in outcome.waits[1:] for wait in waits), outcome.waits[1:]
 
 
+@pytest.mark.parametrize("plan", ["zero3", "offload", "values on disk"])
+def test_the_first_step_waits_once_for_what_forwards_have_written(plan: str, ranks: Ranks) -> None:
+    (outcome,) = ranks(1).run(run, Case(parts=("plain",) * 4, plan=plan, half=True, steps=1))
+    assert not outcome.races
+    assert outcome.waits[0].count("tolist") == 1
+    assert "equal" not in outcome.waits[0]
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("parts", [("plain",) * 9, ("plain", "mixture", "frozen") * 3])
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])

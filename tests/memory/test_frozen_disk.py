@@ -65,11 +65,6 @@ def test_what_is_read_is_what_was_written_last(checked: bool, opened: Callable[.
         assert reading is not None
         assert torch.equal(reading.values(), values)
         place.give_back(Work())
-        assert place.equals(values)
-        for byte in (0, values.numel() - 1):
-            other = values.clone()
-            other[byte] += 1
-            assert not place.equals(other)
 
 
 def test_a_buffer_is_free_again_when_it_is_given_back(opened: Callable[..., ValuesFile]) -> None:
