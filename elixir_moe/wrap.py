@@ -4,6 +4,7 @@ Owns the order of construction; each step is another file's work.
 """
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from elixir_moe.chunks.cache_policy import CacheState
 from elixir_moe.chunks.plan import SUMS_IN_FLIGHT, AutoPlan, Plan, Tier, arriving_bytes, footprint
 from elixir_moe.chunks.settle import settled
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.distributed.all_ranks import ControlGroups, raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import ControlGroups, drop_all, raise_on_all_ranks
 from elixir_moe.distributed.collectives import build_communicators, is_staged
 from elixir_moe.distributed.waits import Wait, watch
 from elixir_moe.memory.blocks import Blocks
@@ -192,6 +193,9 @@ def _wrapped(
         groups = ControlGroups(described.ranks, groups_needed(model, layout.chunks))
     agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone
     scheduler = Scheduler(chunks, cache, blocks, staging, streams, statistics, agreement, sums)
+    weakref.finalize(
+        scheduler, drop_all, groups, tuple(communicators.values())
+    ).atexit = False  # if nobody calls `close`
     checkpoints = HostCheckpoints(plan.most_host_checkpoints, device, streams) if plan.host_checkpoints else None
     units = build_units(described.parts, described.parameters, layout)
     hooks = Hooks(model, units, scheduler, placeholder, checkpoints)

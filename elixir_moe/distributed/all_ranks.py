@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from elixir_moe.distributed.collectives import make_groups, world_timeout
+from elixir_moe.distributed.collectives import Communicator, drop_groups, make_groups, world_timeout
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import ElixirError
 
@@ -103,9 +103,12 @@ class ControlGroups:
         """Destroys all process groups. Collective."""
         with Wait("the agreement of all ranks on the end"):
             dist.barrier(group=self.control)  # a group destroyed while a peer still joins it fails there
+        self.close_alone()
+
+    def close_alone(self) -> None:
+        """Destroys all process groups, on this rank alone."""
         background = () if self._background is None else (self._background,)
-        for group in (*self.by_ranks.values(), *background, self.control):
-            dist.destroy_process_group(group)
+        drop_groups((*self.by_ranks.values(), *background, self.control))
 
     def replace(self, control: Callable[[], dist.ProcessGroup]) -> None:
         """Drops all process groups in the middle of a step; `control` then makes another one of all ranks.
@@ -117,6 +120,13 @@ class ControlGroups:
         self._background = None
         del self.control
         self.control = control()
+
+
+def drop_all(groups: ControlGroups, communicators: Iterable[Communicator]) -> None:
+    """Destroys the process groups of a model that nobody holds any more, on this rank alone."""
+    groups.close_alone()
+    for communicator in communicators:
+        communicator.close()
 
 
 class Deferred:

@@ -235,9 +235,8 @@ class Communicator:
             self.all_reduce(buffer, lambda *_: None, of="no chunk, to connect").wait()
 
     def close(self) -> None:
-        """Destroys the process groups."""
-        for group in self._groups:
-            dist.destroy_process_group(group)
+        """Destroys the process groups, on this rank alone."""
+        drop_groups(self._groups)
         self.drop()
 
     def drop(self) -> None:
@@ -323,6 +322,13 @@ def abort_nccl() -> None:
     for backend in backends:
         backend.abort()
     backends[0]._group_end()
+
+
+def drop_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroys those process groups that still exist, on this rank alone."""
+    for group in groups:
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
 
 def make_groups(

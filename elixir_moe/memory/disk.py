@@ -69,9 +69,9 @@ class DiskFile:
             ) from error
         numbers, self._thread = itertools.count(), threading.local()
 
-        def begin_thread() -> None:
+        def begin_thread(thread: threading.local = self._thread) -> None:  # a thread that holds the file never ends
             work_on(device)
-            self._thread.number = next(numbers)
+            thread.number = next(numbers)
 
         self.threads = ThreadPoolExecutor(DISK_THREADS, "elixir-disk", begin_thread)
         """The threads that read and write."""

@@ -46,6 +46,8 @@ from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.units import Unit
 
 ParamId = tuple[int, int]
+_MOST_FORWARDS = 256
+"""Most forwards that await a backward one by one; the first ones are merged."""
 _DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
@@ -242,6 +244,8 @@ class Hooks:
         if self._current is None:
             self._current = Forward(self._clock - 1)
             self._forwards.append(self._current)
+            if len(self._forwards) > _MOST_FORWARDS:  # most likely, the first ones never get a backward
+                self._forwards[:2] = [_merged(self._forwards[:2])]
         if unit in self._current.entered:
             self._current.repeated.add(unit)
         self._current.entered.setdefault(unit, self._clock)
@@ -409,15 +413,9 @@ class Hooks:
         mine = [forward for forward in self._forwards if left is None or forward.start < left]
         if not mine:
             return None
-        taken = Forward(mine[0].start)
-        for forward in mine:
-            taken.repeated |= forward.repeated | (forward.entered.keys() & taken.entered.keys())
-            taken.entered = forward.entered | taken.entered
-            taken.left |= forward.left
-            taken.unrecomputed += forward.unrecomputed
         if not keep:
             self._forwards = [forward for forward in self._forwards if forward not in mine]
-        return taken
+        return _merged(mine)
 
     def _run_landings_last(self) -> None:
         """Moves our hooks on gradients behind all others, which must run before the gradient is taken away."""
@@ -584,6 +582,17 @@ class Hooks:
         self._scheduler.rewind()
         self._forget_step()
         self._saved.updated()
+
+
+def _merged(forwards: Sequence[Forward]) -> Forward:
+    """One forward in the place of several, given in their order."""
+    merged = Forward(forwards[0].start)
+    for forward in forwards:
+        merged.repeated |= forward.repeated | (forward.entered.keys() & merged.entered.keys())
+        merged.entered = forward.entered | merged.entered
+        merged.left |= forward.left
+        merged.unrecomputed += forward.unrecomputed
+    return merged
 
 
 # Python's garbage collector cannot see into autograd's graph: a strong reference there would keep the model alive.
