@@ -104,8 +104,16 @@ def check_modules(model: nn.Module) -> None:
 
 
 def _check_targets(model: Any) -> None:
-    """Raises ConfigError for parameters that were to be adapted and are not in the model: peft only warns of them."""
+    """Raises ConfigError for adapters whose ranks follow from gradients, and for parameters that were to be adapted and
+    are not in the model: peft only warns of them."""
     for adapter, config in (getattr(model, "peft_config", None) or {}).items():
+        kind = getattr(config, "peft_type", None)
+        if (kind == "ADALORA" or (kind == "ADAMSS" and config.use_asa)) and not config.inference_mode:
+            raise ConfigError(
+                f"adapter {adapter!r} is of {kind.value}, which chooses ranks by parameter.grad after each step: "
+                f"gradients are in shards, and step() clears them; train LoRA, whose rank is fixed"
+                f"{', or leave use_asa out' * (kind == 'ADAMSS')}"
+            )
         found = getattr(model.base_model, "targeted_parameter_names", ())
         for target in getattr(config, "target_parameters", None) or ():
             if not any(f".{name}".endswith(f".{target}") for name in found):

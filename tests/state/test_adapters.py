@@ -619,3 +619,12 @@ def saved_otherwise(folder: Path) -> str:
 def test_ranks_agree_on_what_is_saved(tmp_path: Path, ranks: Ranks) -> None:
     message = "frozen=True on rank 0, False on rank 1: pass one value"
     assert ranks(2).run(saved_otherwise, tmp_path / "saved") == [message] * 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_adapters_that_choose_ranks_by_gradients() -> None:
+    model: Any = peft.get_peft_model(
+        nn.Sequential(nn.Linear(32, 32)), peft.AdaLoraConfig(target_modules=["0"], total_step=999)
+    )
+    with pytest.raises(ConfigError, match=r"adapter 'default' is of ADALORA, which chooses ranks by parameter\.grad"):
+        em.wrap(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), plan=em.Plan.zero3())
