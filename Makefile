@@ -7,7 +7,7 @@ BENCH_STAMP := $(VENV)/.peers-installed
 CONSTRAINTS := constraints.txt
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test test-all test-torch lint format train bench gpu-proof bench-gpu chaos paper-table clean
+.PHONY: setup test test-all test-torch test-peers lint format train bench gpu-proof bench-gpu chaos paper-table clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,10 @@ test-torch:
 	mkdir -p build
 	sed -e 's/^torch==.*/torch==$(VERSION)/' -e '/^setuptools==/d' constraints.txt > build/constraints-torch-$(VERSION).txt
 	$(MAKE) test $(OTHER)
+
+# PEERS is a folder with sources that were fetched by hand; without it the target says which.
+test-peers: setup
+	$(BIN)/python -m tests.peers "$(PEERS)"
 
 lint: setup
 	$(BIN)/ruff format --check .
