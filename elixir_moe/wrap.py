@@ -3,9 +3,11 @@
 Owns the order of construction; each step is another file's work.
 """
 
+import gc
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -16,12 +18,15 @@ from elixir_moe.chunks.cache_policy import CacheState
 from elixir_moe.chunks.plan import SUMS_IN_FLIGHT, AutoPlan, Plan, Tier, arriving_bytes, footprint
 from elixir_moe.chunks.settle import settled
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.distributed.all_ranks import ControlGroups, drop_all, raise_on_all_ranks
-from elixir_moe.distributed.collectives import build_communicators, is_staged
+from elixir_moe.distributed.all_ranks import ControlGroups, drop_all, made_on_all_ranks, raise_on_all_ranks
+from elixir_moe.distributed.collectives import Communicator, build_communicators, is_staged
 from elixir_moe.distributed.waits import Wait, watch
+from elixir_moe.errors import TierError, is_out_of_memory
 from elixir_moe.memory.blocks import Blocks
+from elixir_moe.memory.disk import DiskFile
 from elixir_moe.memory.host_sums import HostSums, adds_beside
-from elixir_moe.memory.shard_state import build_shards
+from elixir_moe.memory.shard_state import ShardState, build_shards
+from elixir_moe.memory.slabs import allocation
 from elixir_moe.optim.accepted import is_adam, moments_of
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
@@ -37,10 +42,16 @@ from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.units import build_units, find_parts, registered_uses
 from elixir_moe.search.auto import Request, device_room, forecast, groups_of, uses_of
 from elixir_moe.search.prediction import Prediction
-from elixir_moe.setup.agreement import agree_on, check_alike, check_host_memory, host_bytes_of_a_rank
+from elixir_moe.setup.agreement import (
+    agree_on,
+    check_alike,
+    check_device_memory,
+    check_host_memory,
+    host_bytes_of_a_rank,
+)
 from elixir_moe.setup.checks import check_arguments, check_data, check_disk, check_modules
 from elixir_moe.setup.drawing import plain_on_meta
-from elixir_moe.setup.filling import build_chunks, move_buffers, open_files
+from elixir_moe.setup.filling import Passage, build_chunks, move_buffers, open_files
 from elixir_moe.setup.tiling import tile_to_fit
 from elixir_moe.state.full import groups_needed, refuse_plain_state_dicts
 from elixir_moe.state.huggingface import Pretrained, refuse_merges
@@ -109,11 +120,27 @@ def wrap(
     device = start(device)
     watch()
     check_alike(optimizer, plan, weights)
-    with plain_on_meta(model):
-        return _wrapped(model, optimizer, plan, sample, step, compute_dtype, device, weights)
+    try:
+        with plain_on_meta(model), ExitStack() as made:
+            result = _wrapped(made, model, optimizer, plan, sample, step, compute_dtype, device, weights)
+            made.pop_all()
+            return result
+    except BaseException as error:
+        _let_go(error)
+        raise
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Cuts the traceback of an error about memory: its frames hold memory, for as long as a caller keeps the error."""
+    if isinstance(error, TierError) or is_out_of_memory(error):
+        while error is not None:
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__
+        gc.collect()
 
 
 def _wrapped(
+    made: ExitStack,
     model: M,
     optimizer: torch.optim.Optimizer,
     plan: Plan | AutoPlan,
@@ -123,7 +150,7 @@ def _wrapped(
     device: torch.device,
     weights: str | os.PathLike[str] | None,
 ) -> tuple[M, ShardedOptimizer]:
-    """As `wrap`, with arguments that have been checked each by itself and among ranks."""
+    """As `wrap`, with arguments that have been checked; `made` undoes all that is made here."""
 
     def check_model() -> None:
         check_modules(model)
@@ -151,12 +178,8 @@ def _wrapped(
         tile_to_fit(model, optimizer, device_room(model, request), compute_dtype)
         parts = find_parts(model)
         communicators = build_communicators(groups_of(model), device)  # their memory is not free for the plan
-        try:
-            prediction = Prediction(*forecast(model, request))
-        except BaseException:
-            for communicator in communicators.values():
-                communicator.close()
-            raise
+        made.callback(_close, communicators.values())
+        prediction = Prediction(*forecast(model, request))
         plan, uses = prediction.forecast.plan, prediction.forecast.uses
     described = describe(model, parts, uses, compute_dtype, plan.reduce_dtype)
     agree_on(plan, described)
@@ -170,37 +193,56 @@ def _wrapped(
     )
     layout, for_gradients = described.layout(plan)
 
-    # 3. Allocate memory: the shards, filled one chunk after another, and the rCache.
+    # 3. Make files, process groups and memory: all ranks, or none.
     pretrained = None if weights is None else Pretrained(model, weights)
     size = footprint(plan, layout, moments=moments, staged=staged, beside=adds_beside(device))
     check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
+    check_device_memory(device, size, model)
     spill, values = open_files(plan, layout, moments, device)
     files = tuple(file for file in (spill, values) if file is not None)
-    communicators = communicators or build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
+    made.callback(_close, files)
+    if not communicators:
+        communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
+        made.callback(_close, communicators.values())
+    with Wait("the making of process groups by all ranks"):
+        groups = ControlGroups(described.ranks, groups_needed(model, layout.chunks))
+    made.callback(groups.close_alone)
     homes = [(chunk, plan.home(layout, chunk)) for chunk in layout.chunks]
     arriving = arriving_bytes(chunk for chunk, tier in homes if tier is not Tier.DEVICE)
     sums = HostSums(arriving // SUMS_IN_FLIGHT, device) if arriving and adds_beside(device) else None
-    shards = build_shards(homes, device, spill, sums, values, values_on_disk=plan.values_on_disk)
     cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
     statistics, placeholder, streams = Statistics(cache=cache.counts), Placeholder(device), Streams(device)
-    blocks = Blocks(layout, plan.blocks(layout), for_gradients, shards, device, statistics, streams.allocating)
-    chunks = build_chunks(layout, model, described, shards, communicators, placeholder, pretrained)
-    move_buffers(model, device)
-    staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device) if size.staging_bytes else None
 
-    # 4. Build what moves it: the scheduler, the hooks and the optimizer.
-    with Wait("the making of process groups by all ranks"):
-        groups = ControlGroups(described.ranks, groups_needed(model, layout.chunks))
-    agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone
-    scheduler = Scheduler(chunks, cache, blocks, staging, streams, statistics, agreement, sums)
+    def allocate() -> tuple[list[ShardState], Blocks, Passage]:
+        shards = build_shards(homes, device, spill, sums, values, values_on_disk=plan.values_on_disk)
+        blocks = Blocks(layout, plan.blocks(layout), for_gradients, shards, device, statistics, streams.allocating)
+        return shards, blocks, Passage(layout, device)
+
+    shards, blocks, passage = made_on_all_ranks("allocated their memory", allocate)
+
+    # 4. Move the weights, and build what moves them: the scheduler, the hooks and the optimizer.
+    made.callback(passage.undo)
+    chunks = build_chunks(layout, model, described, shards, communicators, placeholder, pretrained, passage)
+
+    def build() -> tuple[Scheduler, HostCheckpoints | None, Hooks, ShardedOptimizer]:
+        move_buffers(model, device)
+        staging = None
+        if size.staging_bytes:
+            with allocation(size.staging_bytes, "the staging buffer of reductions", Tier.DEVICE):
+                staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device)
+        agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone
+        scheduler = Scheduler(chunks, cache, blocks, staging, streams, statistics, agreement, sums)
+        checkpoints = HostCheckpoints(plan.most_host_checkpoints, device, streams) if plan.host_checkpoints else None
+        units = build_units(described.parts, described.parameters, layout)
+        hooks = Hooks(model, units, scheduler, placeholder, checkpoints)
+        made.callback(hooks.remove)
+        everyone = communicators.get(described.ranks) if streams.asynchronous and not groups.has_stages else None
+        return scheduler, checkpoints, hooks, ShardedOptimizer(optimizer, scheduler, hooks, groups, files, everyone)
+
+    scheduler, checkpoints, hooks, sharded = made_on_all_ranks("built what moves weights", build)
     weakref.finalize(
         scheduler, drop_all, groups, tuple(communicators.values())
     ).atexit = False  # if nobody calls `close`
-    checkpoints = HostCheckpoints(plan.most_host_checkpoints, device, streams) if plan.host_checkpoints else None
-    units = build_units(described.parts, described.parameters, layout)
-    hooks = Hooks(model, units, scheduler, placeholder, checkpoints)
-    everyone = communicators.get(described.ranks) if streams.asynchronous and not groups.has_stages else None
-    sharded = ShardedOptimizer(optimizer, scheduler, hooks, groups, files, everyone)
     wrapped = Wrapped(
         plan=plan,
         layout=layout,
@@ -223,3 +265,8 @@ def _wrapped(
         sharded.register_step_post_hook(lambda *_: prediction.observe(wrapped))
     model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
     return model, sharded
+
+
+def _close(those: Iterable[DiskFile | Communicator]) -> None:
+    for each in those:
+        each.close()

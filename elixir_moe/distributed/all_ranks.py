@@ -61,6 +61,13 @@ def raise_on_all_ranks(
     raise (error or kind)(f"[rank {rank}]{others} {text}") from raised
 
 
+def made_on_all_ranks(what: str, make: Callable[[], T]) -> T:
+    """What `make`, which is no collective, has made on this rank. Raises as `raise_on_all_ranks`. Collective."""
+    made: list[T] = []
+    raise_on_all_ranks(what, lambda: made.append(make()))
+    return made[0]
+
+
 class ControlGroups:
     """The gloo process groups of one wrapped model, for small exchanges. The constructor is collective."""
 

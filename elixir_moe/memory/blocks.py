@@ -9,16 +9,19 @@ the view keeps the old storage, and the block gets a new one. That costs memory 
 storage blocks of the same length").
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from elixir_moe.chunks.packing import ChunkSpec, Layout
+from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.shard_state import MixedShard, ShardState
+from elixir_moe.memory.slabs import allocation
 
 Allocating = Callable[[], AbstractContextManager[object]]
 
@@ -138,10 +141,20 @@ class Blocks:
         statistics: Statistics,
         allocating: Allocating = nullcontext,
     ) -> None:
-        """`allocating`: a context in which memory is allocated that its last reader on the device frees."""
+        """`allocating`: a context in which memory is allocated that its last reader on the device frees.
+
+        Raises TierError, here and where a block gets other memory: the device has too little.
+        """
+
+        @contextmanager
+        def replacing(nbytes: int) -> Iterator[None]:
+            with allocation(nbytes, "a block in place of one that is still read", Tier.DEVICE), allocating():
+                yield
 
         def block(nbytes: int) -> Block:
-            return Block(torch.zeros(nbytes, dtype=torch.uint8, device=device), statistics, allocating)
+            with allocation(nbytes, "a block of the rCache", Tier.DEVICE):
+                memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            return Block(memory, statistics, partial(replacing, nbytes))
 
         self.shared = [block(layout.block_bytes) for _ in range(count)]
         self.for_gradients = for_gradients
@@ -149,7 +162,9 @@ class Blocks:
         self.foreseen_gradients = layout.open_gradients or 0
         """Shared blocks that gradients keep even when weights need more."""
         self.own = {
-            spec.index: ShardBlock(shard, statistics, allocating) if spec.in_place else block(spec.nbytes)
+            spec.index: ShardBlock(shard, statistics, partial(replacing, spec.nbytes))
+            if spec.in_place
+            else block(spec.nbytes)
             for spec, shard in zip(layout.chunks, shards, strict=True)
             if spec.resident
         }

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,10 +33,24 @@ _CGROUPS = (
 """(folder, limit, usage, droppable part of the usage) of cgroup versions 2 and 1."""
 
 _RELIEF = {
-    Tier.DEVICE: "keep less on the device (em.Plan.offload(device=...))",
+    Tier.DEVICE: "keep less on the device (em.Plan.offload(device=..., rcache=...))",
     Tier.HOST: "put more on the device or on disk (em.Plan.offload(device=..., disk=...))",
 }
 """Advice for a tier that is too small; `disk` has its own."""
+
+
+@contextlib.contextmanager
+def allocation(nbytes: int, what: str, tier: Tier) -> Iterator[None]:
+    """A context that allocates `nbytes` for `what`: raises TierError if the tier has no more."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        size = size_text(nbytes)
+        raise TierError(
+            f"{tier} memory: cannot allocate {size} for {what}: {error}; {_RELIEF[tier]}, or use more ranks"
+        ) from error
 
 
 class Slab:
@@ -52,20 +67,13 @@ class Slab:
     ) -> None:
         self._taken = 0
         nbytes = numel * dtype.itemsize
-        try:
+        with allocation(nbytes, "shards", tier):
             if tier is Tier.DEVICE:
                 self._memory = torch.zeros(numel, dtype=dtype, device=device)
             elif travels and nbytes:
                 self._memory = locked_zeros(nbytes, host_threads(device)).view(dtype)
             else:
                 self._memory = host_zeros(numel, dtype, host_threads(device))
-        except (MemoryError, OSError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise TierError(
-                f"{tier} memory: cannot allocate {size_text(nbytes)} for shards: {error}; {_RELIEF[tier]}, or use "
-                f"more ranks"
-            ) from error
 
     @property
     def left(self) -> int:
@@ -130,14 +138,19 @@ def page_lock(memory: torch.Tensor) -> bool:
     return False
 
 
-def check_fits(nbytes: int, left: int, where: str) -> None:
+def check_fits(nbytes: int, left: int, where: str, tier: Tier = Tier.HOST) -> None:
     """Raises TierError if `nbytes` exceeds the bytes that are `left`."""
     if nbytes > left:
         raise TierError(
-            f"host memory: the plan needs {size_text(nbytes)} for {where}, {size_text(left)} are left "
-            f"({size_text(nbytes - left)} short): put more on the device or on disk "
-            f"(em.Plan.offload(device=..., disk=...)), use more ranks or hosts"
+            f"{tier} memory: the plan needs {size_text(nbytes)} for {where}, {size_text(left)} are left "
+            f"({size_text(nbytes - left)} short): {_RELIEF[tier]}, use more ranks or hosts"
         )
+
+
+def device_left(device: torch.device) -> tuple[str, int]:
+    """(name of the GPU, alike for all processes that use it; bytes of its memory this process can still allocate)."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return str(torch.cuda.get_device_properties(device).uuid), torch.cuda.mem_get_info(device)[0] + unused
 
 
 def host_bytes_left(root: Path = Path("/")) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 
 from elixir_moe.kernels import adam_step, host_threads
 from elixir_moe.memory.shard_state import DiskShard, Elements, InMemory, OnDisk, PieceShard
-from elixir_moe.memory.slabs import host_zeros
+from elixir_moe.memory.slabs import allocation, host_zeros
 from elixir_moe.optim.accepted import check_kept, is_adam, like
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk
@@ -61,7 +61,8 @@ class AdamUpdate:
         for chunk in chunks:
             master = chunk.shard.master
             if master is not None:
-                exp_avg, exp_avg_sq = _moment(master, chunk.device), _moment(master, chunk.device)
+                with allocation(2 * master.nbytes, f"the moments of {chunk.label}", chunk.shard.tier):
+                    exp_avg, exp_avg_sq = _moment(master, chunk.device), _moment(master, chunk.device)
                 self._state[chunk.spec.index] = exp_avg, exp_avg_sq
 
     def prepare(

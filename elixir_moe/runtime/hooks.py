@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import placed_like
@@ -132,6 +133,8 @@ class Hooks:
         self._owners: dict[ParamId, list[Unit]] = {slot: [] for slot in self._slot_of.values()}
         self._borrowers: dict[tuple[ParamId, ...], Unit] = {}
         self._landings: list[tuple[int, dict[int, Any]]] = []
+        self._handles: list[RemovableHandle] = []
+        """Of the hooks on modules."""
         self._calls: list[Call] = []
         self._thread = 0
         self._begun = False
@@ -163,8 +166,16 @@ class Hooks:
                 self._landings.append((handle.id, handle.hooks_dict_ref()))
 
     def _hook(self, module: nn.Module, unit: Unit | None) -> None:
-        module.register_forward_pre_hook(Hook(partial(self._enter, unit)))
-        module.register_forward_hook(Hook(partial(self._leave, unit)), always_call=True)
+        self._handles.append(module.register_forward_pre_hook(Hook(partial(self._enter, unit))))
+        self._handles.append(module.register_forward_hook(Hook(partial(self._leave, unit)), always_call=True))
+
+    def remove(self) -> None:
+        """Removes all hooks, and gives the parameters their classes back, for good."""
+        for handle in self._handles:
+            handle.remove()
+        for key, hooks in self._landings:
+            del hooks[key]
+        self._access.remove()
 
     def _forget_step(self) -> None:
         """Forgets the forwards that await a backward."""

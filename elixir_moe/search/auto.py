@@ -17,7 +17,7 @@ from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.chunks.step_order import Use
 from elixir_moe.distributed.all_ranks import gathered, raise_on_all_ranks
 from elixir_moe.errors import ConfigError
-from elixir_moe.memory.slabs import host_bytes_left
+from elixir_moe.memory.slabs import device_left, host_bytes_left
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
 from elixir_moe.runtime.model_spec import ranks_of
 from elixir_moe.runtime.units import Parts, traced_uses
@@ -209,8 +209,7 @@ class _Left:
 def _left(request: Request, disk_bytes: int) -> _Left:
     free = 0
     if request.device.type == "cuda":
-        unused = torch.cuda.memory_reserved(request.device) - torch.cuda.memory_allocated(request.device)
-        free = torch.cuda.mem_get_info(request.device)[0] + unused
+        _, free = device_left(request.device)
     return _Left(
         host=socket.gethostname(),
         device_bytes=free,

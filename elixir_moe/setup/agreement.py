@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
-from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.chunks.plan import AutoPlan, Footprint, Plan, Tier
 from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.errors import ConfigError, LayoutError
-from elixir_moe.memory.slabs import check_fits, host_bytes_left
+from elixir_moe.memory.slabs import check_fits, device_left, host_bytes_left
+from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
 from elixir_moe.parallel.twins import marks_of, warn_of_twins
 from elixir_moe.runtime.model_spec import ModelSpec
@@ -89,3 +91,20 @@ def check_host_memory(nbytes: int) -> None:
     for host in dict.fromkeys(host for host, *_ in everyone):
         needs = [(theirs, left) for name, theirs, left in everyone if name == host]
         check_fits(sum(theirs for theirs, _ in needs), min(left for _, left in needs), f"{len(needs)} ranks on {host}")
+
+
+def check_device_memory(device: torch.device, size: Footprint, model: nn.Module) -> None:
+    """Raises TierError on all ranks if a GPU's free memory is too small for the ranks that use it; not for a CPU.
+
+    What the model has there now counts as free, but for blocks, which are allocated before its weights move.
+    """
+    if device.type != "cuda":
+        return
+    name, left = device_left(device)
+    freed = sum(local_of(p).nbytes for p in model.parameters() if local_of(p).device.type == "cuda")
+    needed = max(size.device_bytes - freed, size.rcache_bytes + size.resident_bytes)
+    everyone = gathered((f"{name} of {socket.gethostname()}", needed, left))
+    for gpu in dict.fromkeys(gpu for gpu, *_ in everyone):
+        needs = [(theirs, free) for name, theirs, free in everyone if name == gpu]
+        where = f"{len(needs)} ranks on {gpu}"
+        check_fits(sum(theirs for theirs, _ in needs), min(free for _, free in needs), where, Tier.DEVICE)

@@ -21,12 +21,43 @@ from elixir_moe.errors import TierError
 from elixir_moe.memory.disk import Spill
 from elixir_moe.memory.disk_values import ValuesFile
 from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.memory.slabs import allocation
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk, Placeholder
 from elixir_moe.runtime.model_spec import ModelSpec
 from elixir_moe.setup.drawing import Record, drawn, record_of
 from elixir_moe.setup.sharing import REGISTRIES
-from elixir_moe.state.huggingface import Pretrained, leave_meta
+from elixir_moe.state.huggingface import Pretrained, leave_meta, replace_data
+
+_PIECE_BYTES = 64 << 20
+"""Most bytes of weights that are sent to other ranks at once."""
+_MOST_ITEMSIZE = 16
+"""Bytes of the longest elements, complex numbers of double precision."""
+
+
+class Passage:
+    """The memory through which weights go to other ranks, and what the parameters were before their weights moved."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        """Raises TierError: the device has too little memory."""
+        sent = [chunk for chunk in layout.chunks if len(chunk.key.ranks) > 1]
+        largest = max((slot.numel * _moved_in(chunk).itemsize for chunk in sent for slot in chunk.slots), default=0)
+        nbytes = min(_PIECE_BYTES, -(-largest // _MOST_ITEMSIZE) * _MOST_ITEMSIZE)
+        with allocation(nbytes, "weights on their way to other ranks", Tier.DEVICE):
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.device = device
+        """The device of forward."""
+        self._former: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def leave(self, parameter: nn.Parameter) -> None:
+        """To be called before the parameter loses its data."""
+        local = local_of(parameter)
+        self._former.append((local, local.detach() if local.is_meta else torch.empty_like(local, device="meta")))
+
+    def undo(self) -> None:
+        """Puts parameters whose weights have moved back on meta: as they were, if they were there, or without data."""
+        for local, former in self._former:
+            replace_data(local, former)
 
 
 def build_chunks(
@@ -37,6 +68,7 @@ def build_chunks(
     communicators: Mapping[tuple[int, ...], Communicator],
     placeholder: Placeholder,
     pretrained: Pretrained | None,
+    passage: Passage,
 ) -> list[Chunk]:
     """Creates the chunks one after another, with the weights of the model in their shards. Collective.
 
@@ -44,13 +76,13 @@ def build_chunks(
 
     Raises:
         CheckpointError: `pretrained` could not be read; on all ranks.
-        ElixirError: a parameter or buffer could not be drawn; on all ranks.
+        ElixirError: a parameter or buffer could not be drawn or moved; on all ranks.
     """
     if pretrained is not None:
         pretrained.fill_buffers()
-    drawing = Deferred("drew their weights")
-    drawing.run(partial(_draw_buffers, model))
-    sources = _Sources(placeholder.device, pretrained, drawing)
+    moving = Deferred("moved their weights")
+    moving.run(partial(_draw_buffers, model))
+    sources = _Sources(pretrained, moving, passage)
     most = max((slot.numel for chunk in layout.chunks for slot in chunk.slots), default=0) // 2
     chunks = []
     for chunk, shard in zip(layout.chunks, shards, strict=True):
@@ -59,13 +91,14 @@ def build_chunks(
         for slots in _runs(chunk.slots, most):
             _move_in(chunk, {slot: members[slot] for slot in slots}, shard, communicator, sources)
         for parameter in members.values():
+            passage.leave(parameter)
             if local_of(parameter).is_meta:
                 leave_meta(parameter)
         names = [spec.params[slot.param].name for slot in chunk.slots]
         chunks.append(Chunk(chunk, list(members.values()), names, shard, communicator, placeholder))
     if pretrained is not None:
         pretrained.settle()
-    drawing.settle()
+    moving.settle()
     return chunks
 
 
@@ -93,35 +126,48 @@ def _move_in(
     start, stop = min(slot.start for slot in members), max(slot.stop for slot in members)
     if start == stop:
         return
-    dtype = torch.float32 if chunk.key.trainable else chunk.key.dtype
+    dtype = _moved_in(chunk)
+    values: list[torch.Tensor] = []
     if communicator.index == 0:
-        values = sources.joined(members, start, stop, dtype)
-    else:
-        values = torch.empty(stop - start, dtype=dtype, device=sources.device)
-    communicator.broadcast(values)
+        sources.moving.run(lambda: values.append(sources.joined(members, start, stop, dtype)))
     first, last = chunk.shard_bounds(communicator.rank)
-    low, high = max(start, first), min(stop, last)
-    if low < high:
-        shard.fill(values[low - start : high - start], low - first)
+    for piece in sources.pieces(values, stop - start, dtype, shared=communicator.size > 1):
+        communicator.broadcast(piece)
+        low, high = max(start, first), min(start + len(piece), last)
+        if low < high:
+            sources.moving.run(partial(shard.fill, piece[low - start : high - start], low - first))
+        start += len(piece)
+
+
+def _moved_in(chunk: ChunkSpec) -> torch.dtype:
+    """The dtype in which weights go to their shards."""
+    return torch.float32 if chunk.key.trainable else chunk.key.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
     """Where the values of parameters come from: their memory, a folder, or a drawing."""
 
-    device: torch.device
-    """The device of forward."""
     pretrained: Pretrained | None
-    drawing: Deferred
+    moving: Deferred
+    passage: Passage
+
+    def pieces(
+        self, values: Sequence[torch.Tensor], numel: int, dtype: torch.dtype, *, shared: bool
+    ) -> Iterator[torch.Tensor]:
+        """The values in pieces that fit the passage, or its memory for those of another rank, or that are missing."""
+        length = self.passage.memory.nbytes // dtype.itemsize if shared else numel
+        for start in range(0, numel if shared or values else 0, length):
+            piece = slice(start, min(start + length, numel))
+            yield values[0][piece] if values else self.passage.memory.view(dtype)[: piece.stop - start]
 
     def joined(self, members: Mapping[Slot, nn.Parameter], start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements `start` to `stop` of a chunk, which are those of `members` and zeros between them."""
-        found: list[torch.Tensor] = []
         if len(members) == 1 and self.pretrained is None and record_of(local_of(*members.values())) is not None:
-            self.drawing.run(lambda: found.append(drawn(local_of(*members.values())).to(self.device, dtype).flatten()))
-        if found:
-            return found[0]  # as it was drawn: the largest parameter is never there twice
-        values = torch.zeros(stop - start, dtype=dtype, device=self.device)
+            # as it is drawn: the largest parameter is never there twice
+            return drawn(local_of(*members.values())).to(self.passage.device, dtype).flatten()
+        with allocation((stop - start) * dtype.itemsize, "parameters on their way to shards", Tier.DEVICE):
+            values = torch.zeros(stop - start, dtype=dtype, device=self.passage.device)
         for slot, parameter in members.items():
             local = local_of(parameter)
             self._fill(values[slot.start - start : slot.stop - start].view(local.shape), parameter, local)
@@ -133,7 +179,7 @@ class _Sources:
         elif self.pretrained is not None and self.pretrained.has(parameter):
             self.pretrained.fill(place, parameter)
         else:
-            self.drawing.run(lambda: _copy(place, drawn(local)))
+            _copy(place, drawn(local))
 
 
 def _copy(place: torch.Tensor, values: torch.Tensor) -> None:
@@ -176,12 +222,15 @@ def _draw_buffers(model: nn.Module) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Moves all buffers to `device`; a buffer with several names stays shared."""
+    """Moves all buffers to `device`, or none; a buffer with several names stays shared."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
+    for buffer in model.buffers():
+        with allocation(buffer.nbytes, "a buffer", Tier.DEVICE):
+            moved[buffer] = buffer.to(device)
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
+        for name, here in module._buffers.items():
+            if here is not None:
+                module._buffers[name] = moved[here]
 
 
 def open_files(

@@ -171,14 +171,18 @@ def _unlike(name: str, found: tuple[int, ...], tensor: Tensor) -> str:
 
 def leave_meta(parameter: nn.Parameter) -> None:
     """Takes a parameter off meta in place, as an expanded single zero; attributes, hooks and references to it stay."""
-    zero = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
-    hooks, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    # torch.utils.swap_tensors refuses parameters with weak references, as recurrent modules hold them
-    torch._C._swap_tensor_impl(parameter, nn.Parameter(zero, requires_grad=parameter.requires_grad))
+    replace_data(parameter, torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape))
+
+
+def replace_data(tensor: Tensor, data: Tensor) -> None:
+    """As ``tensor.data = data``, between meta and other devices too."""
+    hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    # torch.utils.swap_tensors refuses tensors with weak references, as recurrent modules hold them
+    torch._C._swap_tensor_impl(tensor, data.detach().requires_grad_(tensor.requires_grad))
     if hooks is not None:
-        parameter._backward_hooks = hooks
+        tensor._backward_hooks = hooks
     if after is not None:
-        parameter._post_accumulate_grad_hooks = after
+        tensor._post_accumulate_grad_hooks = after
 
 
 def base_of(model: nn.Module) -> nn.Module:

@@ -1,0 +1,187 @@
+"""A `wrap` that fails on one rank fails on all, frees all that it made, and says what the model is then."""
+
+import gc
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import elixir_moe as em
+from elixir_moe.distributed.all_ranks import ControlGroups
+from elixir_moe.memory.blocks import Block
+from elixir_moe.memory.disk import DiskFile
+from elixir_moe.memory.shard_state import MixedShard, ShardState
+from elixir_moe.optim import optimizer as optimizer_module
+from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.setup.agreement import check_device_memory
+from tests.runtime.test_habits import D, Net, adamw, mean_square
+from tests.support.cases import with_further
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def when(makes: Any, fails: Callable[..., bool]) -> Callable[..., Any]:
+    """`makes`, which is out of memory where the library calls it and `fails`."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_globals["__name__"].startswith("elixir_moe.") and fails(*args, **kwargs):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return makes(*args, **kwargs)
+
+    return make
+
+
+def out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def with_dtype(dtype: torch.dtype) -> Callable[..., bool]:
+    return lambda *args, **kwargs: kwargs.get("dtype") == dtype
+
+
+def fill(shard: MixedShard, values: torch.Tensor, start: int = 0) -> None:
+    if shard.spec.index == 2:
+        raise OSError(5, "Input/output error")
+    ShardState.fill(shard, values, start)
+
+
+IN_TIME = {
+    "shards": (torch, "zeros", when(torch.zeros, with_dtype(torch.bfloat16)), "host memory: cannot allocate .* shards"),
+    "blocks": (torch, "zeros", when(torch.zeros, with_dtype(torch.uint8)), "device memory: cannot allocate .* a block"),
+    "passage": (
+        torch,
+        "empty",
+        when(torch.empty, with_dtype(torch.uint8)),
+        "cannot allocate .* for weights on their way",
+    ),
+}
+"""Failures before the first weight moves: (owner, name, what it is replaced by, message)."""
+TOO_LATE = {
+    "disk": (MixedShard, "fill", fill, "Input/output error"),
+    "moments": (
+        torch,
+        "zeros_like",
+        when(torch.zeros_like, lambda *_, **__: True),
+        "cannot allocate .* for the moments",
+    ),
+    "threads": (optimizer_module, "ThreadPoolExecutor", out_of_memory, "out of memory"),
+}
+"""The same after it."""
+
+
+def held() -> dict[str, Any]:
+    """What a wrap that has failed must have given back; `wait` for other ranks has a thread for the process."""
+    gc.collect()
+    kinds = (ShardState, Block, Chunk, DiskFile, ControlGroups)
+    return {
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": [t.name for t in threading.enumerate() if t.name.startswith("elixir-") and "waits" not in t.name],
+        "objects": [type(o).__name__ for o in gc.get_objects() if isinstance(o, kinds)],
+    }
+
+
+def wrap(model: nn.Module) -> Any:
+    plan = em.Plan.offload(rcache_blocks=4, chunk_numel=600, disk_chunks=1, disk=tempfile.gettempdir())
+    return em.wrap(model, adamw(model), plan=plan, compute_dtype=torch.bfloat16)
+
+
+def built(sharded: bool) -> nn.Module:
+    torch.manual_seed(3)
+    if not sharded:
+        return Net()
+    with em.sharded_init():
+        return Net()
+
+
+def fail(name: str, sharded: bool) -> dict[str, Any]:
+    """What a wrap that fails on the last rank says and leaves, and how another one ends."""
+    first, optimizer = wrap(built(False))  # what only a first wrap makes is there
+    optimizer.close()
+    del first, optimizer
+    model, before, after = built(sharded), held(), None
+    owner, attribute, broken, _ = (IN_TIME | TOO_LATE)[name]
+    with ExitStack() as stack:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            stack.enter_context(mock.patch.object(owner, attribute, broken))
+        try:
+            wrap(model)
+        except em.TierError as error:
+            caught, after = (type(error).__name__, str(error)), held()  # though the error is still there
+        except em.ElixirError as error:
+            caught = type(error).__name__, str(error)
+    after = after or held()
+    left = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    hooks += sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+    try:
+        found, wanted = trained(model), trained(built(False))
+        again = [name for name, value in wanted.items() if not torch.equal(value, found[name])]
+    except em.LayoutError as error:
+        again = [str(error)]
+    return {"error": caught, "left": left, "hooks": hooks, "again": again}
+
+
+def trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    model, optimizer = wrap(model)
+    mean_square(model, torch.ones(4, D, dtype=torch.bfloat16)).backward()
+    optimizer.step()
+    state = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    return state
+
+
+@pytest.mark.parametrize("name", with_further(IN_TIME, ("blocks",)))
+def test_a_wrap_that_runs_out_of_memory_leaves_the_model_as_it_was(name: str, ranks: Ranks) -> None:
+    for found in ranks(2).run(fail, name, False):
+        kind, text = found["error"]
+        assert kind == "TierError" and re.match(r"\[rank 1\] .*" + IN_TIME[name][3], text), text
+        assert (found["left"], found["hooks"], found["again"]) == ({}, 0, [])
+
+
+@pytest.mark.parametrize("name", with_further(TOO_LATE, ("moments",)))
+def test_a_wrap_that_fails_when_weights_have_moved_leaves_a_model_on_meta(name: str, ranks: Ranks) -> None:
+    for found in ranks(2).run(fail, name, False):
+        kind, text = found["error"]
+        assert kind.endswith("Error") and re.search(r"\[rank 1\] .*" + TOO_LATE[name][3], text), text
+        assert (found["left"], found["hooks"]) == ({}, 0)
+        assert "on the meta device" in found["again"][0]
+
+
+@pytest.mark.parametrize("name", with_further(TOO_LATE, ("disk",)))
+def test_a_model_without_memory_can_be_wrapped_again_after_any_failure(name: str, ranks: Ranks) -> None:
+    for found in ranks(2).run(fail, name, True):
+        assert (found["left"], found["hooks"], found["again"]) == ({}, 0, [])
+
+
+def gpu(free: int, plan: em.Plan) -> str:
+    """The error of the check, with a stub for the GPU; nothing if the plan fits."""
+    model, optimizer = em.wrap(net := Net(), adamw(net), plan=plan)
+    size = em.inspect(model).footprint
+    optimizer.close()
+    try:
+        with mock.patch("elixir_moe.setup.agreement.device_left", return_value=("GPU-1", free)):
+            check_device_memory(torch.device("cuda", 0), size, Net())
+    except em.TierError as error:
+        return str(error)
+    return ""
+
+
+def test_a_plan_is_compared_with_the_free_memory_of_the_gpu_that_ranks_share(ranks: Ranks) -> None:
+    plan = em.Plan.zero3(rcache_blocks=12, chunk_numel=600)
+    for text in ranks(2).run(gpu, 1000, plan):
+        assert re.match(
+            r"device memory: the plan needs [\d.]+ KiB for 2 ranks on GPU-1 of .*, 1000 B are left \([\d.]+ KiB", text
+        ), text
+    assert ranks(2).run(gpu, 1 << 30, plan) == ["", ""]
