@@ -76,6 +76,9 @@ def wrap(
     Collective: every rank calls it with the same model and plan. Weights are taken from the first rank of each
     replicate process group. Parameters without a pattern are replicated over the world.
 
+    If it fails on one rank it fails on all, and frees what it has made. The model is then as it was, unless weights had
+    begun to move: then parameters that had data are on meta, without it, and the model must be built again.
+
     Args:
         model: any module, on any device; tensors on "meta" come from `weights`, or are drawn if it was built under
             `sharded_init`.
@@ -106,7 +109,8 @@ def wrap(
         ConfigError: the optimizer is not elementwise, has a state that cannot be cut (8-bit moments in blocks), has
             been stepped, or does not belong to the model; a buffer, a kept view or another parameter shares a
             parameter's memory; or an argument is wrong.
-        TierError: host memory or the disk is too small.
+        TierError: device memory, host memory or the disk is too small; before anything is allocated, if free memory
+            tells.
         CheckpointError: `weights` lacks a tensor that the model has on meta, or has it in another shape.
     """
 

@@ -22,6 +22,7 @@ from elixir_moe.memory.blocks import Block
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.memory.shard_state import MixedShard, ShardState
 from elixir_moe.optim import optimizer as optimizer_module
+from elixir_moe.optim import shard_update
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.setup.agreement import check_device_memory
 from tests.runtime.test_habits import D, Net, adamw, mean_square
@@ -57,7 +58,7 @@ def fill(shard: MixedShard, values: torch.Tensor, start: int = 0) -> None:
 
 
 IN_TIME = {
-    "shards": (torch, "zeros", when(torch.zeros, with_dtype(torch.bfloat16)), "host memory: cannot allocate .* shards"),
+    "shards": (torch, "empty", when(torch.empty, with_dtype(torch.bfloat16)), "host memory: cannot allocate .* shards"),
     "blocks": (torch, "zeros", when(torch.zeros, with_dtype(torch.uint8)), "device memory: cannot allocate .* a block"),
     "passage": (
         torch,
@@ -69,12 +70,7 @@ IN_TIME = {
 """Failures before the first weight moves: (owner, name, what it is replaced by, message)."""
 TOO_LATE = {
     "disk": (MixedShard, "fill", fill, "Input/output error"),
-    "moments": (
-        torch,
-        "zeros_like",
-        when(torch.zeros_like, lambda *_, **__: True),
-        "cannot allocate .* for the moments",
-    ),
+    "moments": (shard_update, "_moment", out_of_memory, "cannot allocate .* for the moments"),
     "threads": (optimizer_module, "ThreadPoolExecutor", out_of_memory, "out of memory"),
 }
 """The same after it."""
