@@ -97,8 +97,11 @@ def test_a_change_reads_the_gradient_and_writes_the_values(
         assert torch.equal(spilled.read(2, 0, numel), torch.arange(numel).float())
         assert torch.equal(read_ahead(spilled), master.to(spilled._values.dtype))
         assert torch.equal(spilled.read(spilled.gradient, 0, numel), total), "a change leaves it"
-        spilled.clamp_gradient(0.25)
-        assert torch.equal(spilled.read(spilled.gradient, 0, numel), total.clamp(-0.25, 0.25))
+        half = numel // 2
+        squares = spilled.change_gradient([(0, half)], lambda part: part.clamp_(-0.25, 0.25))
+        clamped = torch.cat([total[:half].clamp(-0.25, 0.25), total[half:]])
+        assert torch.equal(spilled.read(spilled.gradient, 0, numel), clamped)
+        assert squares == pytest.approx(clamped.double().square().sum().item(), rel=1e-6)
 
 
 @pytest.mark.fault(9)
@@ -253,9 +256,11 @@ def test_a_checkpoint_goes_on_to_the_same_bits_in_other_tiers(ranks: Ranks, tmp_
     for wanted, *others in ranks(2).run(saved, str(tmp_path)):
         assert len(wanted) > 10
         for found in others:
-            assert len(found) == len(wanted)
             for ours, theirs in zip(found, wanted, strict=True):
-                assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+                if isinstance(theirs, Tensor):
+                    assert torch.equal(ours, theirs)
+                else:  # the norm is rounded to fp32 once, and each tier cuts the sum of squares in its own way
+                    assert ours == pytest.approx(theirs, rel=2**-22)
 
 
 def limited(folder: str) -> list[list[Any]]:

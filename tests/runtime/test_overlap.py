@@ -263,8 +263,10 @@ def test_an_update_that_fails_is_told_to_whoever_looks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("waits", range(4))
 @pytest.mark.parametrize("plan", [em.Plan.offload(rcache_blocks=blocks, chunk_numel=CHUNK) for blocks in (2, None)])
-def test_an_interrupt_while_an_update_is_waited_for(plan: em.Plan, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it comes, also between the updates and what follows them: nothing stale is read afterwards."""
+def test_an_interrupt_while_an_update_is_waited_for(
+    plan: em.Plan, waits: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Wherever it comes before a step: nothing stale is read afterwards. Behind the updates of one, a checkpoint helps."""
     expected = weights_after(plan, beside=True)
     model, optimizer = sharded(plan)
     take_step(model, optimizer, 0)
@@ -280,6 +282,7 @@ def test_an_interrupt_while_an_update_is_waited_for(plan: em.Plan, waits: int, m
             model(torch.zeros(1, D))
     optimizer.zero_grad()
     take_step(model, optimizer, 2)
+    em.save(tmp_path / "before", model, optimizer)
     model(torch.randn(4, D, generator=torch.Generator().manual_seed(3))).square().mean().backward()
     optimizer.clip_grad_norm_(0.1)
     with torch.no_grad():
@@ -288,7 +291,10 @@ def test_an_interrupt_while_an_update_is_waited_for(plan: em.Plan, waits: int, m
         patch.setattr(optimizer._hooks, "updated", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-    optimizer.zero_grad()
+    with pytest.raises(em.UsageError, match=r"stopped halfway.*em\.load a checkpoint"):
+        optimizer.zero_grad()
+    em.load(tmp_path / "before", model, optimizer)
+    take_step(model, optimizer, 3)
     assert all(torch.equal(value, expected[name]) for name, value in em.full_state_dict(model, all_ranks=True).items())
     seen = model(torch.ones(1, D))
     optimizer.close()
