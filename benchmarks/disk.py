@@ -81,7 +81,7 @@ def _ours(places: list[ValuesPlace]) -> None:
             readings.append((waiting.popleft(), reading))
         place, reading = readings.popleft()
         reading.values()
-        place.give_back(reading, Work())
+        place.give_back(Work())
 
 
 def _plain(folder: str, shards: int, nbytes: int) -> Callable[[], None]:

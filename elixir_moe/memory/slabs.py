@@ -53,6 +53,12 @@ def allocation(nbytes: int, what: str, tier: Tier) -> Iterator[None]:
         ) from error
 
 
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements, sparse or not."""
+    parts = (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+    return sum(part.nbytes for part in parts)
+
+
 class Slab:
     """One allocation of exactly `numel` elements, handed out piece by piece.
 

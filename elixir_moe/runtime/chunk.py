@@ -260,7 +260,11 @@ class Chunk:
         """Copies this rank's part of these parameters from the buffer to the shard; `written` must be among them."""
         for index in indices:
             self._store(index)
-        self._versions = self._present_versions()  # not before: after an interrupt they are stored again
+        self.forget_writes()  # not before: after an interrupt they are stored again
+
+    def forget_writes(self) -> None:
+        """Counts in-place writes so far as stored."""
+        self._versions = self._present_versions()
 
     def _store(self, index: int) -> None:
         assert self.buffer is not None

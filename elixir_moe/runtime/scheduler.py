@@ -345,6 +345,7 @@ class Scheduler:
         positions = list(dict.fromkeys([*positions, *chunk.written()]))
         if positions:
             if chunk.spec.index in self.final:
+                chunk.forget_writes()  # said once: `step` goes on without them
                 self.refuse_begun(f"a write to parameter {chunk.names[positions[0]]!r}, which is lost,")
             self._order_behind_reduction(chunk)  # it may still be writing in the values' place
             self._streams.join_compute()
@@ -507,6 +508,9 @@ class Scheduler:
         if self.looks_for_writes:
             self.flush()
             self.looks_for_writes = False
+            self.written_unseen()  # waits for what was found, and frees its memory
+            for chunk in self.chunks:
+                chunk.checksums = None
 
     def _reduce(self, chunk: Chunk) -> None:
         """Issues the reduction of a chunk's gradients: every rank gets the sum for its shard."""

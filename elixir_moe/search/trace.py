@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from elixir_moe.chunks.param_spec import ParamSpec
 from elixir_moe.chunks.step_order import Use, by_first_use
 from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.memory.slabs import bytes_of
 from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.dtensor import local_of, placed_as
 from elixir_moe.parallel.pattern import Pattern, RankMesh
@@ -95,7 +96,7 @@ def trace(
         flops=sum(event.flops for event in events),
         traffic_bytes=sum(event.traffic for event in events),
         activation_bytes=peak_of(events),
-        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        buffer_bytes=sum(map(bytes_of, model.buffers())),
         kept=tuple(kept),
         kept_peaks=tuple(kept_peaks),
         exchanges=tuple(_exchanges(model, events, compute_dtype)),

@@ -21,7 +21,7 @@ from elixir_moe.errors import TierError
 from elixir_moe.memory.disk import Spill
 from elixir_moe.memory.disk_values import ValuesFile
 from elixir_moe.memory.shard_state import ShardState
-from elixir_moe.memory.slabs import allocation
+from elixir_moe.memory.slabs import allocation, bytes_of
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk, Placeholder
 from elixir_moe.runtime.model_spec import ModelSpec
@@ -225,7 +225,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Moves all buffers to `device`, or none; a buffer with several names stays shared."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for buffer in model.buffers():
-        with allocation(buffer.nbytes, "a buffer", Tier.DEVICE):
+        with allocation(bytes_of(buffer), "a buffer", Tier.DEVICE):
             moved[buffer] = buffer.to(device)
     for module in model.modules():
         for name, here in module._buffers.items():

@@ -168,7 +168,7 @@ def taken_again(plan: em.Plan) -> dict[str, Any]:
     found: dict[str, Any] = {"behind": 0}
     with pytest.MonkeyPatch.context() as patch:
         ahead = dist.get_rank() == 0  # as where updates end earlier, and reductions
-        patch.setattr(Scheduler, "_may_begin", lambda *_: ahead)
+        patch.setattr(Scheduler, "_may_begin", lambda *_, **__: ahead)
         for step in range(4):
             rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
             if step == 2:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elixir_moe as em
-from elixir_moe.chunks.packing import ChunkSpec
+from elixir_moe.chunks.packing import ChunkSpec, Layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import Deferred
@@ -39,7 +39,7 @@ from elixir_moe.memory.slabs import Slab
 from elixir_moe.models.gpt import _joined
 from elixir_moe.parallel import mesh
 from elixir_moe.parallel.mesh import start
-from elixir_moe.setup.filling import _Sources
+from elixir_moe.setup.filling import Passage, _Sources
 from elixir_moe.train.training import Training
 from tests.support.ranks import RankPool
 from tests.support.train_cases import settings_of
@@ -338,7 +338,8 @@ class Copied(TorchDispatchMode):
 
 def test_weights_are_converted_where_they_go() -> None:
     """torch would convert bf16 weights to fp32 on the CPU, and send twice the bytes."""
-    sources = _Sources(torch.device("meta"), None, Deferred("filled the shards"))
+    passage = Passage(Layout(chunk_numel=0, chunks=(), block_itemsize=1), torch.device("meta"))
+    sources = _Sources(None, Deferred("filled the shards"), passage)
     members: Any = {range(0, 6): nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))}
     with Copied() as copied:
         sources.joined(members, 0, 6, torch.float32)

@@ -266,7 +266,7 @@ def test_an_update_that_fails_is_told_to_whoever_looks(tmp_path: Path) -> None:
 def test_an_interrupt_while_an_update_is_waited_for(
     plan: em.Plan, waits: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Wherever it comes before a step: nothing stale is read afterwards. Behind the updates of one, a checkpoint helps."""
+    """Wherever it comes before a step: nothing stale is read. Behind the updates of one, a checkpoint helps."""
     expected = weights_after(plan, beside=True)
     model, optimizer = sharded(plan)
     take_step(model, optimizer, 0)

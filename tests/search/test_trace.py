@@ -181,6 +181,13 @@ class Memo(nn.Module):
         return torch.ones(n)
 
 
+def test_sparse_buffers_count_with_their_parts() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())
+    found = trace(model, lambda m, x: m(x).sum(), torch.ones(1, 2))
+    assert found.buffer_bytes == 3 * (2 * 8 + 4)
+
+
 def test_nothing_without_data_outlives_the_trace() -> None:
     model = Caching()
     trace(model, lambda m, x: m(x).sum(), torch.ones(1, 2))
