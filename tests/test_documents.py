@@ -15,7 +15,7 @@ def test_the_page_of_public_names_is_made_from_the_docstrings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "printed"), [("training_loop.md", 13, '"scatter": true'), ("i_want_to.md", 7, "host")]
+    ("name", "number", "printed"), [("training_loop.md", 13, '"scatter": true'), ("i_want_to.md", 8, "host")]
 )
 def test_the_snippets_run_one_after_another(
     name: str, number: int, printed: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -178,7 +178,8 @@ class ShardedParameter(nn.Parameter):
                 _refuse_if_kept(args[0])
             return value
         if name in _ADDRESSING:
-            refuse_address(name)
+            owner = next(_guarded((*args, *kwargs.values())))
+            _refuse_address(name, f"parameter {_access_of(owner).name_of(owner)!r}")
         with ExitStack() as stack:
             for access, parameters in _by_access(_guarded((*args, *kwargs.values()))).items():
                 stack.enter_context(access.unshard_for_call(parameters))
@@ -229,7 +230,7 @@ class ReadOnly(torch.Tensor):
         ):
             raise UsageError(f"{name} on a copy of a wrapped parameter would be lost: {_HOW_TO_WRITE}")
         if name in _ADDRESSING - {"numpy", "__array__"}:
-            refuse_address(name)
+            _refuse_address(name, "a copy of a wrapped parameter")
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if name in ("numpy", "__array__"):
@@ -250,7 +251,8 @@ class ReadOnly(torch.Tensor):
 def unsharded(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Iterator[None]:
     """A context in which parameters of a wrapped model are plain ones: gathered whole, with an address. Collective.
 
-    Reads need it only for addresses (`numpy()`, DLPack, ``.data``), since any function gathers the parameters it reads.
+    Reads need it only for addresses (`numpy()`, DLPack, ``.data``, an autograd function with kernels of its own), since
+    any function gathers the parameters it reads. The forward of a parameter's own module does not need it.
     Parameters that are gathered together need blocks of the rCache together; do large models module by module.
 
     Args:
@@ -295,11 +297,12 @@ def read_only(tensor: torch.Tensor) -> torch.Tensor:
     return copy.as_subclass(ReadOnly) if type(copy) is torch.Tensor else copy  # a DTensor's copy has a class already
 
 
-def refuse_address(name: str) -> NoReturn:
-    """Raises UsageError for a function that needs a parameter's address."""
+def _refuse_address(name: str, owner: str) -> NoReturn:
     raise UsageError(
-        f"{name} of a wrapped parameter: its memory is another chunk's as soon as it is not in use. Read a clone() of "
-        f"it; inside `with em.unsharded(parameter, write=True)` it has an address, and keeps what is written there"
+        f"{name} of {owner}, whose memory is another chunk's as soon as it is not in use: read a clone() of it, or "
+        f"take the address inside `with em.unsharded(parameter):`. Apply an autograd function whose kernels take "
+        f"addresses inside it, too, and have it keep the parameter by ctx.save_for_backward. What is written there is "
+        f"kept inside `with em.unsharded(parameter, write=True)`"
     )
 
 

@@ -438,7 +438,7 @@ class Chunk:
             self.state = SHARDED
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _SUMMED_TOGETHER = 1 << 22
 """Words of a checksum that are widened at once, which bounds its temporary memory."""
 

@@ -324,7 +324,7 @@ class Hooks:
         else:
             self._hold(borrower, tracked=tracked)
         try:
-            with self._saved.hooks() if self._packs and with_grad and not self._calls else nullcontext():
+            with self._saved.hooks() if with_grad and not self._calls else nullcontext():
                 yield
         finally:
             for index in borrower.chunks:

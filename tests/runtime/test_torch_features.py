@@ -6,7 +6,9 @@ optimizer, tolerances as in `tests.support.parity`; under autocast both sides ro
 of at most 1), each rank its own part, and steps of SGD with lr 1e-2 carry that to 4 * 1e-2 * 2^-9 = 8e-5.
 """
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,8 +19,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
+from elixir_moe.runtime.access import ShardedParameter
 from tests.runtime.test_habits import D, Layer, Net, adamw, mean_square, rows_of, sgd
 from tests.support.cases import with_further
 from tests.support.parity import assert_alike, trained
@@ -53,11 +57,12 @@ class Dtypes(Net):
         self.fine = nn.Linear(D, D).double().requires_grad_(False)
         self.codes = nn.Parameter(torch.arange(D * D, dtype=torch.int8).view(D, D) % 7, requires_grad=False)
         self.phase = nn.Parameter(torch.polar(torch.ones(D), torch.arange(D).float()), requires_grad=False)
+        self.wide = nn.Parameter(torch.ones(D, dtype=torch.complex128), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.fine(super().forward(x).double()).float()
         h = h @ (self.codes.float() / 7 - 0.5) * self.phase.real
-        return x + self.coarse(h.bfloat16()).float()
+        return x + self.coarse(h.bfloat16()).float() * self.wide.real.float()
 
 
 class Elements(torch.autograd.Function):
@@ -125,6 +130,88 @@ def custom(function: type[Elements]) -> Callable[[], nn.Module]:
         return model
 
     return build
+
+
+def at_address(tensor: Tensor) -> Tensor:
+    """The values at a tensor's address, as a kernel that is given the address alone reads them."""
+    memory = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.float32).view(tensor.shape).clone()
+
+
+class AtAddress(Elements):
+    """One whose kernels read the weight at its address."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ at_address(weight).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ at_address(weight), grad.t() @ x
+
+
+class AtAddressByName(KeptByName):
+    """One that keeps the weight as an attribute, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ at_address(weight).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad @ at_address(ctx.weight), grad.t() @ ctx.x
+
+
+def lent(weight: nn.Parameter) -> AbstractContextManager[None]:
+    """A context in which a weight has an address."""
+    return em.unsharded(weight) if isinstance(weight, ShardedParameter) else nullcontext()
+
+
+class Lends(Layer):
+    """Hands its children's weights to a kernel: the first one as it is, and a copy of the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with lent(self.up.weight):
+            h = AtAddress.apply(self.norm(x), self.up.weight)
+        return x + self.gain * AtAddress.apply(F.gelu(h + self.up.bias), self.down.weight.clone())
+
+
+class Addresses(Net):
+    """Kernels that read weights of their own module, in two layers, and of others, in the rest and in the loss."""
+
+    checkpoints: bool | None = None
+    """None: no layer is checkpointed. Else whether checkpoints are reentrant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, function in enumerate((AtAddress, AtAddressByName)):
+            self.layers[i].up, self.layers[i].down = CustomLinear(D, 2 * D), CustomLinear(2 * D, D)
+            self.layers[i].up.function = self.layers[i].down.function = function
+        self.layers[2], self.layers[3] = Lends(), Lends()
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.checkpoints is None else checkpoint(layer, x, use_reentrant=self.checkpoints)
+        return x
+
+
+class AddressesCheckpointed(Addresses):
+    checkpoints = False
+
+
+class AddressesReentrant(Addresses):
+    checkpoints = True
+
+
+def with_kernel(model: Any, rows: Tensor) -> Tensor:
+    """A loss that hands the last weight to a kernel, too."""
+    out = model(rows)
+    with lent(model.last.weight):
+        out = AtAddress.apply(out, model.last.weight)
+    return (out - rows.flip(1)).pow(2).mean()
 
 
 class Table(nn.Module):
@@ -266,6 +353,9 @@ CASES = {
     "custom-function": Case(custom(Elements)),
     "custom-function-by-name": Case(custom(KeptByName)),
     "custom-function-by-view": Case(custom(KeptAsView)),
+    "addresses": Case(Addresses, loss=with_kernel, plans=("zero3", "offload")),
+    "addresses-checkpointed": Case(AddressesCheckpointed, loss=with_kernel, plans=("zero3", "offload")),
+    "addresses-reentrant": Case(AddressesReentrant, loss=with_kernel, plans=("zero3", "offload")),
     "views": Case(Views),
     "borrowed": Case(Borrowed),
     "recurrent": Case(Recurrent),
@@ -283,6 +373,7 @@ CASES = {
 PLANS = {
     "small": em.Plan.offload(rcache_blocks=6, chunk_numel=600),
     "offload": em.Plan.offload(rcache_blocks=7, device_chunks=2, chunk_numel=700),
+    "zero3": em.Plan.zero3(chunk_numel=600),
 }
 
 
@@ -313,6 +404,7 @@ def alone() -> Iterator[None]:
 
 
 FURTHER = {
+    "addresses-reentrant",
     "custom-function-by-view",
     "recurrent",
     "old-weight-norm",
@@ -334,6 +426,44 @@ def test_case(name: str, every: bool, ranks: Ranks, alone: None) -> None:
     for found in (train_all(name, here), *ranks(2).run(train_all, name, apart)):
         for plan, result in found.items():
             assert_alike(result, wanted, plan, case.tolerance, rel=max(1e-5, case.tolerance * 10))
+
+
+class Takes(Layer):
+    """Hands a weight of its child's to a kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + AtAddress.apply(x, self.up.weight)[:, :D]
+
+
+def by_name(model: Any) -> Tensor:
+    rows = torch.ones(2, D, requires_grad=True)
+    with em.unsharded(model.last.weight):
+        out: Tensor = AtAddressByName.apply(rows, model.last.weight)
+    return out
+
+
+TAKEN: dict[str, tuple[type[nn.Module], str, Callable[[Any], Tensor]]] = {
+    "in another module": (Takes, r"layers\.2\.up\.weight", lambda model: model(torch.ones(2, D))),
+    "in the loss": (Layer, r"last\.weight", lambda model: AtAddress.apply(torch.ones(2, D), model.last.weight)),
+    "in backward, kept as an attribute": (Layer, r"last\.weight", by_name),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("how", TAKEN)
+def test_a_kernel_gets_no_address_of_a_weight_that_may_leave(how: str) -> None:
+    """The error names the weight and what to write, and the model goes on."""
+    kind, name, loss = TAKEN[how]
+    model = Net()
+    model.layers[2] = kind()
+    model, optimizer = em.wrap(model, adamw(model), plan=PLANS["small"])
+    says = name + r"'.*`with em\.unsharded\(parameter\):`.*autograd function.*save_for_backward"
+    with pytest.raises(em.UsageError, match=says):
+        loss(model).sum().backward()
+    optimizer.zero_grad()
+    model.last(torch.ones(2, D)).sum().backward()
+    optimizer.step()
+    optimizer.close()
 
 
 def decay_of_each_group(wrapped: bool) -> dict[str, torch.Tensor]:
@@ -405,12 +535,13 @@ def steps_alone(
 def test_autograd_may_save_sparse_tensors(layout: torch.layout) -> None:
     adjacency = torch.eye(6).roll(1, 0).to_sparse(layout=layout)
     wanted = steps_alone(None, lambda: Graph(adjacency))
-    for plan in (*PLANS.values(), em.Plan.offload(rcache_blocks=7, chunk_numel=700, host_checkpoints="all")):
+    to_host = em.Plan.offload(rcache_blocks=7, chunk_numel=700, host_checkpoints="all")
+    for plan in (PLANS["small"], PLANS["offload"], to_host):
         found = steps_alone(plan, lambda: Graph(adjacency))
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("plan", [*PLANS.values(), em.Plan.ddp()])
+@pytest.mark.parametrize("plan", [PLANS["small"], PLANS["offload"], em.Plan.ddp()])
 def test_a_gradient_that_a_hook_has_used_up_is_none(plan: em.Plan) -> None:
     def use_up(model: nn.Module) -> None:
         model[1].weight.register_post_accumulate_grad_hook(consume)  # type: ignore[index, union-attr]
