@@ -90,7 +90,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._early = EarlyUpdates(scheduler, self._update, self._segments, self.param_groups, self._update_thread)
         self._decision = StepDecision(self._chunks, scheduler, hooks, groups, on_device, self._early)
         self._last_step: _LastStep | None = None
-        self.kept = OptimizerState(inner, self._update, self._chunks, self._segments, scheduler, hooks, groups)
+        self.kept = OptimizerState(
+            inner, self._update, self._chunks, self._segments, self._decision, scheduler, hooks, groups
+        )
         """The optimizer's state, for saving and loading."""
         self._grouping = [[id(p) for p in group["params"]] for group in self.param_groups]
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
@@ -249,16 +251,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Clears the gradients; parameters that get no new one are not updated, whatever `set_to_none`."""
         self._hooks.check_outside("optimizer.zero_grad()")
         self._scheduler.refuse_begun("optimizer.zero_grad()")
-        self.give_up()
-
-    def give_up(self) -> None:
-        """Gives up unfinished work, and clears the gradients."""
-        self._scheduler.drain()
-        self._hooks.abandon()
-        self._decision.forget_gradients()
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._parameters:
-                parameter.grad = None  # a failed backward may have left one
+        self.kept.give_up_gradients()
 
     def check_last_step(self) -> None:
         """Raises ElixirError, on all ranks, if the GPUs have skipped the last update; waits for its norm alone."""

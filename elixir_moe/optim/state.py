@@ -12,6 +12,7 @@ from torch import nn
 
 from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.memory.shard_state import Elements
+from elixir_moe.optim.decision import StepDecision
 from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, Segment
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
@@ -27,11 +28,12 @@ class OptimizerState:
         update: AdamUpdate | ElementwiseUpdate,
         chunks: Sequence[Chunk],
         segments: Mapping[int, list[Segment]],
+        decision: StepDecision,
         scheduler: Scheduler,
         hooks: Hooks,
         groups: ControlGroups,
     ) -> None:
-        self._update, self._chunks = update, chunks
+        self._update, self._chunks, self._decision = update, chunks, decision
         self._scheduler, self._hooks = scheduler, hooks
         self.groups = groups
         """The process groups on which ranks agree."""
@@ -63,6 +65,15 @@ class OptimizerState:
     ) -> Mapping[str, Elements]:
         """Makes room for another state of the same `kind`; returns its flat elements, which the caller must write."""
         return self._update.replace_state(*self._place_of[parameter], dtypes, values)
+
+    def give_up_gradients(self) -> None:
+        """Gives up unfinished work, and clears the gradients."""
+        self._scheduler.drain()
+        self._hooks.abandon()
+        self._decision.forget_gradients()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in (parameter for chunk in self._chunks for parameter in chunk.parameters):
+                parameter.grad = None  # a failed backward may have left one
 
     def give_up_updates(self) -> None:
         """Ends updates that have begun in backward, so that their step can be given up: a load replaces the weights."""

@@ -329,7 +329,7 @@ def _loss_scale(fields: Any, where: str) -> LossScale:
 @torch.no_grad()
 def _carry_out(todo: _Todo, files: Files, optimizer: ShardedOptimizer, source: str) -> None:
     optimizer.kept.give_up_updates()
-    optimizer.give_up()
+    optimizer.kept.give_up_gradients()
     with optimizer.kept.rewriting():
         for move in todo.moves:
             _fill(move, files, optimizer)
