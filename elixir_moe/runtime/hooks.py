@@ -16,7 +16,8 @@ Recompute. A forward inside backward (activation checkpointing) holds its chunks
            the checkpoint's own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest region).
            When a region starts to run again, the holds on everything that forward entered later end.
 Elsewhere. A function that reads a parameter outside its running unit borrows it: the chunk is gathered for the call.
-           Such a read has a position like a unit's, so that its gradient is waited for.
+           Inside a forward, such a read has a position like a unit's, so that its gradient is waited for. Outside of
+           one it packs what autograd saves under every plan, since no unit holds the parameter in backward.
 Reset.     A call, read or backward sets a mark, which only its normal end removes. If the next outermost call or read,
            `zero_grad` or `step` finds the mark, all unfinished work is given up.
 """
