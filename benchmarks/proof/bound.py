@@ -7,8 +7,9 @@ Three things that can run side by side each take a least time, and the longest o
 - compute: the matrix products, for M parameters that a token meets and D tokens. 2 M D in forward, as much again where
   activations are recomputed, 2 M D for the gradients of activations, and 2 M D for those of trained weights (8 M D of a
   model trained whole; Elixir v2, section 6);
-- PCIe: parameters that cannot be at home on the device go up once a step (2 B each), and the gradients of those that
-  are trained come down (2 B each). Micro-batches could share one transfer, so their number does not count;
+- PCIe: parameters that cannot be at home on the device go up twice a micro-batch (2 B each), for forward and for
+  backward. The gradients of those that are trained come down meanwhile, and are fewer bytes. What the activations of a
+  micro-batch take of the device is no home: all contenders recompute layers, and hold as many;
 - host Adam: those that are trained and not at home on the device are updated by the CPU.
 """
 
@@ -22,13 +23,17 @@ def bound(rates: dict[str, float], row: dict[str, Any]) -> tuple[float, str]:
     """(seconds, what limits) of the step that `row` describes."""
     frozen = row["parameters"] - row["trained"]
     trained_bytes, frozen_bytes = STATE_BYTES * row["trained"], COMPUTE_BYTES * frozen
-    away = max(0, trained_bytes + frozen_bytes - row["device_bytes"])
+    away = max(0, trained_bytes + frozen_bytes - (row["device_bytes"] - row["activation_bytes"]))
     frozen_away = min(away, frozen_bytes) // COMPUTE_BYTES  # these cost least to have away
     trained_away = max(0, away - frozen_bytes) / STATE_BYTES
     products = 2 * row["active"] * row["tokens"] * (2 + row["recomputes"]) + 2 * row["active_trained"] * row["tokens"]
     seconds = {
         "compute": products / rates["matmul_flops"],
-        "PCIe": COMPUTE_BYTES * (frozen_away + trained_away) / rates["copy_bytes_per_second"],
+        "PCIe": 2
+        * row["micro_batches"]
+        * COMPUTE_BYTES
+        * (frozen_away + trained_away)
+        / rates["copy_bytes_per_second"],
         "host Adam": trained_away / rates["host_adam_parameters_per_second"],
     }
     what = max(seconds, key=lambda name: seconds[name])

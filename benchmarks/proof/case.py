@@ -31,6 +31,7 @@ from benchmarks.proof.steps import tell
 from benchmarks.proof.trace import record, summary
 from benchmarks.workload import SEED
 from elixir_moe.memory.slabs import host_bytes_left
+from elixir_moe.search.trace import trace as traced
 
 GIB = 1 << 30
 WARM_STEPS, STEPS = 2, 3
@@ -94,6 +95,8 @@ def _run(case: Case, trace: Path | None) -> dict[str, Any]:
     _check_room(case, model.counts(), device_bytes)
     em.init_mesh(device_type="cuda" if cuda else "cpu")
     counts = model.counts()
+    sample = torch.zeros(model.batch, model.seq_len + 1, dtype=torch.int64)
+    activation_bytes = traced(model.module, model.loss, sample).activation_bytes
     step, predicted = BUILD[case.contender](model, case, device_bytes)
     generator = torch.Generator().manual_seed(SEED)
     shape = (model.batch, model.seq_len + 1)
@@ -117,6 +120,7 @@ def _run(case: Case, trace: Path | None) -> dict[str, Any]:
     tokens = case.accumulation * model.batch * model.seq_len
     return counts | {
         "batch": model.batch,
+        "micro_batches": case.accumulation,
         "tokens": tokens,
         "recomputes": 1,
         "seconds": median(seconds),
@@ -125,6 +129,7 @@ def _run(case: Case, trace: Path | None) -> dict[str, Any]:
         "predicted_seconds": predicted,
         "first_loss": losses[0].item(),
         "device_bytes": device_bytes,
+        "activation_bytes": activation_bytes,
         "device_peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "host_peak_bytes": _host_peak(),
     }

@@ -281,7 +281,13 @@ RATES = {"matmul_flops": 1e12, "copy_bytes_per_second": 1e9, "host_adam_paramete
 
 def row(parameters: int, trained: int, device_bytes: int) -> dict[str, Any]:
     sizes = {"parameters": parameters, "trained": trained, "active": parameters, "active_trained": trained}
-    return sizes | {"tokens": 10, "recomputes": 1, "device_bytes": device_bytes}
+    return sizes | {
+        "tokens": 10,
+        "micro_batches": 1,
+        "recomputes": 1,
+        "device_bytes": device_bytes,
+        "activation_bytes": 0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -289,10 +295,12 @@ def row(parameters: int, trained: int, device_bytes: int) -> dict[str, Any]:
     [
         # all at home on the device: 8 M D flops
         (row(10**9, 10**9, 16 * 10**9), 8 * 1e9 * 10 / 1e12, "compute"),
-        # 8e9 bytes too many are 5e8 parameters: 1 s of PCIe at 2 bytes each, 5 s of Adam
+        # 8e9 bytes too many are 5e8 parameters: 2 s of PCIe at 2 bytes each, up twice; 5 s of Adam
         (row(10**9, 10**9, 8 * 10**9), 5.0, "host Adam"),
-        # frozen: 6 M D flops, and 5e8 of 1e9 parameters come each step
-        (row(10**9, 0, 10**9), 1.0, "PCIe"),
+        # frozen: 6 M D flops, and 5e8 of 1e9 parameters come twice in each micro-batch
+        (row(10**9, 0, 10**9), 2.0, "PCIe"),
+        (row(10**9, 0, 10**9) | {"micro_batches": 3}, 6.0, "PCIe"),
+        (row(10**9, 0, 2 * 10**9) | {"activation_bytes": 10**9}, 2.0, "PCIe"),
         (row(10**9, 0, 2 * 10**9), 6 * 1e9 * 10 / 1e12, "compute"),
     ],
 )
