@@ -508,9 +508,10 @@ class Scheduler:
         if self.looks_for_writes:
             self.flush()
             self.looks_for_writes = False
-            self.written_unseen()  # waits for what was found, and frees its memory
             for chunk in self.chunks:
                 chunk.checksums = None
+            if not self._streams.asynchronous:  # else the next clip or step waits for it
+                self.written_unseen()
 
     def _reduce(self, chunk: Chunk) -> None:
         """Issues the reduction of a chunk's gradients: every rank gets the sum for its shard."""
