@@ -107,8 +107,8 @@ def wrap(
             that fits; the message has the missing bytes, their tier, and what would help.
         LayoutError: patterns do not fit the ranks, or ranks disagree.
         ConfigError: the optimizer is not elementwise, has a state that cannot be cut (8-bit moments in blocks), has
-            been stepped, or does not belong to the model; a buffer, a kept view or another parameter shares a
-            parameter's memory; or an argument is wrong.
+            been stepped, or does not belong to the model; a buffer, a view that a module keeps, or another parameter
+            shares a parameter's memory; or an argument is wrong.
         TierError: device memory, host memory or the disk is too small; before anything is allocated, if free memory
             tells.
         CheckpointError: `weights` lacks a tensor that the model has on meta, or has it in another shape.
@@ -185,7 +185,9 @@ def _wrapped(
         made.callback(_close, communicators.values())
         prediction = Prediction(*forecast(model, request))
         plan, uses = prediction.forecast.plan, prediction.forecast.uses
-    described = describe(model, parts, uses, compute_dtype, plan.reduce_dtype)
+    described = made_on_all_ranks(
+        "described the model", lambda: describe(model, parts, uses, compute_dtype, plan.reduce_dtype)
+    )
     agree_on(plan, described)
     plan = settled(
         plan,

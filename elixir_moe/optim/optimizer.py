@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.distributed.all_ranks import ControlGroups
+from elixir_moe.distributed.all_ranks import ControlGroups, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.errors import ConfigError, ElixirError, UsageError
@@ -332,11 +332,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if given is None:
             return mine
         chosen = {given} if isinstance(given, torch.Tensor) else set(given)
-        if foreign := len(chosen - mine - set(self._frozen)):
-            raise UsageError(
-                f"{what}: {foreign} of {len(chosen)} parameters are not those of the wrapped model; clip them apart, "
-                f"with torch.nn.utils"
-            )
+        foreign = chosen - mine - set(self._frozen)
+
+        def check() -> None:
+            if foreign:
+                raise UsageError(
+                    f"{what}: {len(foreign)} of {len(chosen)} parameters are not those of the wrapped model; clip them "
+                    f"apart, with torch.nn.utils"
+                )
+
+        if foreign or not chosen >= mine:
+            raise_on_all_ranks("checked what is clipped", check, self.kept.groups.control)
         return mine & chosen
 
     def _check_parameters(self, what: str) -> None:

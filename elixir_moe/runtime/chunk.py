@@ -12,6 +12,7 @@ released parameter is one NaN (0 for integers) expanded to its shape: shape, dty
 held, and a mistaken read shows.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import accumulate
@@ -171,6 +172,8 @@ class Chunk:
         """Dtypes of the parameters before `wrap`, which a full state dict restores."""
         for parameter in parameters:
             recast(parameter, spec.key.dtype)
+        self._weak = [weakref.ref(parameter) for parameter in parameters]
+        """Torch swaps no tensors that have weak references: a swap would be lost without a word."""
         self.locals = [local_of(parameter) for parameter in parameters]
         """The parameters themselves; for DTensors their local tensors."""
         self.device = placeholder.device

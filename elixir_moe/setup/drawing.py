@@ -237,7 +237,10 @@ class _Answers(TorchFunctionMode):
             if func == _GETS_DEVICE:
                 return record.device
             if func in _TO_PYTHON:
-                return func(drawn(args[0]), *args[1:], **kwargs)
+                found = func(drawn(args[0]), *args[1:], **kwargs)
+                if func is not torch.Tensor.tolist:
+                    found.flags.writeable = False  # a write would be lost
+                return found
         if func == _SETS_DATA:
             return func(args[0], self._like(*args))
         device, before = kwargs.get("device"), self.explicit

@@ -4,8 +4,11 @@ Owns the search for overlapping bytes and the messages. Reads addresses and shap
 several names is no finding: it is tied, and stays so.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,7 +127,7 @@ def _extent(name: str, is_parameter: bool, tensor: Tensor) -> Iterator[_Extent]:
 
 
 def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors among the attributes of modules, also in lists, tuples and dicts there."""
+    """Tensors among the attributes of modules, also in containers and plain records there; none in closures."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         remade = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
@@ -136,8 +139,16 @@ def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _within(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, (list, tuple, dict)) and id(value) not in seen:
+    elif id(value) not in seen:
         seen.add(id(value))
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
+        items: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, (list, tuple, deque)):
+            items = enumerate(value)
+        elif isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, partial):
+            items = (*enumerate(value.args), *value.keywords.items())
+        elif isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+            items = getattr(value, "__dict__", {}).items()
+        for key, item in list(items):
             yield from _within(f"{name}[{key!r}]", item, seen)

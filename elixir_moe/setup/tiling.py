@@ -272,9 +272,7 @@ def _refusal(model: nn.Module, name: str, module: nn.Module) -> str | None:
     parameters = list(module.parameters(recurse=False))
     kind = type(module)
     if name == "":
-        return (
-            f"the model itself, a {kind.__name__}, owns a parameter that is too large: put it into a module of its own"
-        )
+        return f"the model itself ({kind.__name__}) owns a parameter that is too large: put it into a module of its own"
     if any(getattr(module, hooks) for hooks in _HOOKS_OF_STATES):
         return (
             f"module {name!r} has hooks of state dicts, which expect the whole parameters: tile the model before them"

@@ -140,6 +140,27 @@ def clip_by_rank() -> str:
     return str(error.value)
 
 
+def clip_what_is_foreign_to_one_rank() -> list[str]:
+    """(rank) The messages of ranks of which one is given a parameter of another model."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero2())
+    model(torch.ones(2, 8)).sum().backward()
+    given = [nn.Parameter(torch.ones(3)) if dist.get_rank() else model[0].weight]
+    said = []
+    for clip in (optimizer.clip_grad_norm_, optimizer.clip_grad_value_):
+        with pytest.raises(em.UsageError) as error:
+            clip(1.0, given)
+        said.append(str(error.value))
+    optimizer.step()
+    optimizer.close()
+    return said
+
+
+def test_a_parameter_that_is_foreign_to_one_rank_is_told_to_all(ranks: Ranks) -> None:
+    for said in ranks(2).run(clip_what_is_foreign_to_one_rank):
+        assert all("1 of 1 parameters are not those of the wrapped model" in text for text in said)
+
+
 def test_ranks_that_clip_different_parameters(ranks: Ranks) -> None:
     assert all("'0.weight' is among the parameters of 1 ranks of 2" in said for said in ranks(2).run(clip_by_rank))
 

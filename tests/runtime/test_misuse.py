@@ -594,3 +594,10 @@ def test_packed_weights_of_bitsandbytes_are_refused_by_name() -> None:
     model[0].weight = kind(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(em.ConfigError, match=r"'0.weight' is a Params4bit.*without load_in_4bit"):
         em.wrap(model, torch.optim.AdamW([model[0].bias]), plan=em.Plan.ddp())
+
+
+def test_the_tensors_of_parameters_are_not_swapped(pair: Pair) -> None:
+    model, _ = pair
+    first, second = [p for p in model.parameters() if p.dim() == 2][:2]
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(first, second)

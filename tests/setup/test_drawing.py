@@ -464,3 +464,14 @@ def failing() -> str:
 def test_all_ranks_learn_that_a_drawing_failed(ranks: Ranks) -> None:
     for message in ranks(2).run(failing):
         assert message == "[rank 0] MemoryError: no memory"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_values_go_to_numpy_for_reading_alone(inside: bool) -> None:
+    """A write there would be lost."""
+    with em.sharded_init():
+        layer = nn.Linear(2, 2)
+        if inside:
+            assert not layer.weight.data.numpy().flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        layer.weight.data.numpy()[:] = 5

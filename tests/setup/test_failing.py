@@ -181,3 +181,27 @@ def test_a_plan_is_compared_with_the_free_memory_of_the_gpu_that_ranks_share(ran
             r"device memory: the plan needs [\d.]+ KiB for 2 ranks on GPU-1 of .*, 1000 B are left \([\d.]+ KiB", text
         ), text
     assert ranks(2).run(gpu, 1 << 30, plan) == ["", ""]
+
+
+class Unready(nn.Linear):
+    """Cannot say its extra state on the second rank."""
+
+    def get_extra_state(self) -> int:
+        """Raises on the second rank."""
+        return 1 // (1 - dist.get_rank())
+
+    def set_extra_state(self, state: int) -> None:
+        """Takes it."""
+
+
+def describe_on_one_rank() -> str:
+    """(rank) The message of a wrap that fails on the second rank, behind which another works."""
+    with pytest.raises(em.ElixirError) as error:
+        wrap(Unready(2, 2))
+    _, optimizer = wrap(nn.Linear(2, 2))
+    optimizer.close()
+    return str(error.value)
+
+
+def test_extra_state_that_one_rank_lacks_is_told_to_all(ranks: Ranks) -> None:
+    assert all("ZeroDivisionError" in said for said in ranks(2).run(describe_on_one_rank))

@@ -1,7 +1,10 @@
 """Tensors that share a parameter's memory are named before `wrap`; tensors that only look like it are left alone."""
 
 import re
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +56,10 @@ def kept_in_a_list(pair: Pair) -> None:
     pair.b.kept = [{"rows": pair.a.weight.data}]
 
 
+def kept_in_a_record(pair: Pair) -> None:
+    pair.b.kept = SimpleNamespace(rows=deque([partial(torch.matmul, other=pair.a.weight.data)]))
+
+
 def memory_of_numpy(pair: Pair) -> None:
     values = torch.zeros(4, 4).numpy()
     pair.a.weight.data = torch.from_numpy(values)
@@ -66,6 +73,7 @@ SHARING: dict[Callable[[Pair], None], str] = {
     buffer_of_a_parameter: r"'b\.rows' shares memory with parameter 'a\.weight'.*compute it from the parameter",
     kept_view: r"'b\.turned' shares memory with parameter 'a\.weight'.*compute it from the parameter",
     kept_in_a_list: r"\"b\.kept\[0\]\['rows'\]\" shares memory with parameter 'a\.weight'",
+    kept_in_a_record: r"\"b\.kept\['rows'\]\[0\]\['other'\]\" shares memory with parameter 'a\.weight'",
     memory_of_numpy: r"'b\.values' shares memory with parameter 'a\.weight'",
 }
 

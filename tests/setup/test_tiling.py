@@ -332,7 +332,7 @@ def nothing(*_: Any, **__: Any) -> None: ...
     [
         (lambda: nn.Sequential(nn.Linear(64, 8)), 100, "a row of parameter '0.weight'.*256 bytes"),
         (lambda: nn.Sequential(nn.Conv1d(8, 64, 3)), 100, "module '0' is a Conv1d: expected Linear, Embedding"),
-        (lambda: nn.Linear(64, 8), 512, "the model itself, a Linear"),
+        (lambda: nn.Linear(64, 8), 512, r"the model itself \(Linear\) owns"),
         (lambda: nn.Sequential(Doubled(4, 64)), 512, "module '0' is a Doubled, which changes the forward"),
         (lambda: nn.Sequential(nn.Embedding(64, 4, sparse=True)), 512, "sparse"),
         (lambda: nn.Sequential(nn.Embedding(64, 4, max_norm=1.0)), 512, "max_norm"),
