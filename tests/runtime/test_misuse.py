@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 import elixir_moe as em
@@ -209,6 +211,32 @@ def test_a_wrapped_model_stays_what_it_is(pair: Pair, change: str) -> None:
         act(pair[0])
     after = em.full_state_dict(pair[0], all_ranks=True)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+HABITS: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
+    "optimizer's state": (lambda model, optimizer: get_optimizer_state_dict(model, optimizer), "are sharded"),
+    "model's state": (lambda model, _: get_model_state_dict(model), r"em\.full_state_dict"),
+    "second optimizer": (lambda model, _: torch.optim.SGD(model.parameters()).step(), "gradients .* are sharded"),
+    "another group": (lambda _, optimizer: optimizer.add_param_group({"params": []}), "before wrapping it"),
+}
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_habits_of_torchs_own_sharding_change_no_weight(pair: Pair, habit: str) -> None:
+    use, message = HABITS[habit]
+    model, _ = pair
+    before = em.full_state_dict(model, all_ranks=True)
+    backward(pair)
+    with pytest.raises(em.UsageError, match=message):
+        use(*pair)
+    torch.testing.assert_close(em.full_state_dict(model, all_ranks=True), before, rtol=0, atol=0)
+
+
+def test_modules_are_wrapped_for_recomputation_before_wrap(pair: Pair) -> None:
+    model, _ = pair
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    with pytest.raises(em.UsageError, match=r"_checkpoint_wrapped_module.*before wrap"):
+        em.full_state_dict(model)
 
 
 def test_moving_a_model_to_where_it_is_changes_nothing(pair: Pair) -> None:
