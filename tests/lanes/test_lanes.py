@@ -110,6 +110,12 @@ TELLING = [
     ),
     (1, LANDING_LATE),
     (1, Case(parts=("plain", "frozen"), plan="zero3", half=True, habits=frozenset({"evaluation"}))),
+    (
+        1,
+        Case(
+            parts=("plain", "plain", "plain"), plan="zero3", blocks=0, half=True, habits=frozenset({"value", "write"})
+        ),
+    ),
 ]
 """Runs that between them need every wait: (ranks, case)."""
 
