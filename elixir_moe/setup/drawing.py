@@ -196,7 +196,9 @@ def sharded_init() -> Iterator[None]:
 
     New tensors are on the default device of that moment. With an explicit ``device="cpu"`` a tensor is made as always.
     What is written to the model after the context and before `wrap` counts too: initialisers, conversions, copies,
-    `load_state_dict`.
+    parametrisations, `load_state_dict`. A parameter made afterwards has memory, and torch lets it take nothing of the
+    model's as its ``data``: create adapters that are computed from the model (peft's PiSSA and OLoRA) in the context,
+    or in another one.
 
     Raises:
         ConfigError: the default device is meta; or an operator cannot be recorded. The message names the module that
@@ -245,6 +247,8 @@ class _Answers(TorchFunctionMode):
             return func(args[0], self._like(*args))
         device, before = kwargs.get("device"), self.explicit
         self.explicit = device is not None and torch.device(device) not in (self._device, _META)
+        if func is torch.Tensor.__deepcopy__ and record_of(args[0]) is None:
+            self.explicit = True  # of a tensor that has memory; torch copies its storage by operators without a device
         try:
             return func(*args, **kwargs)
         finally:
@@ -303,10 +307,12 @@ class _Recorder(TorchDispatchMode):
         try:
             results = func(*on_meta[0], **on_meta[1])
         except NotImplementedError as error:
-            raise ConfigError(
-                f"{_caller()} calls {func}, which em.sharded_init cannot record: build that module outside the "
-                f'context, or its tensors with device="cpu"'
-            ) from error
+            if _written(func, args, kwargs) or torch.Tag.nondeterministic_seeded in func.tags:
+                raise ConfigError(
+                    f"{_caller()} calls {func}, which em.sharded_init cannot record: build that module outside the "
+                    f'context, or its tensors with device="cpu"'
+                ) from error
+            results = self._shaped_by_values(func, args, kwargs)
         leaves = tree_leaves(results)
         fresh = [i for i, t in enumerate(leaves) if _is_tensor(t) and record_of(t) is None]
         operands = [t for t in tree_leaves((args, kwargs)) if _is_tensor(t) and t.is_meta]
@@ -328,6 +334,11 @@ class _Recorder(TorchDispatchMode):
             kwargs = {**kwargs, "device": self._device}
         self._append(func, args, kwargs, made, list(before), list(written), random)
         return results
+
+    def _shaped_by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The results on meta of an operator that torch does not run there, such as `geqrf`."""
+        real_args, real_kwargs = tree_map(_value, (args, kwargs))
+        return tree_map(lambda a: a.to(_META) if _is_tensor(a) else a, func(*real_args, **real_kwargs))
 
     def _append(
         self,
@@ -451,7 +462,10 @@ def _caller() -> str:
 
 
 class _Followed(Tensor):
-    """A tensor of the context after it: functions on it run as in the context, so that writes are recorded."""
+    """A tensor or parameter of the context after it: functions on it run as in the context, and writes are recorded.
+
+    A parameter has torch's mark of parameters of other classes, `_is_param`.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -465,9 +479,13 @@ class _Followed(Tensor):
         _follow(tree_leaves(results))
         return results
 
-
-class _FollowedParameter(_Followed, nn.Parameter):
-    """The same for a parameter."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            copied = self.detach().clone(memory_format=torch.preserve_format).requires_grad_(self.requires_grad)
+            if isinstance(self, nn.Parameter):
+                copied._is_param = True
+            memo[id(self)] = copied
+        return memo[id(self)]
 
 
 def _follow(objects: Iterable[Any]) -> None:
@@ -475,7 +493,9 @@ def _follow(objects: Iterable[Any]) -> None:
     for found in objects:
         kind = type(found)  # isinstance would ask objects that pretend to be of another class
         if (kind is Tensor or kind is nn.Parameter) and record_of(found) is not None:
-            found.__class__ = _Followed if kind is Tensor else _FollowedParameter
+            found.__class__ = _Followed
+            if kind is nn.Parameter:
+                found._is_param = True
 
 
 @contextmanager
@@ -486,7 +506,8 @@ def plain_on_meta(model: nn.Module) -> Iterator[None]:
     """
     followed = [t for t in (*model.parameters(), *model.buffers()) if isinstance(t, _Followed)]
     for tensor in followed:
-        tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor  # type: ignore[assignment]
+        kind = nn.Parameter if vars(tensor).pop("_is_param", False) else Tensor
+        tensor.__class__ = kind  # type: ignore[assignment]
     try:
         yield
     except BaseException:

@@ -9,6 +9,7 @@ import gc
 import math
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -145,7 +146,7 @@ class Changed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4, bias=False)
-        self.recurrent = nn.LSTM(4, 4)
+        self.recurrent, self.norm = nn.LSTM(4, 4), nn.BatchNorm1d(4)
         self.register_buffer("table", torch.arange(6.0))
         self.register_buffer("odd", self.table[1::2])
         self.kept = [{"rates": torch.rand(3)}, (torch.zeros(2), self.table)]
@@ -168,7 +169,9 @@ def by_apply(model: Any) -> None:
 
 
 def by_state_dict(model: Any) -> None:
-    model.load_state_dict({name: torch.randn_like(value) for name, value in Changed().state_dict().items()})
+    model.load_state_dict(
+        {name: torch.randn_like(value, dtype=torch.float32) for name, value in Changed().state_dict().items()}
+    )
 
 
 def by_operators(model: Any) -> None:
@@ -198,6 +201,20 @@ def by_copies(model: Any) -> None:
     model.first.weight = nn.Parameter(model.first.weight.detach() * 2)
 
 
+def by_parametrisations(model: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.first)
+    nn.utils.parametrizations.orthogonal(model.second)
+    nn.utils.parametrizations.spectral_norm(model.recurrent, "weight_ih_l0")
+
+
+def by_parameters(model: Any) -> None:
+    model.first.bias = nn.Parameter(model.first.bias)
+    model.first.weight = nn.Parameter(model.first.weight, requires_grad=False)
+    norm = copy.deepcopy(model.norm)
+    norm.running_mean.add_(torch.rand(4))
+    model.norm = norm
+
+
 def shared(model: Any) -> tuple[bool, bool]:
     view = model.odd.untyped_storage().data_ptr() == model.table.untyped_storage().data_ptr()
     return view, model.kept[1][1] is model.table
@@ -211,6 +228,8 @@ CHANGES: list[Callable[[Any], None]] = [
     by_data,
     by_conversion,
     by_copies,
+    by_parametrisations,
+    by_parameters,
 ]
 
 
@@ -246,6 +265,23 @@ def test_what_is_written_is_what_a_plain_start_writes(change: Callable[[Any], No
     assert not any(isinstance(p, _Followed) for p in model.parameters()), "wrapped like a plain model"
 
 
+def adapted(context: Callable[[], Any], kind: str) -> Any:
+    import peft
+
+    torch.manual_seed(SEED)
+    with context():
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
+    with context():
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=kind))
+
+
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+def test_adapters_computed_from_the_model_are_created_in_another_context(kind: str) -> None:
+    wanted, found = tensors_of(adapted(nullcontext, kind)), tensors_of(adapted(em.sharded_init, kind))
+    assert wanted.keys() == found.keys()
+    assert [name for name, value in wanted.items() if not torch.equal(drawn(found[name]), value)] == []
+
+
 def test_a_refused_model_can_be_changed_and_wrapped_again() -> None:
     with em.sharded_init():
         model = nn.Linear(3, 3)
@@ -257,6 +293,18 @@ def test_a_refused_model_can_be_changed_and_wrapped_again() -> None:
     state = em.full_state_dict(model)
     sharded.close()
     assert torch.equal(state["weight"], torch.ones(3, 3))
+
+
+def test_a_parameter_is_one_after_the_context() -> None:
+    torch.manual_seed(SEED)
+    with em.sharded_init():
+        layer = nn.BatchNorm1d(3)
+    copied = copy.deepcopy(layer)
+    for model in (layer, copied):
+        assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
+        assert isinstance(model.weight, nn.Parameter) and not isinstance(model.running_mean, nn.Parameter)
+        assert not isinstance(model.weight * 1, nn.Parameter)
+        assert repr(model.weight).startswith("Parameter")
 
 
 @pytest.mark.parametrize("kind", ["hook", "after"])
@@ -422,10 +470,17 @@ def test_no_rank_holds_more_than_its_shards_and_one_parameter(ranks: Ranks) -> N
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
+class Factored(nn.Linear):
+    """Writes with an operator that torch does not run on meta."""
+
+    def reset_parameters(self) -> None:
+        torch.geqrf(torch.rand_like(self.weight), out=(self.weight.data, self.bias.data))
+
+
 def test_the_module_that_cannot_be_recorded_is_named() -> None:
-    message = r"_Orthogonal\.right_inverse calls aten\.geqrf\.default, which em\.sharded_init cannot record"
+    message = r"Factored\.reset_parameters calls aten\.geqrf\.a, which em\.sharded_init cannot record"
     with pytest.raises(ConfigError, match=message), em.sharded_init():
-        nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+        Factored(4, 4)
 
 
 def test_meta_is_no_default_device_for_it() -> None:
