@@ -51,7 +51,7 @@ from elixir_moe.setup.agreement import (
 )
 from elixir_moe.setup.checks import check_arguments, check_data, check_disk, check_modules
 from elixir_moe.setup.drawing import plain_on_meta
-from elixir_moe.setup.filling import Passage, build_chunks, move_buffers, open_files
+from elixir_moe.setup.filling import Passage, build_chunks, open_files, settle_buffers
 from elixir_moe.setup.tiling import tile_to_fit
 from elixir_moe.state.full import groups_needed, refuse_plain_state_dicts
 from elixir_moe.state.huggingface import Pretrained, refuse_merges
@@ -226,12 +226,12 @@ def _wrapped(
 
     shards, blocks, passage = made_on_all_ranks("allocated their memory", allocate)
 
-    # 4. Move the weights, and build what moves them: the scheduler, the hooks and the optimizer.
+    # 4. Move buffers and weights, and build what moves weights: the scheduler, the hooks and the optimizer.
+    settle_buffers(model, pretrained, device)
     made.callback(passage.undo)
-    chunks = build_chunks(layout, model, described, shards, communicators, placeholder, pretrained, passage)
+    chunks = build_chunks(layout, described, shards, communicators, placeholder, pretrained, passage)
 
     def build() -> tuple[Scheduler, HostCheckpoints | None, Hooks, ShardedOptimizer]:
-        move_buffers(model, device)
         staging = None
         if size.staging_bytes:
             with allocation(size.staging_bytes, "the staging buffer of reductions", Tier.DEVICE):

@@ -17,7 +17,7 @@ from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
 from elixir_moe.chunks.plan import Plan, Tier, values_bytes
 from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
-from elixir_moe.errors import TierError
+from elixir_moe.errors import ConfigError, ElixirError, TierError
 from elixir_moe.memory.disk import Spill
 from elixir_moe.memory.disk_values import ValuesFile
 from elixir_moe.memory.shard_state import ShardState
@@ -62,7 +62,6 @@ class Passage:
 
 def build_chunks(
     layout: Layout,
-    model: nn.Module,
     spec: ModelSpec,
     shards: Sequence[ShardState],
     communicators: Mapping[tuple[int, ...], Communicator],
@@ -72,16 +71,13 @@ def build_chunks(
 ) -> list[Chunk]:
     """Creates the chunks one after another, with the weights of the model in their shards. Collective.
 
-    Parameters and buffers on meta are read from `pretrained`, or drawn if the model was built under `sharded_init`.
+    Parameters on meta are read from `pretrained`, or drawn if the model was built under `sharded_init`.
 
     Raises:
         CheckpointError: `pretrained` could not be read; on all ranks.
-        ElixirError: a parameter or buffer could not be drawn or moved; on all ranks.
+        ElixirError: a parameter could not be drawn or moved; on all ranks.
     """
-    if pretrained is not None:
-        pretrained.fill_buffers()
     moving = Deferred("moved their weights")
-    moving.run(partial(_draw_buffers, model))
     sources = _Sources(pretrained, moving, passage)
     most = max((slot.numel for chunk in layout.chunks for slot in chunk.slots), default=0) // 2
     chunks = []
@@ -221,16 +217,40 @@ def _draw_buffers(model: nn.Module) -> None:
                     tensors[name] = new
 
 
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Moves all buffers to `device`, or none; a buffer with several names stays shared."""
+def settle_buffers(model: nn.Module, pretrained: Pretrained | None, device: torch.device) -> None:
+    """Moves all buffers to `device`, or none on any rank; a buffer with several names stays shared. Collective.
+
+    Buffers on meta are read from `pretrained` first, or drawn if the model was built under `sharded_init`.
+
+    Raises ElixirError on all ranks if one fails.
+    """
+    if pretrained is not None:
+        pretrained.fill_buffers()
     moved: dict[torch.Tensor, torch.Tensor] = {}
-    for buffer in model.buffers():
-        with allocation(bytes_of(buffer), "a buffer", Tier.DEVICE):
-            moved[buffer] = buffer.to(device)
+
+    def move() -> None:
+        _draw_buffers(model)
+        for name, buffer in model.named_buffers():
+            moved[buffer] = _moved(name, buffer, device)
+
+    raise_on_all_ranks("moved their buffers", move)
     for module in model.modules():
         for name, here in module._buffers.items():
             if here is not None:
                 module._buffers[name] = moved[here]
+
+
+def _moved(name: str, buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    try:
+        with allocation(bytes_of(buffer), f"buffer {name!r}", Tier.DEVICE):
+            return buffer.to(device)
+    except ElixirError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"buffer {name!r}, of {type(buffer).__name__}, cannot be moved to {device} "
+            f"({type(error).__name__}: {error}): register a plain tensor"
+        ) from error
 
 
 def open_files(

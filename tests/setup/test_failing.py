@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -57,6 +57,10 @@ def fill(shard: MixedShard, values: torch.Tensor, start: int = 0) -> None:
     ShardState.fill(shard, values, start)
 
 
+def of_integers(*args: Any, **_: Any) -> bool:
+    return args[0].dtype == torch.int64
+
+
 IN_TIME = {
     "shards": (torch, "empty", when(torch.empty, with_dtype(torch.bfloat16)), "host memory: cannot allocate .* shards"),
     "blocks": (torch, "zeros", when(torch.zeros, with_dtype(torch.uint8)), "device memory: cannot allocate .* a block"),
@@ -66,6 +70,7 @@ IN_TIME = {
         when(torch.empty, with_dtype(torch.uint8)),
         "cannot allocate .* for weights on their way",
     ),
+    "buffers": (torch.Tensor, "to", when(torch.Tensor.to, of_integers), "cannot allocate 24 B for buffer 'counts'"),
 }
 """Failures before the first weight moves: (owner, name, what it is replaced by, message)."""
 TOO_LATE = {
@@ -95,10 +100,10 @@ def wrap(model: nn.Module) -> Any:
 
 def built(sharded: bool) -> nn.Module:
     torch.manual_seed(3)
-    if not sharded:
-        return Net()
-    with em.sharded_init():
-        return Net()
+    with em.sharded_init() if sharded else nullcontext():
+        model = Net()
+        model.register_buffer("counts", torch.arange(3))
+    return model
 
 
 def fail(name: str, sharded: bool) -> dict[str, Any]:
@@ -138,7 +143,7 @@ def trained(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("name", with_further(IN_TIME, ("blocks",)))
+@pytest.mark.parametrize("name", with_further(IN_TIME, ("blocks", "buffers")))
 def test_a_wrap_that_runs_out_of_memory_leaves_the_model_as_it_was(name: str, ranks: Ranks) -> None:
     for found in ranks(2).run(fail, name, False):
         kind, text = found["error"]
@@ -153,6 +158,35 @@ def test_a_wrap_that_fails_when_weights_have_moved_leaves_a_model_on_meta(name: 
         assert kind.endswith("Error") and re.search(r"\[rank 1\] .*" + TOO_LATE[name][3], text), text
         assert (found["left"], found["hooks"]) == ({}, 0)
         assert "on the meta device" in found["again"][0]
+
+
+class Rooted(torch.Tensor):
+    """A buffer that cannot be moved."""
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("it stays")
+
+
+def keep_a_buffer() -> dict[str, Any]:
+    model = built(False)
+    counts = model.counts
+    if dist.get_rank() == 1:
+        model.counts = counts.as_subclass(Rooted)
+    with pytest.raises(em.ElixirError) as error:
+        wrap(model)
+    model.counts = counts
+    found, wanted = trained(model), trained(built(False))
+    again = [name for name, value in wanted.items() if not torch.equal(value, found[name])]
+    return {"error": f"{type(error.value).__name__}: {error.value}", "again": again}
+
+
+def test_a_buffer_that_cannot_be_moved_costs_nothing(ranks: Ranks) -> None:
+    for found in ranks(2).run(keep_a_buffer):
+        assert found["error"] == (
+            "ConfigError: [rank 1] buffer 'counts', of Rooted, cannot be moved to cpu (NotImplementedError: it stays): "
+            "register a plain tensor"
+        )
+        assert found["again"] == []
 
 
 @pytest.mark.parametrize("name", with_further(TOO_LATE, ("disk",)))
