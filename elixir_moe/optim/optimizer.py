@@ -54,6 +54,19 @@ class _LastStep:
     """The segments that have counted the step."""
 
 
+class _StateInShards(dict[Any, Any]):
+    """An empty state that refuses to be taken for the optimizer's: torch would initialise it by a step at rate 0."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise UsageError(
+            "a sharded optimizer's state is kept in shards, not in optimizer.state, where get_optimizer_state_dict and "
+            "set_optimizer_state_dict of torch.distributed.checkpoint look for it: save model and optimizer with "
+            "em.save, load them with em.load; options are in optimizer.param_groups"
+        )
+
+    __bool__ = __missing__ = _refuse
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """The optimizer that `wrap` returns in place of the user's; shares its `param_groups`."""
 
@@ -69,6 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """`on_device`: of all ranks of the model, if nothing but the norm would make the host wait for the device."""
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
+        self.state = _StateInShards()  # type: ignore[assignment]
         self._inner = inner
         self._scheduler = scheduler
         self._hooks = hooks

@@ -7,6 +7,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim.swa_utils import AveragedModel
 
 import elixir_moe as em
@@ -214,7 +219,7 @@ def test_a_wrapped_model_stays_what_it_is(pair: Pair, change: str) -> None:
 
 
 HABITS: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
-    "optimizer's state": (lambda model, optimizer: get_optimizer_state_dict(model, optimizer), "are sharded"),
+    "optimizer's state": (lambda model, optimizer: get_optimizer_state_dict(model, optimizer), r"em\.save"),
     "model's state": (lambda model, _: get_model_state_dict(model), r"em\.full_state_dict"),
     "second optimizer": (lambda model, _: torch.optim.SGD(model.parameters()).step(), "gradients .* are sharded"),
     "another group": (lambda _, optimizer: optimizer.add_param_group({"params": []}), "before wrapping it"),
@@ -229,6 +234,27 @@ def test_habits_of_torchs_own_sharding_change_no_weight(pair: Pair, habit: str) 
     backward(pair)
     with pytest.raises(em.UsageError, match=message):
         use(*pair)
+    torch.testing.assert_close(em.full_state_dict(model, all_ranks=True), before, rtol=0, atol=0)
+
+
+STATES: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "get": get_optimizer_state_dict,
+    "set": lambda model, optimizer: set_optimizer_state_dict(model, optimizer, {"state": {}, "param_groups": [{}]}),
+    "of a parameter": lambda model, optimizer: optimizer.state[model.first.weight]["exp_avg"],
+}
+
+
+@pytest.mark.parametrize("use", STATES.values(), ids=STATES)
+def test_the_optimizers_state_is_saved_by_the_library(pair: Pair, use: Callable[..., Any], tmp_path: Path) -> None:
+    model, optimizer = pair
+    rate, before = optimizer.param_groups[0]["lr"], em.full_state_dict(model, all_ranks=True)
+    with pytest.raises(em.UsageError, match=r"kept in shards.*em\.save.*em\.load.*param_groups"):
+        use(model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == rate, "torch sets it to 0 for a step that initialises the state"
+    em.save(tmp_path / "saved", model, optimizer)
+    backward(pair)
+    optimizer.step()
+    em.load(tmp_path / "saved", model, optimizer)
     torch.testing.assert_close(em.full_state_dict(model, all_ranks=True), before, rtol=0, atol=0)
 
 
