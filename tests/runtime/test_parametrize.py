@@ -260,7 +260,8 @@ CASES = {
 for suffix, reentrant in CHECKPOINTS.items():
     for name, layer in {"inside": LayerInside, "around": LayerAround, "inverted": LayerInverted}.items():
         CASES[f"{name}{suffix}"] = Case(layers_of(layer, reentrant))
-        CASES[f"{name}, frozen{suffix}"] = Case(layers_of(layer, reentrant, True))
+        blocks = 4 if reentrant is None else 5  # a region's three chunks, and the two gradients of the layer behind it
+        CASES[f"{name}, frozen{suffix}"] = Case(layers_of(layer, reentrant, True), blocks=blocks)
     CASES[f"plain{suffix}"] = Case(layers_of(Layer, reentrant))
     CASES[f"same{suffix}"] = Case(layers_of(LayerSame, reentrant))
     CASES[f"peft{suffix}"] = Case(layers_of(Layer, reentrant), before=adapters, blocks=4)
