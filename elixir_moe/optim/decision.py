@@ -1,10 +1,11 @@
 """The decisions of all ranks before an update: the gradient norm, whether it is finite, and which gradients exist.
 
 Owns the one small all-reduce of a step (and one more between pipeline stages), the clipping and the loss scale. Changes
-no weight.
+no weight. The all-reduce tells ranks that ask for different clippings, too, by the bits of a checksum.
 """
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from elixir_moe.distributed.all_ranks import ControlGroups, gathered
+from elixir_moe.distributed.all_ranks import ControlGroups, gathered, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import UsageError
@@ -22,6 +23,23 @@ from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.scheduler import Scheduler
+
+_BITS = 32
+"""Bits of a checksum that tells whether ranks have asked for the same."""
+_MOST_TEXT = 200
+"""Most characters of one rank's request in an error message."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """The parameters that a clipping was given."""
+
+    parameters: Set[nn.Parameter]
+    """The trainable ones."""
+    whole: bool
+    """They are all trainable ones of the model, and nothing else was given."""
+    problem: str
+    """What is wrong with those given; "" if nothing."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,6 +77,8 @@ class StepDecision:
         half = any(chunk.spec.key.dtype is torch.float16 for chunk in chunks)
         self.loss_scale = LossScale() if half else None
         self._on_device = on_device
+        self._asked: list[str] = []
+        """The clippings that the facts of all ranks do not include yet: all ranks ask for the same."""
         self._forget()
 
     def _forget(self) -> None:
@@ -86,6 +106,7 @@ class StepDecision:
         self._hooks.check_outside("optimizer.clip_grad_norm_()")
         if limit < math.inf:
             self._scheduler.refuse_begun("optimizer.clip_grad_norm_() with a limit")
+            self._asked.append(f"clip_grad_norm_({limit})")
         norm = self.facts().norm * self._clip
         if isinstance(norm, torch.Tensor):
             self._clip = self._clip * (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -94,28 +115,30 @@ class StepDecision:
         self._clipped |= limit < math.inf
         return norm
 
-    def clip_part(self, limit: float, parameters: Set[nn.Parameter]) -> float:
+    def clip_part(self, limit: float, chosen: Chosen) -> float:
         """Scales the gradients of some parameters so that their norm is at most `limit`; returns the norm before.
 
         The host waits for the norm. Collective, for the same parameters on all ranks.
         """
         self._hooks.check_outside("optimizer.clip_grad_norm_()")
         self._scheduler.refuse_begun("optimizer.clip_grad_norm_() of some of the parameters")
-        total = self._squares(parameters).sum().reshape(1)
+        self._agree("clip_grad_norm_", limit, chosen)
+        total = self._squares(chosen.parameters).sum().reshape(1)
         self._groups.sum_over_stages(total)
         norm = math.sqrt(total.item())
         if math.isfinite(norm):  # `step` refuses another one, so there is nothing to clip
             factor = min(1.0, limit / (norm + 1e-6))
-            self._change(parameters, limit, lambda _, part: part.mul_(factor))
+            self._change(chosen.parameters, limit, lambda _, part: part.mul_(factor))
         return norm
 
-    def clip_values(self, limit: float, parameters: Set[nn.Parameter]) -> None:
+    def clip_values(self, limit: float, chosen: Chosen) -> None:
         """Clamps the parameters' gradients so that the next update sees none beyond `limit`; overflowed ones stay.
 
         Collective.
         """
         self._hooks.check_outside("optimizer.clip_grad_value_()")
         self._scheduler.refuse_begun("optimizer.clip_grad_value_()")
+        self._agree("clip_grad_value_", limit, chosen)
         if not math.isfinite(self.facts().norm):  # the host waits here, wherever the norm is
             return
 
@@ -123,7 +146,20 @@ class StepDecision:
             bound = min(limit / scale if scale else math.inf, torch.finfo(part.dtype).max)
             part.clamp_(-bound, bound)
 
-        self._change(parameters, limit, clamp)
+        self._change(chosen.parameters, limit, clamp)
+
+    def _agree(self, method: str, limit: float, chosen: Chosen) -> None:
+        """Agrees with all ranks on what is clipped, in the all-reduce of the norm if it is still to come. Collective.
+
+        Raises UsageError if ranks ask for different clippings, or for one that is wrong.
+        """
+        names = (
+            "" if chosen.whole else f", {[self._hooks.name_of(p) for p in self._parameters if p in chosen.parameters]}"
+        )
+        self._asked.append(chosen.problem or f"{method}({limit}{names})")
+        self.facts()
+        if not chosen.whole:
+            raise_on_all_ranks("checked what is clipped", partial(_refuse, chosen.problem), self._groups.control)
 
     def _change(
         self, parameters: Set[nn.Parameter], limit: float, change: Callable[[float, torch.Tensor], object]
@@ -206,13 +242,18 @@ class StepDecision:
         used_here = map(self._scheduler.used.__contains__, self._slots)
         unseen = self._scheduler.written_unseen() is not None
         known = float(mine) if norm is None else 0.0
-        votes = torch.tensor([known, begun, float(unseen), *used_here], dtype=torch.float64, device="cpu")
+        asked, self._asked = "; ".join(self._asked), []
+        bits = [zlib.crc32(asked.encode()) >> i & 1 for i in range(_BITS)]
+        votes = torch.tensor([known, begun, float(unseen), *bits, *used_here], dtype=torch.float64, device="cpu")
         with Wait("the all-reduce of the gradient norm over all ranks"):
             self._groups.sum_over_peers(votes)
             self._groups.sum_over_stages(votes[:2])
-        squares, begun_anywhere, unseen_writes, *used = votes.tolist()
+        squares, begun_anywhere, unseen_writes, *rest = votes.tolist()
+        bits, used = rest[:_BITS], rest[_BITS:]
         if unseen_writes:
             self._refuse_unseen_writes()
+        if not {0, len(self._groups.peers)}.issuperset(bits):
+            self._refuse_different(asked)
         norm = squares**0.5 if norm is None else norm
         if not begun_anywhere and not math.isfinite(squares):
             self._scheduler.final.clear()  # the step may be given up
@@ -275,6 +316,20 @@ class StepDecision:
             f"a forward has written parameter {name!r} through .data, and the write is lost: write to the parameter "
             f"itself under torch.no_grad(), as in self.weight.copy_(values)"
         )
+
+    def _refuse_different(self, asked: str) -> None:
+        """Raises UsageError on all ranks: they have asked for different clippings. Collective."""
+        everyone = gathered(asked, self._groups.peers_group)
+        other = next(i for i, found in enumerate(everyone) if found != everyone[0])
+        said = [f"rank {self._groups.peers[i]} calls {everyone[i][:_MOST_TEXT] or 'nothing'}" for i in (0, other)]
+        raise UsageError(
+            f"ranks clip differently: {said[0]}, {said[1]}; every rank clips the same parameters to the same limit"
+        )
+
+
+def _refuse(problem: str) -> None:
+    if problem:
+        raise UsageError(problem)
 
 
 def _on_host(numbers: Sequence[float | torch.Tensor]) -> torch.Tensor:

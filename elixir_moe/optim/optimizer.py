@@ -17,16 +17,15 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.distributed.all_ranks import ControlGroups, raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.errors import ConfigError, ElixirError, UsageError
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.disk import DiskFile
-from elixir_moe.optim.decision import Facts, StepDecision
+from elixir_moe.optim.decision import Chosen, Facts, StepDecision
 from elixir_moe.optim.early import EarlyUpdates
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.shard_update import AdamUpdate, Segment, cut, update_for
@@ -146,13 +145,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 host waits for that norm, and gradients are scaled at once, in their dtype.
 
         Raises:
-            UsageError: a parameter is not the model's, or ranks give different ones.
+            UsageError: a parameter is not the model's, or ranks give different ones, or different limits.
         """
         limit = _limit("clip_grad_norm_(max_norm", max_norm)
         self.check_last_step()
-        chosen = self._chosen("optimizer.clip_grad_norm_()", parameters)
-        whole = len(chosen) == len(self._parameters)
-        norm = self._decision.clip(limit) if whole else self._decision.clip_part(limit, chosen)
+        chosen = self._chosen("clip_grad_norm_", parameters)
+        norm = self._decision.clip(limit) if chosen.whole else self._decision.clip_part(limit, chosen)
         return norm.float() if isinstance(norm, torch.Tensor) else torch.tensor(norm, device="cpu")
 
     @torch.no_grad()
@@ -168,10 +166,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameters: clips the gradients of these parameters of the model alone.
 
         Raises:
-            UsageError: a parameter is not the model's.
+            UsageError: a parameter is not the model's, or ranks give different ones, or different limits.
         """
         self.check_last_step()
-        chosen = self._chosen("optimizer.clip_grad_value_()", parameters)
+        chosen = self._chosen("clip_grad_value_", parameters)
         self._decision.clip_values(_limit("clip_grad_value_(clip_value", clip_value), chosen)
 
     @torch.no_grad()
@@ -340,24 +338,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------------- helpers
 
-    def _chosen(self, what: str, given: Iterable[torch.Tensor] | torch.Tensor | None) -> set[nn.Parameter]:
-        """The trainable parameters among those given to a clipping; None gives all. Raises UsageError for others."""
+    def _chosen(self, method: str, given: Iterable[torch.Tensor] | torch.Tensor | None) -> Chosen:
+        """The trainable parameters among those given to a clipping; None gives all."""
         mine = set(self._parameters)
         if given is None:
-            return mine
-        chosen = {given} if isinstance(given, torch.Tensor) else set(given)
-        foreign = chosen - mine - set(self._frozen)
-
-        def check() -> None:
-            if foreign:
-                raise UsageError(
-                    f"{what}: {len(foreign)} of {len(chosen)} parameters are not those of the wrapped model; clip them "
-                    f"apart, with torch.nn.utils"
-                )
-
-        if foreign or not chosen >= mine:
-            raise_on_all_ranks("checked what is clipped", check, self.kept.groups.control)
-        return mine & chosen
+            return Chosen(parameters=mine, whole=True, problem="")
+        all_given = {given} if isinstance(given, torch.Tensor) else set(given)
+        foreign, problem = all_given - mine - set(self._frozen), ""
+        if foreign:
+            problem = (
+                f"optimizer.{method}(): {len(foreign)} of {len(all_given)} parameters are not those of the wrapped "
+                f"model; clip them apart, with torch.nn.utils"
+            )
+        return Chosen(parameters=mine & all_given, whole=not foreign and all_given >= mine, problem=problem)
 
     def _check_parameters(self, what: str) -> None:
         """Raises UsageError for parameters that have changed since `wrap`, or whose ``grad`` was set by hand."""

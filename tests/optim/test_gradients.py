@@ -162,7 +162,85 @@ def test_a_parameter_that_is_foreign_to_one_rank_is_told_to_all(ranks: Ranks) ->
 
 
 def test_ranks_that_clip_different_parameters(ranks: Ranks) -> None:
-    assert all("'0.weight' is among the parameters of 1 ranks of 2" in said for said in ranks(2).run(clip_by_rank))
+    for said in ranks(2).run(clip_by_rank):
+        assert (
+            "rank 0 calls clip_grad_norm_(1.0, ['0.weight']), rank 1 calls clip_grad_norm_(1.0, ['1.weight'])" in said
+        )
+
+
+def clip_a_part_after_the_norm() -> str:
+    """(rank) The message of ranks that know the norm already, and clip different parameters."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero2())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.clip_grad_norm_(torch.inf)
+    with pytest.raises(em.UsageError) as error:
+        optimizer.clip_grad_norm_(1.0, model[dist.get_rank()].weight)
+    optimizer.zero_grad()
+    optimizer.close()
+    return str(error.value)
+
+
+def test_ranks_that_clip_different_parameters_after_the_norm(ranks: Ranks) -> None:
+    for said in ranks(2).run(clip_a_part_after_the_norm):
+        assert "'0.weight' is among the parameters of 1 ranks of 2" in said
+
+
+ODD: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
+    "all and a part": (
+        lambda optimizer, _: optimizer.clip_grad_norm_(1.0),
+        lambda optimizer, model: optimizer.clip_grad_norm_(1.0, model[0].parameters()),
+    ),
+    "given and a part": (
+        lambda optimizer, model: optimizer.clip_grad_norm_(1.0, model.parameters()),
+        lambda optimizer, model: optimizer.clip_grad_norm_(1.0, [model[0].weight]),
+    ),
+    "limits": (
+        lambda optimizer, _: optimizer.clip_grad_norm_(1.0),
+        lambda optimizer, _: optimizer.clip_grad_norm_(2.0),
+    ),
+    "nothing": (lambda optimizer, _: optimizer.step(), lambda optimizer, _: optimizer.clip_grad_norm_(1.0)),
+    "values": (
+        lambda optimizer, _: optimizer.clip_grad_value_(1.0),
+        lambda optimizer, model: optimizer.clip_grad_value_(1.0, model[1].weight),
+    ),
+    "norm and values": (
+        lambda optimizer, _: optimizer.clip_grad_norm_(1.0),
+        lambda optimizer, _: optimizer.clip_grad_value_(1.0),
+    ),
+    "foreign": (
+        lambda optimizer, _: optimizer.clip_grad_norm_(1.0),
+        lambda optimizer, model: optimizer.clip_grad_norm_(1.0, [*model.parameters(), nn.Parameter(torch.ones(1))]),
+    ),
+}
+
+
+def clip_oddly(name: str) -> tuple[str, bool]:
+    """(rank) The message of ranks that clip differently, and whether a step afterwards is that of ranks that do not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    other = copy.deepcopy(model)
+    found = []
+    said = ""
+    for odd, plain in ((True, model), (False, other)):
+        model, optimizer = em.wrap(plain, torch.optim.AdamW(plain.parameters()), plan=em.Plan.zero2())
+        model(torch.ones(2, 8)).sum().backward()
+        if odd:
+            with pytest.raises(em.UsageError) as error:
+                ODD[name][dist.get_rank()](optimizer, model)
+            said = str(error.value)
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        found.append(em.full_state_dict(model, all_ranks=True))
+        optimizer.close()
+    return said, all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_ranks_that_clip_differently_fail_together(name: str, ranks: Ranks) -> None:
+    for said, same in ranks(2).run(clip_oddly, name):
+        assert "ranks clip differently: rank 0 calls" in said and "rank 1 calls" in said
+        assert same
 
 
 def test_a_backward_after_clipping_by_value_is_refused(pair: Any) -> None:
