@@ -32,7 +32,7 @@ from elixir_moe.optim.shard_update import AdamUpdate, Segment, cut, update_for
 from elixir_moe.optim.state import OptimizerState
 from elixir_moe.runtime.access import refuse_copy
 from elixir_moe.runtime.chunk import Chunk
-from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.hooks import Hooks, moved_since_wrap
 from elixir_moe.runtime.scheduler import Scheduler
 
 
@@ -222,8 +222,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finite, and the next call of the optimizer, a save or a load raises the error.
 
         Raises:
-            UsageError: a parameter frozen in `wrap` is trainable now, or a trainable one was added since;
-                ``parameter.grad`` was set by hand; gradients came after clipping, or some were lost.
+            UsageError: a parameter frozen in `wrap` is trainable now, a trainable one was added since, or one is at
+                another place in the model, as `apply_activation_checkpointing` puts it; ``parameter.grad`` was set by
+                hand; gradients came after clipping, or some were lost.
             ElixirError: a gradient is not finite; on all ranks alike, naming the parameters. No weight has changed,
                 unless updates have begun in backward.
         """
@@ -365,11 +366,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"a forward has given parameter {name!r} other memory (parameter.data = …): copy the values into "
                     f"the parameter itself under torch.no_grad(), as in self.weight.copy_(values)"
                 )
-        if new := self._hooks.new_parameters():
+        new, moved = self._hooks.changed_parameters()
+        if new:
             raise UsageError(
                 f"the model has trainable parameters that it had not in wrap: {new}; add and replace modules before "
                 f"wrap, and register there what makes parameters of its own"
             )
+        if moved:
+            raise UsageError(moved_since_wrap(moved))
         if thawed:
             raise UsageError(
                 f"parameters were frozen when wrapped and are trainable now: {thawed}; unfreeze before wrap"

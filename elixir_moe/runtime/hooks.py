@@ -39,6 +39,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import placed_like
+from elixir_moe.parallel.plain_state import unparametrized
 from elixir_moe.runtime.access import ParamAccess
 from elixir_moe.runtime.autograd import Hook, hook_outputs, in_backward
 from elixir_moe.runtime.chunk import ATTACHED, Placeholder
@@ -553,10 +554,26 @@ class Hooks:
         """The parameter's first name in the model."""
         return self._names[parameter]
 
-    def new_parameters(self) -> list[str]:
-        """Names of trainable parameters that the model did not have in `wrap`."""
+    def changed_parameters(self) -> tuple[list[str], list[tuple[str, str]]]:
+        """Names of trainable parameters that the model did not have in `wrap`; (name then, name now) of moved ones.
+
+        `torch.nn.utils.parametrize` may move parameters. The others must be back before anything is saved, which
+        nobody should learn at the end of a run.
+        """
+        new, moved = [], []
         with torch._C.DisableTorchFunctionSubclass():
-            return [n for n, p in self._root.named_parameters() if p.requires_grad and p not in self._names]
+            for name, parameter in self._root.named_parameters():
+                then = self._names.get(parameter)
+                if then is None:
+                    new += [name] * parameter.requires_grad
+                elif then != name and not self._still_at(then, parameter):
+                    moved.append((then, name))
+        return new, moved
+
+    def _still_at(self, then: str, parameter: nn.Parameter) -> bool:
+        wanted = unparametrized(then)
+        every = self._root.named_parameters(remove_duplicate=False)
+        return any(p is parameter and unparametrized(name) == wanted for name, p in every)
 
     def notice_failure(self) -> None:
         """Gives up a backward that stopped before its end."""
@@ -594,6 +611,14 @@ class Hooks:
         self._scheduler.rewind()
         self._forget_step()
         self._saved.updated()
+
+
+def moved_since_wrap(moved: Sequence[tuple[str, str]]) -> str:
+    """The error message for parameters with (name in `wrap`, name now)."""
+    return (
+        f"parameter {moved[0][0]!r} of wrap is at {moved[0][1]!r} now; {len(moved)} are tied, swapped or moved since: "
+        f"tie, swap and move parameters and modules, and call apply_activation_checkpointing, before wrap"
+    )
 
 
 def _merged(forwards: Sequence[Forward]) -> Forward:

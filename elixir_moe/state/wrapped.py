@@ -17,7 +17,7 @@ from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.plain_state import persistent_buffers, unparametrized
 from elixir_moe.parallel.rules import named_tensors
-from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.hooks import Hooks, moved_since_wrap
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
 from elixir_moe.runtime.model_spec import ModelSpec
 from elixir_moe.runtime.scheduler import Scheduler
@@ -88,10 +88,7 @@ def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
         raise UsageError(f"the model has {new} now and had not in wrap: add and replace modules before wrap")
     moved = [(spec.names[key[1]][0], name) for key, name in now.items() if key not in then]
     if moved:
-        raise UsageError(
-            f"parameter {moved[0][0]!r} of wrap is at {moved[0][1]!r} now; {len(moved)} are tied, swapped or moved "
-            f"since: tie, swap and move parameters and modules before wrap"
-        )
+        raise UsageError(moved_since_wrap(moved))
     missing = [name for key, name in then.items() if key not in now]
     missing += [name for name in spec.buffers if name not in buffers]
     if missing:

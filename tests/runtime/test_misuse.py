@@ -258,11 +258,34 @@ def test_the_optimizers_state_is_saved_by_the_library(pair: Pair, use: Callable[
     torch.testing.assert_close(em.full_state_dict(model, all_ranks=True), before, rtol=0, atol=0)
 
 
-def test_modules_are_wrapped_for_recomputation_before_wrap(pair: Pair) -> None:
-    model, _ = pair
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
-    with pytest.raises(em.UsageError, match=r"_checkpoint_wrapped_module.*before wrap"):
+def recompute(model: Any) -> Callable[[], Any]:
+    apply_activation_checkpointing(model, check_fn=lambda module: module is model.last)
+    return lambda: setattr(model, "last", model.last._checkpoint_wrapped_module)
+
+
+def swap(model: Any) -> Callable[[], Any]:
+    def back_and_forth() -> None:
+        first, second = model.layers[0].up, model.layers[1].up
+        model.layers[0].up, model.layers[1].up = second, first
+
+    back_and_forth()
+    return back_and_forth
+
+
+@pytest.mark.parametrize("change", [recompute, swap])
+def test_modules_are_wrapped_for_recomputation_and_moved_before_wrap(pair: Pair, change: Callable[..., Any]) -> None:
+    model, optimizer = pair
+    before = em.full_state_dict(model)
+    undo = change(model)
+    message = r"is at '.*(_checkpoint_wrapped_module|up)\.weight' now.*apply_activation_checkpointing.*before wrap"
+    backward(pair)
+    with pytest.raises(em.UsageError, match=message):
+        optimizer.step()
+    with pytest.raises(em.UsageError, match=message):
         em.full_state_dict(model)
+    undo()
+    torch.testing.assert_close(em.full_state_dict(model), before, rtol=0, atol=0)
+    optimizer.step()
 
 
 def test_moving_a_model_to_where_it_is_changes_nothing(pair: Pair) -> None:
@@ -352,6 +375,8 @@ def test_parameters_that_were_renamed_or_regrouped(pair: Pair) -> None:
     del pair[0].last
     with pytest.raises(em.UsageError, match=r"last\.weight.*before wrap"):
         em.full_state_dict(pair[0], all_ranks=True)
+    pair[0].last = pair[0].final
+    del pair[0].final
     pair[1].param_groups[0]["params"].pop()
     with pytest.raises(em.UsageError, match="param_groups were changed"):
         pair[1].step()
