@@ -259,6 +259,7 @@ class Hooks:
             self._forwards.append(self._current)
             if len(self._forwards) > _MOST_FORWARDS:  # most likely, the first ones never get a backward
                 self._forwards[:2] = [_merged(self._forwards[:2])]
+                self._scheduler.forget_round()
         if unit in self._current.entered:
             self._current.repeated.add(unit)
         self._current.entered.setdefault(unit, self._clock)

@@ -46,8 +46,6 @@ from elixir_moe.runtime.streams import Streams
 _MISSES_BEFORE_NEW_SCHEDULE = 3
 _SMALL_BYTES, _MOST_SMALL = 1 << 16, 16
 """Gradients of at most so many bytes are copied together, at most so many."""
-_LONGEST_RECORD = 1 << 20
-"""Most requests that are recorded, for programs that only ever run forward."""
 
 
 class Scheduler:
@@ -191,7 +189,7 @@ class Scheduler:
                 self._ask(verb, items, tracked=tracked, who=who)
                 return
             raise PlanError(f"{who} needs a block for each of {sorted({max(i, ~i) for i in items})}: {error}") from None
-        if tracked and len(self._record) < _LONGEST_RECORD:
+        if tracked:
             self._record.append(CacheRequest(verb, items))
         try:
             for load in loads:
@@ -285,9 +283,23 @@ class Scheduler:
             if chunk.spec.shards == 1:
                 chunk.arriving = self._streams.marked(Work())
                 return
-            with self._streams.gathering():
+            with self._streams.gathering(), self._issuing(chunk):
                 work = chunk.communicator.all_gather(chunk.block.wire(chunk.spec), chunk.spec.index, of=chunk.label)
                 chunk.arriving = self._streams.marked(work)
+
+    @contextmanager
+    def _issuing(self, chunk: Chunk) -> Iterator[None]:
+        """Around the issue of a collective and its record: what is interrupted between them would be issued twice.
+
+        Another rank's next message would then be taken for this one's.
+        """
+        if chunk.communicator.size > 1:
+            self.reductions.out_of_step = (
+                f"the gather or reduction of {chunk.label} was interrupted, and other ranks may have a part of it, "
+                "which what comes next would meet: start all ranks again, from the latest checkpoint"
+            )
+        yield
+        self.reductions.out_of_step = ""  # not after an error
 
     def _wait_for_unshard(self, chunk: Chunk) -> None:
         if chunk.arriving is None:
@@ -520,16 +532,17 @@ class Scheduler:
         self._make_final(chunk)
         with _unrecorded():
             gradients = chunk.gradients.complete()
-        with self._streams.reducing():
+        with self._streams.reducing(), self._issuing(chunk):
             work = self._streams.marked(self._issue_reduction(chunk, gradients))
+            if work.pending:
+                self._in_flight.append(work)
+            chunk.leaving, chunk.gradients = work, None
         if chunk.gradient_block is None:
             self._streams.keep_for_reducing(gradients)
             if chunk.placement is not ATTACHED:
                 self._landing.append(chunk)
-        chunk.leaving, chunk.gradients = work, None
         self.reductions_issued += 1
         if work.pending:
-            self._in_flight.append(work)
             self._leave_in_flight(REDUCTIONS_IN_FLIGHT)
         if chunk.gradient_block is not None:
             self._leave_gradient_block(chunk, work)
@@ -627,6 +640,10 @@ class Scheduler:
             kept = {chunk.spec.index for chunk in self.chunks if not chunk.spec.key.trainable}
             self.cache.follow(Schedule(record, kept=kept))
             self._rounds_missed = 0
+
+    def forget_round(self) -> None:
+        """Forgets the requests of this round, which becomes no schedule."""
+        self._record.clear()
 
     def rewind(self) -> None:
         """Starts another step."""

@@ -8,6 +8,7 @@ import contextlib
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from dis import opname
 from pathlib import Path
 from types import FrameType
@@ -18,7 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import elixir_moe as em
+from elixir_moe.distributed.collectives import Communicator
+from elixir_moe.errors import OutOfStepError
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from tests.support.ranks import RankPool
 
 D = 16
 STEPS = 6
@@ -210,3 +214,35 @@ def test_a_step_that_stops_halfway_says_to_load_a_checkpoint(tmp_path: Path) -> 
     optimizer.step()
     assert not same(em.full_state_dict(model), before)
     optimizer.close()
+
+
+def interrupted_after(name: str, collective: str) -> list[str]:
+    """What a model says after an interrupt between the issue of a collective and its record, on every rank."""
+    model, optimizer = wrapped(name, torch.float32)
+    issue, messages = getattr(Communicator, collective), []
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        issue(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    train(model, optimizer, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, collective, stop)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, optimizer, 1)
+    for again in (optimizer.zero_grad, lambda: train(model, optimizer, 1)):
+        try:
+            again()
+        except OutOfStepError as error:
+            messages.append(str(error))
+    optimizer.close()
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [("zero3", "all_gather"), ("zero3", "reduce_scatter"), ("offload", "reduce_scatter"), ("ddp", "all_reduce")],
+)
+def test_a_collective_is_not_issued_twice(name: str, collective: str, ranks: Callable[[int], RankPool]) -> None:
+    for messages in ranks(2).run(interrupted_after, name, collective):
+        assert messages and all("start all ranks again" in message for message in messages)
