@@ -13,6 +13,7 @@ from torch import nn
 
 from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
+from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import spec_of, whole_of
 from elixir_moe.parallel.pattern import Pattern
@@ -160,5 +161,6 @@ def _all(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """`tensor` of every rank, in rank order. Sent as bytes, since gloo does not send every dtype."""
     flat = tensor.reshape(-1).view(torch.uint8)
     pieces = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(pieces, flat, group=group)
+    with Wait("the all-gather of whole parameters", dist.get_process_group_ranks(group)):
+        dist.all_gather(pieces, flat, group=group)
     return [piece.view(tensor.dtype).view(tensor.shape) for piece in pieces]

@@ -40,6 +40,26 @@ def test_rank_0_has_it_and_all_if_asked(ranks: Ranks) -> None:
     assert second == ([], True)
 
 
+def lost_on_the_way() -> str:
+    """(rank) What a rank says when the others do not answer."""
+    model = nn.Linear(8, 8)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero3())
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Timed out waiting 6000ms")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(em.ElixirError) as error:
+        patch.setattr(dist, "all_gather", fail)
+        em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_answer_is_named(ranks: Ranks) -> None:
+    for message in ranks(2).run(lost_on_the_way):
+        assert message.startswith("the all-gather of whole parameters failed on rank")
+
+
 class Renaming(nn.Module):
     """Hooks and an override that rename, leave out, add and compute; a buffer and a module with two names."""
 
