@@ -334,9 +334,7 @@ def _refuse(problem: str) -> None:
 
 def _on_host(numbers: Sequence[float | torch.Tensor]) -> torch.Tensor:
     """The numbers as one fp64 tensor in host memory, with one wait for all that are on a GPU."""
-    known = [0.0 if isinstance(number, torch.Tensor) else number for number in numbers]
-    found = torch.tensor(known, dtype=torch.float64, device="cpu")
-    there = [i for i, n in enumerate(numbers) if isinstance(n, torch.Tensor)]
-    if there:
-        found[there] = torch.stack([numbers[i] for i in there]).to(found)  # type: ignore[misc]
-    return found
+    there = [number for number in numbers if isinstance(number, torch.Tensor)]
+    came = iter(torch.stack(there).tolist() if there else ())
+    known = [next(came) if isinstance(number, torch.Tensor) else number for number in numbers]
+    return torch.tensor(known, dtype=torch.float64, device="cpu")

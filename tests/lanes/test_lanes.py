@@ -89,6 +89,7 @@ TELLING = [
         ),
     ),
     (2, Case(parts=("plain", "swapped", "plain", "swapped"), plan="ddp", half=True)),
+    (2, Case(parts=("plain", "plain"), plan="ddp", habits=frozenset({"clip", "norms"}))),
     (1, Case(parts=("plain", "bias", "plain"), plan="zero3", blocks=1, half=True, habits=frozenset({"aside"}))),
     (
         2,
