@@ -56,7 +56,7 @@ class CheckpointError(ElixirError):
 
 
 class OutOfStepError(ElixirError):
-    """Collectives of this rank no longer match those of other ranks."""
+    """Collectives or steps of this rank no longer match those of other ranks."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

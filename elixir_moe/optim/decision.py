@@ -1,7 +1,8 @@
 """The decisions of all ranks before an update: the gradient norm, whether it is finite, and which gradients exist.
 
 Owns the one small all-reduce of a step (and one more between pipeline stages), the clipping and the loss scale. Changes
-no weight. The all-reduce tells ranks that ask for different clippings, too, by the bits of a checksum.
+no weight. The all-reduce also tells ranks that are at different places in training, or ask for different clippings, by
+the bits of a number or a checksum.
 """
 
 import math
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.distributed.all_ranks import ControlGroups, gathered, raise_on_all_ranks
@@ -25,7 +27,7 @@ from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.scheduler import Scheduler
 
 _BITS = 32
-"""Bits of a checksum that tells whether ranks have asked for the same."""
+"""Bits of a number that is the same on all ranks."""
 _MOST_TEXT = 200
 """Most characters of one rank's request in an error message."""
 
@@ -95,6 +97,7 @@ class StepDecision:
         self._scheduler.used.clear()
         self._scheduler.forget_unseen()
         self._forget()
+        self._scheduler.progress.backwards = 0  # last: an interrupt before it leaves a rank apart from the others
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale."""
@@ -243,17 +246,20 @@ class StepDecision:
         unseen = self._scheduler.written_unseen() is not None
         known = float(mine) if norm is None else 0.0
         asked, self._asked = "; ".join(self._asked), []
-        bits = [zlib.crc32(asked.encode()) >> i & 1 for i in range(_BITS)]
-        votes = torch.tensor([known, begun, float(unseen), *bits, *used_here], dtype=torch.float64, device="cpu")
+        steps, backwards = self._scheduler.progress.place
+        same = [*_bits(steps), *_bits(zlib.crc32(f"{backwards} {asked}".encode()))]
+        votes = torch.tensor([known, begun, *same, float(unseen), *used_here], dtype=torch.float64, device="cpu")
         with Wait("the all-reduce of the gradient norm over all ranks"):
             self._groups.sum_over_peers(votes)
-            self._groups.sum_over_stages(votes[:2])
-        squares, begun_anywhere, unseen_writes, *rest = votes.tolist()
-        bits, used = rest[:_BITS], rest[_BITS:]
+            self._groups.sum_over_stages(votes[: 2 + _BITS])
+        squares, begun_anywhere, *rest = votes.tolist()
+        same_steps, same_asked, (unseen_writes, *used) = rest[:_BITS], rest[_BITS : 2 * _BITS], rest[2 * _BITS :]
+        if not {0, dist.get_world_size(self._groups.control)}.issuperset(same_steps):
+            self._scheduler.progress.agree(self._groups.control)
+        if not {0, len(self._groups.peers)}.issuperset(same_asked):
+            self._refuse_different(asked)
         if unseen_writes:
             self._refuse_unseen_writes()
-        if not {0, len(self._groups.peers)}.issuperset(bits):
-            self._refuse_different(asked)
         norm = squares**0.5 if norm is None else norm
         if not begun_anywhere and not math.isfinite(squares):
             self._scheduler.final.clear()  # the step may be given up
@@ -318,13 +324,18 @@ class StepDecision:
         )
 
     def _refuse_different(self, asked: str) -> None:
-        """Raises UsageError on all ranks: they have asked for different clippings. Collective."""
+        """Raises UsageError on all ranks: they have asked for different clippings; or OutOfStepError. Collective."""
+        self._scheduler.progress.agree(self._groups.peers_group)
         everyone = gathered(asked, self._groups.peers_group)
         other = next(i for i, found in enumerate(everyone) if found != everyone[0])
         said = [f"rank {self._groups.peers[i]} calls {everyone[i][:_MOST_TEXT] or 'nothing'}" for i in (0, other)]
         raise UsageError(
             f"ranks clip differently: {said[0]}, {said[1]}; every rank clips the same parameters to the same limit"
         )
+
+
+def _bits(number: int) -> list[int]:
+    return [number >> i & 1 for i in range(_BITS)]
 
 
 def _refuse(problem: str) -> None:

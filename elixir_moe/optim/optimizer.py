@@ -256,6 +256,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.loss_scale.update(overflow)
         self._decision.forget_gradients()
         self._hooks.updated()
+        self._scheduler.progress.steps += 1
         self._scheduler.half_written = ""
         setattr(self._inner, "_opt_called", True)  # read by LR schedulers built before `wrap`  # noqa: B010
         return loss

@@ -98,4 +98,5 @@ class OptimizerState:
         for chunk in self._scheduler.chunks:
             chunk.shard.updated()
         self._scheduler.updated()
+        self._scheduler.progress.steps = 0
         self._scheduler.half_written = ""

@@ -6,8 +6,8 @@ beginning of each backward.
 Ranks may run different modules: layers dropped at random, a head for each task, a tower for pictures alone. Chunks that
 every rank has whole are reduced all the same, with zeros from ranks that did not use them. Scattered chunks must be
 gathered by all ranks in the same order. If they were not, all ranks raise here, before gradients of different chunks
-are summed. The same holds if a rank has issued a collective that others have not, where only the order of collectives
-matches them: an interrupt may stop each rank at a different place.
+are summed. The same holds if ranks are at different places in training (`progress`), or if one has issued a collective
+that others have not, where only the order of collectives matches them.
 """
 
 import zlib
@@ -21,18 +21,19 @@ import torch.distributed as dist
 
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.distributed.waits import Wait
-from elixir_moe.errors import LayoutError, OutOfStepError
+from elixir_moe.errors import LayoutError
 from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.runtime.progress import Progress
 
 Answer = tuple[list[int], bool]
 """All chunks to reduce, in the order of all ranks, and whether every rank used them, in this order."""
 
-Agreement = Callable[[Sequence[int], Sequence[int]], Callable[[], Answer]]
-"""Starts the exchange, given the chunks this rank used, in its order, and those it gathered since the last backward.
-The function it returns waits for the answer."""
+Agreement = Callable[[Sequence[int], Sequence[int], Progress], Callable[[], Answer]]
+"""Starts the exchange, given the chunks this rank used, in its order, those it gathered since the last backward, and
+its place in training. The function it returns waits for the answer."""
 
 
-def alone(used: Sequence[int], gathered: Sequence[int]) -> Callable[[], Answer]:
+def alone(used: Sequence[int], gathered: Sequence[int], progress: Progress) -> Callable[[], Answer]:
     """The agreement of a single rank."""
     return lambda: (list(used), True)
 
@@ -55,38 +56,41 @@ class Peers:
         self._names = [chunk.label for chunk in chunks]
         self._ranks = dist.get_process_group_ranks(process_group)
 
-    def __call__(self, used: Sequence[int], gathered: Sequence[int]) -> Callable[[], Answer]:
+    def __call__(self, used: Sequence[int], gathered: Sequence[int], progress: Progress) -> Callable[[], Answer]:
         """The first rank's order, then chunks that only others used. Collective, as is the returned function.
 
         Raises:
             LayoutError: ranks have gathered or used different scattered chunks; on all ranks, from the returned
                 function.
-            OutOfStepError: some ranks have issued more collectives than others; likewise.
+            OutOfStepError: ranks are at different places in training, or some have issued more collectives than others;
+                likewise.
         """
         chunks = len(self._scattered)
         issued = [n for communicator in self._communicators for n in communicator.issued]
-        facts = [_digest(issued), _digest(gathered), len(gathered), len(used)]
+        facts = [*progress.place, _digest(issued), _digest(gathered), len(gathered), len(used)]
         mine = torch.tensor([*facts, *used, *[-1] * (chunks - len(used))], device="cpu")
         table = mine.new_empty(self._process_group.size(), len(mine))
         with Wait(_WHAT, self._ranks):
             work = dist.all_gather(list(table), mine, group=self._process_group, async_op=True)
         kept = tuple(gathered)
-        return lambda: self._answer(Work([work], what=_WHAT, ranks=self._ranks), table, kept)
+        return lambda: self._answer(Work([work], what=_WHAT, ranks=self._ranks), table, kept, progress)
 
-    def _answer(self, work: Work, table: torch.Tensor, gathered: Sequence[int]) -> Answer:
+    def _answer(self, work: Work, table: torch.Tensor, gathered: Sequence[int], progress: Progress) -> Answer:
         work.wait()
-        orders = [row[4 : 4 + row[3]] for row in table.tolist()]
+        rows = table.tolist()
+        progress.compare([(steps, backwards) for steps, backwards, *_ in rows], self._ranks)
+        orders = [row[6 : 6 + row[5]] for row in rows]
         scattered = [{chunk for chunk in order if self._scattered[chunk]} for order in orders]
         found = ""
-        if (table[:, 1:3] != table[0, 1:3]).any():
+        if (table[:, 3:5] != table[0, 3:5]).any():
             found = self._difference("gathered", gathered)
         elif any(theirs != scattered[0] for theirs in scattered):
             found = self._difference("used", sorted(scattered[self._process_group.rank()]))
-        if (table[:, 0] != table[0, 0]).any():
-            raise OutOfStepError(
+        if (table[:, 2] != table[0, 2]).any():
+            progress.refuse(
                 f"some ranks have issued more gathers or reductions than others, as after an interrupt that strikes "
                 f"them at different places{', or where they run other modules: ' * bool(found)}{found}. What comes "
-                f"next would meet another chunk's: start all ranks again, from the latest checkpoint"
+                f"next would meet another chunk's"
             )
         if found:
             raise LayoutError(
@@ -123,8 +127,9 @@ class Reductions:
     modules, collectives of these modules included. Reductions then wait for the end of backward.
     """
 
-    def __init__(self, agreement: Agreement, *, in_order: bool = False) -> None:
+    def __init__(self, agreement: Agreement, progress: Progress, *, in_order: bool = False) -> None:
         self._agreement = agreement
+        self._progress = progress
         self._in_order = in_order
         self._at_end = False
         """Reductions wait for the end of this backward."""
@@ -132,8 +137,6 @@ class Reductions:
         """No further gradient can come in this backward."""
         self.gathered: list[int] = []
         """Chunks whose shards were gathered since the last backward."""
-        self.out_of_step = ""
-        """Why collectives of these ranks can no longer be matched; empty if they can."""
         self._answer: Callable[[], Answer] | None = None
         self._order: deque[int] = deque()
         self._awaited: dict[int, set[int]] = {}
@@ -146,7 +149,8 @@ class Reductions:
             used: trainable chunks that forward used on this rank, in the reverse order of their first use.
             awaited: for each chunk, the indices of its parameters whose gradients are awaited.
         """
-        self._answer = self._agreement(used, self.gathered)
+        self._answer = self._agreement(used, self.gathered, self._progress)
+        self._progress.backwards += 1
         self.gathered.clear()
         self._awaited = {chunk: awaited[chunk] for chunk in used}
 
@@ -180,11 +184,7 @@ class Reductions:
         self._news = False
         if self._answer is not None:
             answer, self._answer = self._answer, None
-            try:
-                order, alike = answer()
-            except OutOfStepError as error:
-                self.out_of_step = str(error)
-                raise
+            order, alike = answer()
             self._order, self._at_end = deque(order), self._in_order and not alike
         if self._at_end and not self._over:
             return

@@ -36,10 +36,11 @@ from elixir_moe.chunks.cache_policy import (
 from elixir_moe.chunks.plan import REDUCTIONS_IN_FLIGHT, Tier
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.collectives import Work
-from elixir_moe.errors import OutOfStepError, PlanError, UsageError
+from elixir_moe.errors import PlanError, UsageError
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.runtime.chunk import ATTACHED, CACHED, GATHERED, GATHERING, SHARDED, Chunk, Landings
+from elixir_moe.runtime.progress import Progress
 from elixir_moe.runtime.reduction_order import Agreement, Reductions, alone
 from elixir_moe.runtime.streams import Streams
 
@@ -88,7 +89,8 @@ class Scheduler:
         self._has_host_shards = any(chunk.shard.tier is not Tier.DEVICE for chunk in chunks)
         self._in_order = not all(chunk.communicator.tagged for chunk in chunks)
         """Only their order matches collectives, over all process groups together: it must be the same on all ranks."""
-        self.reductions = Reductions(agreement, in_order=self._in_order)
+        self.progress = Progress()
+        self.reductions = Reductions(agreement, self.progress, in_order=self._in_order)
         """The reductions of the running backward."""
         self.shown_at: dict[int, Chunk] = {}
         """The gathered chunk at each memory address."""
@@ -208,9 +210,8 @@ class Scheduler:
             self._queue_gather(self.chunks[load.chunk])
 
     def check_open(self) -> None:
-        """Raises UsageError after ``optimizer.close()``, OutOfStepError if the ranks' collectives no longer match."""
-        if self.reductions.out_of_step:
-            raise OutOfStepError(self.reductions.out_of_step)
+        """Raises UsageError after ``optimizer.close()``, OutOfStepError if ranks can no longer go on together."""
+        self.progress.check()
         if self.closed:
             raise UsageError("optimizer.close() was called: the model cannot run any more; wrap a new one")
 
@@ -238,8 +239,9 @@ class Scheduler:
             self.statistics.bytes_fetched[chunk.shard.compute_tier.value] += chunk.spec.nbytes // chunk.spec.shards
         if chunk.spec.shards > 1:
             self._count(chunk, "all_gather", chunk.spec.nbytes)
-            self.reductions.gathered.append(chunk.spec.index)
         self._queue.append(chunk)
+        if chunk.spec.shards > 1:
+            self.reductions.gathered.append(chunk.spec.index)
 
     def _begin_gathers(self, until: Chunk | None = None, *, released: bool = False) -> None:
         """Begins gathers while the first in the queue may begin, and in any case up to `until`, which is queued.
@@ -287,19 +289,9 @@ class Scheduler:
                 work = chunk.communicator.all_gather(chunk.block.wire(chunk.spec), chunk.spec.index, of=chunk.label)
                 chunk.arriving = self._streams.marked(work)
 
-    @contextmanager
-    def _issuing(self, chunk: Chunk) -> Iterator[None]:
-        """Around the issue of a collective and its record: what is interrupted between them would be issued twice.
-
-        Another rank's next message would then be taken for this one's.
-        """
-        if chunk.communicator.size > 1:
-            self.reductions.out_of_step = (
-                f"the gather or reduction of {chunk.label} was interrupted, and other ranks may have a part of it, "
-                "which what comes next would meet: start all ranks again, from the latest checkpoint"
-            )
-        yield
-        self.reductions.out_of_step = ""  # not after an error
+    def _issuing(self, chunk: Chunk) -> AbstractContextManager[None]:
+        """Around the issue of a chunk's collective and its record."""
+        return self.progress.issuing(chunk.label) if chunk.communicator.size > 1 else _HERE
 
     def _wait_for_unshard(self, chunk: Chunk) -> None:
         if chunk.arriving is None:

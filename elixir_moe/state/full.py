@@ -50,6 +50,7 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, A
     Raises:
         UsageError: the model is not wrapped, its parameters or buffers have changed since `wrap`, or a hook reads a
             parameter that it has kept, not the module's.
+        OutOfStepError: some ranks have taken other steps than others, as after an interrupt; on all ranks.
         ElixirError: the model's ``state_dict`` raises; on all ranks.
     """
     wrapped = require_wrapped(model, "full_state_dict", "; use model.state_dict() on a plain one")
@@ -101,6 +102,8 @@ def full_parameters(
     wrapped.hooks.check_outside("em.full_state_dict()")
     wrapped.scheduler.refuse_begun("em.full_state_dict()")
     wrapped.scheduler.flush()
+    if len(wrapped.model.ranks) > 1:
+        wrapped.scheduler.progress.agree(wrapped.optimizer.kept.groups.peers_group)
     tiles: dict[str, dict[int, torch.Tensor]] = {}
     for chunk in wrapped.scheduler.chunks:
         if wanted is not None and not any(parameter in wanted for parameter in chunk.parameters):

@@ -137,10 +137,15 @@ def interrupted(model: nn.Module, optimizer: ShardedOptimizer, number: int, at: 
     """Takes a step with an interrupt; returns the place."""
     with Interrupt(at) as interrupt, contextlib.suppress(KeyboardInterrupt):
         train(model, optimizer, number, folder)
-    torch.set_grad_enabled(True)  # torch's own guards are interrupted too
+    restore_torch()
+    return interrupt.where
+
+
+def restore_torch() -> None:
+    """Ends what torch's own guards, which are interrupted too, have begun."""
+    torch.set_grad_enabled(True)
     while not torch._C._is_torch_function_enabled():
         torch._C.DisableTorchFunctionSubclass().__exit__(None, None, None)
-    return interrupt.where
 
 
 @pytest.mark.parametrize(("name", "dtype", "points"), [*CASES, *MANY])

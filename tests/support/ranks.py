@@ -33,7 +33,7 @@ class RankError(AssertionError):
         self.types = {rank: kind for rank, (kind, _) in failures.items()}
 
 
-def _serve(rank: int, world: int, rendezvous: str, backend: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, rendezvous: str, backend: str, timeout_seconds: int, pipe: Connection) -> None:
     gc.freeze()  # tests collect what they leave, not what was imported
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
@@ -42,7 +42,7 @@ def _serve(rank: int, world: int, rendezvous: str, backend: str, pipe: Connectio
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=world,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=timeout_seconds),
     )
     while True:
         try:
@@ -78,7 +78,7 @@ def _let_go_of_groups() -> None:
 class RankPool:
     """`world` processes in one process group."""
 
-    def __init__(self, world: int, *, backend: str = "gloo") -> None:
+    def __init__(self, world: int, *, backend: str = "gloo", timeout_seconds: int = 60) -> None:
         self.world = world
         context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
         multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
@@ -88,7 +88,9 @@ class RankPool:
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, rendezvous, backend, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, world, rendezvous, backend, timeout_seconds, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -37,6 +37,7 @@ from elixir_moe.memory.shard_state import InMemory, OnDisk
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.runtime.chunk import ATTACHED
+from elixir_moe.runtime.progress import Place
 from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.hashing import digest_of
 from elixir_moe.state.checkpoint.local_shard import (
@@ -175,6 +176,7 @@ def save(
             `extra` or the extra state of a module has a value of another type, gradients wait for a step, or an earlier
             asynchronous save failed and its error was not raised yet.
         ConfigError: `keep` is not a whole number of at least 1.
+        OutOfStepError: some ranks have taken other steps than others, as after an interrupt; on all ranks.
         UsageError: model or optimizer are not wrapped, or parameters or buffers have changed since `wrap`.
     """
     wrapped = wrapped_of(model, optimizer)
@@ -188,6 +190,7 @@ def save(
         control,
         error=CheckpointError,
     )
+    wrapped.scheduler.progress.compare([found.place for found in facts], range(len(facts)))
     _compare(facts)
     base = None if frozen else _base(model, wrapped, control)
     first, *others = raise_on_all_ranks(  # apart from the rest: a module may gather a parameter for it
@@ -291,6 +294,8 @@ class _Facts:
     rng: Any
     frozen: bool
     """Whether the checkpoint is to hold frozen parameters."""
+    place: Place
+    """The rank's place in training."""
     fixed: dict[str, Any]
     """Fields of the manifest that are the same on all ranks; filled on rank 0 only."""
 
@@ -334,6 +339,7 @@ def _facts(
         buffer_digests={name: digest_of(_bytes(buffer)) for name, buffer in buffers_of(model).items()},
         rng=random_states(),
         frozen=frozen,
+        place=wrapped.scheduler.progress.place,
         fixed=fixed,
     )
 
