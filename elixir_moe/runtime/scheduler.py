@@ -534,8 +534,7 @@ class Scheduler:
             if chunk.placement is not ATTACHED:
                 self._landing.append(chunk)
         self.reductions_issued += 1
-        if work.pending:
-            self._leave_in_flight(REDUCTIONS_IN_FLIGHT)
+        self._leave_in_flight(REDUCTIONS_IN_FLIGHT)
         if chunk.gradient_block is not None:
             self._leave_gradient_block(chunk, work)
 
@@ -639,7 +638,7 @@ class Scheduler:
 
     def rewind(self) -> None:
         """Starts another step."""
-        self._record.clear()
+        self.forget_round()
         self.cache.rewind()
 
     def drop_weights(self, *, frozen: bool = False) -> None:
