@@ -61,6 +61,7 @@ def check_arguments(
                 f"{name!r} is a {type(tensor).__name__}, whose bytes are packed by bitsandbytes: load the model in "
                 f"bf16, without load_in_4bit or load_in_8bit, and train it, or LoRA on it, under a plan"
             )
+    _check_listing(model)
     check_optimizer(optimizer)
     names = {p: name for name, p in model.named_parameters()}
     given = {p for group in optimizer.param_groups for p in group["params"]}
@@ -69,6 +70,22 @@ def check_arguments(
     missing = [name for p, name in names.items() if p.requires_grad and p not in given]
     if missing:
         raise ConfigError(f"trainable parameters are in no param_group of the optimizer: {missing}; add or freeze them")
+
+
+def _check_listing(model: nn.Module) -> None:
+    """Raises ConfigError for a module that replaces its parameters while they are listed."""
+
+    def replaces(module: nn.Module) -> bool:
+        before = list(module.parameters())
+        return any(old is not new for old, new in zip(before, module.parameters(), strict=True))
+
+    if replaces(model):
+        name, module = max((item for item in model.named_modules() if replaces(item[1])), key=lambda item: len(item[0]))
+        raise ConfigError(
+            f"{name!r} ({type(module).__module__}.{type(module).__name__}) puts new parameters in the place of its own "
+            f"whenever they are listed, so that no shard or optimizer can hold them: leave it out of target_modules if "
+            f"it is an adapter's, and adapt projections that are nn.Linear instead"
+        )
 
 
 def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:

@@ -628,3 +628,24 @@ def test_adapters_that_choose_ranks_by_gradients() -> None:
     )
     with pytest.raises(ConfigError, match=r"adapter 'default' is of ADALORA, which chooses ranks by parameter\.grad"):
         em.wrap(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), plan=em.Plan.zero3())
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(16, 2), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended, _ = self.attention(x, x, x)
+        y: Tensor = self.head(attended)
+        return y
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable alone", "all parameters"])
+def test_adapters_that_replace_parameters(trainable: bool) -> None:
+    model: Any = peft.get_peft_model(Attending(), peft.LoraConfig(target_modules=["attention", "head"]))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad or not trainable])
+    said = r"'base_model\.model\.attention' \(peft.*MultiheadAttention\) puts new parameters .* out of target_modules"
+    with pytest.raises(ConfigError, match=said):
+        em.wrap(model, optimizer, plan=em.Plan.zero3())
