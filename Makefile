@@ -44,7 +44,8 @@ test-torch:
 	sed -e 's/^torch==.*/torch==$(VERSION)/' -e '/^setuptools==/d' constraints.txt > build/constraints-torch-$(VERSION).txt
 	$(MAKE) test $(OTHER)
 
-# PEERS is a folder with sources that were fetched by hand; without it the target says which.
+# The tests of Accelerate, Fabric and peft. PEERS is a folder with their sources, fetched by hand; without it the
+# target says which.
 test-peers: setup
 	$(BIN)/python -m tests.peers "$(PEERS)"
 
