@@ -77,7 +77,7 @@ class Inspection:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The recorded order of chunk uses in a step; None before the first."""
+        """The order of chunk uses in a step; None before the first step if none was given to `wrap`."""
         return self._wrapped.scheduler.cache.schedule
 
     @property

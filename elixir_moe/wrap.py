@@ -39,8 +39,8 @@ from elixir_moe.runtime.model_spec import describe
 from elixir_moe.runtime.reduction_order import Peers, alone
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
-from elixir_moe.runtime.units import build_units, find_parts, registered_uses
-from elixir_moe.search.auto import Request, device_room, forecast, groups_of, uses_of
+from elixir_moe.runtime.units import build_units, find_parts, registered_forward
+from elixir_moe.search.auto import Request, device_room, events_of, forecast, groups_of
 from elixir_moe.search.prediction import Prediction
 from elixir_moe.setup.agreement import (
     agree_on,
@@ -87,10 +87,10 @@ def wrap(
             finds the fastest plan that fits; `em.inspect(model)` has the plan, the reasons for it and the expected time
             of a step.
         sample: with `step`, a batch: ``step(model, sample)`` and its backward run once on tensors without data. The run
-            shows the order in which parameters are first used, which is the order of packing, and the number of rCache
-            blocks a step needs. A step that cannot run without data runs once on the model instead, without gradients.
-            By default the order is that of registration. `Plan.auto` has a sample and a step of its own.
-        step: the forward of a training step, as in ``step(model, batch).backward()``.
+            shows the order in which parameters are first used, which is the order of packing, and all requests of a
+            step to the rCache, which prefetches from the first step on. A step that cannot run without data runs once
+            on the model instead, without gradients. By default the order is that of registration. `Plan.auto` has a
+            sample and a step of its own. step: the forward of a training step, as in ``step(model, batch).backward()``.
         compute_dtype: the dtype of forward and backward; fp32 masters keep the weights as they are now. By default each
             parameter's own dtype. `Pattern.dtype` overrides it.
         device: the device of forward; by default this rank's GPU, or the CPU.
@@ -169,7 +169,7 @@ def _wrapped(
     prediction, communicators = None, {}
     if isinstance(plan, Plan):
         parts = find_parts(model)
-        uses = registered_uses(parts) if step is None else uses_of(model, parts, step, sample, compute_dtype)
+        events = registered_forward(parts) if step is None else events_of(model, parts, step, sample, compute_dtype)
     else:
         request = Request(
             wanted=plan,
@@ -184,9 +184,9 @@ def _wrapped(
         communicators = build_communicators(groups_of(model), device)  # their memory is not free for the plan
         made.callback(_close, communicators.values())
         prediction = Prediction(*forecast(model, request))
-        plan, uses = prediction.forecast.plan, prediction.forecast.uses
+        plan, events = prediction.forecast.plan, prediction.forecast.events
     described = made_on_all_ranks(
-        "described the model", lambda: describe(model, parts, uses, compute_dtype, plan.reduce_dtype)
+        "described the model", lambda: describe(model, parts, events, compute_dtype, plan.reduce_dtype)
     )
     agree_on(plan, described)
     plan = settled(
@@ -197,7 +197,7 @@ def _wrapped(
         free_host_bytes=host_bytes_of_a_rank(described.ranks),
         beside=adds_beside(device),
     )
-    layout, for_gradients = described.layout(plan)
+    layout, schedule = described.layout(plan)
 
     # 3. Make files, process groups and memory: all ranks, or none.
     pretrained = None if weights is None else Pretrained(model, weights)
@@ -216,12 +216,13 @@ def _wrapped(
     homes = [(chunk, plan.home(layout, chunk)) for chunk in layout.chunks]
     arriving = arriving_bytes(chunk for chunk, tier in homes if tier is not Tier.DEVICE)
     sums = HostSums(arriving // SUMS_IN_FLIGHT, device) if arriving and adds_beside(device) else None
-    cache = CacheState(plan.blocks(layout), prefetch=plan.prefetch)
+    cache = CacheState(plan.blocks(layout), schedule if described.step_order.observed else None, prefetch=plan.prefetch)
     statistics, placeholder, streams = Statistics(cache=cache.counts), Placeholder(device), Streams(device)
 
     def allocate() -> tuple[list[ShardState], Blocks, Passage]:
         shards = build_shards(homes, device, spill, sums, values, values_on_disk=plan.values_on_disk)
-        blocks = Blocks(layout, plan.blocks(layout), for_gradients, shards, device, statistics, streams.allocating)
+        most = schedule.gradient_blocks(plan.blocks(layout))
+        blocks = Blocks(layout, plan.blocks(layout), most, shards, device, statistics, streams.allocating)
         return shards, blocks, Passage(layout, device)
 
     shards, blocks, passage = made_on_all_ranks("allocated their memory", allocate)
@@ -239,7 +240,7 @@ def _wrapped(
         agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone
         scheduler = Scheduler(chunks, cache, blocks, staging, streams, statistics, agreement, sums)
         checkpoints = HostCheckpoints(plan.most_host_checkpoints, device, streams) if plan.host_checkpoints else None
-        units = build_units(described.parts, described.parameters, layout)
+        units = build_units(described.parts, layout)
         hooks = Hooks(model, units, scheduler, placeholder, checkpoints)
         made.callback(hooks.remove)
         everyone = communicators.get(described.ranks) if streams.asynchronous and not groups.has_stages else None

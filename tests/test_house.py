@@ -22,7 +22,7 @@ STOREYS: list[set[str]] = [
     {"models"},
     {"chunks.param_spec"},
     {"chunks.packing"},
-    {"chunks.cache_policy"},
+    {"chunks.cache_policy", "chunks.step_machine"},
     {"chunks.plan", "chunks.step_order", "chunks.statistics"},
     {"chunks.settle"},
     {"memory"},
@@ -39,7 +39,10 @@ STOREYS: list[set[str]] = [
 ]
 """From the ground up: a file imports what lies below it, or its neighbours in one room."""
 PURE = ["parallel.pattern"]
-PURE += [f"chunks.{name}" for name in ("param_spec", "packing", "plan", "cache_policy", "step_order", "settle")]
+PURE += [
+    f"chunks.{name}"
+    for name in ("param_spec", "packing", "plan", "cache_policy", "step_machine", "step_order", "settle")
+]
 PURE += [f"search.{name}" for name in ("cost", "estimate", "hardware", "profile", "solve", "zero_infinity")]
 HEAVY = ["jsonargparse", "megatron", "matplotlib", "rich", "yaml", "safetensors", "transformers"]
 

@@ -66,6 +66,11 @@ def group_parameters(params: Iterable[ParamSpec]) -> dict[ChunkGroupKey, list[in
     return groups
 
 
+def trainable_of(params: Iterable[ParamSpec]) -> dict[int, int]:
+    """{index: number of elements} of the trainable parameters."""
+    return {index: param.numel for index, param in enumerate(params) if param.key.trainable}
+
+
 def _ranges(ranks: tuple[int, ...]) -> str:
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]

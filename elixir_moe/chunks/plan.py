@@ -179,7 +179,7 @@ class Plan:
     chunk_numel: int | None = None
     """Chunk length C in elements; None takes `best_chunk_numel`, the smallest length with little waste."""
     prefetch: int = LOOKAHEAD
-    """Number of chunks gathered ahead of their use in the recorded schedule, if blocks are free."""
+    """Number of chunks gathered ahead of their use in the schedule, if blocks are free."""
     reduce_dtype: torch.dtype | None = None
     """Dtype in which gradients of 16-bit parameters are summed over the ranks, or its name. None is fp32: each sum is
     rounded once. Over NCCL gradients then take twice the bytes on the wire, and a staging buffer of four bytes an

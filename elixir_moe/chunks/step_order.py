@@ -1,17 +1,20 @@
-"""Which modules unshard as one unit, and the order in which a step asks for its chunks, before any step has run.
+"""Which modules unshard as one unit, and what a step will ask for, before any step has run.
 
-Owns `Part` and `Use`, the description of a model and of one forward before packing; the choice of units; and
-`StepOrder`, which turns parts and uses into the requests of forward and backward to the rCache under any layout. Pure:
-`wrap` counts the blocks of a step with it, the search simulates it, and the runtime hooks the chosen units.
+Owns `Part` and `StepEvent`, the description of a model and of one step before packing; the choice of units; and
+`StepOrder`, which plays the events of a step to the step machine and so has its requests under any layout. Pure: `wrap`
+counts the blocks of a step with it and gives them to the rCache as its first schedule, the search simulates it, and the
+runtime hooks the chosen units.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from enum import Enum, auto
+from functools import partial
 
 from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, CacheRequest, Schedule, Verb, gradients_of
 from elixir_moe.chunks.packing import Layout
+from elixir_moe.chunks.step_machine import Answer, StepMachine, Unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,23 +31,47 @@ class Part:
     """Ranks may use different parameters of the part: experts."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Use:
-    """One run of a part in forward, or one function that reads parameters outside their parts.
+class Happening(Enum):
+    """The kind of an event of a step."""
 
-    `entered` and `left` number all beginnings and ends in order of time.
-    """
+    ENTER = auto()
+    """Forward enters a part."""
+    LEAVE = auto()
+    READ = auto()
+    """A function reads parameters outside the parts they belong to."""
+    REACH = auto()
+    """Backward comes to the outputs of a part."""
+    AGAIN = auto()
+    """Backward enters a part: its checkpointed region is recomputed."""
+    READ_AGAIN = auto()
+    """Like `READ`, in backward."""
+    UNPACK = auto()
+    """An operator in backward wants a parameter that it has saved."""
+    EXPECT = auto()
+    """The gradients of parameters may come from now on, in any order. Only an assumed backward has it."""
+    LAND = auto()
+    """A gradient is complete."""
 
-    entered: int
-    left: int
-    part: int | None
-    """The part that runs; None for a read."""
+
+ENTER, LEAVE, READ, REACH, AGAIN, READ_AGAIN, UNPACK, EXPECT, LAND = Happening
+_IN_FORWARD = frozenset((ENTER, LEAVE, READ))
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """One event of a step, in order of time."""
+
+    kind: Happening
+    part: int = -1
+    """The part that is entered, left or reached."""
     params: tuple[int, ...] = ()
-    """Indices of the parameters of a read."""
+    """Indices of the parameters that are read, unpacked or complete."""
     with_grad: bool = True
-    """Autograd records the use. An unrecorded use has a backward only if a checkpoint recomputes it."""
-    region: int | None = None
-    """The activation-checkpoint region that recomputes the use in backward; None if its activations are kept."""
+    """Autograd records what begins or ends."""
+    run: int = 0
+    """Of `REACH`: how many runs of the part forward had left before; -1 for a run that backward has recomputed."""
+    same: bool = False
+    """Of `UNPACK`: the operator is that of the event of this kind before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,65 +134,50 @@ def moving_chunks(layout: Layout) -> dict[int, int]:
     }
 
 
+def units_of(chosen: Sequence[UnitSpec | None], layout: Layout, label: Callable[[int], str]) -> dict[int, Unit]:
+    """{part: its unit} for the parts that unshard as one; `label` names a part in messages."""
+    slot_of = {slot.param: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)}
+    specs = dict.fromkeys(spec for spec in chosen if spec is not None)
+    return {s.part: Unit(label(s.part), tuple(slot_of[p] for p in s.params), s.chooses) for s in specs}
+
+
 def by_first_use(
-    parts: Sequence[Part], uses: Sequence[Use], count: int
-) -> tuple[list[int], tuple[Part, ...], tuple[Use, ...]]:
-    """(order, parts, uses): all `count` parameters in order of first use, unused ones last; and parts and uses with
-    their parameters renumbered to positions in that order."""
-    in_order = sorted(uses, key=lambda use: use.entered)
-    used = [p for use in in_order for p in (use.params if use.part is None else parts[use.part].params)]
+    parts: Sequence[Part], events: Sequence[StepEvent], count: int
+) -> tuple[list[int], tuple[Part, ...], tuple[StepEvent, ...]]:
+    """(order, parts, events): all `count` parameters in order of first use in forward, unused ones last; and parts and
+    events with their parameters renumbered to positions in that order."""
+    entered = [event for event in events if event.kind in (ENTER, READ)]
+    used = [p for event in entered for p in (event.params if event.kind is READ else parts[event.part].params)]
     moved = {old: new for new, old in enumerate(dict.fromkeys([*used, *range(count)]))}
-
-    def numbered(params: Iterable[int]) -> tuple[int, ...]:
-        return tuple(moved[p] for p in params)
-
     return (
         list(moved),
-        tuple(replace(part, params=numbered(part.params)) for part in parts),
-        tuple(replace(use, params=numbered(use.params)) for use in uses),
+        tuple(replace(p, params=tuple(moved[i] for i in p.params)) for p in parts),
+        renumbered(events, moved),
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Run:
-    """One run of a unit, or one read outside of units."""
-
-    entered: int
-    left: int
-    params: tuple[int, ...]
-    is_read: bool
-    with_grad: bool
-    region: int | None
-    chooses: bool = False
-
-    @property
-    def comes_back(self) -> bool:
-        """Whether backward reaches the run."""
-        return not self.is_read or self.with_grad or self.region is not None
+def renumbered(events: Iterable[StepEvent], moved: Mapping[int, int] | Sequence[int]) -> tuple[StepEvent, ...]:
+    """The events with each parameter's index `i` replaced by ``moved[i]``."""
+    return tuple(
+        replace(event, params=tuple(moved[p] for p in event.params)) if event.params else event for event in events
+    )
 
 
 class StepOrder:
-    """The requests of a step to the rCache, for any layout.
+    """The requests of a step to the rCache, for any layout."""
 
-    - Backward visits runs in the reverse of the order in which forward left them.
-    - A unit holds its chunks until everything that forward entered after it is done, noticed at the next unit. A read
-      holds its chunks for a moment.
-    - The gradients of a chunk have a block from the first to the last gradient that lands. Gradients of experts have
-      one for as long as their unit is held, because ranks have gradients of different experts.
-    - A parameter gets its gradient when backward reaches its first use, within a reentrant checkpoint the first use
-      inside. The parameter used last gets its gradient first.
-    - A recomputed region is acquired run by run and held until its backward is done, so the rCache must hold the
-      largest region (v2, A.3).
-    """
-
-    def __init__(self, parts: Sequence[Part], uses: Sequence[Use]) -> None:
+    def __init__(self, parts: Sequence[Part], events: Sequence[StepEvent], trainable: Mapping[int, int]) -> None:
+        """`events` may lack a backward, which is then assumed. `trainable`: {trainable parameter: its elements}."""
         self._parts = parts
-        self._uses = sorted(uses, key=lambda use: use.entered)
+        self.observed = not all(event.kind in _IN_FORWARD for event in events)
+        """The backward was traced; else it is assumed from the order of forward."""
+        self._events = events if self.observed else (*events, *_assumed_backward(parts, events, trainable))
 
     def schedule(self, layout: Layout) -> Schedule:
-        """The requests of forward and backward to the rCache, as the runtime would record them."""
-        runs = list(self._runs(choose_units(self._parts, moving_chunks(layout))))
-        return Schedule(list(_Step(layout, runs).entries()))
+        """The requests of forward and backward to the rCache, as the runtime will record them."""
+        requests = _Requests(layout)
+        _Replay(self._parts, layout, requests).play(self._events)
+        return Schedule(requests.entries, kept={chunk.index for chunk in layout.chunks if not chunk.key.trainable})
 
     def counted(self, layout: Layout) -> Layout:
         """A copy of `layout` with `open_gradients` counted."""
@@ -177,180 +189,256 @@ class StepOrder:
         units = [unit for unit in choose_units(self._parts, moving_chunks(layout)) if unit is not None]
         return max(((u.part, len({chunk_of[p] for p in u.params if p in chunk_of})) for u in units), key=lambda u: u[1])
 
-    def _runs(self, units: Sequence[UnitSpec | None]) -> Iterator[_Run]:
-        """Runs of units, and reads outside a run of their unit, in order of entry."""
-        unit_of = {p: unit.part for unit in units if unit is not None for p in unit.params}
-        ends: dict[int, int] = {}
-        for use in self._uses:
-            params: Iterable[int]
-            chooses = False
-            unit = None if use.part is None else units[use.part]
-            if use.part is not None and unit is None:
-                continue
-            if unit is not None and unit.part == use.part:
-                ends[unit.part] = max(use.left, ends.get(unit.part, -1))
-                params, chooses = unit.params, unit.chooses
-            else:
-                params = use.params if use.part is None else self._parts[use.part].params
-                params = [p for p in params if use.left > ends.get(unit_of.get(p, -1), -1)]
-            if params:
-                is_read = use.part is None
-                yield _Run(use.entered, use.left, tuple(params), is_read, use.with_grad, use.region, chooses)
+
+class _Requests:
+    """The `Carrier` that only notes the requests to the rCache, on a rank whose peers run the same."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.entries: list[CacheRequest] = []
+        self.held: Counter[Unit] = Counter()
+        self._cached = {chunk.index for chunk in layout.cached}
+        self._cached_of: dict[Unit, tuple[int, ...]] = {}
+        self._chunks: Counter[int] = Counter()
+        self._open: dict[int, None] = {}
+        """Chunks whose gradients have a block."""
+        self._made: dict[tuple[Verb, tuple[int, ...]], CacheRequest] = {}
+
+    def _ask(self, verb: Verb, chunks: tuple[int, ...]) -> None:
+        request = self._made.get((verb, chunks))
+        if request is None:
+            request = self._made[verb, chunks] = CacheRequest(verb, chunks)
+        self.entries.append(request)
+
+    def _moving(self, unit: Unit) -> tuple[int, ...]:
+        chunks = self._cached_of.get(unit)
+        if chunks is None:
+            chunks = self._cached_of[unit] = tuple(chunk for chunk in unit.chunks if chunk in self._cached)
+        return chunks
+
+    def hold(self, unit: Unit) -> None:
+        self.held[unit] += 1
+        if chunks := self._moving(unit):
+            self._ask(ACQUIRE, chunks)
+            for chunk in chunks:
+                self._chunks[chunk] += 1
+
+    def let_go(self, unit: Unit) -> None:
+        self.held[unit] -= 1
+        if chunks := self._moving(unit):
+            self._ask(RELEASE, chunks)
+            for chunk in chunks:
+                self._chunks[chunk] -= 1
+
+    def hold_chunk(self, chunk: int) -> bool:
+        if chunk not in self._cached or self._chunks[chunk]:
+            return False
+        self._ask(ACQUIRE, (chunk,))
+        self._chunks[chunk] += 1
+        return True
+
+    def let_go_chunk(self, chunk: int) -> None:
+        self._ask(RELEASE, (chunk,))
+        self._chunks[chunk] -= 1
+
+    def reserve(self, chunk: int) -> None:
+        if chunk in self._cached and chunk not in self._open:
+            self._open[chunk] = None
+            self._ask(ACQUIRE, (gradients_of(chunk),))
+
+    def agree(self, used: Sequence[int]) -> Callable[[], Answer]:
+        return lambda: (list(used), True)
+
+    def reduce(self, chunk: int) -> None:
+        self.reserve(chunk)
+        if chunk in self._open:
+            del self._open[chunk]
+            self._ask(RELEASE, (gradients_of(chunk),))
+
+    def finish(self) -> None:
+        for chunk in sorted(self._open, reverse=True):
+            self.reduce(chunk)
+
+    def forget_round(self) -> None:
+        self.entries.clear()
 
 
-class _Step:
-    """The requests of one step under one layout."""
+class _Replay:
+    """The events of a step, played to a step machine as `runtime.hooks` would tell them under one layout."""
 
-    def __init__(self, layout: Layout, runs: Sequence[_Run]) -> None:
-        chunk_of = {slot.param: chunk.index for chunk in layout.cached for slot in chunk.slots}
-        self._runs = runs
-        self._chunk_of = chunk_of
-        self._chunks = {
-            params: tuple(sorted({chunk_of[p] for p in params if p in chunk_of}))
-            for params in dict.fromkeys(run.params for run in runs)
+    def __init__(self, parts: Sequence[Part], layout: Layout, requests: _Requests) -> None:
+        self._parts = parts
+        self._units = units_of(choose_units(parts, moving_chunks(layout)), layout, str)
+        self._slot_of = {slot.param: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)}
+        self._trainable = {chunk.index for chunk in layout.chunks if chunk.key.trainable}
+        self._requests = requests
+        self._machine = StepMachine(self._units.values(), self._trainable, requests)
+        self._calls: list[tuple[int, int | None]] = []
+        """(part, position of entry) of the running calls; None for one without gradients."""
+        self._runs: dict[int, list[tuple[int, int]]] = {}
+        """By part: the positions of entry and exit of its runs."""
+        self._operator = 0
+
+    def play(self, events: Iterable[StepEvent]) -> None:
+        """Plays a forward and a backward."""
+        tell = {
+            ENTER: self._enter,
+            LEAVE: self._leave,
+            READ: self._read,
+            REACH: self._reach,
+            AGAIN: self._again,
+            READ_AGAIN: self._read_again,
+            UNPACK: self._unpack,
+            EXPECT: self._expect,
+            LAND: self._land,
         }
-        self._landing: dict[int, list[int]] = {}
-        """By `entered` of a run: the parameters that get a gradient in its backward, in that order."""
-        self._awaited: Counter[int] = Counter()
-        """By parameter: number of gradients still to come."""
-        self._params_of: dict[int, set[int]] = {}
-        """By chunk: its parameters with gradients still to come."""
-        trainable = {slot.param for chunk in layout.chunks if chunk.key.trainable for slot in chunk.slots}
-        chunk_with = {slot.param: chunk.index for chunk in layout.chunks for slot in chunk.slots}
-        first_use: dict[int, int] = {}
-        seen: set[tuple[int, int | None]] = set()
-        for run in runs:
-            scope = None if run.with_grad else run.region
-            new = [p for p in run.params if (p, scope) not in seen and p in trainable] if run.comes_back else []
-            seen.update((p, scope) for p in new)
-            self._landing[run.entered] = new[::-1]
-            self._awaited.update(new)
-            for p in new:
-                self._params_of.setdefault(chunk_with[p], set()).add(p)
-                first_use.setdefault(chunk_with[p], run.entered)
-        self._chunk_with = chunk_with
-        self._numel = {slot.param: slot.numel for chunk in layout.chunks for slot in chunk.slots}
-        self._to_send = sorted(first_use, key=lambda chunk: (first_use[chunk], chunk))
-        """Chunks with gradients in order of first use; `_send` takes them from the end."""
-        choosing = {run.params for run in runs if run.chooses}
-        self._ends_early = {params for params in self._chunks if trainable.issuperset(params)} - choosing
-        """Parameters of runs and reads that nothing reads any more once all their gradients have come."""
-        self._open: set[int] = set()
-        self._held: list[_Run] = []
-        self._rebuilt: list[int] = []
-        """Chunks held for the operator that reads their weights."""
-        inner = [following.entered < run.left for run, following in pairwise(runs)]
-        ends = zip(runs, [*inner, False], strict=False)
-        self._leaf = {run.entered for run, has_inner in ends if not (has_inner or run.chooses)}
-        """`entered` of runs that contain no other run and have their gradients on all ranks."""
+        for event in events:
+            if event.kind not in _IN_FORWARD and self._machine.backward is None:
+                self._machine.begin()
+            tell[event.kind](event)
+        if self._machine.backward is not None:
+            self._machine.end()
 
-    def entries(self) -> Iterator[CacheRequest]:
-        """All requests, in order."""
-        numbered = [(run.entered, ACQUIRE, run) for run in self._runs] + [(r.left, RELEASE, r) for r in self._runs]
-        for _, verb, run in sorted(numbered, key=lambda item: item[0]):
-            yield from self._ask(verb, run)
-        yield from self._backward()
+    def _enter(self, event: StepEvent) -> None:
+        unit = self._units.get(event.part)
+        if unit is None and event.part:  # the first part is the model, which has hooks in any case
+            self._read(replace(event, params=self._parts[event.part].params))  # if it runs outside of its unit
+            return
+        if not self._calls:
+            self._machine.begin_call()
+        training = event.with_grad or any(entered is not None for _, entered in self._calls[-1:])
+        entered = None if not training else 0 if unit is None else self._machine.enter(unit)
+        self._calls.append((event.part, entered))
 
-    def _ask(self, verb: Verb, run: _Run) -> Iterator[CacheRequest]:
-        if chunks := self._chunks[run.params]:
-            yield CacheRequest(verb, chunks)
+    def _leave(self, event: StepEvent) -> None:
+        if not self._calls or self._calls[-1][0] != event.part:
+            return
+        _, entered = self._calls.pop()
+        unit = self._units.get(event.part)
+        if unit is not None and entered is not None:
+            left = self._machine.leave(unit, with_grad=event.with_grad)
+            self._runs.setdefault(event.part, []).append((entered, left))
 
-    def _backward(self) -> Iterator[CacheRequest]:
-        regions: dict[int, list[_Run]] = {}
-        for run in self._runs:
-            if run.region is not None:
-                regions.setdefault(run.region, []).append(run)
-        times = Counter(run.params for run in self._runs)
-        held = self._held
-        for run in sorted((run for run in self._runs if run.comes_back), key=lambda run: -run.left):
-            for other in [other for other in held if other.entered > run.left]:
-                yield from self._land(other)
-            again = [] if run.region is None else regions.pop(run.region, [])
-            anew = bool(again) and times[again[0].params] == 1
-            if anew or not run.is_read:
-                yield from self._let_go([other for other in held if other.entered > run.left])
-            if run.with_grad and not run.is_read:  # otherwise its outputs exist only once it is recomputed
-                yield from self._hold([run])
-                if anew:
-                    yield from self._let_go([run])
-            yield from self._hold(again)
-            if not run.with_grad and not run.is_read:
-                yield from self._hold([run])
-            if run.region is None and run.is_read:
-                yield from self._rebuild(run)
-            single = len(self._landing[run.entered]) == 1 and not run.chooses
-            if run.is_read or run.entered in self._leaf or single:
-                yield from self._land(run)  # a single parameter needs either its weight or its gradient, never both
-            else:  # the gradients may come at any time until backward has passed the run
-                yield from self._open_for(self._landing[run.entered])
-        for other in list(held):
-            yield from self._land(other)
-        yield from self._end_rebuild()
-        yield from self._let_go(list(held))
+    def _reader(self, event: StepEvent) -> Unit | None:
+        """The reader of the parameters that no unit holds."""
+        held, owners_of = self._requests.held, self._machine.owners_of
+        slots = (self._slot_of[p] for p in event.params)
+        free = tuple(slot for slot in slots if not any(held[unit] for unit in owners_of(slot)))
+        return self._machine.reader(free, lambda: "a read") if free else None
 
-    def _hold(self, runs: Iterable[_Run]) -> Iterator[CacheRequest]:
-        for run in runs:
-            yield from self._end_rebuild()
-            yield from self._ask(ACQUIRE, run)
-            self._held.append(run)
+    def _read(self, event: StepEvent) -> None:
+        training = event.with_grad or any(entered is not None for _, entered in self._calls[-1:])
+        if training and (reader := self._reader(event)) is not None:
+            self._machine.read(reader, inside=bool(self._calls))
+            self._requests.let_go(reader)
 
-    def _let_go(self, runs: Iterable[_Run]) -> Iterator[CacheRequest]:
-        for run in runs:
-            self._held.remove(run)
-            yield from self._end_rebuild()
-            yield from self._ask(RELEASE, run)
+    def _reach(self, event: StepEvent) -> None:
+        unit = self._units.get(event.part)
+        if unit is not None:
+            runs = self._runs.get(event.part, [])
+            self._machine.reach(unit, *(self._machine.positions(unit) if event.run < 0 else runs[event.run]))
 
-    def _rebuild(self, run: _Run) -> Iterator[CacheRequest]:
-        """Acquires the weights for the backward of the operator that read them, unless they are held."""
-        yield from self._end_rebuild()
-        there = {chunk for other in self._held for chunk in self._chunks[other.params]}
-        for chunk in self._chunks[run.params]:
-            if chunk not in there:
-                self._rebuilt.append(chunk)
-                yield CacheRequest(ACQUIRE, (chunk,))
+    def _again(self, event: StepEvent) -> None:
+        unit = self._units.get(event.part)
+        if unit is None:
+            self._read_again(replace(event, params=self._parts[event.part].params))
+        else:
+            self._machine.recompute(unit, with_grad=event.with_grad)
 
-    def _end_rebuild(self) -> Iterator[CacheRequest]:
-        for chunk in self._rebuilt:
-            yield CacheRequest(RELEASE, (chunk,))
-        self._rebuilt.clear()
+    def _read_again(self, event: StepEvent) -> None:
+        reader = self._reader(event)
+        if reader is None:
+            return
+        if event.with_grad:
+            self._machine.recompute(reader, with_grad=True)
+        else:
+            self._machine.read(reader, inside=False)
+            self._requests.let_go(reader)
 
-    def _land(self, run: _Run) -> Iterator[CacheRequest]:
-        """Lands the gradients of a run; releases weights that nothing reads any more, and complete gradient chunks."""
-        landing, self._landing[run.entered] = self._landing[run.entered], []
-        if not self._in_known_order(landing):
-            yield from self._open_for(landing)
-        for p in landing:
-            self._awaited[p] -= 1
-            if not self._awaited[p]:
-                yield from self._let_go([run for run in self._held if p in run.params and self._is_done(run)])
-            yield from self._open_for([p])
-            if not self._awaited[p]:
-                self._params_of[self._chunk_with[p]].remove(p)
-                yield from self._send()
+    def _unpack(self, event: StepEvent) -> None:
+        self._operator += not event.same
+        for p in event.params:
+            self._machine.unpack(self._slot_of[p][0], self._operator)
 
-    def _in_known_order(self, landing: Sequence[int]) -> bool:
-        """Whether gradients come in that order: one alone, or a bias before the larger weight of its product.
+    def _expect(self, event: StepEvent) -> None:
+        for p in event.params:
+            self._machine.end_operator()
+            self._requests.reserve(self._slot_of[p][0])
 
-        A norm has a weight and a bias of one length, whose gradients come together.
-        """
-        return len(landing) < 2 or (len(landing) == 2 and self._numel[landing[0]] < self._numel[landing[1]])
+    def _land(self, event: StepEvent) -> None:
+        for p in event.params:
+            slot = self._slot_of[p]
+            if slot[0] in self._trainable:
+                self._machine.land(slot, partial(self._requests.reserve, slot[0]))
 
-    def _is_done(self, run: _Run) -> bool:
-        return run.params in self._ends_early and not any(self._awaited[p] for p in run.params)
 
-    def _open_for(self, landing: Iterable[int]) -> Iterator[CacheRequest]:
-        """Gives the gradients of these parameters' chunks a block, if they have none."""
-        for p in landing:
-            yield from self._end_rebuild()
-            chunk = self._chunk_of.get(p)
-            if chunk is not None and chunk not in self._open:
-                self._open.add(chunk)
-                yield CacheRequest(ACQUIRE, (gradients_of(chunk),))
+@dataclass(slots=True)
+class _Run:
+    """One run of a part, or one read outside of parts, in a forward."""
 
-    def _send(self) -> Iterator[CacheRequest]:
-        """Releases the gradients of complete chunks in order, the last used first."""
-        while self._to_send and not self._params_of[self._to_send[-1]]:
-            chunk = self._to_send.pop()
-            if chunk in self._open:
-                self._open.remove(chunk)
-                yield CacheRequest(RELEASE, (gradients_of(chunk),))
+    entered: int
+    """Position of its event."""
+    part: int
+    params: tuple[int, ...]
+    landing: tuple[int, ...]
+    """The parameters that get their gradient when backward comes to the run, in that order."""
+    left: int
+    run: int = 0
+    """As `StepEvent.run`."""
+
+
+def _assumed_backward(
+    parts: Sequence[Part], events: Sequence[StepEvent], trainable: Mapping[int, int]
+) -> Iterator[StepEvent]:
+    """The backward that the order of forward lets expect, without recomputation.
+
+    Backward visits runs in the reverse of the order in which forward left them. A parameter gets its gradient when
+    backward comes to its first use; the parameter used last gets its gradient first. The gradients of a part that runs
+    others may come at any time until backward has passed these, and so do those of a norm or a part of more than two
+    parameters. A bias has its gradient before the larger weight of its product.
+    """
+    around: list[_Run] = []
+    for run in sorted(_runs(parts, events, trainable), key=lambda run: -run.left):
+        while around and around[-1].entered > run.left:
+            yield from _landings(around.pop().landing)
+        if run.part < 0:
+            yield from (StepEvent(UNPACK, params=(p,), same=i > 0) for i, p in enumerate(run.params))
+            yield from _landings(run.landing)
+            continue
+        yield StepEvent(REACH, run.part, run=run.run)
+        sizes = [trainable[p] for p in run.landing]
+        runs_others, in_turn = run.left > run.entered + 1, len(sizes) == 2 and sizes[0] < sizes[1]
+        if len(sizes) > 1 and (runs_others or not in_turn):
+            yield StepEvent(EXPECT, params=run.landing)
+        if len(sizes) > 1 and runs_others:
+            around.append(run)
+        else:
+            yield from _landings(run.landing)
+    while around:
+        yield from _landings(around.pop().landing)
+
+
+def _landings(params: Iterable[int]) -> Iterator[StepEvent]:
+    yield from (StepEvent(LAND, params=(p,)) for p in params)
+
+
+def _runs(parts: Sequence[Part], events: Sequence[StepEvent], trainable: Mapping[int, int]) -> list[_Run]:
+    """The runs and recorded reads of a forward, in order of entry."""
+    runs: list[_Run] = []
+    running: list[_Run] = []
+    times: Counter[int] = Counter()
+    seen: set[int] = set()
+    for position, event in enumerate(events):
+        if event.kind is LEAVE:
+            ended = running.pop()
+            ended.left, ended.run = position, times[ended.part]
+            times[ended.part] += 1
+            continue
+        if event.kind is READ and not event.with_grad:
+            continue
+        params = event.params if event.kind is READ else parts[event.part].params
+        new = [p for p in params if p in trainable and p not in seen]
+        seen.update(new)
+        runs.append(_Run(position, event.part, params, tuple(reversed(new)), left=position))
+        if event.kind is ENTER:
+            running.append(runs[-1])
+    return runs

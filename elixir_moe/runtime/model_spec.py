@@ -11,11 +11,11 @@ from itertools import chain
 import torch
 from torch import nn
 
-from elixir_moe.chunks.cache_policy import advice
+from elixir_moe.chunks.cache_policy import Schedule, advice
 from elixir_moe.chunks.packing import Layout
-from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, trainable_of
 from elixir_moe.chunks.plan import Plan
-from elixir_moe.chunks.step_order import StepOrder, Use, by_first_use
+from elixir_moe.chunks.step_order import StepEvent, StepOrder, by_first_use
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.pattern import Pattern
@@ -47,8 +47,8 @@ class ModelSpec:
     ranks: tuple[int, ...]
     """All ranks that wrap this model; other pipeline stages have other ranks."""
 
-    def layout(self, plan: Plan) -> tuple[Layout, int]:
-        """The layout of the parameters under `plan`, and how many blocks of the rCache gradients may use at once.
+    def layout(self, plan: Plan) -> tuple[Layout, Schedule]:
+        """The layout of the parameters under `plan`, and the requests of a step to the rCache.
 
         Raises:
             PlanError: a step holds more weights and gradients at once than there are blocks, or a chunk is too short.
@@ -61,23 +61,25 @@ class ModelSpec:
                 f"forward and backward of this model hold {least} blocks at once, module {self.parts.names[part]!r} "
                 f"alone {alone}; the rCache has {blocks} of {layout.chunk_numel} elements: {advice(least)}"
             )
-        return layout, max(schedule.open_gradients(), blocks - schedule.most_weights())
+        return layout, schedule
 
 
 def describe(
     model: nn.Module,
     parts: Parts,
-    uses: Sequence[Use],
+    events: Sequence[StepEvent],
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> ModelSpec:
-    """The description of `model`, whose `parts` and `uses` number parameters as ``model.parameters()`` gives them.
+    """The description of `model`, whose `parts` and `events` number parameters as ``model.parameters()`` gives them.
+
+    The `events` are those of a step, or of its forward alone.
 
     Raises:
         LayoutError, ConfigError: as `param_specs`; also if no trainable parameter is computed in `reduce_dtype`.
     """
     registered, everywhere = list(model.parameters()), replicated_everywhere()
-    order, part_specs, uses = by_first_use(parts.specs, uses, len(registered))
+    order, part_specs, events = by_first_use(parts.specs, events, len(registered))
     parameters = tuple(registered[i] for i in order)
     specs = param_specs(
         model, parameters, everywhere=everywhere, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
@@ -95,7 +97,7 @@ def describe(
         buffers=tuple(chain(*persistent_buffers(model).values())),
         keys=keys_of(model),
         parts=replace(parts, specs=part_specs),
-        step_order=StepOrder(part_specs, uses),
+        step_order=StepOrder(part_specs, events, trainable_of(specs.values())),
         ranks=ranks_of(model, everywhere),
     )
 

@@ -1,7 +1,6 @@
-"""The chunks that a backward reduces, and their order: the same on all ranks.
+"""The agreement of all ranks on the chunks that a backward reduces, and on their order.
 
-Owns the order, the gradients that each chunk still waits for, and one small exchange among the ranks of a model at the
-beginning of each backward.
+Owns one small exchange among the ranks of a model at the beginning of each backward.
 
 Ranks may run different modules: layers dropped at random, a head for each task, a tower for pictures alone. Chunks that
 every rank has whole are reduced all the same, with zeros from ranks that did not use them. Scattered chunks must be
@@ -11,22 +10,19 @@ that others have not, where only the order of collectives matches them.
 """
 
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from elixir_moe.chunks.step_machine import Answer
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import LayoutError
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.progress import Progress
-
-Answer = tuple[list[int], bool]
-"""All chunks to reduce, in the order of all ranks, and whether every rank used them, in this order."""
 
 Agreement = Callable[[Sequence[int], Sequence[int], Progress], Callable[[], Answer]]
 """Starts the exchange, given the chunks this rank used, in its order, those it gathered since the last backward, and
@@ -118,82 +114,3 @@ class Peers:
 
 def _digest(numbers: Sequence[int]) -> int:
     return zlib.crc32(torch.tensor(numbers, dtype=torch.int64, device="cpu").numpy().tobytes())
-
-
-class Reductions:
-    """The order of one backward's reductions.
-
-    Where only the order of collectives matches them (`in_order`), it must not differ between ranks that run different
-    modules, collectives of these modules included. Reductions then wait for the end of backward.
-    """
-
-    def __init__(self, agreement: Agreement, progress: Progress, *, in_order: bool = False) -> None:
-        self._agreement = agreement
-        self._progress = progress
-        self._in_order = in_order
-        self._at_end = False
-        """Reductions wait for the end of this backward."""
-        self._over = False
-        """No further gradient can come in this backward."""
-        self.gathered: list[int] = []
-        """Chunks whose shards were gathered since the last backward."""
-        self._answer: Callable[[], Answer] | None = None
-        self._order: deque[int] = deque()
-        self._awaited: dict[int, set[int]] = {}
-        self._news = False
-
-    def begin(self, used: Sequence[int], awaited: Mapping[int, set[int]]) -> None:
-        """Starts a backward. Collective; waits for no rank before a first chunk is complete.
-
-        Args:
-            used: trainable chunks that forward used on this rank, in the reverse order of their first use.
-            awaited: for each chunk, the indices of its parameters whose gradients are awaited.
-        """
-        self._answer = self._agreement(used, self.gathered, self._progress)
-        self._progress.backwards += 1
-        self.gathered.clear()
-        self._awaited = {chunk: awaited[chunk] for chunk in used}
-
-    def awaits(self, chunk: int, position: int) -> bool:
-        """Whether the gradient of parameter `position` of `chunk` is still expected."""
-        return position in self._awaited.get(chunk, ())
-
-    def awaits_any(self, chunk: int) -> bool:
-        """Whether gradients of `chunk` are still expected."""
-        return bool(self._awaited.get(chunk))
-
-    def expect_no_more(self, chunk: int, position: int) -> bool:
-        """Records that a gradient has come, or will not come in this backward; returns whether it was the last."""
-        awaited = self._awaited.get(chunk)
-        if awaited is None:
-            return False
-        awaited.discard(position)
-        self._news |= not awaited
-        return not awaited
-
-    def expect_nothing(self) -> None:
-        """Records that no further gradient can come in this backward."""
-        for positions in self._awaited.values():
-            positions.clear()
-        self._news = self._over = True
-
-    def ready(self) -> Iterator[int]:
-        """The next complete chunks, in order; chunks that only other ranks used are among them."""
-        if not self._news:
-            return
-        self._news = False
-        if self._answer is not None:
-            answer, self._answer = self._answer, None
-            order, alike = answer()
-            self._order, self._at_end = deque(order), self._in_order and not alike
-        if self._at_end and not self._over:
-            return
-        while self._order and not self._awaited.get(self._order[0]):
-            yield self._order.popleft()
-
-    def clear(self) -> None:
-        """Forgets a backward that is over or given up."""
-        self._answer = None
-        self._order.clear()
-        self._awaited = {}
-        self._news = self._over = self._at_end = False

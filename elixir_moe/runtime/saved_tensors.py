@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from elixir_moe.chunks.step_machine import StepMachine
 from elixir_moe.errors import PlanError
 from elixir_moe.parallel.dtensor import local_of, spec_of, wrap_local
-from elixir_moe.runtime.chunk import ATTACHED, Chunk, Placeholder
+from elixir_moe.runtime.chunk import Chunk, Placeholder
 from elixir_moe.runtime.host_checkpoints import Away, HostCheckpoints, kept_by_region
 from elixir_moe.runtime.scheduler import Scheduler
 
@@ -54,20 +55,18 @@ class SavedTensors:
         self,
         scheduler: Scheduler,
         placeholder: Placeholder,
+        machine: StepMachine,
         unpacking: Callable[[], None],
         checkpoints: HostCheckpoints | None,
     ) -> None:
         """`unpacking` is called before a weight is rebuilt; `checkpoints` takes what regions keep, if it may leave."""
         self._scheduler = scheduler
         self._placeholder = placeholder
+        self._machine = machine
         self._unpacking = unpacking
         self._checkpoints = checkpoints
         self.updates = 0
         """Number of updates so far."""
-        self._rebuilt: list[int] = []
-        """Chunks held for the running operator, which reads weights rebuilt from them."""
-        self._operator: int | None = None
-        """The sequence number of that operator's autograd node."""
 
     def check_current(self, updates: int) -> None:
         """Raises PlanError if there were further updates since the count was `updates`."""
@@ -135,28 +134,14 @@ class SavedTensors:
             _refuse_written(version, packed.version, packed.size)
         self._unpacking()
         operator = _operator()
-        if operator != self._operator:
-            self.let_go()
-            self._operator = operator
-        index = chunk.spec.index
-        if chunk.placement is not ATTACHED and not self._scheduler.holds(index):
-            self._scheduler.unshard((index,), tracked=True, who="backward")
-            self._rebuilt.append(index)
+        self._machine.unpack(chunk.spec.index, operator)
         view = packed.view()
         if operator is None:  # user code looks at a saved tensor outside of backward
-            self.let_go()
+            self._machine.end_operator()
         return view
 
-    def let_go(self) -> None:
-        """Ends the holds on weights that were rebuilt for an operator that has run."""
-        if self._rebuilt:
-            rebuilt, self._rebuilt = self._rebuilt, []
-            for index in rebuilt:
-                self._scheduler.release((index,), tracked=True)
-
     def forget(self) -> None:
-        """Forgets the holds, which a reset of the scheduler has ended."""
-        self._rebuilt.clear()
+        """Called when unfinished work is given up."""
         self._leave_device()
 
     def updated(self) -> None:

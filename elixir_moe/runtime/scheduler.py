@@ -35,13 +35,14 @@ from elixir_moe.chunks.cache_policy import (
 )
 from elixir_moe.chunks.plan import REDUCTIONS_IN_FLIGHT, Tier
 from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.chunks.step_machine import Answer
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import PlanError, UsageError
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.runtime.chunk import ATTACHED, CACHED, GATHERED, GATHERING, SHARDED, Chunk, Landings
 from elixir_moe.runtime.progress import Progress
-from elixir_moe.runtime.reduction_order import Agreement, Reductions, alone
+from elixir_moe.runtime.reduction_order import Agreement, alone
 from elixir_moe.runtime.streams import Streams
 
 _MISSES_BEFORE_NEW_SCHEDULE = 3
@@ -87,11 +88,12 @@ class Scheduler:
         self.final: set[int] = set()
         """Chunks reduced in such a backward: until `updated`, their shards may have old weights or new ones."""
         self._has_host_shards = any(chunk.shard.tier is not Tier.DEVICE for chunk in chunks)
-        self._in_order = not all(chunk.communicator.tagged for chunk in chunks)
+        self.in_order = not all(chunk.communicator.tagged for chunk in chunks)
         """Only their order matches collectives, over all process groups together: it must be the same on all ranks."""
         self.progress = Progress()
-        self.reductions = Reductions(agreement, self.progress, in_order=self._in_order)
-        """The reductions of the running backward."""
+        self._agreement = agreement
+        self._gathered: list[int] = []
+        """Chunks whose shards were gathered since the last backward."""
         self.shown_at: dict[int, Chunk] = {}
         """The gathered chunk at each memory address."""
         self.reductions_issued = 0
@@ -171,6 +173,17 @@ class Scheduler:
         chunk = self.chunks[index]
         return self.cache.holds(index) if chunk.placement is CACHED else chunk.state is GATHERED and chunk.holds > 0
 
+    def hold_chunk(self, index: int) -> bool:
+        """As `Carrier.hold_chunk`."""
+        if self.chunks[index].placement is ATTACHED or self.holds(index):
+            return False
+        self.unshard((index,), tracked=True, who="backward")
+        return True
+
+    def let_go_chunk(self, index: int) -> None:
+        """As `Carrier.let_go_chunk`."""
+        self.release((index,), tracked=True)
+
     def _cached_of(self, chunks: tuple[int, ...]) -> tuple[int, ...]:
         """The chunks among `chunks` that use the rCache."""
         found = self._cached.get(chunks)
@@ -241,7 +254,7 @@ class Scheduler:
             self._count(chunk, "all_gather", chunk.spec.nbytes)
         self._queue.append(chunk)
         if chunk.spec.shards > 1:
-            self.reductions.gathered.append(chunk.spec.index)
+            self._gathered.append(chunk.spec.index)
 
     def _begin_gathers(self, until: Chunk | None = None, *, released: bool = False) -> None:
         """Begins gathers while the first in the queue may begin, and in any case up to `until`, which is queued.
@@ -267,7 +280,7 @@ class Scheduler:
         for the shard, and does so after a release, for what is needed next. Elsewhere it waits for the block alone.
         """
         assert chunk.block is not None
-        if self._in_order:
+        if self.in_order:
             return not chunk.shard.may_wait or (released and chunk.spec.index in self.cache.upcoming)
         return chunk.shard.ready and (chunk.block.quiet or chunk.spec.index in self.cache.upcoming)
 
@@ -423,11 +436,10 @@ class Scheduler:
         if not waits:
             self._land(chunk)
 
-    def reserve_gradients(self, chunks: Sequence[int]) -> None:
-        """Requests blocks for gradients that only some ranks get, so that all ranks request them at the same time."""
-        for index in chunks:
-            if self.chunks[index].placement is CACHED and self.reductions.awaits_any(index):
-                self._land(self.chunks[index])
+    def reserve_gradients(self, index: int) -> None:
+        """Requests a block for gradients that only some ranks get, so that all ranks request it at the same time."""
+        if self.chunks[index].placement is CACHED:
+            self._land(self.chunks[index])
 
     def _land(self, chunk: Chunk, *, at_once: bool = False) -> None:
         """Copies the gradients that have come to the chunk's memory.
@@ -492,23 +504,18 @@ class Scheduler:
         self._gradient_blocks -= 1
         self._ask(RELEASE, (gradients_of(chunk.spec.index),), tracked=True, who="a release")
 
-    def expect_no_more(self, index: int, position: int) -> None:
-        """Records that parameter `position` of chunk `index` has its gradient, or gets none in this backward."""
-        if self.reductions.expect_no_more(index, position):
-            self._reduce_ready()
-
-    def _reduce_ready(self) -> None:
-        for index in self.reductions.ready():
-            self._reduce(self.chunks[index])
+    def agree(self, used: Sequence[int]) -> Callable[[], Answer]:
+        """As `Carrier.agree`. Collective; waits for no rank."""
+        answer = self._agreement(used, self._gathered, self.progress)
+        self.progress.backwards += 1
+        self._gathered.clear()
+        return answer
 
     def finish_backward(self) -> None:
         """Reduces the remaining gradients; to be called when no further gradient can come."""
-        self.reductions.expect_nothing()
-        self._reduce_ready()
         for chunk in reversed(self.chunks):
             if chunk.gradients is not None or chunk.loose:
-                self._reduce(chunk)
-        self.reductions.clear()
+                self.reduce(chunk.spec.index)
         if self.looks_for_writes:
             self.flush()
             self.looks_for_writes = False
@@ -517,8 +524,9 @@ class Scheduler:
             if not self._streams.asynchronous:  # else the next clip or step waits for it
                 self.written_unseen()
 
-    def _reduce(self, chunk: Chunk) -> None:
+    def reduce(self, index: int) -> None:
         """Issues the reduction of a chunk's gradients: every rank gets the sum for its shard."""
+        chunk = self.chunks[index]
         self._land(chunk, at_once=True)
         assert chunk.gradients is not None
         self._make_final(chunk)
@@ -681,7 +689,6 @@ class Scheduler:
         self._streams.fetch_after_compute()
         self._gradient_blocks = 0
         self.shown_at.clear()
-        self.reductions.clear()
         self.cache.restart()
         self._record.clear()
         self.failed = False

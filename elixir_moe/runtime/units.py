@@ -4,41 +4,31 @@ Owns the walk over a model that finds its parts. Every rank must enter the units
 gathers follows from it.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from elixir_moe.chunks.packing import Layout
-from elixir_moe.chunks.step_order import Part, Use, choose_units, moving_chunks
+from elixir_moe.chunks.step_machine import Unit
+from elixir_moe.chunks.step_order import (
+    ENTER,
+    LEAVE,
+    READ,
+    Happening,
+    Part,
+    StepEvent,
+    choose_units,
+    moving_chunks,
+    units_of,
+)
 from elixir_moe.parallel.pattern import EXPERT_AXIS
 from elixir_moe.parallel.rules import pattern_of
 from elixir_moe.runtime.access import ParamAccess
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Unit:
-    """A module that unshards as one: every rank enters it, so every rank takes part in its gathers."""
-
-    name: str
-    module: nn.Module | None
-    """None for reads of parameters outside their module."""
-    slots: tuple[tuple[int, int], ...]
-    """(chunk, index in the chunk) of its parameters."""
-    parameters: tuple[nn.Parameter, ...]
-    chooses: bool = False
-    """The set of its parameters that get a gradient may differ between ranks."""
-    chunks: tuple[int, ...] = field(init=False)
-    label: str = field(init=False)
-    """The unit's name in messages."""
-
-    def __post_init__(self) -> None:
-        self.chunks = tuple(sorted({chunk for chunk, _ in self.slots}))
-        self.label = f"module {self.name!r}" if self.module is not None else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +83,11 @@ def find_parts(model: nn.Module) -> Parts:
     return Parts(tuple(names), tuple(modules), own, tuple(specs))
 
 
-def build_units(parts: Parts, parameters: Sequence[nn.Parameter], layout: Layout) -> list[Unit]:
-    """The units of a packed model, whose `parameters` are numbered as in `parts` and `layout`."""
-    slot_of = {slot.param: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)}
-    chosen = dict.fromkeys(unit for unit in choose_units(parts.specs, moving_chunks(layout)) if unit is not None)
-    units = []
-    for unit in chosen:
-        mine = tuple(parameters[i] for i in unit.params)
-        slots = tuple(slot_of[i] for i in unit.params)
-        units.append(Unit(parts.names[unit.part], parts.modules[unit.part], slots, mine, unit.chooses))
-    return units
+def build_units(parts: Parts, layout: Layout) -> dict[Unit, nn.Module]:
+    """The units of a packed model, whose parameters `layout` numbers as `parts` does, and their modules."""
+    chosen = choose_units(parts.specs, moving_chunks(layout))
+    units = units_of(chosen, layout, lambda part: f"module {parts.names[part]!r}")
+    return {unit: parts.modules[part] for part, unit in units.items()}
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -141,28 +126,27 @@ def _has_router(owner: nn.Module, choices: int) -> bool:
 
 
 @torch.no_grad()
-def traced_uses(model: nn.Module, parts: Parts, step: Callable[[nn.Module, Any], Any], sample: Any) -> list[Use]:
-    """The uses in ``step(model, sample)``, run once without gradients on the model before `wrap`.
+def traced_forward(
+    model: nn.Module, parts: Parts, step: Callable[[nn.Module, Any], Any], sample: Any
+) -> list[StepEvent]:
+    """The events of ``step(model, sample)``, run once without gradients on the model before `wrap`.
 
     Random state and buffers are restored.
     """
-    uses: list[Use] = []
-    running: list[int] = []
-    clock = itertools.count()
+    events: list[StepEvent] = []
     handles = []
     index_of = {p: index for index, p in enumerate(model.parameters())}
 
-    def read(parameters: Sequence[nn.Parameter]) -> None:
-        params = tuple(index_of[p] for p in parameters)
-        uses.append(Use(entered=next(clock), left=next(clock), part=None, params=params))
+    def read(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        events.append(StepEvent(READ, params=tuple(index_of[p] for p in parameters)))
+        return nullcontext()
+
+    def note(kind: Happening, number: int, *_: object) -> None:
+        events.append(StepEvent(kind, number))
 
     for number, module in enumerate(parts.modules):
-
-        def left(*_: object, number: int = number) -> None:
-            uses.append(Use(entered=running.pop(), left=next(clock), part=number))
-
-        handles.append(module.register_forward_pre_hook(lambda *_: running.append(next(clock))))
-        handles.append(module.register_forward_hook(left))
+        handles.append(module.register_forward_pre_hook(partial(note, ENTER, number)))
+        handles.append(module.register_forward_hook(partial(note, LEAVE, number)))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     owned = zip(parts.modules, parts.parameters, strict=True)
     try:
@@ -174,30 +158,32 @@ def traced_uses(model: nn.Module, parts: Parts, step: Callable[[nn.Module, Any],
             handle.remove()
         for buffer, before in buffers:
             buffer.copy_(before)
-    return uses
+    return events
 
 
 @contextmanager
 def reads_heard(
-    owned: Iterable[tuple[nn.Module, Sequence[nn.Parameter]]], read: Callable[[Sequence[nn.Parameter]], None]
+    owned: Iterable[tuple[nn.Module, Sequence[nn.Parameter]]],
+    read: Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]],
 ) -> Iterator[None]:
     """A context that calls `read` before each function that reads parameters outside their part.
 
     Args:
         owned: the parts of a model that is not wrapped, each with its own parameters.
-        read: gets the parameters that the wrapped model may have to gather for the function.
+        read: gets the parameters that the wrapped model may have to gather for the function, and returns a context for
+            the function.
     """
     parts = list(owned)
 
     @contextmanager
     def unshard_for_call(parameters: list[nn.Parameter]) -> Iterator[None]:
-        read(parameters)
         switches = access.switches(parameters)
-        access.open(switches)
-        try:
-            yield
-        finally:
-            access.close(switches)
+        with read(parameters):
+            access.open(switches)
+            try:
+                yield
+            finally:
+                access.close(switches)
 
     def name_of(parameter: nn.Parameter) -> str:
         named = ((type(module), name, p) for module, _ in parts for name, p in module.named_parameters())
@@ -227,17 +213,16 @@ def reads_heard(
         access.remove()
 
 
-def registered_uses(parts: Parts) -> list[Use]:
-    """The uses of all parts if each ran once, in order of registration."""
+def registered_forward(parts: Parts) -> list[StepEvent]:
+    """The events of a forward in which all parts run once, in order of registration."""
     children: dict[int | None, list[int]] = {}
     for number, part in enumerate(parts.specs):
         children.setdefault(part.parent, []).append(number)
-    clock = itertools.count()
 
-    def visit(number: int) -> Iterator[Use]:
-        entered = next(clock)
+    def visit(number: int) -> Iterator[StepEvent]:
+        yield StepEvent(ENTER, number)
         for child in children.get(number, ()):
             yield from visit(child)
-        yield Use(entered=entered, left=next(clock), part=number)
+        yield StepEvent(LEAVE, number)
 
-    return [use for number in children.get(None, ()) for use in visit(number)]
+    return [event for number in children.get(None, ()) for event in visit(number)]

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.chunks.step_order import Use
+from elixir_moe.chunks.step_order import StepEvent
 from elixir_moe.distributed.all_ranks import gathered, raise_on_all_ranks
 from elixir_moe.errors import ConfigError
 from elixir_moe.memory.slabs import device_left, host_bytes_left
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
 from elixir_moe.runtime.model_spec import ranks_of
-from elixir_moe.runtime.units import Parts, traced_uses
+from elixir_moe.runtime.units import Parts, traced_forward
 from elixir_moe.search import cost
 from elixir_moe.search.explain import explained
 from elixir_moe.search.hardware import Hardware
@@ -58,8 +58,8 @@ class Forecast:
     """The plan found and its predicted cost; the same on all ranks that hold the model."""
 
     plan: Plan
-    uses: tuple[Use, ...]
-    """Uses of parameters in forward, numbered as in ``model.parameters()``."""
+    events: tuple[StepEvent, ...]
+    """The events of a step, with parameters numbered as in ``model.parameters()``."""
     seconds: cost.Seconds
     device_bytes: int
     """Bytes the library holds on the device."""
@@ -128,30 +128,31 @@ def groups_of(model: nn.Module) -> set[tuple[int, ...]]:
     return {(pattern_of(p) or everywhere).replicate_ranks for p in model.parameters()}
 
 
-def uses_of(
+def events_of(
     model: nn.Module,
     parts: Parts,
     step: Callable[[nn.Module, Any], Any],
     sample: Any,
     compute_dtype: torch.dtype | None,
-) -> Sequence[Use]:
-    """Uses of parameters in ``step(model, sample)``, numbered as in ``model.parameters()``. Collective.
+) -> Sequence[StepEvent]:
+    """The events of ``step(model, sample)`` on the first rank of those that hold the model. Collective.
 
-    A step that cannot run on tensors without data is run on the model itself, without its backward. Recomputed regions
-    are then unknown.
+    Parameters are numbered as in ``model.parameters()``. A step that cannot run on tensors without data is run on the
+    model itself, without its backward.
     """
-    found: list[Use] = []
+    first, *_ = ranks_of(model, replicated_everywhere())
 
-    def learn() -> None:
+    def learn() -> Sequence[StepEvent] | None:
         world, rank = dist.get_world_size(), dist.get_rank()
+        events: Sequence[StepEvent]
         try:
-            profile = trace(model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype)
+            events = trace(model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype).registered_events
         except ConfigError:
-            found.extend(traced_uses(model, parts, step, sample))
-        else:
-            found.extend(profile.registered_uses)
+            events = traced_forward(model, parts, step, sample)
+        return events if rank == first else None
 
-    raise_on_all_ranks("ran the step that sample and step are", learn)
+    found = raise_on_all_ranks("ran the step that sample and step are", learn)[first]
+    assert found is not None, "the first rank has told its events"
     return found
 
 
@@ -186,7 +187,7 @@ def forecast_of(choice: Choice) -> Forecast:
     device, host = task.held_bytes(choice.size)
     return Forecast(
         plan=explained(choice),
-        uses=task.profile.registered_uses,
+        events=task.profile.registered_events,
         seconds=choice.seconds,
         device_bytes=device,
         host_bytes=host + task.kept_bytes,

@@ -5,8 +5,9 @@ Owns `Event`, and `Recorder`, which records operators, modules and gradients whi
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import accumulate
@@ -20,10 +21,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from elixir_moe.chunks.step_order import AGAIN, ENTER, LAND, LEAVE, REACH, READ, READ_AGAIN, UNPACK, Happening
 from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.dataless import has_data
 from elixir_moe.parallel.dtensor import local_of
-from elixir_moe.runtime.autograd import in_backward, tensors_in
+from elixir_moe.runtime.autograd import hook_outputs, in_backward, tensors_in
 from elixir_moe.runtime.host_checkpoints import kept_by_region, region_number
 from elixir_moe.runtime.units import Parts, reads_heard
 from elixir_moe.search.megatron_dataless import is_mixture
@@ -34,22 +36,11 @@ _PICKS_ROWS = (aten.embedding, aten.index_select, aten.gather, aten.index)
 
 
 class Kind(Enum):
-    """The kind of an event."""
+    """The kind of an event beside those of `chunks.step_order.Happening`."""
 
     MEMORY = auto()
     """Bytes allocated, or freed if negative."""
     OPERATOR = auto()
-    ENTER = auto()
-    """A part begins in forward."""
-    LEAVE = auto()
-    AGAIN = auto()
-    """A part begins in backward: its checkpointed region is recomputed."""
-    READ = auto()
-    """A function reads `params` in forward, outside the modules they belong to."""
-    READ_AGAIN = auto()
-    """Like `READ`, in backward."""
-    GRADIENT = auto()
-    """A parameter's gradient is complete."""
     MIX = auto()
     """A mixture layer begins; `nbytes` is its number of tokens."""
     MIX_AGAIN = auto()
@@ -68,13 +59,17 @@ class Kind(Enum):
 class Event:
     """One event of a step."""
 
-    kind: Kind
+    kind: Kind | Happening
     name: str = ""
     """The module's name in the model."""
     params: tuple[str, ...] = ()
     """The parameters' names."""
     with_grad: bool = True
-    """Whether autograd records what begins."""
+    """Whether autograd records what begins or ends."""
+    run: int = 0
+    """As `StepEvent.run`."""
+    same: bool = False
+    """As `StepEvent.same`."""
     nbytes: int = 0
     flops: int = 0
     traffic: int = 0
@@ -125,9 +120,21 @@ class Recorder(TorchDispatchMode):
         self._region: tuple[int, list[int]] = (-1, [0])
         self._listening = True
         self._handles: list[Any] = []
+        self._running = 0
+        """Number of parts and reads that run in forward: what they save is rebuilt where backward wants it."""
+        self._runs: Counter[str] = Counter()
+        """By part: number of runs that have ended in forward."""
+        self._operator: int | None = None
+        """Number of the node of autograd that has unpacked a parameter last."""
+        self._name_of: dict[Any, str] = {}
+        """The names of the parameters that replace the model's while it is traced."""
+        self._storages: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        """The same by their storages."""
         self._model, self._parts, self._boundaries = model, parts, boundaries
-        self._names = {p: name for name, p in model.named_parameters()}
-        self._places = {p: (module, key) for module in model.modules() for key, p in module._parameters.items()}
+        self._names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+        self._places = {
+            p: (module, key) for module in model.modules() for key, p in module._parameters.items() if p is not None
+        }
         self._reading = ExitStack()
         self._mixtures = [
             (name, module) for name, module in model.named_modules() if isinstance(module, MoE) or is_mixture(module)
@@ -136,13 +143,17 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Self:
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             self._known.add(local_of(tensor).untyped_storage())
+        for p, (module, key) in self._places.items():
+            present: Any = module._parameters[key]  # fake parameters replace the model's while it is traced
+            self._name_of[present] = self._names[p]
+            self._storages[local_of(present).untyped_storage()] = self._names[p]
+        for number, (first, last) in enumerate(self._boundaries):
+            self._mark_boundary(first, last, number)
         for name, module in zip(self._parts.names, self._parts.modules, strict=True):
-            self._listen(module, name, Kind.ENTER, Kind.AGAIN)
+            self._listen(module, name, ENTER, AGAIN)
             self._handles.append(module.register_forward_hook(self._leaves(name)))
         for name, module in self._mixtures:
             self._listen(module, name, Kind.MIX, Kind.MIX_AGAIN)
-        for number, (first, last) in enumerate(self._boundaries):
-            self._mark_boundary(first, last, number)
         self._reading.enter_context(self._reads_heard())
         self._reading.enter_context(saved_tensors_hooks(self._saved, self._asked))
         for parameter in self._model.parameters():
@@ -201,32 +212,38 @@ class Recorder(TorchDispatchMode):
         if self._listening:
             self.events.append(Event(Kind.MEMORY, nbytes=-nbytes))
 
-    def _listen(self, module: nn.Module, name: str, forward: Kind, backward: Kind) -> None:
+    def _listen(self, module: nn.Module, name: str, forward: Kind | Happening, backward: Kind | Happening) -> None:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
             rows = args[0].numel() // args[0].shape[-1] if forward is Kind.MIX else 0
             kind = backward if in_backward() else forward
+            self._running += kind is ENTER
             self.events.append(Event(kind, name, with_grad=torch.is_grad_enabled(), nbytes=rows))
 
         self._handles.append(module.register_forward_pre_hook(enter))
 
     def _reads_heard(self) -> AbstractContextManager[None]:
-        present: dict[Any, Any] = {p: module._parameters[key] for p, (module, key) in self._places.items()}
-        name_of = {
-            present[p]: name for p, name in self._names.items()
-        }  # fake parameters replace the model's while it is traced
-
-        def read(parameters: Sequence[Tensor]) -> None:
-            names = tuple(name_of[p] for p in parameters)
-            kind = Kind.READ_AGAIN if in_backward() else Kind.READ
+        @contextmanager
+        def read(parameters: Sequence[Tensor]) -> Iterator[None]:
+            kind = READ_AGAIN if in_backward() else READ
+            names = tuple(self._name_of[p] for p in parameters)
             self.events.append(Event(kind, params=names, with_grad=torch.is_grad_enabled()))
+            self._running += 1
+            yield
+            self._running -= 1
 
+        present: dict[Any, Any] = {p: module._parameters[key] for p, (module, key) in self._places.items()}
         owned = zip(self._parts.modules, self._parts.parameters, strict=True)
         return reads_heard([(module, [present[p] for p in mine]) for module, mine in owned], read)
 
     def _leaves(self, name: str) -> Any:
-        def leave(*_: object) -> None:
+        def leave(_: nn.Module, args: object, output: object) -> None:
+            run = -1
             if not in_backward():
-                self.events.append(Event(Kind.LEAVE, name))
+                run = self._runs[name]
+                self._runs[name] += 1
+                self._running -= 1
+                self.events.append(Event(LEAVE, name, with_grad=torch.is_grad_enabled()))
+            hook_outputs(output, lambda _: self.events.append(Event(REACH, name, run=run)))
 
         return leave
 
@@ -244,8 +261,12 @@ class Recorder(TorchDispatchMode):
 
         self._handles += [first.register_forward_pre_hook(enter), last.register_forward_hook(leave)]
 
-    def _saved(self, tensor: Tensor) -> tuple[Tensor, list[int] | None]:
-        """Records what checkpointed regions keep; returns the tensor, and the region's bytes, shared by its inputs."""
+    def _saved(self, tensor: Tensor) -> "_Saved":
+        """Notes parameters among the saved tensors, and records what checkpointed regions keep."""
+        whole = tensor if tensor.is_leaf else tensor.detach()
+        strided = local_of(tensor).layout is torch.strided
+        if self._running and strided and (name := self._storages.get(local_of(tensor).untyped_storage())) is not None:
+            return _Saved(whole, parameter=name)
         region = None
         if not in_backward() and kept_by_region(tensor) and tensor.untyped_storage() not in self._kept:
             self._kept.add(tensor.untyped_storage())
@@ -256,19 +277,34 @@ class Recorder(TorchDispatchMode):
                 self.events.append(Event(Kind.KEEP))
             region[0] += _nbytes(tensor)
             self.events[-1] = Event(Kind.KEEP, nbytes=region[0])
-        return (tensor if tensor.is_leaf else tensor.detach()), region
+        return _Saved(whole, region=region)
 
-    def _asked(self, saved: tuple[Tensor, list[int] | None]) -> Tensor:
-        tensor, region = saved
-        if region and region[0]:
-            self.events.append(Event(Kind.ASK, nbytes=region[0]))
-            region[0] = 0
-        return tensor
+    def _asked(self, saved: "_Saved") -> Tensor:
+        if saved.parameter is not None:
+            operator = torch._C._current_autograd_node()
+            number = None if operator is None else operator._sequence_nr()
+            self.events.append(Event(UNPACK, params=(saved.parameter,), same=number == self._operator))
+            self._operator = number
+        elif saved.region and saved.region[0]:
+            self.events.append(Event(Kind.ASK, nbytes=saved.region[0]))
+            saved.region[0] = 0
+        return saved.tensor
 
     def _landed(self, parameter: Tensor) -> None:
         """Frees the gradient, as the runtime does by moving it into its block at once."""
         parameter.grad = None
-        self.events.append(Event(Kind.GRADIENT))
+        self.events.append(Event(LAND, params=(self._name_of[parameter],)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A tensor that autograd has saved."""
+
+    tensor: Tensor
+    parameter: str | None = None
+    """The parameter that it views."""
+    region: list[int] | None = None
+    """The bytes that its checkpointed region keeps, shared by the region's inputs."""
 
 
 def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Event]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from elixir_moe.chunks.param_spec import ParamSpec
-from elixir_moe.chunks.step_order import Part, Use
+from elixir_moe.chunks.step_order import Part, StepEvent
 from elixir_moe.search import strategies
 from elixir_moe.search.solve import Task
 
-_Step = tuple[tuple[ParamSpec, ...], tuple[Part, ...], tuple[Use, ...]]
+_Step = tuple[tuple[ParamSpec, ...], tuple[Part, ...], tuple[StepEvent, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Sizes:
         found to fit there may be fewer.
         """
         task = self.at(size)
-        key = strategy, (task.profile.params, task.profile.parts, task.profile.uses), task.profile.kept
+        key = strategy, (task.profile.params, task.profile.parts, task.profile.events), task.profile.kept
         device, host, allowed = self._needs.get(key, (0, 0, -1))
         if allowed < 0 or task.allowed_bytes < device <= allowed:
             device, host = strategies.needs(task, strategy)

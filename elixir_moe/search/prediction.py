@@ -22,8 +22,7 @@ from elixir_moe.search.solve import Task
 from elixir_moe.state.wrapped import Wrapped
 
 WARM_UP = 2
-"""Steps before the measured ones: the first records the schedule and allocates, the second is the first to follow it.
-"""
+"""Steps before the measured ones: they allocate memory and fill caches."""
 MEASURED = 5
 """Measured steps; the median is used, so an evaluation between two steps does not count."""
 TOLERANCE = 0.2

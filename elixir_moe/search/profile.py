@@ -5,12 +5,12 @@ no tensor.
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from elixir_moe.chunks.cache_policy import Schedule
 from elixir_moe.chunks.packing import Layout
-from elixir_moe.chunks.param_spec import ParamSpec
-from elixir_moe.chunks.step_order import Part, StepOrder, Use
+from elixir_moe.chunks.param_spec import ParamSpec, trainable_of
+from elixir_moe.chunks.step_order import Part, StepEvent, StepOrder, renumbered
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +51,8 @@ class Profile:
     """By position in `params`: the parameter's number in ``model.parameters()``."""
     parts: tuple[Part, ...]
     """Modules that have parameters; see `chunks.step_order`."""
-    uses: tuple[Use, ...]
-    """Runs of parts in forward."""
+    events: tuple[StepEvent, ...]
+    """What the step does with its parts and parameters, in order of time; without a backward, if it is unknown."""
     parameters: int
     """Parameters of the whole model, on all ranks."""
     tokens: int
@@ -79,14 +79,14 @@ class Profile:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     @property
-    def registered_uses(self) -> tuple[Use, ...]:
-        """`uses`, with parameters numbered as in ``model.parameters()``."""
-        return tuple(replace(use, params=tuple(self.order[p] for p in use.params)) for use in self.uses)
+    def registered_events(self) -> tuple[StepEvent, ...]:
+        """`events`, with parameters numbered as in ``model.parameters()``."""
+        return renumbered(self.events, self.order)
 
     @property
     def step_order(self) -> StepOrder:
         """The order of the step, for any layout."""
-        return StepOrder(self.parts, self.uses)
+        return StepOrder(self.parts, self.events, trainable_of(self.params))
 
     def schedule(self, layout: Layout) -> Schedule:
         """The requests of forward and backward to the rCache, as the runtime would record them."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from elixir_moe.chunks.step_order import READ
 from elixir_moe.parallel.rules import pattern_of
 from elixir_moe.search.events import Event, Kind
 
@@ -38,6 +39,9 @@ class Cut:
         starts = [self.start + k * self.period for k in (0, 1, self.periods - 1)]
         return [(self.layers[s], self.layers[s + self.period - 1]) for s in starts]
 
+    def _layer(self, period: int, j: int) -> str:
+        return f"{self.name}.{self.start + period * self.period + j}"
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """While open, the list lacks the periods between the second and the last."""
@@ -50,12 +54,9 @@ class Cut:
         finally:
             self.layers._modules = everything
 
-    def renamed(self, events: Sequence[Event], k: int) -> list[Event]:
-        """The events of the second period, renamed to those of period `k`."""
-        names = {
-            f"{self.name}.{self.start + self.period + j}": f"{self.name}.{self.start + k * self.period + j}"
-            for j in range(self.period)
-        }
+    def renamed(self, events: Sequence[Event], moved: Mapping[int, int]) -> list[Event]:
+        """The events, with the names of layers of period `p` replaced by those of period ``moved[p]``."""
+        names = {self._layer(p, j): self._layer(q, j) for p, q in moved.items() for j in range(self.period)}
 
         def rename(name: str) -> str:
             for old, new in names.items():
@@ -91,7 +92,7 @@ def cuts_of(model: nn.Module) -> list[Cut]:
 
 def made_whole(events: Sequence[Event], cuts: Sequence[Cut]) -> list[Event] | None:
     """The events as if every layer had been traced; None if the traced periods do not determine the others."""
-    insertions: list[tuple[int, list[Event]]] = []
+    replaced: list[tuple[int, int, list[Event]]] = []
     for number, cut in enumerate(cuts):
         where: dict[tuple[str, int], int] = {}
         for position, event in enumerate(events):
@@ -105,11 +106,15 @@ def made_whole(events: Sequence[Event], cuts: Sequence[Cut]) -> list[Event] | No
         extra = range(2, cut.periods - 1)
         forward = events[where["forward", 1] : where["forward", 2]]
         backward = events[where["backward", 1] : where["backward", 0]]
-        insertions.append((where["forward", 2], [m for k in extra for m in cut.renamed(forward, k)]))
-        insertions.append((where["backward", 1], [m for k in reversed(extra) for m in cut.renamed(backward, k)]))
+        # Hooks on an output that is an inner module's too run before the boundary: they are of the period before.
+        last = cut.renamed(events[where["backward", 2] : where["backward", 1]], {1: cut.periods - 2})
+        between = [m for k in reversed(extra) for m in cut.renamed(backward, {1: k, 0: k - 1})]
+        forwards = [m for k in extra for m in cut.renamed(forward, {1: k})]
+        replaced.append((where["forward", 2], where["forward", 2], forwards))
+        replaced.append((where["backward", 2], where["backward", 1], [*last, *between]))
     whole = list(events)
-    for position, more in sorted(insertions, key=lambda item: -item[0]):
-        whole[position:position] = more
+    for start, stop, instead in sorted(replaced, key=lambda item: -item[0]):
+        whole[start:stop] = instead
     return whole
 
 
@@ -120,7 +125,7 @@ def _read_elsewhere(events: Sequence[Event], cut: Cut, where: Mapping[tuple[str,
         prefixes = tuple(f"{cut.name}.{layer}." for layer in range(first, first + cut.period))
         inside = range(where["forward", number], where.get(("forward", number + 1), len(events)))
         for position, event in enumerate(events):
-            its = event.kind is Kind.READ and any(name.startswith(prefixes) for name in event.params)
+            its = event.kind is READ and any(name.startswith(prefixes) for name in event.params)
             if its and position not in inside:
                 return True
     return False

@@ -1,4 +1,4 @@
-"""Traces one training step on tensors without data: the uses of parameters, and the cost.
+"""Traces one training step on tensors without data: what happens to its parameters, and the cost.
 
 Owns the run of forward and backward under torch's fake tensors, and the list of its events. The model is restored
 afterwards. Nothing is computed and nothing is sent, so a model of any size is traced in seconds.
@@ -11,8 +11,7 @@ gradient of its input. Memory that one period allocates and another frees is thu
 """
 
 import gc
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elixir_moe.chunks.param_spec import ParamSpec
-from elixir_moe.chunks.step_order import Use, by_first_use
+from elixir_moe.chunks.step_order import Happening, StepEvent, by_first_use
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.memory.slabs import bytes_of
 from elixir_moe.moe.layer import MoE
@@ -83,14 +82,14 @@ def trace(
         return trace(model, step, sample, world=world, rank=rank, **dtypes, tokens=tokens, whole=True)
     numbers = {name: i for i, name in enumerate(parts.names)}
     index_of = {p: i for i, p in enumerate(specs)}
-    found = list(_uses(events, numbers, {name: index_of[p] for name, p in model.named_parameters()}))
-    order, part_specs, uses = by_first_use(parts.specs, found, len(listed))
+    found = list(_of_step(events, numbers, {name: index_of[p] for name, p in model.named_parameters()}))
+    order, part_specs, step_events = by_first_use(parts.specs, found, len(listed))
     kept, kept_peaks = kept_of(events)
     return Profile(
         params=tuple(listed[i] for i in order),
         order=tuple(order),
         parts=part_specs,
-        uses=uses,
+        events=step_events,
         parameters=sum(logical_numel(p) for p in specs),
         tokens=_tokens(sample) if tokens is None else tokens,
         flops=sum(event.flops for event in events),
@@ -198,37 +197,17 @@ def _fake(value: Any) -> Any:
     return value
 
 
-def _uses(events: Sequence[Event], parts: Mapping[str, int], params: Mapping[str, int]) -> Iterator[Use]:
-    """The runs of parts and the reads outside them in forward, each with the region that recomputes it.
-
-    If some uses of one name ran without gradients, those are the ones that reentrant checkpoints recompute.
-    """
-    regions: dict[tuple[str, tuple[str, ...]], int] = {}
-    count, fresh = 0, True
+def _of_step(events: Iterable[Event], parts: Mapping[str, int], params: Mapping[str, int]) -> Iterator[StepEvent]:
+    """What happens to parts and parameters, with their numbers in the place of names."""
     for event in events:
-        if event.kind is Kind.GRADIENT:
-            fresh = True
-        elif event.kind in (Kind.AGAIN, Kind.READ_AGAIN):
-            count, fresh = count + fresh, False
-            regions.setdefault((event.name, event.params), count - 1)
-    ungraded = {
-        (event.name, event.params) for event in events if event.kind in (Kind.ENTER, Kind.READ) and not event.with_grad
-    }
-    running: list[tuple[int, bool]] = []
-    clock = itertools.count()
-    for event in events:
-        if event.kind in (Kind.ENTER, Kind.READ):
-            running.append((next(clock), event.with_grad))
-        if event.kind in (Kind.LEAVE, Kind.READ):
-            entered, with_grad = running.pop()
-            key = event.name, event.params
-            yield Use(
-                entered=entered,
-                left=next(clock),
-                part=parts[event.name] if event.kind is Kind.LEAVE else None,
+        if isinstance(event.kind, Happening):
+            yield StepEvent(
+                event.kind,
+                part=parts.get(event.name, -1),
                 params=tuple(params[name] for name in event.params),
-                with_grad=with_grad,
-                region=None if with_grad and key in ungraded else regions.get(key),
+                with_grad=event.with_grad,
+                run=event.run,
+                same=event.same,
             )
 
 

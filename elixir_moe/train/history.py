@@ -74,7 +74,7 @@ def _is_number(value: Any) -> bool:
 def account(directory: Path) -> dict[str, Any]:
     """A summary of a run so far, ready for JSON; values missing from its files are None.
 
-    Losses are in nats per byte. Times are medians over all steps but the first, which also records the schedule. Bytes
+    Losses are in nats per byte. Times are medians over all steps but the first, which also allocates. Bytes
     and hits are those of rank 0, as in `StepRecord`; fetched and offloaded bytes are those between device and host.
 
     Raises:

@@ -142,10 +142,10 @@ def test_no_fewer_chunks_on_disk_would_fit(whole: bool, beside: bool) -> None:
         fits = [count for count, nbytes in enumerate(sizes) if nbytes <= allowed]
         asked = partial(settled, moments=2, free_host_bytes=allowed, beside=beside)
         if fits:
-            assert asked(plan, params, StepOrder((), ())).disk_chunks == fits[0]
+            assert asked(plan, params, StepOrder((), (), {})).disk_chunks == fits[0]
         else:
             with pytest.raises(em.TierError, match="are needed even with chunks on disk"):
-                asked(plan, params, StepOrder((), ()))
+                asked(plan, params, StepOrder((), (), {}))
 
 
 def test_free_host_memory_is_enough_for_little(ranks: Ranks, tmp_path: Path) -> None:

@@ -7,7 +7,20 @@ from hypothesis import strategies as st
 from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
 from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
 from elixir_moe.chunks.param_spec import ChunkGroupKey
-from elixir_moe.chunks.step_order import Part, StepOrder, Use, by_first_use, choose_units
+from elixir_moe.chunks.step_order import (
+    AGAIN,
+    ENTER,
+    LAND,
+    LEAVE,
+    REACH,
+    READ,
+    UNPACK,
+    Part,
+    StepEvent,
+    StepOrder,
+    by_first_use,
+    choose_units,
+)
 
 
 def layout_of(
@@ -24,9 +37,22 @@ def layout_of(
     return Layout(chunk_numel=256, chunks=tuple(chunks), block_itemsize=4)
 
 
-def lines(parts: list[Part], uses: list[Use], layout: Layout) -> list[str]:
+def trainable(layout: Layout) -> dict[int, int]:
+    return {slot.param: slot.numel for chunk in layout.chunks if chunk.key.trainable for slot in chunk.slots}
+
+
+def order(parts: list[Part], events: list[StepEvent], layout: Layout) -> StepOrder:
+    return StepOrder(parts, events, trainable(layout))
+
+
+def ran(number: int, *inside: list[StepEvent]) -> list[StepEvent]:
+    """The events of a run of a part around others."""
+    return [StepEvent(ENTER, number), *(event for events in inside for event in events), StepEvent(LEAVE, number)]
+
+
+def lines(parts: list[Part], events: list[StepEvent], layout: Layout) -> list[str]:
     """The schedule, a word and its chunks a line; a block for gradients is in brackets."""
-    entries = StepOrder(parts, uses).schedule(layout).entries
+    entries = order(parts, events, layout).schedule(layout).entries
     return [f"{e.verb} {' '.join(str(c) if c >= 0 else f'({gradients_of(c)})' for c in e.chunks)}" for e in entries]
 
 
@@ -63,50 +89,64 @@ def test_a_part_of_several_is_never_inside_a_unit() -> None:
 
 def test_a_step_by_hand() -> None:
     parts = [part(0), part(1, parent=0), part(2, 3, parent=0)]
-    uses = [  # part 0 around 1, 2, and 1 again; the last two share a chunk, of which another parameter is never used
-        Use(entered=1, left=2, part=1),
-        Use(entered=3, left=4, part=2),
-        Use(entered=5, left=6, part=1),
-        Use(entered=0, left=7, part=0),
-    ]
+    # Part 0 is around 1, 2, and 1 again; the last two share a chunk, of which another parameter is never used.
+    events = ran(0, ran(1), ran(2), ran(1))
     forward = ["acquire 0", "acquire 1", "release 1", "acquire 1 2", "release 1 2", "acquire 1", "release 1"]
     # Part 0 has its gradient at once, and its weights leave; part 1 with its first run, which backward comes to last.
     backward = ["acquire 0", "release 0", "acquire (0)", "acquire 1", "release 1", "acquire 1 2", "acquire (2)"]
     backward += ["release (2)", "release 1 2", "acquire (1)", "acquire 1", "release 1", "release (1)", "release (0)"]
-    assert lines(parts, uses, layout_of([0, 1, 1, 2, 1], biases=(3,))) == [*forward, "release 0", *backward]
+    assert lines(parts, events, layout_of([0, 1, 1, 2, 1], biases=(3,))) == [*forward, "release 0", *backward]
 
 
 def test_the_gradients_of_a_norm_come_together() -> None:
     """In two chunks they need two blocks; a bias has its gradient before its weight, and the blocks come in turn."""
-    parts, uses = [part(0, 1)], [Use(entered=0, left=1, part=0)]
+    parts, events = [part(0, 1)], ran(0)
     first = ["acquire 0 1", "release 0 1"]
     together = ["acquire 0 1", "acquire (1)", "acquire (0)", "release (1)", "release 0 1", "release (0)"]
     in_turn = ["acquire 0 1", "acquire (1)", "release (1)", "release 0 1", "acquire (0)", "release (0)"]
-    assert lines(parts, uses, layout_of([0, 1])) == [*first, *together]
-    assert lines(parts, uses, layout_of([0, 1], biases=(1,))) == [*first, *in_turn]
+    assert lines(parts, events, layout_of([0, 1])) == [*first, *together]
+    assert lines(parts, events, layout_of([0, 1], biases=(1,))) == [*first, *in_turn]
 
 
 def test_a_recomputed_region_is_held_until_its_backward_is_done() -> None:
-    parts = [part(number) for number in range(3)]
-    uses = [Use(entered=2 * i, left=2 * i + 1, part=i, region=0) for i in range(3)]
-    layout = layout_of([0, 1, 2])
-    assert StepOrder(parts, uses).schedule(layout).least_blocks() == 3
-    kept = [Use(entered=use.entered, left=use.left, part=use.part) for use in uses]
-    assert StepOrder(parts, kept).schedule(layout).least_blocks() == 1
+    parts, layout = [part(number) for number in range(3)], layout_of([0, 1, 2])
+    forward = [event for number in range(3) for event in ran(number)]
+    backward = [[StepEvent(REACH, number), StepEvent(LAND, params=(number,))] for number in (2, 1, 0)]
+    again = [StepEvent(AGAIN, number) for number in range(3)]
+    kept = [*forward, *backward[0], *backward[1], *backward[2]]
+    recomputed = [*forward, backward[0][0], *again, backward[0][1], *backward[1], *backward[2]]
+    assert order(parts, recomputed, layout).schedule(layout).least_blocks() == 3
+    assert order(parts, kept, layout).schedule(layout).least_blocks() == 1
+    assert order(parts, kept, layout).schedule(layout).entries == order(parts, forward, layout).schedule(layout).entries
+
+
+def test_an_operator_holds_what_it_unpacks_until_the_next_one() -> None:
+    parts, layout = [part(0, 1)], layout_of([0, 1])
+    reads = [StepEvent(READ, params=(1,)), StepEvent(READ, params=(0,))]
+    backward = [StepEvent(UNPACK, params=(0,)), StepEvent(UNPACK, params=(1,), same=True), StepEvent(LAND, params=(0,))]
+    assert lines(parts, [*ran(0), *reads, *backward], layout)[6:] == [
+        "acquire 0",
+        "acquire 1",
+        "release 0",
+        "release 1",
+        "acquire (0)",
+        "acquire (1)",
+        "release (1)",
+        "release (0)",
+    ]
 
 
 def test_parameters_come_in_order_of_first_use() -> None:
     parts = [part(2, 3), part(3, 1)]
-    uses = [Use(entered=1, left=2, part=1), Use(entered=0, left=3, part=0)]
-    uses.append(Use(entered=4, left=5, part=None, params=(3, 0)))
-    order, parts, uses = (list(found) for found in by_first_use(parts, uses, 5))
+    events = [*ran(0, ran(1)), StepEvent(READ, params=(3, 0))]
+    order, parts, events = (list(found) for found in by_first_use(parts, events, 5))
     assert order == [2, 3, 1, 0, 4]
     assert [each.params for each in parts] == [(0, 1), (1, 2)]
-    assert [each.params for each in uses] == [(), (), (1, 3)]
+    assert [each.params for each in events if each.kind is READ] == [(1, 3)]
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[Part], list[Use], Layout]:
+def steps(draw: st.DrawFn) -> tuple[list[Part], list[StepEvent], Layout]:
     """Parts that run beside and inside each other, some of them more than once."""
     where = draw(st.lists(st.integers(0, 4), min_size=1, max_size=10))
     owners = draw(st.lists(st.integers(0, 4), min_size=len(where), max_size=len(where)))
@@ -119,25 +159,26 @@ def steps(draw: st.DrawFn) -> tuple[list[Part], list[Use], Layout]:
         )
         for number in range(5)
     ]
-    uses, running = list[Use](), list[tuple[int, int]]()
+    events, running = list[StepEvent](), list[int]()
     entering = draw(st.lists(st.sampled_from([*range(5), None]), max_size=24))
     for number in [*entering, *[None] * len(entering)]:
-        clock = 2 * len(uses) + len(running)
         if number is not None:
-            running.append((clock, number))
+            running.append(number)
+            events.append(StepEvent(ENTER, number))
         elif running:
-            entered, left = running.pop()
-            uses.append(Use(entered=entered, left=clock, part=left))
+            events.append(StepEvent(LEAVE, running.pop()))
     frozen, resident = (tuple(draw(st.sets(st.integers(0, 4), max_size=2))) for _ in range(2))
-    return parts, uses, layout_of(where, frozen, resident)
+    return parts, events, layout_of(where, frozen, resident)
 
 
 @settings(deadline=None)
 @given(steps())
-def test_what_forward_used_is_reduced_once_and_nothing_stays_held(step: tuple[list[Part], list[Use], Layout]) -> None:
-    parts, uses, layout = step
-    schedule = StepOrder(parts, uses).schedule(layout)
-    used = {p for use in uses for p in parts[use.part].params}
+def test_what_forward_used_is_reduced_once_and_nothing_stays_held(
+    step: tuple[list[Part], list[StepEvent], Layout],
+) -> None:
+    parts, events, layout = step
+    schedule = order(parts, events, layout).schedule(layout)
+    used = {p for event in events for p in parts[event.part].params}
     for chunk in layout.chunks:
         weights = [entry.verb for entry in schedule.entries if chunk.index in entry.chunks]
         gradients = [entry.verb for entry in schedule.entries if gradients_of(chunk.index) in entry.chunks]
@@ -148,6 +189,6 @@ def test_what_forward_used_is_reduced_once_and_nothing_stays_held(step: tuple[li
             assert weights
             assert gradients == [Verb.ACQUIRE, Verb.RELEASE] * chunk.key.trainable
     simulate(schedule, schedule.least_blocks())
-    counted = StepOrder(parts, uses).counted(layout)
+    counted = order(parts, events, layout).counted(layout)
     if counted.cached:
         simulate(schedule, counted.most_blocks)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from elixir_moe.chunks.step_machine import Sends
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.blocks import Block
 from elixir_moe.memory.disk_values import Reading, ValuesPlace
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import DiskShard, ShardState
 from elixir_moe.optim.decision import StepDecision
-from elixir_moe.runtime.reduction_order import Reductions
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from tests.lanes.machine import Stream
@@ -191,13 +191,10 @@ def _updates_do_not_wait_for_a_save(patch: Patch) -> None:
 
 
 def _gathers_begin_when_updates_have_ended(patch: Patch) -> None:
-    start = Scheduler.__init__
+    def by_time(scheduler: Any, chunk: Any, *, released: bool) -> bool:
+        return chunk.shard.ready and (chunk.block.quiet or chunk.spec.index in scheduler.cache.upcoming)
 
-    def out_of_order(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        start(scheduler, *args, **kwargs)
-        scheduler._in_order = False
-
-    patch(Scheduler, "__init__", out_of_order)
+    patch(Scheduler, "_may_begin", by_time)
 
 
 def _early_updates_do_not_wait_for_gradients(patch: Patch) -> None:
@@ -236,8 +233,8 @@ def _one_mover_unnoticed(context: str) -> Callable[[Patch], None]:
 
 
 def _reductions_at_once(patch: Patch) -> None:
-    start = Reductions.__init__
-    patch(Reductions, "__init__", lambda order, agreement, *, in_order: start(order, agreement, in_order=False))
+    start = Sends.__init__
+    patch(Sends, "__init__", lambda sends, *, in_order: start(sends, in_order=False))
 
 
 def _checkpoints_copied_at_once(patch: Patch) -> None:

@@ -58,7 +58,7 @@ def test_forwards_without_a_backward_are_merged() -> None:
     first = model(rows)
     for _ in range(400):
         last = model(rows)
-    assert len(model._elixir.hooks._forwards) <= 256
+    assert len(model._elixir.hooks.machine.forwards) <= 256
     assert len(model._elixir.scheduler._record) <= 4, "requests of the last forward alone"
     (first.sum() + last.sum()).backward()
     optimizer.step()

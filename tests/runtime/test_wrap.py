@@ -16,7 +16,7 @@ import elixir_moe as em
 from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
 from elixir_moe.chunks.step_order import StepOrder, choose_units
 from elixir_moe.runtime.access import ShardedParameter
-from elixir_moe.runtime.units import find_parts, registered_uses
+from elixir_moe.runtime.units import find_parts, registered_forward
 from tests.runtime.test_habits import D, ExpertLists, Frozen, Net, Tied, Unused, adamw, mean_square
 from tests.support.cases import least_said
 from tests.support.ranks import RankError, RankPool
@@ -248,7 +248,8 @@ def test_what_one_rank_is_given_apart_is_an_error_of_all(what: str, said: str, r
 def test_the_expected_schedule_sends_off_the_gradients_of_every_trainable_chunk() -> None:
     model, optimizer = em.wrap(model := Net(), adamw(model), plan=small_plan(model, None))
     parts = find_parts(model)
-    schedule = StepOrder(parts.specs, registered_uses(parts)).schedule(em.inspect(model).layout)
+    trainable = {index: p.numel() for index, p in enumerate(model.parameters())}
+    schedule = StepOrder(parts.specs, registered_forward(parts), trainable).schedule(em.inspect(model).layout)
     sent = [item for entry in schedule.entries if entry.verb is Verb.RELEASE for item in entry.chunks if item < 0]
     assert sorted(sent) == sorted(gradients_of(chunk.index) for chunk in em.inspect(model).layout.cached)
     optimizer.close()

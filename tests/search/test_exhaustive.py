@@ -13,7 +13,7 @@ import torch
 
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan, size_bytes
-from elixir_moe.chunks.step_order import Part, Use
+from elixir_moe.chunks.step_order import AGAIN, ENTER, LAND, LEAVE, REACH, Part, StepEvent
 from elixir_moe.errors import PlanError
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile
@@ -35,7 +35,7 @@ def drawn(rng: random.Random) -> Task:
         replace(everyone, ranks=tuple(range(0, world, 2))),
         replace(everyone, trainable=False),
     ]
-    params, parts, uses, clock, region = [], list[Part](), list[Use](), 0, None
+    params, parts, regions, region = [], list[Part](), list[int | None](), None
     for unit in range(rng.randint(2, 6)):
         mine = [
             ParamSpec(name=f"{unit}.{i}", shape=(rng.choice([32, 64, 96, 200, 320]),), key=rng.choice(keys))
@@ -45,18 +45,20 @@ def drawn(rng: random.Random) -> Task:
         indices = tuple(range(len(params) - len(mine), len(params)))
         region = rng.choice([None, region, unit])
         parts.append(Part(params=indices, parent=None))
-        uses.append(Use(entered=clock, left=clock + 1, part=unit, region=region))
-        clock += 2
+        regions.append(region)
+    events = _events(parts, regions)
     if rng.random() < 0.5:  # a unit that contains all others, as a model with parameters of its own does
         params.append(ParamSpec(name="outer", shape=(64,), key=everyone))
         parts = [Part(params=(len(params) - 1,), parent=None), *(replace(part, parent=0) for part in parts)]
-        uses = [replace(use, entered=use.entered + 1, left=use.left + 1, part=use.part + 1) for use in uses]
-        uses.append(Use(entered=0, left=clock + 1, part=0))
+        moved = [replace(event, part=event.part + 1) if event.part >= 0 else event for event in events]
+        forward, backward = moved[: 2 * len(regions)], moved[2 * len(regions) :]
+        around = [StepEvent(ENTER, 0), *forward, StepEvent(LEAVE, 0), StepEvent(REACH, 0), *backward]
+        events = [*around, StepEvent(LAND, params=parts[0].params)]
     profile = Profile(
         params=tuple(params),
         order=tuple(range(len(params))),
         parts=tuple(parts),
-        uses=tuple(uses),
+        events=tuple(events),
         parameters=sum(p.numel for p in params),
         tokens=1,
         flops=rng.choice([0, 10**7]),
@@ -81,6 +83,20 @@ def drawn(rng: random.Random) -> Task:
         host_bytes=(host := rng.choice([PLENTY, PLENTY, most, most // 2, most // 4])),
         disk_bytes=None if host is PLENTY else rng.choice([None, 0, most // 2, PLENTY]),
     )
+
+
+def _events(parts: list[Part], regions: list[int | None]) -> list[StepEvent]:
+    """Each part runs once; those of one region run again before the backward of its last one."""
+    numbers = range(len(parts))
+    events = [StepEvent(kind, number) for number in numbers for kind in (ENTER, LEAVE)]
+    done: set[int | None] = {None}
+    for number in reversed(numbers):
+        events.append(StepEvent(REACH, number))
+        region = regions[number]
+        events += [StepEvent(AGAIN, other) for other in numbers if region not in done and regions[other] == region]
+        done.add(region)
+        events += [StepEvent(LAND, params=(p,)) for p in reversed(parts[number].params)]
+    return events
 
 
 def with_little_host_memory(rng: random.Random) -> Task:

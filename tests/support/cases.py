@@ -1,14 +1,17 @@
-"""Which cases of a parametrised test run only with `make test-all`; where chunks on disk go."""
+"""Which cases of a parametrised test run only with `make test-all`; where chunks on disk go; what steps ask for."""
 
 import re
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import elixir_moe as em
+from elixir_moe.chunks.cache_policy import CacheRequest
+from elixir_moe.runtime.scheduler import Scheduler
 
 
 def with_further(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
@@ -45,3 +48,18 @@ def least_said(error: em.PlanError) -> int:
     said = re.search(r"set rcache_blocks to at least (\d+), or a larger chunk_numel", str(error))
     assert said is not None, error
     return int(said[1])
+
+
+@contextmanager
+def rounds_asked() -> Iterator[list[tuple[CacheRequest, ...]]]:
+    """The requests to the rCache of each forward and backward that ends in the context."""
+    rounds: list[tuple[CacheRequest, ...]] = []
+    learn = Scheduler.learn
+
+    def learned(scheduler: Scheduler) -> None:
+        rounds.append(tuple(scheduler._record))
+        learn(scheduler)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "learn", learned)
+        yield rounds

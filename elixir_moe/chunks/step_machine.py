@@ -1,0 +1,449 @@
+"""What a step asks for, and when: one machine for the runtime and for the planner.
+
+Owns the positions in a forward, the holds of a backward, the gradients that are still awaited, and the order in which
+chunks are reduced. Pure: it is told what happens and calls a `Carrier`. `runtime.hooks` tells it what a step does, and
+`chunks.step_order` what a step will do, so that the requests of both are the same.
+
+    event      meaning                                          the machine
+    enter      forward enters a unit                            holds the unit
+    leave      forward leaves it                                lets it go
+    read       a function reads parameters outside their unit   holds them for the call
+    reach      backward comes to the outputs of a run           passes what forward entered later, holds the unit
+    recompute  a checkpointed region enters a unit again        holds the unit until backward has passed it
+    unpack     an operator wants weights that it has saved      holds their chunk until the next operator
+    land       a gradient is complete                           lets go units that nothing reads, reduces the chunk
+    end        backward is over                                 lets everything go, reduces the rest
+
+Passing. Every entry and exit in forward gets the next number. Autograd runs nodes in the reverse order of their
+creation. So when backward reaches a run that forward left at number e, it has passed everything entered after e:
+gradients still missing there will not come, and count as zero.
+"""
+
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Protocol
+
+ParamId = tuple[int, int]
+"""(chunk, index in the chunk) of a parameter."""
+Answer = tuple[list[int], bool]
+"""All chunks to reduce, in the order of all ranks, and whether every rank used them, in this order."""
+_MOST_FORWARDS = 256
+"""Most forwards that await a backward one by one; the first ones are merged."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Unit:
+    """Parameters that are unsharded together: those of a module, or those that a function reads outside of modules."""
+
+    label: str
+    """The unit's name in messages."""
+    slots: tuple[ParamId, ...]
+    chooses: bool = False
+    """The set of its parameters that get a gradient may differ between ranks."""
+    is_read: bool = False
+    """The unit stands for reads of its parameters outside their modules."""
+    chunks: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chunks = tuple(sorted({chunk for chunk, _ in self.slots}))
+
+
+class Carrier(Protocol):
+    """Carries out what the machine decides."""
+
+    def hold(self, unit: Unit) -> None:
+        """Unshards a unit until `let_go`; holds are counted."""
+
+    def let_go(self, unit: Unit) -> None:
+        """Ends one hold on a unit."""
+
+    def hold_chunk(self, chunk: int) -> bool:
+        """Unshards a chunk that nobody holds, until `let_go_chunk`; returns False if there is no need."""
+        ...
+
+    def let_go_chunk(self, chunk: int) -> None:
+        """Ends the hold of `hold_chunk`."""
+
+    def reserve(self, chunk: int) -> None:
+        """Makes room for gradients of a chunk before the first one has come."""
+
+    def agree(self, used: Sequence[int]) -> Callable[[], Answer]:
+        """Starts the agreement of all ranks on the chunks of a backward; the result waits for the answer.
+
+        `used` are the trainable chunks that forward used on this rank, in the reverse order of their first use.
+        """
+        ...
+
+    def reduce(self, chunk: int) -> None:
+        """Reduces the gradients of a chunk: no more will come in this backward."""
+
+    def finish(self) -> None:
+        """Reduces the gradients of chunks that the agreement did not know of."""
+
+    def forget_round(self) -> None:
+        """Forgets the requests so far: they are not those of one forward and backward."""
+
+
+@dataclass(slots=True, eq=False)
+class Forward:
+    """One forward of the model that awaits its backward; pipeline schedules have several at once."""
+
+    start: int
+    """A number below all numbers of this forward."""
+    entered: dict[Unit, int] = field(default_factory=dict)
+    """The number at which forward first entered each unit."""
+    left: dict[Unit, int] = field(default_factory=dict)
+    """The number at which forward last left each unit."""
+    repeated: set[Unit] = field(default_factory=set)
+    """Units entered more than once."""
+    unrecomputed: Counter[Unit] = field(default_factory=Counter)
+    """Runs of each unit without gradients, in checkpoints that backward has not run again yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Backward:
+    """A running backward."""
+
+    ahead: list[tuple[int, Unit]]
+    """(number, unit) of the first entry of each unit that backward has not passed yet, ascending."""
+    waiting: set[Unit]
+    """The units in `ahead`."""
+    reached: set[tuple[Unit, int]] = field(default_factory=set)
+    holds: list[tuple[int, Unit]] = field(default_factory=list)
+    """(number of entry, unit) of units held until backward has passed them."""
+    landed: set[ParamId] = field(default_factory=set)
+    """Parameters whose gradients are complete."""
+    awaits: dict[Unit, int] = field(default_factory=dict)
+    """Number of incomplete gradients of each unit that has complete ones."""
+    region: int = sys.maxsize
+    """The number at which forward entered the first unit of the last recomputed region."""
+
+
+class StepMachine:
+    """The requests of the steps of one model, in their order."""
+
+    def __init__(self, units: Iterable[Unit], trainable: Set[int], carrier: Carrier, *, in_order: bool = False) -> None:
+        """`trainable` chunks have gradients. `in_order`: as in `Sends`."""
+        self._carrier = carrier
+        self._trainable = trainable
+        self._owners: defaultdict[ParamId, list[Unit]] = defaultdict(list)
+        self._readers: dict[tuple[ParamId, ...], Unit] = {}
+        self._sends = Sends(in_order=in_order)
+        for unit in units:
+            self._own(unit)
+        self.forget()
+
+    def _own(self, unit: Unit) -> None:
+        for slot in unit.slots:
+            self._owners[slot].append(unit)
+
+    def owners_of(self, slot: ParamId) -> Sequence[Unit]:
+        """The units that a parameter belongs to, readers included."""
+        return self._owners[slot]
+
+    def forget(self) -> None:
+        """Forgets the forwards that await a backward, and a backward that is given up."""
+        self.clock = 0
+        """The number given last."""
+        self.forwards: list[Forward] = []
+        """The forwards that await a backward."""
+        self.backward: Backward | None = None
+        """The running backward."""
+        self.past = Forward(0)
+        """The forward of the last backward: all that began before the point where it started, merged."""
+        self.round_is_open = False
+        """The requests so far are not those of a whole forward and backward: the graph is kept, or a forward waits."""
+        self._current: Forward | None = None
+        self._rebuilt: list[int] = []
+        self._operator: object = None
+        self._sends.clear()
+
+    # ------------------------------------------------------------------------------------------------------- forward
+
+    def begin_call(self) -> None:
+        """Records that a forward begins that is inside no other."""
+        self._current = None
+
+    def drop_call(self) -> None:
+        """Forgets the forward that has just ended: it has failed, and gets no backward."""
+        self.forwards = [forward for forward in self.forwards if forward is not self._current]
+
+    def enter(self, unit: Unit) -> int:
+        """Holds a unit that forward enters; returns the number of the entry."""
+        number = self._note(unit)
+        self._carrier.hold(unit)
+        return number
+
+    def leave(self, unit: Unit, *, with_grad: bool) -> int:
+        """Lets go a unit that forward leaves; returns the number of the exit. `with_grad`: autograd records it."""
+        self.clock = number = self.clock + 1
+        if self._current is not None:
+            self._current.left[unit] = number
+            if not with_grad:
+                self._current.unrecomputed[unit] += 1
+        self._carrier.let_go(unit)
+        return number
+
+    def reader(self, slots: tuple[ParamId, ...], label: Callable[[], str]) -> Unit:
+        """The unit that stands for all reads of these parameters outside their units."""
+        unit = self._readers.get(slots)
+        if unit is None:
+            unit = Unit(label(), slots, is_read=True)
+            self._own(unit)
+            self._readers[slots] = unit  # last: an interrupt before it leaves a unit that nothing enters
+        return unit
+
+    def read(self, unit: Unit, *, inside: bool) -> None:
+        """Holds the parameters of a reader; `inside` a forward, their gradients are awaited. The caller lets it go."""
+        if inside:
+            self._note(unit)
+        self._carrier.hold(unit)
+
+    def _note(self, unit: Unit) -> int:
+        """Numbers and records the entry of forward into `unit`."""
+        self.clock = number = self.clock + 1
+        if self._current is None:
+            self._current = Forward(number - 1)
+            self.forwards.append(self._current)
+            if len(self.forwards) > _MOST_FORWARDS:  # most likely, the first ones never get a backward
+                self.forwards[:2] = [_merged(self.forwards[:2])]
+                self._carrier.forget_round()
+        if unit in self._current.entered:
+            self._current.repeated.add(unit)
+        else:
+            self._current.entered[unit] = number
+        return number
+
+    # ------------------------------------------------------------------------------------------------------ backward
+
+    def begin(
+        self,
+        left: int | None = None,
+        *,
+        keep_graph: bool = False,
+        accumulates: Callable[[Sequence[tuple[int, Unit]]], bool] = lambda ahead: True,
+    ) -> None:
+        """Starts a backward from the point that forward left at number `left`; later forwards await another one.
+
+        Args:
+            left: a number; None takes all forwards.
+            keep_graph: the forwards may have another backward.
+            accumulates: whether this backward brings gradients of parameters, given `Backward.ahead`.
+        """
+        self.past = self._take(left, keep=keep_graph) or self.past
+        self.round_is_open = keep_graph
+        ahead = sorted(((number, unit) for unit, number in self.past.entered.items()), key=lambda item: item[0])
+        self.backward = Backward(ahead, {unit for _, unit in ahead})
+        first_use: dict[int, int] = {}
+        awaited: dict[int, set[int]] = {}
+        for number, unit in ahead if accumulates(ahead) else ():
+            for chunk, index in unit.slots:
+                if chunk in self._trainable:
+                    first_use.setdefault(chunk, number)
+                    awaited.setdefault(chunk, set()).add(index)
+        order = sorted(first_use, key=lambda chunk: (first_use[chunk], chunk), reverse=True)
+        self._sends.begin(self._carrier.agree(order), {chunk: awaited[chunk] for chunk in order})
+
+    def _take(self, left: int | None, *, keep: bool) -> Forward | None:
+        """Merges all forwards that began before number `left`; forgets them unless `keep`."""
+        mine = [forward for forward in self.forwards if left is None or forward.start < left]
+        if not mine:
+            return None
+        if not keep:
+            self.forwards = [forward for forward in self.forwards if forward not in mine]
+        return _merged(mine)
+
+    def positions(self, unit: Unit) -> tuple[int, int]:
+        """The numbers at which forward first entered and last left a unit that backward runs again."""
+        return self.past.entered.get(unit, 0), self.past.left.get(unit, sys.maxsize)
+
+    def reach(self, unit: Unit, entered: int, left: int) -> None:
+        """Records that backward comes to a run of `unit` that forward entered and left at these numbers."""
+        assert self.backward is not None
+        if (unit, left) in self.backward.reached:
+            return
+        self.backward.reached.add((unit, left))
+        self.end_operator()
+        self._pass(left, self.backward)
+        self._carrier.hold(unit)
+        self.backward.holds.append((entered, unit))
+        if unit.chooses:
+            for chunk in unit.chunks:
+                if self._sends.awaits_any(chunk):
+                    self._carrier.reserve(chunk)
+
+    def recompute(self, unit: Unit, *, with_grad: bool) -> None:
+        """Holds a unit that backward runs again, or a reader, until backward has passed it.
+
+        When a region starts to run again, everything that forward entered later is done, or runs again with it. For a
+        unit that ran more than once, it is unknown which run this is. `with_grad`: autograd records the run.
+        """
+        backward, past = self.backward, self.past
+        assert backward is not None
+        entered = past.entered.get(unit, sys.maxsize if unit.is_read else 0)
+        if with_grad and past.unrecomputed[unit]:
+            past.unrecomputed[unit] -= 1
+        self.end_operator()
+        if entered < backward.region and unit not in past.repeated:
+            self._let_go_after(entered, backward)
+            backward.region = entered
+        self._carrier.hold(unit)
+        backward.holds.append((entered, unit))
+
+    def unpack(self, chunk: int, operator: object) -> None:
+        """Holds a chunk for an operator of autograd that wants weights it has saved."""
+        if operator != self._operator:
+            self.end_operator()
+            self._operator = operator
+        if self._carrier.hold_chunk(chunk):
+            self._rebuilt.append(chunk)
+
+    def end_operator(self) -> None:
+        """Ends the holds on weights that were wanted by an operator that has run."""
+        if self._rebuilt:
+            rebuilt, self._rebuilt = self._rebuilt, []
+            for chunk in rebuilt:
+                self._carrier.let_go_chunk(chunk)
+
+    def land(self, slot: ParamId, take: Callable[[], None]) -> None:
+        """Records a complete gradient, which `take` stores: autograd has summed it over all uses of the parameter."""
+        self.end_operator()
+        more = self.past.unrecomputed
+        last = not any(unit.chooses or (more and more[unit]) for unit in self._owners[slot])
+        if last and self.backward is not None:
+            self._let_go_early(slot, self.backward)
+        take()
+        if last:
+            self._expect_no_more(slot)
+
+    def _let_go_early(self, slot: ParamId, backward: Backward) -> None:
+        """Ends the holds on units whose last missing gradient is this one: nothing reads their weights any more."""
+        if slot in backward.landed:
+            return
+        backward.landed.add(slot)
+        for unit in self._owners[slot]:
+            missing = backward.awaits[unit] = backward.awaits.get(unit, len(unit.slots)) - 1
+            if not missing:
+                ended = [hold for hold in backward.holds if hold[1] is unit]
+                backward.holds = [hold for hold in backward.holds if hold[1] is not unit]
+                for _ in ended:
+                    self._carrier.let_go(unit)
+
+    def _pass(self, left: int, backward: Backward) -> None:
+        """Records that everything forward entered after number `left` has had its backward."""
+        ahead, waiting = backward.ahead, backward.waiting
+        while ahead and ahead[-1][0] > left:
+            _, unit = ahead.pop()
+            waiting.discard(unit)
+            for slot in unit.slots:
+                if self._sends.awaits(slot) and waiting.isdisjoint(self._owners[slot]):
+                    self._expect_no_more(slot)
+        self._let_go_after(left, backward)
+
+    def _let_go_after(self, left: int, backward: Backward) -> None:
+        """Ends the holds on what forward entered after number `left`."""
+        passed = [unit for entered, unit in backward.holds if entered > left]
+        if passed:
+            backward.holds = [hold for hold in backward.holds if hold[0] <= left]
+            for unit in passed:
+                self._carrier.let_go(unit)
+
+    def _expect_no_more(self, slot: ParamId) -> None:
+        if self._sends.expect_no_more(slot):
+            self._reduce_ready()
+
+    def _reduce_ready(self) -> None:
+        for chunk in self._sends.ready():
+            self._carrier.reduce(chunk)
+
+    def end(self) -> None:
+        """Ends a backward: no further gradient will come."""
+        assert self.backward is not None
+        self.end_operator()
+        self._pass(-1, self.backward)
+        self._sends.expect_nothing()
+        self._reduce_ready()
+        self._carrier.finish()
+        self._sends.clear()
+        self.round_is_open |= bool(self.forwards)  # the graph is kept, or another forward awaits its backward
+        self.backward = None
+
+
+class Sends:
+    """The order in which one backward reduces its chunks, and the gradients that each still waits for.
+
+    Where only the order of collectives matches them (`in_order`), it must not differ between ranks that run different
+    modules, collectives of these modules included. Reductions then wait for the end of backward.
+    """
+
+    def __init__(self, *, in_order: bool = False) -> None:
+        self._in_order = in_order
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets a backward that is over or given up."""
+        self._answer: Callable[[], Answer] | None = None
+        self._order: deque[int] = deque()
+        self._awaited: Mapping[int, set[int]] = {}
+        self._news = False
+        self._at_end = False
+        """Reductions wait for the end of this backward."""
+        self._over = False
+        """No further gradient can come in this backward."""
+
+    def begin(self, answer: Callable[[], Answer], awaited: Mapping[int, set[int]]) -> None:
+        """Starts a backward; nobody waits for the `answer` before a first chunk is complete.
+
+        `awaited` has, for each chunk, the indices of its parameters whose gradients are awaited.
+        """
+        self._answer, self._awaited = answer, awaited
+
+    def awaits(self, slot: ParamId) -> bool:
+        """Whether the gradient of a parameter is still expected."""
+        return slot[1] in self._awaited.get(slot[0], ())
+
+    def awaits_any(self, chunk: int) -> bool:
+        """Whether gradients of `chunk` are still expected."""
+        return bool(self._awaited.get(chunk))
+
+    def expect_no_more(self, slot: ParamId) -> bool:
+        """Records that a gradient has come, or will not come in this backward; returns whether it was the last."""
+        awaited = self._awaited.get(slot[0])
+        if awaited is None:
+            return False
+        awaited.discard(slot[1])
+        self._news |= not awaited
+        return not awaited
+
+    def expect_nothing(self) -> None:
+        """Records that no further gradient can come in this backward."""
+        for indices in self._awaited.values():
+            indices.clear()
+        self._news = self._over = True
+
+    def ready(self) -> Iterator[int]:
+        """The next complete chunks, in order; chunks that only other ranks used are among them."""
+        if not self._news:
+            return
+        self._news = False
+        if self._answer is not None:
+            answer, self._answer = self._answer, None
+            order, alike = answer()
+            self._order, self._at_end = deque(order), self._in_order and not alike
+        if self._at_end and not self._over:
+            return
+        while self._order and not self._awaited.get(self._order[0]):
+            yield self._order.popleft()
+
+
+def _merged(forwards: Sequence[Forward]) -> Forward:
+    """One forward in the place of several, given in their order."""
+    merged = Forward(forwards[0].start)
+    for forward in forwards:
+        merged.repeated |= forward.repeated | (forward.entered.keys() & merged.entered.keys())
+        merged.entered = forward.entered | merged.entered
+        merged.left |= forward.left
+        merged.unrecomputed += forward.unrecomputed
+    return merged
