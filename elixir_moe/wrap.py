@@ -20,7 +20,8 @@ from elixir_moe.chunks.settle import settled
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.all_ranks import ControlGroups, drop_all, made_on_all_ranks, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator, build_communicators, is_staged
-from elixir_moe.distributed.waits import Wait, watch
+from elixir_moe.distributed.waits import Wait
+from elixir_moe.distributed.watchdog import watch
 from elixir_moe.errors import TierError, is_out_of_memory
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.disk import DiskFile

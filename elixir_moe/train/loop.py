@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from elixir_moe.distributed.collectives import world_timeout
 from elixir_moe.distributed.waits import BusyTime
+from elixir_moe.distributed.watchdog import Watchdog, is_broken_collective
 from elixir_moe.errors import ConfigError, ElixirError, is_out_of_memory
 from elixir_moe.inspect import inspect
 from elixir_moe.models.gpt import tokens_per_expert
@@ -38,7 +40,6 @@ from elixir_moe.train.memory import Scarcity
 from elixir_moe.train.report import Console, Report, StepRecord, Summary
 from elixir_moe.train.supervisor import Action, Observation, Supervisor, Verdict
 from elixir_moe.train.training import Training
-from elixir_moe.train.watchdog import Watchdog, is_broken_collective
 
 DIVERGED = 3
 """Exit code of a run that the supervisor stopped, with its state saved."""
@@ -95,10 +96,9 @@ def train(
         mesh = init_mesh(config.run.tp, timeout=timedelta(seconds=config.run.timeout_seconds))
         signals = stack.enter_context(Signals())
         store = dist.distributed_c10d._get_default_store()
+        timeout = world_timeout().total_seconds()
         watchdog = stack.enter_context(
-            Watchdog(
-                store, dist.get_rank(), dist.get_world_size(), config.run.timeout_seconds, end or _end, memory.Abort()
-            )
+            Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout, end or _end, memory.Abort())
         )
         scarcity = Scarcity(config)
         while True:
@@ -154,13 +154,13 @@ def _train(
 
 def _is_short(error: Exception, watchdog: Watchdog, loop: "Loop") -> bool:
     """Whether some rank is out of memory, and the step can be redone."""
-    short, store = is_out_of_memory(error), watchdog.store
+    short = is_out_of_memory(error)
     if not short and not is_broken_collective(error):
         return False
     try:
         if short:
-            watchdog.ask(lambda: memory.say_so(store, dist.get_rank(), redoable=not loop.training.updating))
-        found = watchdog.ask(lambda: memory.who(store))
+            watchdog.ask(lambda store: memory.say_so(store, dist.get_rank(), redoable=not loop.training.updating))
+        found = watchdog.ask(memory.who)
     except TimeoutError:
         return False
     return found is not None and found[1]
@@ -290,13 +290,10 @@ class Loop:
         training, run = self.training, self.config.run
         before, start = inspect(training.model).statistics, time.perf_counter()
         self._watchdog.at(f"step {training.progress.step + 1}")
-        self._watchdog.waited()
         self._busy.start()
         loss = training.forward_backward()
         busy = self._busy.stop()
         norm = training.norm()
-        if busy is None:
-            busy = (time.perf_counter() - start) * (1 - self._watchdog.waited())
         agreed = self._agree(loss, busy)
         experts = tokens_per_expert(training.model)
         action = self.supervisor.observe(self._observation(agreed, norm, experts))

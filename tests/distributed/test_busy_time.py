@@ -4,6 +4,7 @@ import _thread
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,12 +155,26 @@ def test_a_wait_of_the_host_counts_as_far_as_the_gpu_has_nothing_to_do(monkeypat
         gpu.compute.now += 100
 
 
-def test_on_a_cpu_nothing_is_timed() -> None:
+def test_on_a_cpu_the_waits_of_the_thread_that_works_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now)
     timer = BusyTime(torch.device("cpu"))
+
+    def wait(seconds: float) -> None:
+        with Wait("anything"):
+            clock.now += seconds
+
+    def save() -> None:
+        wait(7.0)
+
     timer.start()
-    with Wait("anything"):
-        pass
-    assert timer.stop() is None
+    clock.now += 1
+    wait(5.0)
+    saving = threading.Thread(target=save)
+    saving.start()
+    saving.join()
+    assert timer.stop() == 8.0
+    wait(1.0)
 
 
 def test_a_look_at_the_threads_keeps_none_of_their_tensors() -> None:

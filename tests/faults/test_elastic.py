@@ -154,8 +154,8 @@ def test_a_rank_that_stands_still_is_named_by_the_others_which_end(rank: int, fa
     code, said = ended[0]
     assert code == 1 and "ElixirError: " in said and "Timed out waiting 12000ms" in said, said
     if fault == "hang":
-        assert "rank 1 lives: step 2, runs fault_program.py" in said, said
-        assert ended[1][0] == 1 and re.search(r"step 2(, in| has taken 12 s, in) fault_program", ended[1][1]), ended[1][
+        assert "rank 1 lives: step 2, at fault_program.py" in said, said
+        assert ended[1][0] == 1 and re.search(r"step 2(, at| has taken 12 s, at) fault_program", ended[1][1]), ended[1][
             1
         ]
     elif rank:

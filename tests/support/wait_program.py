@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.distributed.waits import last_seen
+from elixir_moe.distributed.watchdog import last_seen
 
 D = 8
 

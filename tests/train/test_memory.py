@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from elixir_moe.distributed import collectives
 from elixir_moe.distributed.collectives import abort_nccl
+from elixir_moe.distributed.watchdog import Watchdog
 from elixir_moe.errors import ElixirError, TierError, is_out_of_memory
 from elixir_moe.memory.slabs import Slab, Tier
 from elixir_moe.train import memory
-from elixir_moe.train.watchdog import Watchdog
 
 NCCL = (
     "NCCL error in: ProcessGroupNCCL.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details)\n"
@@ -176,7 +176,7 @@ def test_collectives_that_cannot_be_aborted_end_the_rank_with_their_own_error(mo
     def fail() -> None:
         raise dist.DistBackendError("ncclCommAbort failed")
 
-    monkeypatch.setattr("elixir_moe.train.watchdog._GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("elixir_moe.distributed.watchdog._GRACE_SECONDS", 0.0)
     monkeypatch.setattr(memory, "abort_nccl", fail)
     ended, reasons = threading.Event(), list[str]()
     store = dist.HashStore()

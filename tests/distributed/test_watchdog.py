@@ -1,0 +1,42 @@
+"""One thread watches the waits of a rank, and in a run its peers too."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from elixir_moe.distributed import watchdog
+from elixir_moe.distributed.waits import Wait
+from elixir_moe.distributed.watchdog import Watchdog
+
+
+def test_the_thread_that_looks_after_a_run_warns_of_its_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, thread = threading.Event(), []
+
+    def warn(text: str, **_: Any) -> None:
+        thread.append((text, threading.current_thread().name))
+        said.set()
+
+    monkeypatch.setattr(watchdog._THREAD, "seconds", 0.001)
+    monkeypatch.setattr(watchdog, "_RUN_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("warnings.warn", warn)
+    with Watchdog(dist.HashStore(), 0, 2, 60.0, pytest.fail), Wait("a gather", [0, 1]):
+        assert said.wait(60)
+        names = {t.name for t in threading.enumerate() if t.name.startswith("elixir-")}
+    assert names == {"elixir-waits", "elixir-waits-store"}
+    text, name = thread[0]
+    assert "rank 0 has waited for 0.001 s in a gather" in text and "Last seen: rank 1 nowhere yet" in text
+    assert name == "elixir-waits"
+
+
+def test_a_rank_that_stands_in_one_step_for_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_RUN_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(watchdog, "_GRACE_SECONDS", 0.0)
+    ended, reasons, store = threading.Event(), list[str](), dist.HashStore()
+    with Watchdog(store, 0, 2, 0.0, lambda reason: (reasons.append(reason), ended.set())[1]) as dog:
+        dog.at("step 3")
+        assert ended.wait(60)
+    assert reasons[0].startswith("step 3 has taken 0 s, at ")
+    assert "rank 1 is stopped or dead; it was last seen in" in reasons[0]
+    assert store.get("run 1 failed").decode().startswith("rank 0 has failed: step 3 has taken 0 s")
