@@ -8,7 +8,6 @@ from importlib.metadata import version
 from elixir_moe import models
 from elixir_moe.chunks.plan import AutoPlan, Footprint, Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.distributed.ending import keep_exit_codes
 from elixir_moe.errors import (
     CheckpointError,
     ConfigError,
@@ -21,7 +20,6 @@ from elixir_moe.errors import (
     UsageError,
 )
 from elixir_moe.inspect import Inspection, inspect
-from elixir_moe.kernels import spare_tiles
 from elixir_moe.moe.layer import MoE
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
@@ -39,9 +37,6 @@ from elixir_moe.state.huggingface import save_pretrained
 from elixir_moe.wrap import wrap
 
 __version__ = version("elixir-moe")
-
-spare_tiles()
-keep_exit_codes()
 
 __all__ = [
     "AutoPlan",

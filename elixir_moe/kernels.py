@@ -55,8 +55,9 @@ def cpu_features() -> str:
 def spare_tiles() -> None:
     """Makes torch multiply without matrix tiles (AMX) on a CPU that announces but refuses them, as in some VMs.
 
-    There its first bf16 product would end the process. Call it before any product: torch's library (oneDNN) reads the
-    environment variable once. Processes started later inherit the variable. A value set by the user stays.
+    There its first bf16 product would end the process. Call it before any product (`em.init_mesh` and `em.wrap` do, and
+    the command line): torch's library (oneDNN) reads the environment variable once. Processes started later inherit the
+    variable. A value set by the user stays.
     """
     if _native is not None and _native.tiles_trap():
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")

@@ -31,7 +31,7 @@ from elixir_moe.memory.slabs import allocation
 from elixir_moe.optim.accepted import is_adam, moments_of
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
-from elixir_moe.parallel.mesh import start
+from elixir_moe.parallel.mesh import prepare_process, start
 from elixir_moe.parallel.rules import annotate_dtensors
 from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.hooks import Hooks
@@ -114,6 +114,8 @@ def wrap(
             tells.
         CheckpointError: `weights` lacks a tensor that the model has on meta, or has it in another shape.
     """
+
+    prepare_process()
 
     # 1. Check the arguments: each by itself, then among ranks, then the model.
     def check() -> None:

@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from elixir_moe.kernels import spare_tiles
 from tests.support.ranks import RankPool
 
+spare_tiles()  # for the processes that tests start, too
 torch.set_num_threads(1)
 
 

@@ -147,6 +147,28 @@ def test_no_state_in_modules(path: Path) -> None:
                 assert constant, f"{path.name}:{node.lineno}: {name} is shared by all{' instances' * in_class}"
 
 
+def test_an_import_changes_nothing() -> None:
+    """Neither the environment nor the end of the process: a call of the library does."""
+    code = """
+import atexit, os, sys
+import torch, torch._dynamo
+
+before, register, said = dict(os.environ), atexit.register, []
+
+def noted(function, *rest, **named):
+    said.append(sys._getframe(1).f_code.co_filename)
+    return register(function, *rest, **named)
+
+atexit.register = noted
+import elixir_moe
+print(dict(os.environ) == before, [file for file in said if "elixir_moe" in file])
+elixir_moe.init_mesh(device_type="cpu")
+print(len([file for file in said if "elixir_moe" in file]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.stdout.splitlines() == ["True []", "1"], done.stdout + done.stderr
+
+
 def test_the_core_is_light_to_import() -> None:
     code = f"import elixir_moe, sys; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

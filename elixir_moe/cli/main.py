@@ -33,6 +33,7 @@ from elixir_moe.cli.plan import add_estimate, add_plan, run_estimate, run_plan
 from elixir_moe.cli.verify import add_verify, run_verify
 from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError
 from elixir_moe.kernels import cpu_features
+from elixir_moe.parallel.mesh import prepare_process
 from elixir_moe.train import launch
 
 _ABOUT = "Trains mixture-of-experts models, and dense ones, that do not fit the GPUs at hand."
@@ -52,6 +53,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. A rank of several that fails ends its process at once."""
+    prepare_process()
     code = _main(arguments)
     if code and launch.under_torchrun() and _number_of_ranks(None) > 1:
         _leave(code)

@@ -9,6 +9,7 @@ destructor would wait, so process groups are kept until the process has exited.
 
 import atexit
 from collections.abc import Iterator
+from functools import cache
 
 import torch.distributed as dist
 
@@ -18,6 +19,7 @@ except ImportError:  # a source tree that was never built: the exit code is as t
     _native = None  # type: ignore[assignment]
 
 
+@cache  # one hook is enough
 def keep_exit_codes() -> None:
     """Makes this process end with its own exit code, whatever gloo's workers are doing then."""
     if _native is not None and dist.is_available():

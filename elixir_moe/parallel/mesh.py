@@ -21,7 +21,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.distributed.collectives import connect
+from elixir_moe.distributed.ending import keep_exit_codes
 from elixir_moe.errors import ConfigError, ElixirError, LayoutError
+from elixir_moe.kernels import spare_tiles
 from elixir_moe.parallel.pattern import EXPERT_AXIS, is_whole
 
 _POLL_SECONDS = 0.01
@@ -29,12 +31,23 @@ _EXPERT_MESHES = "elixir_expert_meshes"
 """Attribute of a ("dp", "tp") mesh: its expert meshes by (ep, etp), so that they live as long as the mesh."""
 
 
+def prepare_process() -> None:
+    """Lets this process end with its own exit code in spite of gloo, and multiply in spite of matrix tiles that trap.
+
+    An import of the library does neither: `init_mesh` and `wrap` do, and the command line before all else.
+    """
+    keep_exit_codes()
+    spare_tiles()
+
+
 def init_mesh(
     tp: int = 1, *, device_type: str | None = None, backend: str | None = None, timeout: timedelta | None = None
 ) -> DeviceMesh:
     """The world as a mesh ("dp", "tp").
 
-    Starts torch.distributed if it is not running: from torchrun's environment, or as a world of one without it.
+    Starts torch.distributed if it is not running: from torchrun's environment, or as a world of one without it. From
+    then on the process ends with its own exit code, whatever gloo's threads do then, and torch uses no matrix tiles
+    (AMX) of a CPU that refuses them.
 
     Args:
         tp: tensor-parallel degree; must divide the world size.
@@ -46,6 +59,7 @@ def init_mesh(
         LayoutError: `tp` is no whole number that divides the world size.
         ConfigError: this machine has no such device.
     """
+    prepare_process()
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     device_type = devices[0] if device_type is None else device_type
     if device_type not in devices:

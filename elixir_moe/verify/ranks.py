@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe import errors
+from elixir_moe.parallel.mesh import prepare_process
 
 _TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other."""
@@ -79,6 +80,7 @@ def _answers(pipes: list[Connection]) -> list[Any]:
 
 def _serve(rank: int, ranks: int, folder: str, pipe: Connection, function: Callable[..., Any], arguments: Any) -> None:
     """The life of one rank."""
+    prepare_process()
     torch.set_num_threads(1)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     meeting = f"file://{folder}/meeting"

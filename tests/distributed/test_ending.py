@@ -13,8 +13,9 @@ OWN = 7
 LATE_THREAD = f"""
 import os, sys, threading
 import torch.distributed as dist
-import elixir_moe
+import elixir_moe as em
 
+em.init_mesh(device_type="cpu")
 store, begun = dist.HashStore(), threading.Event()
 
 def wait(begun=begun, store=store):
@@ -48,9 +49,11 @@ def last():
 
 atexit.register(last)
 import torch, torch.distributed as dist
-import elixir_moe
+import elixir_moe as em
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(2, 2)
+em.wrap(model, torch.optim.SGD(model.parameters()), plan=em.Plan.ddp(), device="cpu")
 dist.barrier()
 sys.setswitchinterval(1000)
 sys.exit({OWN})

@@ -433,6 +433,7 @@ def test_products_in_bf16_end_no_process_whatever_the_cpu_announces() -> None:
     name = "ONEDNN_MAX_CPU_ISA"
     code = f"""
 import os, torch, elixir_moe
+elixir_moe.init_mesh(device_type="cpu")
 ones = torch.ones(64, 64, dtype=torch.bfloat16)
 print((ones @ ones).sum().item(), torch.nn.functional.linear(ones, ones).sum().item(), os.environ.get({name!r}))"""
     unset = {key: value for key, value in os.environ.items() if key != name}

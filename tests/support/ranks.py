@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing  # lets tensors through the pipes
 
+from elixir_moe.parallel.mesh import prepare_process
 from tests.support.preloaded import clear_dtensor_caches
 
 RUN_TIMEOUT_SECONDS = 240
@@ -35,6 +36,7 @@ class RankError(AssertionError):
 
 def _serve(rank: int, world: int, rendezvous: str, backend: str, timeout_seconds: int, pipe: Connection) -> None:
     gc.freeze()  # tests collect what they leave, not what was imported
+    prepare_process()
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
     dist.init_process_group(
