@@ -17,7 +17,6 @@ from elixir_moe.errors import ConfigError, LayoutError
 from elixir_moe.memory.slabs import check_fits, device_left, host_bytes_left
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
-from elixir_moe.parallel.twins import marks_of, warn_of_twins
 from elixir_moe.runtime.model_spec import ModelSpec
 
 _FOR_STATE = 0.8
@@ -54,11 +53,8 @@ def agree_on(plan: Plan, model: ModelSpec) -> None:
         lines.append(
             f"parameter {spec.name} {spec.shape} {spec.key.dtype} trainable={spec.key.trainable} {pattern.describe()}"
         )
-    told = gathered((model.ranks, hashlib.sha256("\n".join(lines).encode()).hexdigest(), marks_of(model.parameters)))
-    everyone = [(theirs, digest) for theirs, digest, _ in told]
+    everyone = gathered((model.ranks, hashlib.sha256("\n".join(lines).encode()).hexdigest()))
     if all(everyone[rank] == everyone[theirs[0]] for theirs, _ in everyone for rank in theirs):
-        names = {p: spec.name for p, spec in zip(model.parameters, model.params, strict=True)}
-        warn_of_twins(names, [marks for *_, marks in told])
         return
     models = gathered(lines)
     for theirs, _ in everyone:
