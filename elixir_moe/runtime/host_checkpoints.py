@@ -10,10 +10,12 @@ Copies run beside the regions, and the device holds the inputs of two regions. T
 Source: ZeRO-Infinity, 5.1.2 (CPU offload of activation checkpoints).
 """
 
-import sys
 import weakref
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from inspect import currentframe
+from itertools import islice
+from traceback import walk_stack
 
 import torch
 from torch._subclasses import FakeTensor
@@ -26,27 +28,22 @@ from elixir_moe.runtime.streams import Streams
 
 _CHECKPOINTING = ("torch.utils.checkpoint", "megatron.core.tensor_parallel.random")
 """Modules whose autograd functions keep the inputs of a region."""
-_FRAMES = 3
-"""Frames from a pack hook to the one that made the region."""
+_CALLERS = 4
+"""Callers of `kept_by_region` up to the one that makes the region: the pack hook, `apply` in Python and in C++."""
 
 
 def kept_by_region(tensor: torch.Tensor) -> bool:
-    """Whether a saved tensor is the computed input of a checkpointed region; asked within a pack hook.
+    """Whether a saved tensor is the computed input of a checkpointed region; asked by a pack hook.
 
-    Masks, positions and the like have no gradient and are most often shared by all regions: they do not count. Nor do
-    subclasses of Tensor, except those of a trace, and views with gaps.
+    Torch tells a pack hook nothing but the tensor, so the calls that led to the hook are looked at. Masks, positions and
+    the like have no gradient and are most often shared by all regions: they do not count. Nor do subclasses of Tensor,
+    except those of a trace, and views with gaps.
     """
     if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.grad_fn is None or not tensor.is_floating_point():
         return False
-    files = {sys.modules[name].__file__ for name in _CHECKPOINTING if name in sys.modules}
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-        if frame.f_code.co_filename in files:
-            return _without_gaps(tensor)
-    return False
+    callers = islice(walk_stack(currentframe()), 1, 1 + _CALLERS)
+    by = {caller.f_globals.get("__name__") for caller, _ in callers}
+    return not by.isdisjoint(_CHECKPOINTING) and _without_gaps(tensor)
 
 
 def region_number() -> int:
