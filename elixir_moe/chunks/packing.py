@@ -56,6 +56,33 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """The elements of one parameter that lie in one rank's shard of its chunk; perhaps none."""
+
+    start: int
+    """First element, counted from the start of the shard."""
+    numel: int
+    """Number of elements."""
+    offset: int
+    """First element, counted in the flattened parameter."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last element, counted from the start of the shard."""
+        return self.start + self.numel
+
+    @property
+    def here(self) -> slice:
+        """The elements of the shard."""
+        return slice(self.start, self.stop)
+
+    @property
+    def there(self) -> slice:
+        """The elements of the flattened parameter."""
+        return slice(self.offset, self.offset + self.numel)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkSpec:
     """A flat buffer of consecutive parameters of one chunk group."""
 
@@ -121,6 +148,16 @@ class ChunkSpec:
         """First and one-past-last element of global rank `rank`'s shard."""
         index = self.key.ranks.index(rank) if self.shards > 1 else 0
         return index * self.shard_numel, (index + 1) * self.shard_numel
+
+    def pieces_of(self, rank: int) -> tuple[Piece, ...]:
+        """The piece of each parameter in global rank `rank`'s shard, in the order of `slots`; empty ones included."""
+        low, high = self.shard_bounds(rank)
+
+        def piece_of(slot: Slot) -> Piece:
+            start, stop = (min(max(end, low), high) for end in (slot.start, slot.stop))
+            return Piece(start=start - low, numel=stop - start, offset=min(max(low - slot.start, 0), slot.numel))
+
+        return tuple(map(piece_of, self.slots))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

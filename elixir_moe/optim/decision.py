@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir_moe.chunks.packing import Piece
 from elixir_moe.distributed.all_ranks import ControlGroups, gathered, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.distributed.waits import Wait
@@ -169,7 +170,7 @@ class StepDecision:
     ) -> None:
         """Calls `change` on gradients, each with its factor in the update, to clip them to `limit`. Collective."""
         for chunk in self._chunks:
-            ranges = [(a, b) for parameter, a, b in self._places(chunk) if parameter in parameters and a < b]
+            ranges = [(p.start, p.stop) for parameter, p in _pieces(chunk) if parameter in parameters and p.numel]
             if chunk.shard.has_gradient and ranges:
                 chunk.shard.change_gradient(ranges, partial(change, float(self.gradient_scale(chunk))))
         clipped, self._clipped = self._clipped or limit < math.inf, False
@@ -195,11 +196,10 @@ class StepDecision:
         for chunk in self._chunks:
             scale, threads = self.gradient_scale(chunk), host_threads(chunk.device)
             weight = scale * scale * chunk.spec.shards / len(chunk.spec.key.ranks)
-            for parameter, start, stop in self._places(chunk):
-                there = parameter in wanted and chunk.shard.has_gradient and start < stop
-                mine.append(
-                    weight * sum_of_squares(chunk.shard.gradient(start, stop), threads=threads) if there else 0.0
-                )
+            for parameter, piece in _pieces(chunk):
+                there = parameter in wanted and chunk.shard.has_gradient and piece.numel
+                gradient = chunk.shard.gradient(piece.start, piece.stop) if there else None
+                mine.append(0.0 if gradient is None else weight * sum_of_squares(gradient, threads=threads))
         asked = torch.tensor([float(p in wanted) for p in self._parameters], dtype=torch.float64, device="cpu")
         squares = torch.stack([_on_host(mine), asked])
         with Wait("the all-reduce of gradient norms over all ranks"):
@@ -211,14 +211,6 @@ class StepDecision:
                     f"parameters of {count:.0f} ranks of {len(self._groups.peers)}"
                 )
         return squares[0]
-
-    @staticmethod
-    def _places(chunk: Chunk) -> Iterator[tuple[nn.Parameter, int, int]]:
-        """Each parameter of a chunk with its place in this rank's shard, which may be empty."""
-        low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
-        for slot, parameter in zip(chunk.spec.slots, chunk.parameters, strict=True):
-            start = max(slot.start, low) - low
-            yield parameter, start, max(min(slot.stop, high) - low, start)
 
     def gradient_scale(self, chunk: Chunk) -> float | torch.Tensor:
         """The factor on a summed gradient in the update."""
@@ -278,8 +270,8 @@ class StepDecision:
         names = []
         for chunk in self._chunks:
             if chunk.shard.has_gradient and (self._early is None or chunk not in self._early):
-                for parameter, start, stop in self._places(chunk):
-                    if start < stop and not chunk.shard.gradient(start, stop).isfinite().all():
+                for parameter, piece in _pieces(chunk):
+                    if piece.numel and not chunk.shard.gradient(piece.start, piece.stop).isfinite().all():
                         names.append(self._hooks.name_of(parameter))
         return names
 
@@ -332,6 +324,11 @@ class StepDecision:
         raise UsageError(
             f"ranks clip differently: {said[0]}, {said[1]}; every rank clips the same parameters to the same limit"
         )
+
+
+def _pieces(chunk: Chunk) -> Iterator[tuple[nn.Parameter, Piece]]:
+    """Each parameter of a chunk with its elements in this rank's shard."""
+    return zip(chunk.parameters, chunk.pieces, strict=True)
 
 
 def _bits(number: int) -> list[int]:

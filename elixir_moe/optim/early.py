@@ -18,7 +18,7 @@ import torch
 from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.errors import UsageError
 from elixir_moe.memory.shard_state import ShardState
-from elixir_moe.optim.shard_update import AdamUpdate, Segment
+from elixir_moe.optim.shard_update import AdamUpdate, TrainedPiece
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.scheduler import Scheduler
 
@@ -43,12 +43,12 @@ class EarlyUpdates:
         self,
         scheduler: Scheduler,
         update: AdamUpdate,
-        segments: dict[int, list[Segment]],
+        pieces: dict[int, list[TrainedPiece]],
         groups: list[dict[str, Any]],
         thread: ThreadPoolExecutor,
     ) -> None:
-        """`segments` of each chunk, by index. `thread` carries out one update after the other."""
-        self._scheduler, self._update, self._segments, self._groups = scheduler, update, segments, groups
+        """`pieces` of each chunk, by index. `thread` carries out one update after the other."""
+        self._scheduler, self._update, self._pieces, self._groups = scheduler, update, pieces, groups
         self._thread = thread
         self._begun: dict[int, _Begun] = {}
         """By chunk; of the present step if `Scheduler.final` has the chunk."""
@@ -78,7 +78,7 @@ class EarlyUpdates:
             shard.squares = float(squares())  # type: ignore[arg-type]
             if not math.isfinite(shard.squares):
                 return None
-            mine = self._segments[index]
+            mine = self._pieces[index]
             return self._update.prepare(chunk, mine, set(chunk.parameters), scale, options=self._options)
 
         prepared = self._thread.submit(prepare)

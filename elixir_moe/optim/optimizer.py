@@ -28,7 +28,7 @@ from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.decision import Chosen, Facts, StepDecision
 from elixir_moe.optim.early import EarlyUpdates
 from elixir_moe.optim.loss_scale import LossScale
-from elixir_moe.optim.shard_update import AdamUpdate, Segment, cut, update_for
+from elixir_moe.optim.shard_update import AdamUpdate, TrainedPiece, trained_pieces, update_for
 from elixir_moe.optim.state import OptimizerState
 from elixir_moe.runtime.access import refuse_copy
 from elixir_moe.runtime.chunk import Chunk
@@ -49,8 +49,8 @@ class _LastStep:
 
     norm: Callable[[], Any]
     """Waits for the norm, and returns it."""
-    segments: list[Segment]
-    """The segments that have counted the step."""
+    pieces: list[TrainedPiece]
+    """The pieces that have counted the step."""
 
 
 class _StateInShards(dict[Any, Any]):
@@ -89,8 +89,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._chunks = [chunk for chunk in scheduler.chunks if chunk.spec.key.trainable]
         self._parameters = [p for chunk in self._chunks for p in chunk.parameters]
         self._frozen = [p for chunk in scheduler.chunks if not chunk.spec.key.trainable for p in chunk.parameters]
-        pieces = cut(self._chunks, self.param_groups)
-        self._segments = {chunk.spec.index: mine for chunk, mine in zip(self._chunks, pieces, strict=True)}
+        pieces = trained_pieces(self._chunks, self.param_groups)
+        self._pieces = {chunk.spec.index: mine for chunk, mine in zip(self._chunks, pieces, strict=True)}
         self._update = update_for(inner, self._chunks, pieces, self.param_groups)
         there = bool(self._chunks) and all(chunk.shard.tier is Tier.DEVICE for chunk in self._chunks)
         if not there or not isinstance(self._update, AdamUpdate) or (on_device is not None and on_device.staged):
@@ -100,11 +100,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._early: EarlyUpdates | None = None
         if isinstance(self._update, AdamUpdate) and any(c.shard.tier is not Tier.DEVICE for c in self._chunks):
             self._update_thread = ThreadPoolExecutor(1, "elixir-update", work_on, (self._chunks[0].device,))
-            self._early = EarlyUpdates(scheduler, self._update, self._segments, self.param_groups, self._update_thread)
+            self._early = EarlyUpdates(scheduler, self._update, self._pieces, self.param_groups, self._update_thread)
         self._decision = StepDecision(self._chunks, scheduler, hooks, groups, on_device, self._early)
         self._last_step: _LastStep | None = None
         self.kept = OptimizerState(
-            inner, self._update, self._chunks, self._segments, self._decision, scheduler, hooks, groups
+            inner, self._update, self._chunks, self._pieces, self._decision, scheduler, hooks, groups
         )
         """The optimizer's state, for saving and loading."""
         self._grouping = [[id(p) for p in group["params"]] for group in self.param_groups]
@@ -248,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._scheduler.half_written = "optimizer.step()"  # until the end: an interrupt leaves the mark
             self._scheduler.drop_weights()  # weights left gathered by an interrupted update would be stale
             self._scheduler.drain()  # gathers issued after the clipping may still read the shards
-            changed = [s for chunk in self._in_order_of_use() for s in self._update_chunk(chunk, facts, skip)]
+            changed = [p for chunk in self._in_order_of_use() for p in self._update_chunk(chunk, facts, skip)]
             self._update.finish()
             if isinstance(norm, torch.Tensor):
                 self._last_step = _LastStep(begin_to_host(norm), changed)
@@ -271,8 +271,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Raises ElixirError, on all ranks, if the GPUs have skipped the last update; waits for its norm alone."""
         last, self._last_step = self._last_step, None
         if last is not None and not math.isfinite(norm := last.norm()):
-            for segment in last.segments:
-                segment.steps -= 1
+            for piece in last.pieces:
+                piece.steps -= 1
             raise ElixirError(
                 f"the global gradient norm of the last step was {norm}; that step has changed no weight: zero_grad() "
                 f"and go on with another batch or a smaller rate"
@@ -389,25 +389,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"add the term to the loss"
             )
 
-    def _update_chunk(self, chunk: Chunk, facts: Facts, skip: torch.Tensor | None) -> list[Segment]:
-        """Updates a chunk, or begins to; returns the segments that count a step."""
-        shard, segments = chunk.shard, self._segments[chunk.spec.index]
+    def _update_chunk(self, chunk: Chunk, facts: Facts, skip: torch.Tensor | None) -> list[TrainedPiece]:
+        """Updates a chunk, or begins to; returns the pieces that count a step."""
+        shard, pieces = chunk.shard, self._pieces[chunk.spec.index]
         if not shard.has_gradient:
             return []
         if self._early is not None and chunk in self._early:
             shard.updated()
         else:
             self._begin_update(chunk, facts, skip)
-        changed = [segment for segment in segments if segment.parameter in facts.used]
-        for segment in changed:
-            segment.steps += 1
+        changed = [piece for piece in pieces if piece.parameter in facts.used]
+        for piece in changed:
+            piece.steps += 1
         return changed
 
     def _begin_update(self, chunk: Chunk, facts: Facts, skip: torch.Tensor | None) -> None:
-        shard, segments = chunk.shard, self._segments[chunk.spec.index]
+        shard, pieces = chunk.shard, self._pieces[chunk.spec.index]
         shard.finish_update()
         shard.wait_for_reader()
-        update = self._update.prepare(chunk, segments, facts.used, self._decision.gradient_scale(chunk), skip)
+        update = self._update.prepare(chunk, pieces, facts.used, self._decision.gradient_scale(chunk), skip)
         if self._update_thread is not None and shard.tier is not Tier.DEVICE:
             shard.update_beside(self._update_thread.submit(update))
         else:

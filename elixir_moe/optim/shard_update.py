@@ -1,9 +1,8 @@
 """The update of one shard by the user's optimizer.
 
-Owns the cut of parameters into the segments of a shard, and the two ways to update them. `torch.optim.Adam` and `AdamW`
-run in one pass over a run of segments: it reads the gradient in the dtype of its reduction, unscales it, and writes
-the values along with the master. Any other elementwise optimizer runs as it is, on one tensor for each segment. Never
-decides whether or when to update.
+Owns the two ways to update the pieces of a shard. `torch.optim.Adam` and `AdamW` run in one pass over a run of pieces:
+it reads the gradient in the dtype of its reduction, unscales it, and writes the values along with the master. Any other
+elementwise optimizer runs as it is, on one tensor for each piece. Never decides whether or when to update.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_moe.chunks.packing import Piece
 from elixir_moe.kernels import adam_step, host_threads
 from elixir_moe.memory.shard_state import DiskShard, Elements, InMemory, OnDisk, PieceShard
 from elixir_moe.memory.slabs import allocation, host_zeros
@@ -25,24 +25,20 @@ from elixir_moe.runtime.chunk import Chunk
 
 
 @dataclass(kw_only=True, slots=True)
-class Segment:
-    """The part of one parameter that lies in this rank's shard of a chunk."""
+class TrainedPiece:
+    """A piece of this rank's shard that is not empty, as the optimizer sees it."""
 
     parameter: nn.Parameter
+    piece: Piece
     group: int
     """Index into `param_groups`."""
-    start: int
-    """First element, counted from the start of the shard."""
-    stop: int
-    offset: int
-    """First element, counted in the flattened parameter."""
     steps: int = 0
     """Updates so far, for Adam's bias correction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """Adjacent segments of a shard with the same settings."""
+    """Adjacent pieces of a shard with the same settings."""
 
     start: int
     stop: int
@@ -52,7 +48,7 @@ class _Run:
 
 
 class AdamUpdate:
-    """Adam and AdamW: flat moments beside each master shard, one pass for each run of segments."""
+    """Adam and AdamW: flat moments beside each master shard, one pass for each run of pieces."""
 
     def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> None:
         self._groups = groups
@@ -68,7 +64,7 @@ class AdamUpdate:
     def prepare(
         self,
         chunk: Chunk,
-        segments: list[Segment],
+        pieces: list[TrainedPiece],
         used: set[nn.Parameter],
         scale: float | torch.Tensor,
         skip: torch.Tensor | None = None,
@@ -83,7 +79,7 @@ class AdamUpdate:
         home.finish_sum()
         compute = home.values_shard
         runs = []
-        for start, stop, group, steps in _runs(segments, used, apart=isinstance(home, PieceShard)):
+        for start, stop, group, steps in _runs(pieces, used, apart=isinstance(home, PieceShard)):
             chosen = (options or self._groups)[group]
             beta1, beta2 = chosen["betas"]
             settings = {
@@ -101,28 +97,28 @@ class AdamUpdate:
             }
             gradient = None if isinstance(home, DiskShard) else home.gradient(start, stop)
             runs.append(_Run(start=start, stop=stop, gradient=gradient, settings=settings))
-        unused = [] if compute is None else [(s.start, s.stop) for s in segments if s.parameter not in used]
+        unused = [] if compute is None else [(p.piece.start, p.piece.stop) for p in pieces if p.parameter not in used]
         work = partial(_adam, runs, unused, compute)
         if home.spilled is not None:
             return partial(home.spilled.change, work)
         assert home.master is not None
         return partial(_at_once, partial(work, 0, [home.master, *self._state[chunk.spec.index]]))
 
-    def state(self, chunk: Chunk, segment: Segment) -> dict[str, Any]:
-        """The state of a segment by name: flat elements, or one value for all of it."""
+    def state(self, chunk: Chunk, trained: TrainedPiece) -> dict[str, Any]:
+        """The state of a piece by name: flat elements, or one value for all of it."""
         spilled, wait = chunk.shard.spilled, chunk.shard.wait_for_update
         if spilled is not None:
-            ends = segment.start, segment.stop
+            ends = trained.piece.start, trained.piece.stop
             return {"exp_avg": OnDisk(spilled, 1, *ends, wait), "exp_avg_sq": OnDisk(spilled, 2, *ends, wait)}
-        here = slice(segment.start, segment.stop)
+        here = trained.piece.here
         exp_avg, exp_avg_sq = self._state[chunk.spec.index]
         return {"exp_avg": InMemory(exp_avg[here], wait), "exp_avg_sq": InMemory(exp_avg_sq[here], wait)}
 
     def replace_state(
-        self, chunk: Chunk, segment: Segment, dtypes: dict[str, torch.dtype], values: dict[str, Any]
+        self, chunk: Chunk, trained: TrainedPiece, dtypes: dict[str, torch.dtype], values: dict[str, Any]
     ) -> Mapping[str, Elements]:
         """Makes room for another state with the same names; returns its flat elements, which the caller must write."""
-        state = self.state(chunk, segment)
+        state = self.state(chunk, trained)
         assert state.keys() == dtypes.keys() and not values, "a state that another class of update has left"
         return state
 
@@ -179,50 +175,53 @@ class ElementwiseUpdate:
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        segments: list[list[Segment]],
+        pieces: list[list[TrainedPiece]],
         chunks: Sequence[Chunk],
         groups: list[dict[str, Any]],
     ) -> None:
         self._groups = groups
         self._changes: dict[int, dict[str, Any]] = {}
-        self._pieces: dict[int, nn.Parameter] = {}
+        self._views: dict[int, nn.Parameter] = {}
+        """The master's elements of each piece, by the piece's id."""
         self._optimizers: dict[tuple[int, int], torch.optim.Optimizer] = {}
-        for chunk, parts in zip(chunks, segments, strict=True):
+        for chunk, mine in zip(chunks, pieces, strict=True):
             assert chunk.shard.master is not None
-            for index, members in groupby(sorted(parts, key=lambda part: part.group), key=lambda part: part.group):
-                pieces = []
-                for part in members:
-                    piece = self._pieces[id(part)] = nn.Parameter(chunk.shard.master[part.start : part.stop])
-                    pieces.append((piece, _cut_state(inner.state.get(part.parameter, {}), part)))
-                self._optimizers[chunk.spec.index, index] = like(inner, pieces, groups[index])
+            for index, members in groupby(sorted(mine, key=lambda one: one.group), key=lambda one: one.group):
+                views = []
+                for one in members:
+                    view = self._views[id(one)] = nn.Parameter(chunk.shard.master[one.piece.here])
+                    views.append((view, _cut_state(inner.state.get(one.parameter, {}), one)))
+                self._optimizers[chunk.spec.index, index] = like(inner, views, groups[index])
 
     def prepare(
         self,
         chunk: Chunk,
-        segments: list[Segment],
+        pieces: list[TrainedPiece],
         used: set[nn.Parameter],
         scale: float | torch.Tensor,
         skip: torch.Tensor | None = None,
     ) -> "Callable[[], Sequence[Future[None]]]":
         """As `AdamUpdate.prepare`, but to be run on the caller's thread at once; nothing is skipped."""
         assert skip is None, "an optimizer of any class knows no skipping"
-        return partial(_at_once, partial(self._run, chunk, segments, used, scale))
+        return partial(_at_once, partial(self._run, chunk, pieces, used, scale))
 
-    def _run(self, chunk: Chunk, segments: list[Segment], used: set[nn.Parameter], scale: float | torch.Tensor) -> None:
+    def _run(
+        self, chunk: Chunk, pieces: list[TrainedPiece], used: set[nn.Parameter], scale: float | torch.Tensor
+    ) -> None:
         home = chunk.shard
         assert home.master is not None
-        active = [segment for segment in segments if segment.parameter in used]
-        for segment in active:
-            self._pieces[id(segment)].grad = home.gradient(segment.start, segment.stop).float() * scale
-        for index in sorted({segment.group for segment in active}):
+        active = [one for one in pieces if one.parameter in used]
+        for one in active:
+            self._views[id(one)].grad = home.gradient(one.piece.start, one.piece.stop).float() * scale
+        for index in sorted({one.group for one in active}):
             optimizer = self._optimizers[chunk.spec.index, index]
             options = {name: value for name, value in self._groups[index].items() if name != "params"}
             optimizer.param_groups[0].update(options)
             optimizer.step()
             changed = {n: v for n, v in optimizer.param_groups[0].items() if n != "params" and v is not options.get(n)}
             self._changes.setdefault(index, {}).update(changed)
-        for segment in active:
-            self._pieces[id(segment)].grad = None
+        for one in active:
+            self._views[id(one)].grad = None
         if home.values_shard is not None:
             home.values_shard.copy_(home.master)
 
@@ -238,21 +237,21 @@ class ElementwiseUpdate:
             self._groups[index].update(changed)
         self._changes.clear()
 
-    def state(self, chunk: Chunk, segment: Segment) -> dict[str, Any]:
+    def state(self, chunk: Chunk, trained: TrainedPiece) -> dict[str, Any]:
         """As `AdamUpdate.state`, with the names of the user's optimizer; most have none before the first step."""
-        optimizer, piece = self._optimizers[chunk.spec.index, segment.group], self._pieces[id(segment)]
-        state = optimizer.state.get(piece, {})
-        check_kept(optimizer, state, piece)
+        optimizer, view = self._optimizers[chunk.spec.index, trained.group], self._views[id(trained)]
+        state = optimizer.state.get(view, {})
+        check_kept(optimizer, state, view)
         wait = chunk.shard.wait_for_update
         return {n: InMemory(v, wait) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in state.items()}
 
     def replace_state(
-        self, chunk: Chunk, segment: Segment, dtypes: dict[str, torch.dtype], values: dict[str, Any]
+        self, chunk: Chunk, trained: TrainedPiece, dtypes: dict[str, torch.dtype], values: dict[str, Any]
     ) -> Mapping[str, Elements]:
         """As `AdamUpdate.replace_state`, with any names."""
-        piece = self._pieces[id(segment)]
-        tensors = {name: torch.empty_like(piece, dtype=dtype) for name, dtype in dtypes.items()}
-        self._optimizers[chunk.spec.index, segment.group].state[piece] = {**tensors, **values}
+        view = self._views[id(trained)]
+        tensors = {name: torch.empty_like(view, dtype=dtype) for name, dtype in dtypes.items()}
+        self._optimizers[chunk.spec.index, trained.group].state[view] = {**tensors, **values}
         return {name: InMemory(tensor, chunk.shard.wait_for_update) for name, tensor in tensors.items()}
 
 
@@ -262,57 +261,52 @@ def _at_once(work: Callable[[], None]) -> tuple[()]:
     return ()
 
 
-def _cut_state(state: dict[str, Any], segment: Segment) -> dict[str, Any]:
-    """The segment's part of the state that the constructor set (Adagrad's sums)."""
+def _cut_state(state: dict[str, Any], trained: TrainedPiece) -> dict[str, Any]:
+    """The piece's part of the state that the constructor set (Adagrad's sums)."""
     cut = {}
-    shape = local_of(segment.parameter).shape
+    shape = local_of(trained.parameter).shape
     for name, value in state.items():
         value = local_of(value) if isinstance(value, torch.Tensor) else value
         if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
-            value = value.flatten()[segment.offset :][: segment.stop - segment.start]
+            value = value.flatten()[trained.piece.there]
         cut[name] = value.clone() if isinstance(value, torch.Tensor) else value
     return cut
 
 
 def update_for(
-    inner: torch.optim.Optimizer, chunks: Sequence[Chunk], segments: list[list[Segment]], groups: list[dict[str, Any]]
+    inner: torch.optim.Optimizer,
+    chunks: Sequence[Chunk],
+    pieces: list[list[TrainedPiece]],
+    groups: list[dict[str, Any]],
 ) -> AdamUpdate | ElementwiseUpdate:
     """The update for the user's optimizer."""
     if is_adam(inner):
         return AdamUpdate(chunks, groups)
-    return ElementwiseUpdate(inner, segments, chunks, groups)
+    return ElementwiseUpdate(inner, pieces, chunks, groups)
 
 
-def cut(chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> list[list[Segment]]:
-    """The segments of each chunk's shard on this rank, in order."""
+def trained_pieces(chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> list[list[TrainedPiece]]:
+    """The pieces of each chunk's shard on this rank that the optimizer updates, in order."""
     group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
-    cut = []
-    for chunk in chunks:
-        low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
-        pieces = []
-        for slot, parameter in zip(chunk.spec.slots, chunk.parameters, strict=True):
-            start, stop = max(slot.start, low), min(slot.stop, high)
-            if start < stop and parameter in group_of:
-                pieces.append(
-                    Segment(
-                        parameter=parameter,
-                        group=group_of[parameter],
-                        start=start - low,
-                        stop=stop - low,
-                        offset=start - slot.start,
-                    )
-                )
-        cut.append(pieces)
-    return cut
+    return [
+        [
+            TrainedPiece(parameter=parameter, piece=piece, group=group_of[parameter])
+            for parameter, piece in zip(chunk.parameters, chunk.pieces, strict=True)
+            if piece.numel and parameter in group_of
+        ]
+        for chunk in chunks
+    ]
 
 
-def _runs(segments: list[Segment], used: set[nn.Parameter], *, apart: bool) -> Iterator[tuple[int, int, int, int]]:
-    """(start, stop, group, steps): adjacent used segments with the same settings as one; zeros between them stay zeros.
+def _runs(pieces: list[TrainedPiece], used: set[nn.Parameter], *, apart: bool) -> Iterator[tuple[int, int, int, int]]:
+    """(start, stop, group, steps): adjacent used pieces with the same settings as one; zeros between them stay zeros.
 
-    `apart` keeps each segment by itself.
+    `apart` keeps each piece by itself.
     """
-    for alike, run in groupby(segments, key=lambda s: (s.parameter in used, s.group, s.steps)):
-        pieces = list(run)
+    for alike, run in groupby(pieces, key=lambda p: (p.parameter in used, p.group, p.steps)):
+        alike_pieces = [one.piece for one in run]
         if alike[0]:
-            for first, last in zip(pieces, pieces, strict=True) if apart else ((pieces[0], pieces[-1]),):
+            for first, last in (
+                zip(alike_pieces, alike_pieces, strict=True) if apart else ((alike_pieces[0], alike_pieces[-1]),)
+            ):
                 yield first.start, last.stop, *alike[1:]

@@ -1,6 +1,6 @@
 """The state of an optimizer, parameter by parameter, for code that saves, loads and moves it.
 
-Owns the map from a parameter to its segment of a shard and the state of that segment. Updates nothing.
+Owns the map from a parameter to its piece of a shard and the state of that piece. Updates nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import nn
 from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.memory.shard_state import Elements
 from elixir_moe.optim.decision import StepDecision
-from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, Segment
+from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, TrainedPiece
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.scheduler import Scheduler
@@ -27,7 +27,7 @@ class OptimizerState:
         inner: torch.optim.Optimizer,
         update: AdamUpdate | ElementwiseUpdate,
         chunks: Sequence[Chunk],
-        segments: Mapping[int, list[Segment]],
+        pieces: Mapping[int, list[TrainedPiece]],
         decision: StepDecision,
         scheduler: Scheduler,
         hooks: Hooks,
@@ -37,7 +37,7 @@ class OptimizerState:
         self._scheduler, self._hooks = scheduler, hooks
         self.groups = groups
         """The process groups on which ranks agree."""
-        self._place_of = {s.parameter: (chunk, s) for chunk in chunks for s in segments[chunk.spec.index]}
+        self._place_of = {p.parameter: (chunk, p) for chunk in chunks for p in pieces[chunk.spec.index]}
         self.kind = f"{type(inner).__name__}, {type(update).__name__}"
         """Optimizers of one kind have states with the same names."""
         self.keeps_always_the_same = isinstance(update, AdamUpdate)
@@ -52,12 +52,12 @@ class OptimizerState:
         """Bytes in memory of the state kept for a chunk beside its shard."""
         return self._update.state_bytes(chunk)
 
-    def segment_of(self, parameter: nn.Parameter) -> Segment | None:
-        """The part of a trainable parameter that lies in this rank's shards; None if none does."""
+    def piece_of(self, parameter: nn.Parameter) -> TrainedPiece | None:
+        """The piece of a trainable parameter in this rank's shards; None if none does."""
         return self._place_of[parameter][1] if parameter in self._place_of else None
 
     def of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The state of `segment_of(parameter)` by name: flat `Elements`, or one value for all of it."""
+        """The state of `piece_of(parameter)` by name: flat `Elements`, or one value for all of it."""
         return self._update.state(*self._place_of[parameter])
 
     def replace(

@@ -213,6 +213,8 @@ class Chunk:
         self.gaps = _gaps(spec)
         """(start, stop) of elements that belong to no parameter."""
         self.starts = [slot.start for slot in spec.slots]
+        self.pieces = spec.pieces_of(communicator.rank)
+        """The elements of each parameter in this rank's shard."""
         self._placeholders = [placeholder.like(local, spec.key.dtype) for local in self.locals]
         self._shapes = [
             (tuple(t.shape), _contiguous_stride(t.shape), s.start) for s, t in zip(spec.slots, self.locals, strict=True)
@@ -283,22 +285,17 @@ class Chunk:
                 local.data = place.copy_(local)
         if self.placement is ATTACHED:
             return
-        low, high = self.spec.shard_bounds(self.communicator.rank)
-        slot = self.spec.slots[index]
-        start, stop = max(slot.start, low), min(slot.stop, high)
-        if start < stop:
-            self.shard.store(start - low, self.buffer[start:stop])
+        piece = self.pieces[index]
+        if piece.numel:
+            self.shard.store(piece.start, self._own_part()[piece.here])
 
     def store_exactly(self, index: int, values: torch.Tensor) -> None:
         """Copies this rank's part of `values`, those of parameter `index`, to the fp32 master, if there is one."""
         if not self.spec.key.trainable or self.spec.key.dtype is torch.float32:
             return
-        low, high = self.spec.shard_bounds(self.communicator.rank)
-        slot = self.spec.slots[index]
-        start, stop = max(slot.start, low), min(slot.stop, high)
-        if start < stop:
-            part = values.reshape(-1)[start - slot.start : stop - slot.start]
-            self.shard.weights()[start - low : stop - low].write(part.float())
+        piece = self.pieces[index]
+        if piece.numel:
+            self.shard.weights()[piece.here].write(values.reshape(-1)[piece.there].float())
 
     def look(self, written: Sequence[int]) -> None:
         """Notes in `altered` which parameters have changed since the last look, but for the `written` ones.
@@ -315,10 +312,14 @@ class Chunk:
             self.altered = changed if self.altered is None else self.altered | changed
 
     def _present_checksums(self) -> torch.Tensor:
+        own = self._own_part()
+        return torch.stack([_checksum(own[piece.here]) for piece in self.pieces])
+
+    def _own_part(self) -> torch.Tensor:
+        """This rank's part of the buffer, (shard_numel,)."""
         assert self.buffer is not None
         low, high = self.spec.shard_bounds(self.communicator.rank)
-        parts = [(max(slot.start, low), min(slot.stop, high)) for slot in self.spec.slots]
-        return torch.stack([_checksum(self.buffer[start : max(start, stop)]) for start, stop in parts])
+        return self.buffer[low:high]
 
     def fingerprint(self, index: int) -> tuple[int, int]:
         """(version counter of gathered parameter `index`, checksum of its values).
@@ -333,11 +334,9 @@ class Chunk:
 
     def show_home(self) -> None:
         """Restores this rank's part of the buffer from the shard."""
-        assert self.buffer is not None
         self.attach()
         if self.placement is not ATTACHED:
-            low, high = self.spec.shard_bounds(self.communicator.rank)
-            self.buffer[low:high].copy_(self.shard.kept_values())
+            self._own_part().copy_(self.shard.kept_values())
 
     def moved(self) -> str | None:
         """The name of a gathered parameter that is not in the buffer, as after ``parameter.data = …`` in forward."""

@@ -127,12 +127,12 @@ def _move_in(
     if communicator.index == 0:
         sources.moving.run(lambda: values.append(sources.joined(members, start, stop, dtype)))
     first, last = chunk.shard_bounds(communicator.rank)
-    for piece in sources.pieces(values, stop - start, dtype, shared=communicator.size > 1):
-        communicator.broadcast(piece)
-        low, high = max(start, first), min(start + len(piece), last)
+    for part in sources.parts(values, stop - start, dtype, shared=communicator.size > 1):
+        communicator.broadcast(part)
+        low, high = max(start, first), min(start + len(part), last)
         if low < high:
-            sources.moving.run(partial(shard.fill, piece[low - start : high - start], low - first))
-        start += len(piece)
+            sources.moving.run(partial(shard.fill, part[low - start : high - start], low - first))
+        start += len(part)
 
 
 def _moved_in(chunk: ChunkSpec) -> torch.dtype:
@@ -148,14 +148,14 @@ class _Sources:
     moving: Deferred
     passage: Passage
 
-    def pieces(
+    def parts(
         self, values: Sequence[torch.Tensor], numel: int, dtype: torch.dtype, *, shared: bool
     ) -> Iterator[torch.Tensor]:
-        """The values in pieces that fit the passage, or its memory for those of another rank, or that are missing."""
+        """The values in parts that fit the passage, or its memory for those of another rank, or that are missing."""
         length = self.passage.memory.nbytes // dtype.itemsize if shared else numel
         for start in range(0, numel if shared or values else 0, length):
-            piece = slice(start, min(start + length, numel))
-            yield values[0][piece] if values else self.passage.memory.view(dtype)[: piece.stop - start]
+            part = slice(start, min(start + length, numel))
+            yield values[0][part] if values else self.passage.memory.view(dtype)[: part.stop - start]
 
     def joined(self, members: Mapping[Slot, nn.Parameter], start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements `start` to `stop` of a chunk, which are those of `members` and zeros between them."""

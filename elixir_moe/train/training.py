@@ -25,8 +25,8 @@ from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.linear import CutLinear
 from elixir_moe.parallel.rules import annotate, logical_numel
 from elixir_moe.setup.drawing import sharded_init
+from elixir_moe.state.checkpoint.held import held_pieces, share_of, wrapped_of
 from elixir_moe.state.checkpoint.load import load
-from elixir_moe.state.checkpoint.local_shard import local_shards, share_of, wrapped_of
 from elixir_moe.state.checkpoint.rng import random_states, read_random_states, set_random_states
 from elixir_moe.state.checkpoint.save import Saving, save
 from elixir_moe.train.config import OptimizerConfig, TrainConfig, identity
@@ -193,8 +193,8 @@ class Training:
     def scales(self) -> dict[str, float]:
         """Root mean square of every trainable parameter, from the masters. Collective."""
         wrapped = wrapped_of(self.model, self.optimizer)
-        rows = {held.name: [0.0, 0.0] for held in local_shards(wrapped) if held.chunk.spec.key.trainable}
-        for held in local_shards(wrapped):
+        rows = {held.name: [0.0, 0.0] for held in held_pieces(wrapped) if held.chunk.spec.key.trainable}
+        for held in held_pieces(wrapped):
             if held.name in rows:
                 part = held.cut(*share_of(held.chunk)).values.read()
                 rows[held.name] = [float(sum_of_squares(part)), part.numel()]

@@ -199,6 +199,27 @@ def test_any_model_is_packed_soundly(params: list[ParamSpec], chunk_numel: int |
     check(build_layout(params, chunk_numel, scatter=scatter), params)
 
 
+@settings(max_examples=60, deadline=None)
+@given(PARAMS, st.booleans())
+def test_pieces_are_the_elements_of_each_parameter_in_a_ranks_shard(params: list[ParamSpec], scatter: bool) -> None:
+    """Against a chunk in which every element says which one of which parameter it is."""
+    for chunk in build_layout(params, scatter=scatter).chunks:
+        whole = torch.full((chunk.numel, 2), -1)
+        for position, slot in enumerate(chunk.slots):
+            whole[slot.start : slot.stop, 0] = position
+            whole[slot.start : slot.stop, 1] = torch.arange(slot.numel)
+        for rank in chunk.key.ranks:
+            low, high = chunk.shard_bounds(rank)
+            shard, pieces = whole[low:high], chunk.pieces_of(rank)
+            assert len(pieces) == len(chunk.slots)
+            assert sum(piece.numel for piece in pieces) == (shard[:, 0] >= 0).sum()
+            for position, (slot, piece) in enumerate(zip(chunk.slots, pieces, strict=True)):
+                assert 0 <= piece.start <= piece.stop <= chunk.shard_numel
+                assert 0 <= piece.there.start <= piece.there.stop <= slot.numel
+                assert shard[piece.here, 0].eq(position).all()
+                assert torch.equal(shard[piece.here, 1], torch.arange(slot.numel)[piece.there])
+
+
 # --------------------------------------------------------------------------------------------------------------- waste
 
 

@@ -102,7 +102,7 @@ def train(plan: str, early: bool, half: bool, accumulation: int, ready: bool) ->
         optimizer.zero_grad()
     seen |= em.full_state_dict(model, all_ranks=True)
     for parameter in model.parameters():
-        if parameter.requires_grad and optimizer.kept.segment_of(parameter) is not None:
+        if parameter.requires_grad and optimizer.kept.piece_of(parameter) is not None:
             state = optimizer.kept.of(parameter)
             name = optimizer._hooks.name_of(parameter)
             seen |= {f"{name} {kind}": state[kind].read().clone() for kind in ("exp_avg", "exp_avg_sq")}

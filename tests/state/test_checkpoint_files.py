@@ -24,7 +24,7 @@ from elixir_moe.cli.main import main
 from elixir_moe.memory import direct_file
 from elixir_moe.state.checkpoint import storage, tensors
 from elixir_moe.state.checkpoint.hashing import digest_of
-from elixir_moe.state.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, Piece, dump, parse
+from elixir_moe.state.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, SavedPiece, dump, parse
 from elixir_moe.state.checkpoint.shard_ranges import Span, flaw, overlap
 from elixir_moe.state.checkpoint.storage import (
     Draft,
@@ -171,7 +171,7 @@ def write_small(target: Path, saved_ns: int, fill: float = 0.0, keep: int | None
         for i, file in enumerate(files):
             start, stop = i * numel // len(files), (i + 1) * numel // len(files)
             span = Span(offset=(0,) * len(shape), shape=shape, start=start, stop=stop)
-            pieces.append(Piece(file=file, span=span, state={"weight": "F32"}, scalars={"updates": 3}))
+            pieces.append(SavedPiece(file=file, span=span, state={"weight": "F32"}, scalars={"updates": 3}))
             values = torch.arange(start, stop, dtype=torch.float32) + fill
             key = pieces[-1].key(name, "weight")
             items[file].append(Item(key=key, dtype="F32", shape=(stop - start,), tensor=lambda values=values: values))

@@ -106,7 +106,7 @@ def stale() -> Case:
         kept = [
             (elements, elements.read().clone())
             for p in experts
-            if self.kept.segment_of(p) is not None
+            if self.kept.piece_of(p) is not None
             for name, elements in self.kept.of(p).items()
             if name.startswith("exp_avg")
         ]

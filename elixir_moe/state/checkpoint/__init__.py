@@ -4,7 +4,7 @@ shard_ranges  which elements of a parameter a rank holds; pure
 values        plain Python values as JSON and back; no pickle
 manifest      the description of a checkpoint, and its validation
 frozen        frozen parameters that are named by a hash and not held
-local_shard   the elements a rank holds, by logical parameter
+held          the elements a rank holds, by logical parameter
 rng           random states of each rank
 hashing       the hash of a file
 tensors       files of tensors: written past the page cache, hashed, and read

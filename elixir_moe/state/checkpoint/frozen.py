@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError
-from elixir_moe.state.checkpoint.local_shard import LocalShard, local_shards, share_of
+from elixir_moe.state.checkpoint.held import HeldPiece, held_pieces, share_of
 from elixir_moe.state.checkpoint.manifest import FrozenRecord
 from elixir_moe.state.checkpoint.shard_ranges import Span, rectangles
 from elixir_moe.state.safetensors_format import name_of
@@ -30,7 +30,7 @@ _FACTORS = (-7046029254386353131, -4658895280553007687)
 
 def frozen_records(wrapped: Wrapped, process_group: dist.ProcessGroup) -> dict[str, FrozenRecord]:
     """{first name: shape, dtype and hash} of the frozen parameters, the same on all ranks. Collective."""
-    holdings = [held for held in local_shards(wrapped) if not held.chunk.spec.key.trainable]
+    holdings = [held for held in held_pieces(wrapped) if not held.chunk.spec.key.trainable]
 
     def sums_here() -> dict[str, int]:
         wrapped.scheduler.flush()
@@ -49,14 +49,14 @@ def frozen_records(wrapped: Wrapped, process_group: dist.ProcessGroup) -> dict[s
     }
 
 
-def _kept_sum(held: LocalShard) -> int:
+def _kept_sum(held: HeldPiece) -> int:
     sums = held.chunk.frozen_sums
     if held.index not in sums:
         sums[held.index] = _sum(held.cut(*share_of(held.chunk)), held.grid)
     return sums[held.index]
 
 
-def _sum(held: LocalShard, grid: tuple[int, ...]) -> int:
+def _sum(held: HeldPiece, grid: tuple[int, ...]) -> int:
     """The sum over elements that no other rank sums over."""
     total = 0
     for start in range(held.here.start, held.here.stop, _RUN_NUMEL):

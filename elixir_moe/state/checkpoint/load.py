@@ -20,11 +20,19 @@ from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.plain_state import modules_with_extra_state
 from elixir_moe.state.checkpoint.frozen import frozen_records
-from elixir_moe.state.checkpoint.local_shard import LocalShard, buffers_of, local_shards, wrapped_of
-from elixir_moe.state.checkpoint.manifest import WEIGHT, Base, Buffer, FrozenRecord, Manifest, ParameterRecord, Piece
+from elixir_moe.state.checkpoint.held import HeldPiece, buffers_of, held_pieces, wrapped_of
+from elixir_moe.state.checkpoint.manifest import (
+    WEIGHT,
+    Base,
+    Buffer,
+    FrozenRecord,
+    Manifest,
+    ParameterRecord,
+    SavedPiece,
+)
 from elixir_moe.state.checkpoint.rng import read_random_states, seed_new_rank, set_random_states
 from elixir_moe.state.checkpoint.save import UPDATES, settle_earlier
-from elixir_moe.state.checkpoint.shard_ranges import Part, Span, overlap
+from elixir_moe.state.checkpoint.shard_ranges import Box, Span, overlap
 from elixir_moe.state.checkpoint.storage import MANIFEST, path_of, read_manifest, verify
 from elixir_moe.state.checkpoint.tensors import Files
 from elixir_moe.state.checkpoint.values import decode
@@ -38,8 +46,8 @@ _MOST_NAMED = 8
 class _Move:
     """The copies that fill one local shard."""
 
-    held: LocalShard
-    parts: list[tuple[Piece, list[tuple[Part, Part]]]]
+    held: HeldPiece
+    parts: list[tuple[SavedPiece, list[tuple[Box, Box]]]]
     """Source pieces, with pairs of (part of the shard, part of the piece)."""
     names: tuple[str, ...]
     """Names of the tensors read from each piece."""
@@ -139,7 +147,7 @@ def _look_up(
     wrapped: Wrapped,
 ) -> _Todo:
     where = str(directory / MANIFEST)
-    holdings = list(local_shards(wrapped))
+    holdings = list(held_pieces(wrapped))
     buffers = buffers_of(model)
     problems = [*_differences(manifest, wrapped, holdings, buffers), *_other_extra_states(manifest, model)]
     if problems:
@@ -171,7 +179,7 @@ def _look_up(
 
 
 def _differences(
-    manifest: Manifest, wrapped: Wrapped, holdings: list[LocalShard], buffers: dict[str, torch.Tensor]
+    manifest: Manifest, wrapped: Wrapped, holdings: list[HeldPiece], buffers: dict[str, torch.Tensor]
 ) -> Iterator[str]:
     own = {held.name: held for held in holdings}
     left_out = {} if manifest.base is None else manifest.base.parameters
@@ -215,7 +223,7 @@ def _other_extra_states(manifest: Manifest, model: nn.Module) -> Iterator[str]:
             yield f"extra state {key!r} of the checkpoint has no module with set_extra_state in the model"
 
 
-def _unfit(left_out: Mapping[str, FrozenRecord], own: dict[str, LocalShard]) -> Iterator[str]:
+def _unfit(left_out: Mapping[str, FrozenRecord], own: dict[str, HeldPiece]) -> Iterator[str]:
     """What is wrong with the model's parameters that the checkpoint does not hold."""
     for name, saved in left_out.items():
         held = own.get(name)
@@ -271,9 +279,7 @@ def _check_optimizer(manifest: Manifest, wrapped: Wrapped, optimizer: ShardedOpt
             )
 
 
-def _move(
-    held: LocalShard, entry: ParameterRecord, files: Files, directory: Path, optimizer: ShardedOptimizer
-) -> _Move:
+def _move(held: HeldPiece, entry: ParameterRecord, files: Files, directory: Path, optimizer: ShardedOptimizer) -> _Move:
     parts = [(piece, pairs) for piece in entry.pieces if (pairs := list(overlap(*_in_one_grid(held, entry, piece))))]
     first = parts[0][0]
     names: tuple[str, ...] = (WEIGHT,)
@@ -286,7 +292,7 @@ def _move(
     return _Move(held=held, parts=parts, names=names)
 
 
-def _in_one_grid(held: LocalShard, entry: ParameterRecord, piece: Piece) -> tuple[Span, Span]:
+def _in_one_grid(held: HeldPiece, entry: ParameterRecord, piece: SavedPiece) -> tuple[Span, Span]:
     """The runs of elements of `held` and `piece`. An uncut parameter's run is the same in whatever grid the other's
     slices are cut."""
     if held.grid == entry.grid:
@@ -296,7 +302,7 @@ def _in_one_grid(held: LocalShard, entry: ParameterRecord, piece: Piece) -> tupl
     return held.span.of_uncut(entry.grid), piece.span
 
 
-def _check_state(held: LocalShard, pieces: list[Piece], directory: Path, optimizer: ShardedOptimizer) -> None:
+def _check_state(held: HeldPiece, pieces: list[SavedPiece], directory: Path, optimizer: ShardedOptimizer) -> None:
     """Raises CheckpointError unless all pieces have the same optimizer state, so that one state can serve them."""
     first = pieces[0]
     for piece in pieces:
@@ -355,9 +361,9 @@ def _fill(move: _Move, files: Files, optimizer: ShardedOptimizer) -> None:
         values = {name: decode(value, name) for name, value in first.scalars.items() if name != UPDATES}
         dtypes = {name: DTYPES[first.state[name]] for name in move.names if name != WEIGHT}
         kept |= optimizer.kept.replace(held.parameter, dtypes, values)
-        segment = optimizer.kept.segment_of(held.parameter)
-        assert segment is not None
-        segment.steps = first.scalars[UPDATES]
+        trained = optimizer.kept.piece_of(held.parameter)
+        assert trained is not None
+        trained.steps = first.scalars[UPDATES]
     shard = held.chunk.shard
     for name in move.names:
         place = kept[name].read()

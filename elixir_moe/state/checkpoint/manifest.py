@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class SavedPiece:
     """A run of elements of one parameter in one file, with its optimizer state."""
 
     file: str
@@ -61,7 +61,7 @@ class ParameterRecord:
     dtype: str
     """Dtype before `wrap`, and of exports."""
     trainable: bool
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SavedPiece, ...]
 
     @property
     def numel(self) -> int:
@@ -354,9 +354,9 @@ def _frozen(fields: _Fields) -> FrozenRecord:
     return record
 
 
-def _piece(fields: _Fields, files: Mapping[str, FileRecord]) -> Piece:
+def _piece(fields: _Fields, files: Mapping[str, FileRecord]) -> SavedPiece:
     span, state = _Fields(fields.any("span"), fields.where), _Fields(fields.any("state"), fields.where)
-    piece = Piece(
+    piece = SavedPiece(
         file=fields.one_of("file", files),
         span=Span(
             offset=span.sizes("offset"),

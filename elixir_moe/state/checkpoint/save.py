@@ -40,11 +40,11 @@ from elixir_moe.runtime.chunk import ATTACHED
 from elixir_moe.runtime.progress import Place
 from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.hashing import digest_of
-from elixir_moe.state.checkpoint.local_shard import (
-    LocalShard,
+from elixir_moe.state.checkpoint.held import (
+    HeldPiece,
     buffers_of,
     extra_states_of,
-    local_shards,
+    held_pieces,
     loss_scale_of,
     share_of,
     wrapped_of,
@@ -56,7 +56,7 @@ from elixir_moe.state.checkpoint.manifest import (
     FileRecord,
     Manifest,
     ParameterRecord,
-    Piece,
+    SavedPiece,
     dump,
     parse,
 )
@@ -387,7 +387,7 @@ class _Contents:
         self._may_change: list[str] = []
         self.entries: dict[str, ParameterRecord] = {}
         self.rng = tuple(found.rng for found in facts)
-        for held in local_shards(wrapped):
+        for held in held_pieces(wrapped):
             if not (holds_frozen or held.chunk.spec.key.trainable):
                 continue
             pieces = self._pieces(held, optimizer)
@@ -410,23 +410,23 @@ class _Contents:
         if self.image is not None:
             self.image.take(self._may_change)
 
-    def _pieces(self, held: LocalShard, optimizer: ShardedOptimizer) -> Iterator[Piece]:
+    def _pieces(self, held: HeldPiece, optimizer: ShardedOptimizer) -> Iterator[SavedPiece]:
         """One piece, or none if this rank has no element to write."""
         written = held.cut(*share_of(held.chunk))
         if not written.span.numel:
             return
         kept, scalars = {WEIGHT: written.values}, {}
-        segment = optimizer.kept.segment_of(held.parameter)
-        if segment is not None:
-            scalars[UPDATES] = segment.steps
-            inside = slice(written.here.start - segment.start, written.here.stop - segment.start)
+        trained = optimizer.kept.piece_of(held.parameter)
+        if trained is not None:
+            scalars[UPDATES] = trained.steps
+            inside = slice(written.here.start - held.here.start, written.here.stop - held.here.start)
             for name, value in optimizer.kept.of(held.parameter).items():
                 if isinstance(value, (InMemory, OnDisk)):
                     kept[name] = value[inside]
                 else:
                     scalars[name] = encode(value, f"{name!r}, kept by the optimizer for {held.name!r},")
         dtypes = {name: name_of(elements.dtype, held.name) for name, elements in kept.items()}
-        piece = Piece(file=self.file, span=written.span, state=dtypes, scalars=scalars)
+        piece = SavedPiece(file=self.file, span=written.span, state=dtypes, scalars=scalars)
         for name, elements in kept.items():
             key = piece.key(held.name, name)
             self._items.append(Item(key=key, dtype=dtypes[name], shape=(written.span.numel,), tensor=elements.read))

@@ -45,7 +45,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class Box:
     """A box inside a run: elements from `start` of the run, viewed as `shape`, cut to `window`."""
 
     start: int
@@ -62,7 +62,7 @@ class Part:
         return run[self.start : self.stop].view(self.shape)[self.window]
 
 
-def overlap(a: Span, b: Span) -> Iterator[tuple[Part, Part]]:
+def overlap(a: Span, b: Span) -> Iterator[tuple[Box, Box]]:
     """The common elements of two runs, as pairs of equal boxes (place in `a`, place in `b`)."""
     if (a.offset, a.shape) == (b.offset, b.shape):
         low, high = max(a.start, b.start), min(a.stop, b.stop)
@@ -77,8 +77,8 @@ def overlap(a: Span, b: Span) -> Iterator[tuple[Part, Part]]:
             highs = [min(i + n, j + m) for i, n, j, m in ends]
             if all(low < high for low, high in zip(lows, highs, strict=True)):
                 yield (
-                    Part(start=start, shape=shape, window=_window(offset, lows, highs)),
-                    Part(start=other_start, shape=other_shape, window=_window(other_offset, lows, highs)),
+                    Box(start=start, shape=shape, window=_window(offset, lows, highs)),
+                    Box(start=other_start, shape=other_shape, window=_window(other_offset, lows, highs)),
                 )
 
 
@@ -142,8 +142,8 @@ def _split(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int,
         start = end
 
 
-def _line(start: int, numel: int) -> Part:
-    return Part(start=start, shape=(numel,), window=(slice(0, numel),))
+def _line(start: int, numel: int) -> Box:
+    return Box(start=start, shape=(numel,), window=(slice(0, numel),))
 
 
 def _window(offset: Sequence[int], lows: Sequence[int], highs: Sequence[int]) -> tuple[slice, ...]:

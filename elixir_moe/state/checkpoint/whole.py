@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from elixir_moe.errors import CheckpointError, ConfigError
-from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Manifest, ParameterRecord, Piece, dump
+from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Manifest, ParameterRecord, SavedPiece, dump
 from elixir_moe.state.checkpoint.shard_ranges import Span, overlap
 from elixir_moe.state.checkpoint.storage import Draft
 from elixir_moe.state.checkpoint.tensors import Files, Item, write_tensors
@@ -76,14 +76,14 @@ class Whole:
         states = self._manifest.extra_states
         return {key: decode(value, key) for key, value in (states[0] if states else {}).items()}
 
-    def cells(self, name: str) -> Iterator[tuple[Piece, list[Item]]]:
+    def cells(self, name: str) -> Iterator[tuple[SavedPiece, list[Item]]]:
         """Each slice of a parameter as one piece, with its tensors; the caller sets the piece's file.
 
         Raises:
             CheckpointError: the pieces of a slice have different optimizer state.
         """
         entry = self._manifest.parameters[name]
-        slices: dict[tuple[int, ...], list[Piece]] = {}
+        slices: dict[tuple[int, ...], list[SavedPiece]] = {}
         for piece in entry.pieces:
             slices.setdefault(piece.span.offset, []).append(piece)
         for pieces in slices.values():
@@ -102,7 +102,7 @@ class Whole:
             ]
             yield joined, items
 
-    def _cell(self, name: str, kept: str, pieces: tuple[Piece, ...], span: Span) -> torch.Tensor:
+    def _cell(self, name: str, kept: str, pieces: tuple[SavedPiece, ...], span: Span) -> torch.Tensor:
         """The elements of `span`, of shape (numel,)."""
         dtype = DTYPES[pieces[0].state[kept]] if pieces else DTYPES[self._manifest.parameters[name].dtype]
         flat = torch.empty(span.numel, dtype=dtype, device="cpu")

@@ -1,7 +1,7 @@
 """The elements of each logical parameter that a rank holds.
 
-Owns the mapping from a wrapped model to `LocalShard`: which elements of which parameter are in which shard on this
-rank. Saving and loading use it in opposite directions.
+Owns the mapping from a wrapped model to `HeldPiece`: the place in its logical parameter of each piece on this rank.
+Saving and loading use it in opposite directions.
 """
 
 import math
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_moe.chunks.packing import Slot
 from elixir_moe.errors import UsageError
 from elixir_moe.memory.shard_state import Elements
 from elixir_moe.optim.optimizer import ShardedOptimizer
@@ -26,8 +25,8 @@ from elixir_moe.state.wrapped import Wrapped, check_as_wrapped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalShard:
-    """The elements of one parameter in this rank's shard of one chunk."""
+class HeldPiece:
+    """A piece of this rank, or a part of one, and its place in the logical parameter."""
 
     name: str
     chunk: Chunk
@@ -51,7 +50,7 @@ class LocalShard:
         """The elements at home, flat: fp32 masters of trainable parameters, else weights in the compute dtype."""
         return self.chunk.shard.weights()[self.here]
 
-    def cut(self, start: int, stop: int) -> "LocalShard":
+    def cut(self, start: int, stop: int) -> "HeldPiece":
         """The part that lies in elements `start` .. `stop` of the chunk's shard."""
         low, high = max(self.here.start, start), min(self.here.stop, stop)
         moved = low - self.here.start
@@ -59,29 +58,26 @@ class LocalShard:
         return replace(self, span=span, here=slice(low, max(low, high)))
 
 
-def local_shards(wrapped: Wrapped) -> Iterator[LocalShard]:
-    """The local shards of all parameters on this rank, empty ones included."""
+def held_pieces(wrapped: Wrapped) -> Iterator[HeldPiece]:
+    """The pieces of all parameters on this rank, empty ones included."""
     for chunk in wrapped.scheduler.chunks:
-        low, high = chunk.spec.shard_bounds(chunk.communicator.rank)
-        for index, (slot, parameter) in enumerate(zip(chunk.spec.slots, chunk.parameters, strict=True)):
-            yield _held(wrapped.model.names[parameter][0], chunk, index, slot, low, high)
+        for index, parameter in enumerate(chunk.parameters):
+            yield _held(wrapped.model.names[parameter][0], chunk, index)
 
 
-def _held(name: str, chunk: Chunk, index: int, slot: Slot, low: int, high: int) -> LocalShard:
-    start = min(max(slot.start, low), slot.stop)
-    stop = max(start, min(slot.stop, high))
-    parameter, shape = chunk.parameters[index], tuple(chunk.locals[index].shape)
+def _held(name: str, chunk: Chunk, index: int) -> HeldPiece:
+    piece, parameter, shape = chunk.pieces[index], chunk.parameters[index], tuple(chunk.locals[index].shape)
     pattern, tile = pattern_of(parameter) or UNCUT, tile_of(parameter)
     first = 0
     if tile is not None:  # its rows are consecutive elements of the whole slice
         first, shape = tile.start * math.prod(shape[1:]), whole_shape(parameter)
     offset, cell = pattern.local_offset(shape), pattern.cell_shape(shape)
-    return LocalShard(
+    return HeldPiece(
         name=name,
         chunk=chunk,
         index=index,
-        span=Span(offset=offset, shape=cell, start=first + start - slot.start, stop=first + stop - slot.start),
-        here=slice(start - low, stop - low),
+        span=Span(offset=offset, shape=cell, start=first + piece.there.start, stop=first + piece.there.stop),
+        here=piece.here,
         global_shape=pattern.global_shape(shape),
         grid=pattern.grid_shape(shape),
     )
