@@ -105,12 +105,6 @@ class ChunkSpec:
         return self.numel // self.shards
 
     @property
-    def keeps_pieces(self) -> bool:
-        """Whether gradients stay where autograd put them: nothing to sum over ranks, and fp32 already."""
-        alone = self.in_place and len(self.key.ranks) == 1
-        return alone and self.key.trainable and self.key.dtype == torch.float32
-
-    @property
     def takes_turns(self) -> bool:
         """Whether the reduced gradient overwrites the weights in the memory where they are used."""
         return self.in_place and self.key.trainable and self.key.dtype != torch.float32

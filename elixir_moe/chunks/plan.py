@@ -490,9 +490,6 @@ class Footprint:
     spill_buffer_bytes: int
     """In host memory: buffers for the slices of chunks on disk during their update, for values on disk on their way to
     the device, and, with a GPU, for gradients on their way to disk (`arriving_bytes`)."""
-    gradient_bytes: int
-    """On the device, from backward to update: gradients left where autograd put them, for fp32 chunks that are used in
-    place and belong to this rank alone."""
     landing_bytes: int
     """On the device, from the first gradient of a chunk to its reduction: gradients of chunks without blocks."""
     accumulator_bytes: dict[str, int]
@@ -503,8 +500,8 @@ class Footprint:
     @property
     def device_bytes(self) -> int:
         """Peak device memory with one backward per step."""
-        gradients = self.gradient_bytes + self.landing_bytes
-        return self.rcache_bytes + self.resident_bytes + self.staging_bytes + gradients + self.shard_bytes[Tier.DEVICE]
+        moving = self.rcache_bytes + self.resident_bytes + self.staging_bytes + self.landing_bytes
+        return moving + self.shard_bytes[Tier.DEVICE]
 
     @property
     def host_bytes(self) -> int:
@@ -551,7 +548,6 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool, bes
         staging_bytes=staging_bytes(layout, staged=staged),
         shard_bytes=shards,
         spill_buffer_bytes=buffers,
-        gradient_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.keeps_pieces),
         landing_bytes=landing_bytes(layout),
         accumulator_bytes=accumulators,
     )
@@ -559,7 +555,7 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool, bes
 
 def home_bytes(chunk: ChunkSpec, tier: Tier, moments: int, *, values_on_disk: bool = False) -> dict[Tier, int]:
     """Bytes by tier of one rank's long-lived state of a chunk: compute or gradient shard, master shard and moments."""
-    compute = 0 if chunk.keeps_pieces else chunk.key.dtype.itemsize * chunk.shard_numel
+    compute = chunk.key.dtype.itemsize * chunk.shard_numel
     arrays = (1 + moments) * chunk.key.trainable
     if tier is Tier.DISK and not chunk.key.trainable:
         return {Tier.HOST: 0, Tier.DISK: paged_bytes(values_bytes(chunk))}

@@ -8,7 +8,6 @@ what an update writes. Nothing here moves bytes between ranks. No property block
     FrozenDiskShard  values read ahead     -                                       -
     DiskShard        values read ahead     fp32 sums on disk                       on disk
     Fp32Shard        the master            memory of its own, where it is summed   in memory
-    PieceShard       the master            autograd's own tensors                  in memory
     MixedShard       the values            the values' place (v2, 4.1)             in memory or on disk
 
 From the first step with two backwards on, `MixedShard` sums all gradients in an fp32 accumulator. If the values are
@@ -19,7 +18,7 @@ shard", Elixir v1, VII; memory of a chunk, v2, 4.1.
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -294,10 +293,6 @@ class ShardState:
         """The summed gradient of elements `start` to `stop` of the shard, before unscaling. Blocks for `finish_sum`."""
         raise NotImplementedError
 
-    def gradients(self) -> Iterable[torch.Tensor]:
-        """The whole summed gradient, in one piece or several."""
-        return (self.gradient(),)
-
     def sum_of_squares(self, threads: int) -> float | torch.Tensor:
         """The sum of squares of the gradient; a scalar on the device if it was computed there. Blocks for `finish_sum`.
 
@@ -306,7 +301,7 @@ class ShardState:
         self.finish_sum()
         if self.squares is not None:
             return self.squares
-        return sum(sum_of_squares(part, threads=threads) for part in self.gradients())
+        return sum_of_squares(self.gradient(), threads=threads)
 
     def change_gradient(self, ranges: Sequence[tuple[int, int]], change: Callable[[torch.Tensor], object]) -> None:
         """Calls `change`, which works in place and element by element, on the gradient of parts of parameters."""
@@ -531,53 +526,6 @@ class Fp32Shard(ShardState):
         return [self.shown, self.sums]
 
 
-class PieceShard(ShardState):
-    """fp32 weights used in place that no other rank has: gradients stay the tensors autograd made, never copied."""
-
-    def __init__(self, spec: ChunkSpec, tier: Tier, master: torch.Tensor) -> None:
-        super().__init__(spec, tier)
-        self.master = master
-        self._pieces: dict[int, torch.Tensor] = {}
-        """The flat gradient of each parameter, by the parameter's first element."""
-
-    @property
-    def shown(self) -> torch.Tensor:
-        """As `ShardState.shown`."""
-        assert self.master is not None
-        return self.master
-
-    def take_piece(self, start: int, gradient: torch.Tensor) -> None:
-        """Keeps the gradient of the parameter that starts at `start`, or adds it to an earlier one."""
-        if start in self._pieces:
-            self._pieces[start].add_(gradient.reshape(-1))
-        else:
-            self._pieces[start] = gradient.reshape(-1)
-
-    @property
-    def has_gradient(self) -> bool:  # type: ignore[override]
-        """As `ShardState.has_gradient`."""
-        return bool(self._pieces)
-
-    def _land(self, reduced: torch.Tensor) -> None:
-        """Does nothing: `take_piece` has the whole gradient, and no other rank adds to it."""
-
-    def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """The gradient of the parameter that starts at `start`; zeros if it has none."""
-        piece = self._pieces.get(start)
-        return torch.zeros_like(self.shown[start:stop]) if piece is None else piece
-
-    def gradients(self) -> Iterable[torch.Tensor]:
-        """As `ShardState.gradients`."""
-        return self._pieces.values()
-
-    def clear_gradient(self) -> None:
-        """As `ShardState.clear_gradient`."""
-        self._pieces.clear()
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return [self.shown, self.shown]  # all gradients together have as many bytes
-
-
 class Contents(Enum):
     """The content of the values' place in a `MixedShard`."""
 
@@ -766,7 +714,7 @@ def build_shards(
         wanted[key][-1] += spec.shard_numel
 
     for spec, tier in chunks:
-        if not (spec.keeps_pieces or is_whole(spec, tier)):
+        if not is_whole(spec, tier):
             want(spec, tier.of_compute, spec.key.dtype)
         if spec.key.trainable and tier is not Tier.DISK:
             want(spec, tier, torch.float32)
@@ -782,8 +730,6 @@ def build_shards(
         return left[0].take(spec.shard_numel)
 
     def build(spec: ChunkSpec, tier: Tier) -> ShardState:
-        if spec.keeps_pieces:
-            return PieceShard(spec, tier, take(spec, tier, torch.float32))
         if is_whole(spec, tier):
             assert values is not None, "values on disk without a file"
             if not spec.key.trainable:

@@ -17,7 +17,7 @@ from torch import nn
 
 from elixir_moe.chunks.packing import Piece
 from elixir_moe.kernels import adam_step, host_threads
-from elixir_moe.memory.shard_state import DiskShard, Elements, InMemory, OnDisk, PieceShard
+from elixir_moe.memory.shard_state import DiskShard, Elements, InMemory, OnDisk
 from elixir_moe.memory.slabs import allocation, host_zeros
 from elixir_moe.optim.accepted import check_kept, is_adam, like
 from elixir_moe.parallel.dtensor import local_of
@@ -79,7 +79,7 @@ class AdamUpdate:
         home.finish_sum()
         compute = home.values_shard
         runs = []
-        for start, stop, group, steps in _runs(pieces, used, apart=isinstance(home, PieceShard)):
+        for start, stop, group, steps in _runs(pieces, used):
             chosen = (options or self._groups)[group]
             beta1, beta2 = chosen["betas"]
             settings = {
@@ -298,15 +298,9 @@ def trained_pieces(chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> lis
     ]
 
 
-def _runs(pieces: list[TrainedPiece], used: set[nn.Parameter], *, apart: bool) -> Iterator[tuple[int, int, int, int]]:
-    """(start, stop, group, steps): adjacent used pieces with the same settings as one; zeros between them stay zeros.
-
-    `apart` keeps each piece by itself.
-    """
+def _runs(pieces: list[TrainedPiece], used: set[nn.Parameter]) -> Iterator[tuple[int, int, int, int]]:
+    """(start, stop, group, steps): adjacent used pieces with the same settings as one; gaps stay zeros."""
     for alike, run in groupby(pieces, key=lambda p: (p.parameter in used, p.group, p.steps)):
-        alike_pieces = [one.piece for one in run]
+        members = [one.piece for one in run]
         if alike[0]:
-            for first, last in (
-                zip(alike_pieces, alike_pieces, strict=True) if apart else ((alike_pieces[0], alike_pieces[-1]),)
-            ):
-                yield first.start, last.stop, *alike[1:]
+            yield members[0].start, members[-1].stop, *alike[1:]

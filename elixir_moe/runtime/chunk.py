@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import accumulate
 from operator import mul
-from typing import Protocol
 from zlib import crc32
 
 import torch
@@ -27,7 +26,7 @@ from elixir_moe.distributed.collectives import Communicator, Work
 from elixir_moe.errors import UsageError
 from elixir_moe.kernels import host_threads
 from elixir_moe.memory.blocks import Block, ShardBlock
-from elixir_moe.memory.shard_state import Fp32Shard, MixedShard, PieceShard, ShardState
+from elixir_moe.memory.shard_state import Fp32Shard, MixedShard, ShardState
 from elixir_moe.parallel.dtensor import local_of, recast
 
 
@@ -81,18 +80,8 @@ class Placeholder:
         return nan.expand(parameter.shape)
 
 
-class Gradients(Protocol):
-    """The gradients of one chunk, from the first one until their reduction."""
-
-    def add(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Stores gradients of parameters, given by index, or adds them to earlier ones."""
-
-    def complete(self) -> torch.Tensor:
-        """Zeroes elements without a gradient; returns the tensor to sum over the ranks, (numel,)."""
-
-
-class Landings:
-    """Gradients copied to their parameters' places in a flat tensor."""
+class Gradients:
+    """The gradients of one chunk until their reduction, at their parameters' places in a flat tensor."""
 
     def __init__(self, chunk: "Chunk", memory: torch.Tensor, wire: torch.Tensor, *, adds: bool = False) -> None:
         """`adds`: the memory holds the sum of earlier backwards. `wire` is the same memory, for collectives."""
@@ -100,7 +89,10 @@ class Landings:
         self._landed: set[int] = set()
 
     def add(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """As `Gradients.add`; one launch copies all that come first."""
+        """Stores gradients of parameters, given by index, or adds them to earlier ones.
+
+        One launch copies all that come first.
+        """
         fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
         more: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, gradient in gradients:
@@ -120,7 +112,7 @@ class Landings:
         self._memory = self._wire = self._memory.clone()
 
     def complete(self) -> torch.Tensor:
-        """As `Gradients.complete`."""
+        """Zeroes elements without a gradient; returns the tensor to sum over the ranks, (numel,)."""
         if not self._adds:
             for index in range(len(self._chunk.parameters)):
                 if index not in self._landed:
@@ -128,24 +120,6 @@ class Landings:
             for start, stop in self._chunk.gaps:
                 self._memory[start:stop].zero_()
         return self._wire
-
-
-class Pieces:
-    """Gradients kept as the tensors autograd made, for a chunk that no other rank has."""
-
-    def __init__(self, chunk: "Chunk", shard: PieceShard) -> None:
-        self._chunk, self._shard = chunk, shard
-
-    def add(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """As `Gradients.add`."""
-        for index, gradient in gradients:
-            if gradient.numel():  # an empty parameter starts at the same element as the next one
-                own = gradient.detach().clone() if gradient.requires_grad else gradient  # its own graph needs it as is
-                self._shard.take_piece(self._chunk.spec.slots[index].start, own)
-
-    def complete(self) -> torch.Tensor:
-        """As `Gradients.complete`; there is nothing to sum."""
-        return self._shard.shown
 
 
 class Chunk:
@@ -369,19 +343,17 @@ class Chunk:
 
         If all ranks already hold a sum, one keeps it and the others start at zero, so that the reduction adds it once.
         """
-        if isinstance(self.shard, PieceShard):
-            self.gradients = Pieces(self, self.shard)
-        elif self.placement is ATTACHED:
+        if self.placement is ATTACHED:
             assert isinstance(self.shard, Fp32Shard)
             if self.shard.has_gradient and self.communicator.index:
                 self.shard.sums.zero_()
-            self.gradients = Landings(self, self.shard.sums, self.shard.sums, adds=self.shard.has_gradient)
+            self.gradients = Gradients(self, self.shard.sums, self.shard.sums, adds=self.shard.has_gradient)
         elif self.gradient_block is not None:
             memory = self.gradient_block.claim(self.spec)
-            self.gradients = Landings(self, memory, self.gradient_block.wire(self.spec))
+            self.gradients = Gradients(self, memory, self.gradient_block.wire(self.spec))
         else:
             memory = torch.empty(self.spec.numel, dtype=self.spec.key.dtype, device=self.device)
-            self.gradients = Landings(self, memory, memory)
+            self.gradients = Gradients(self, memory, memory)
 
     def land_loose(self) -> None:
         """Copies the gradients in `loose` to their places."""

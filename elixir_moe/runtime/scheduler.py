@@ -40,7 +40,7 @@ from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import PlanError, UsageError
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.host_sums import HostSums
-from elixir_moe.runtime.chunk import ATTACHED, CACHED, GATHERED, GATHERING, SHARDED, Chunk, Landings
+from elixir_moe.runtime.chunk import ATTACHED, CACHED, GATHERED, GATHERING, SHARDED, Chunk
 from elixir_moe.runtime.progress import Progress
 from elixir_moe.runtime.reduction_order import Agreement, alone
 from elixir_moe.runtime.streams import Streams
@@ -489,7 +489,7 @@ class Scheduler:
         if self._gradient_blocks <= self._blocks.foreseen_gradients:
             return False
         chunk = next(chunk for chunk in self.chunks if chunk.gradient_block is not None)
-        assert isinstance(chunk.gradients, Landings)
+        assert chunk.gradients is not None
         self.statistics.blocks_replaced += 1
         with _unrecorded():
             chunk.gradients.move_out()

@@ -393,7 +393,7 @@ class _Length:
             there = on_device[chunk.index]
             turns += [there.nbytes] * there.takes_turns
             host -= self._held_at(chunk, Tier.HOST)
-            device += self._held_at(there, Tier.DEVICE) + there.keeps_pieces * there.nbytes
+            device += self._held_at(there, Tier.DEVICE)
             if there.in_place and chunk.resident:
                 device -= chunk.nbytes * (1 + chunk.key.trainable)
             elif there.in_place:

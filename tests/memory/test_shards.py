@@ -25,7 +25,6 @@ from elixir_moe.memory.shard_state import (
     Fp32Shard,
     FrozenShard,
     MixedShard,
-    PieceShard,
     ShardState,
     build_shards,
 )
@@ -423,22 +422,6 @@ def test_gradients_are_zero_between_and_behind_parameters(chunk: Chunk) -> None:
     for index, parameter in enumerate(chunk.parameters):
         gradients.add([(index, torch.ones_like(parameter))])
     assert gradients.complete().sum() == 16 + 3
-
-
-def test_gradients_nobody_else_has_stay_what_autograd_made_and_are_summed() -> None:
-    chunk = chunk_of(torch.float32, in_place=True)
-    assert isinstance(chunk.shard, PieceShard)
-    chunk.open_gradients()
-    assert chunk.gradients is not None
-    first = torch.ones(4, 4)
-    for gradient in (first, torch.full((4, 4), 2.0)):
-        chunk.gradients.add([(0, gradient)])
-    chunk.gradients.complete()
-    assert chunk.shard.gradient(0, 16).data_ptr() == first.data_ptr()
-    assert chunk.shard.gradient(0, 16).tolist() == [3.0] * 16
-    assert chunk.shard.gradient(16, 19).tolist() == [0.0] * 3
-    chunk.shard.updated()
-    assert not chunk.shard.has_gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
