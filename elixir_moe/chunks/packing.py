@@ -23,6 +23,7 @@ from itertools import accumulate
 import torch
 
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, group_parameters
+from elixir_moe.chunks.residence import ATTACHED, CACHED, IN_PLACE, RESIDENT, Residence
 from elixir_moe.errors import PlanError
 
 ALIGN_BYTES = 64
@@ -94,20 +95,13 @@ class ChunkSpec:
     """Elements in use, zeros for alignment included: a multiple of `shards`."""
     shards: int
     """Number of shards: the ranks of its group, or 1 if the plan does not scatter."""
-    resident: bool
-    """The chunk never uses the rCache: it has a buffer of its own, or needs none."""
-    in_place: bool = False
-    """The chunk is used where it is at home: unscattered, on the device that computes with it."""
+    residence: Residence
+    """Where its gathered weights are, and where its gradients land."""
 
     @property
     def shard_numel(self) -> int:
         """Elements of one rank's shard."""
         return self.numel // self.shards
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether the reduced gradient overwrites the weights in the memory where they are used."""
-        return self.in_place and self.key.trainable and self.key.dtype != torch.float32
 
     @property
     def nbytes(self) -> int:
@@ -172,15 +166,20 @@ class Layout:
         return self.chunk_numel * self.block_itemsize
 
     def with_in_place(self, indices: Collection[int]) -> "Layout":
-        """A copy in which the chunks of `indices` are used in place."""
-        chunks = tuple(replace(c, resident=True, in_place=True) if c.index in indices else c for c in self.chunks)
-        widest = max((chunk.key.dtype.itemsize for chunk in chunks if not chunk.resident), default=0)
+        """A copy in which the chunks of `indices`, which are whole at home on the device, are used there."""
+
+        def in_place(chunk: ChunkSpec) -> ChunkSpec:
+            overwritten = chunk.key.trainable and chunk.key.dtype != torch.float32
+            return replace(chunk, residence=IN_PLACE if overwritten else ATTACHED)
+
+        chunks = tuple(in_place(chunk) if chunk.index in indices else chunk for chunk in self.chunks)
+        widest = max((chunk.key.dtype.itemsize for chunk in chunks if chunk.residence is CACHED), default=0)
         return Layout(chunk_numel=self.chunk_numel if widest else 0, chunks=chunks, block_itemsize=max(widest, 1))
 
     @property
     def cached(self) -> tuple[ChunkSpec, ...]:
         """The chunks that use the rCache."""
-        return tuple(chunk for chunk in self.chunks if not chunk.resident)
+        return tuple(chunk for chunk in self.chunks if chunk.residence is CACHED)
 
     @property
     def most_blocks(self) -> int:
@@ -191,7 +190,7 @@ class Layout:
     @property
     def waste_fraction(self) -> float:
         """The fraction of unused bytes in blocks and resident buffers if every chunk were gathered."""
-        space = sum(chunk.nbytes if chunk.resident else self.block_bytes for chunk in self.chunks)
+        space = sum(self.block_bytes if chunk.residence is CACHED else chunk.nbytes for chunk in self.chunks)
         used = sum(slot.numel * chunk.key.dtype.itemsize for chunk in self.chunks for slot in chunk.slots)
         return 1 - used / space if space else 0.0
 
@@ -200,7 +199,7 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
     """Packs parameters, given in order of first use, into chunks.
 
     Args:
-        params: all parameters; resident (tied) ones get chunks of their own.
+        params: all parameters; tied ones get resident chunks of their own.
         chunk_numel: the chunk length C in elements; by default `best_chunk_numel`.
         scatter: False keeps every chunk whole on every rank (the paper's S_FLAG).
 
@@ -209,20 +208,20 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
     """
     chunk_numel = best_chunk_numel(params) if chunk_numel is None else chunk_numel
     chunks: list[ChunkSpec] = []
-    for key, resident, indices in _streams(params, chunk_numel):
+    for key, residence, indices in _streams(params, chunk_numel):
         shards = len(key.ranks) if scatter else 1
-        if not resident:
+        if residence is CACHED:
             _check_fits(params, indices, chunk_numel)
         sizes = [params[i].numel for i in indices]
-        for first, starts, used in _pack(sizes, math.inf if resident else chunk_numel, _align(key)):
+        for first, starts, used in _pack(sizes, chunk_numel if residence is CACHED else math.inf, _align(key)):
             slots = tuple(
                 Slot(param=indices[first + k], start=start, numel=sizes[first + k]) for k, start in enumerate(starts)
             )
             numel = _round_up(max(used, 1), shards * _align(key))  # at least 1, even if all parameters are empty
-            chunks.append(ChunkSpec(index=-1, key=key, slots=slots, numel=numel, shards=shards, resident=resident))
+            chunks.append(ChunkSpec(index=-1, key=key, slots=slots, numel=numel, shards=shards, residence=residence))
     chunks.sort(key=lambda chunk: chunk.slots[0].param)
     chunks = [replace(chunk, index=index) for index, chunk in enumerate(chunks)]
-    cached = [chunk for chunk in chunks if not chunk.resident]
+    cached = [chunk for chunk in chunks if chunk.residence is CACHED]
     return Layout(
         chunk_numel=max((chunk_numel, *(chunk.numel for chunk in cached))) if cached else 0,
         chunks=tuple(chunks),
@@ -244,7 +243,7 @@ def best_chunk_numel(params: Sequence[ParamSpec], *, stay: bool = False) -> int:
             unless there is no other group. Experts are most of a mixture, but do not make its dense chunks longer.
     """
     streams = [
-        _Stream([params[i].numel for i in indices if not params[i].resident], key)
+        _Stream([params[i].numel for i in indices if not params[i].tied], key)
         for key, indices in group_parameters(params).items()
     ]
     largest = max((size for stream in streams for size in stream.sizes), default=0)
@@ -307,16 +306,16 @@ def _waste(streams: Sequence[_Stream], chunk_numel: int) -> float:
     return 1 - used / space if space else 0.0
 
 
-def _streams(params: Sequence[ParamSpec], chunk_numel: int) -> Iterator[tuple[ChunkGroupKey, bool, list[int]]]:
-    """Yields (key, resident, parameter indices); each is packed into chunks of its own, in order of first use."""
+def _streams(params: Sequence[ParamSpec], chunk_numel: int) -> Iterator[tuple[ChunkGroupKey, Residence, list[int]]]:
+    """Yields (key, residence, parameter indices); each is packed into chunks of its own, in order of first use."""
     for key, indices in group_parameters(params).items():
-        tied = [i for i in indices if params[i].resident]
-        rest = [i for i in indices if not params[i].resident]
+        tied = [i for i in indices if params[i].tied]
+        rest = [i for i in indices if not params[i].tied]
         if rest:
             small = sum(params[i].numel for i in rest) < chunk_numel * FUSE_BELOW
-            yield key, small, rest
+            yield key, RESIDENT if small else CACHED, rest
         if tied:
-            yield key, True, tied
+            yield key, RESIDENT, tied
 
 
 def _pack(sizes: Sequence[int], limit: float, align: int) -> Iterator[tuple[int, list[int], int]]:

@@ -49,8 +49,8 @@ class ParamSpec:
     """Shape of this rank's slice."""
     key: ChunkGroupKey
     """The chunk group it belongs to."""
-    resident: bool = False
-    """Used by several modules (tied): its chunk has a buffer of its own and stays gathered during a step."""
+    tied: bool = False
+    """Used by several modules: its chunk has a buffer of its own and stays gathered during a step."""
 
     @property
     def numel(self) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 from elixir_moe.chunks.cache_policy import LOOKAHEAD
 from elixir_moe.chunks.packing import ChunkSpec, Layout, best_chunk_numel, build_layout
 from elixir_moe.chunks.param_spec import ParamSpec
+from elixir_moe.chunks.residence import CACHED, IN_PLACE, RESIDENT
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.parallel.pattern import is_whole, reduction_dtype
 
@@ -544,7 +545,7 @@ def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool, bes
             accumulators[Tier.HOST] += arriving_bytes(away)
     return Footprint(
         rcache_bytes=plan.blocks(layout) * layout.block_bytes,
-        resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.resident and not chunk.in_place),
+        resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.residence is RESIDENT),
         staging_bytes=staging_bytes(layout, staged=staged),
         shard_bytes=shards,
         spill_buffer_bytes=buffers,
@@ -587,7 +588,7 @@ def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:
     rows: dict[tuple[object, ...], dict[str, Any]] = {}
     for chunk in layout.chunks:
         label, tier = chunk.key.label, plan.home(layout, chunk)
-        kind = {"chunk_group": label, "tier": tier.value, "resident": chunk.resident}
+        kind = {"chunk_group": label, "tier": tier.value, "resident": chunk.residence is not CACHED}
         row = rows.setdefault(tuple(kind.values()), {**kind, "chunks": 0, "numel": 0, "shard_bytes": 0})
         row["chunks"] += 1
         row["numel"] += sum(slot.numel for slot in chunk.slots)
@@ -663,10 +664,10 @@ def landing_bytes(layout: Layout) -> int:
     """Most bytes on the device of gradients that land outside the rCache.
 
     Resident chunks have memory for their gradients until these are reduced. If reduced gradients overwrite the weights
-    (`takes_turns`), up to `GRADIENTS_ON_THEIR_WAY` of them exist at once.
+    (`IN_PLACE`), up to `GRADIENTS_ON_THEIR_WAY` of them exist at once.
     """
-    own = sum(chunk.nbytes for chunk in layout.chunks if chunk.key.trainable and chunk.resident and not chunk.in_place)
-    moving = sorted((chunk.nbytes for chunk in layout.chunks if chunk.takes_turns), reverse=True)
+    own = sum(chunk.nbytes for chunk in layout.chunks if chunk.key.trainable and chunk.residence is RESIDENT)
+    moving = sorted((chunk.nbytes for chunk in layout.chunks if chunk.residence is IN_PLACE), reverse=True)
     return own + sum(moving[:GRADIENTS_ON_THEIR_WAY])
 
 

@@ -14,6 +14,7 @@ from functools import partial
 
 from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, CacheRequest, Schedule, Verb, gradients_of
 from elixir_moe.chunks.packing import Layout
+from elixir_moe.chunks.residence import CACHED, IN_PLACE
 from elixir_moe.chunks.step_machine import Answer, StepMachine, Unit
 
 
@@ -129,7 +130,7 @@ def moving_chunks(layout: Layout) -> dict[int, int]:
     return {
         slot.param: chunk.index
         for chunk in layout.chunks
-        if chunk.takes_turns or not chunk.resident
+        if chunk.residence in (CACHED, IN_PLACE)
         for slot in chunk.slots
     }
 

@@ -18,6 +18,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from elixir_moe.chunks.packing import ChunkSpec, Layout
 from elixir_moe.chunks.plan import Tier
+from elixir_moe.chunks.residence import CACHED
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.shard_state import MixedShard, ShardState
@@ -163,10 +164,10 @@ class Blocks:
         """Shared blocks that gradients keep even when weights need more."""
         self.own = {
             spec.index: ShardBlock(shard, statistics, partial(replacing, spec.nbytes))
-            if spec.in_place
+            if spec.residence.in_shard
             else block(spec.nbytes)
             for spec, shard in zip(layout.chunks, shards, strict=True)
-            if spec.resident
+            if spec.residence is not CACHED
         }
 
     @property

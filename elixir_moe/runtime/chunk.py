@@ -22,11 +22,12 @@ from zlib import crc32
 import torch
 
 from elixir_moe.chunks.packing import ChunkSpec
+from elixir_moe.chunks.residence import ATTACHED, IN_PLACE
 from elixir_moe.distributed.collectives import Communicator, Work
 from elixir_moe.errors import UsageError
 from elixir_moe.kernels import host_threads
 from elixir_moe.memory.blocks import Block, ShardBlock
-from elixir_moe.memory.shard_state import Fp32Shard, MixedShard, ShardState
+from elixir_moe.memory.shard_state import Fp32Shard, ShardState
 from elixir_moe.parallel.dtensor import local_of, recast
 
 
@@ -42,22 +43,6 @@ SHARDED, GATHERING, GATHERED = ChunkState
 """The members as globals: looking a member up in its class is slow, and they are read all the time."""
 
 _LEGAL = {(SHARDED, GATHERING), (GATHERING, GATHERED), (GATHERED, SHARDED)}
-
-
-class Placement(Enum):
-    """Where a chunk's gathered weights are, which also decides where its gradients go."""
-
-    CACHED = "cached"
-    """In a block of the rCache; gradients are in another block."""
-    RESIDENT = "resident"
-    """In a block of its own; gradients get memory of their own from the first one until their reduction."""
-    IN_PLACE = "in place"
-    """In the shard, which is the whole chunk on the device; the reduced gradient overwrites the values there."""
-    ATTACHED = "attached"
-    """In the shard, which is the whole chunk on the device; no gradient overwrites it, and parameters stay views."""
-
-
-CACHED, RESIDENT, IN_PLACE, ATTACHED = Placement
 
 
 class Placeholder:
@@ -152,11 +137,6 @@ class Chunk:
         """The parameters themselves; for DTensors their local tensors."""
         self.device = placeholder.device
         """Where forward runs."""
-        self.placement = CACHED
-        if spec.in_place:
-            self.placement = IN_PLACE if isinstance(shard, MixedShard) else ATTACHED
-        elif spec.resident:
-            self.placement = RESIDENT
         self.state = SHARDED
         self.buffer: torch.Tensor | None = None
         """(numel,) in the compute dtype while the weights are in a block."""
@@ -210,7 +190,7 @@ class Chunk:
 
     def attach(self) -> None:
         """Makes the parameters views of the buffer."""
-        if self.placement is not ATTACHED:
+        if self.spec.residence is not ATTACHED:
             self._refuse_old_views()
         assert self.buffer is not None
         self._show([self.place_in(self.buffer, index) for index in range(len(self.locals))])
@@ -257,7 +237,7 @@ class Chunk:
                         f"{tuple(local.shape)}: its shape is fixed in wrap"
                     )
                 local.data = place.copy_(local)
-        if self.placement is ATTACHED:
+        if self.spec.residence is ATTACHED:
             return
         piece = self.pieces[index]
         if piece.numel:
@@ -276,7 +256,7 @@ class Chunk:
 
         The first look after a gather only remembers checksums. Everything stays on the device, and nobody waits for it.
         """
-        if self.placement is ATTACHED or self.buffer is None:
+        if self.spec.residence is ATTACHED or self.buffer is None:
             return
         before, self.checksums = self.checksums, self._present_checksums()
         if before is not None:
@@ -300,7 +280,7 @@ class Chunk:
 
         The checksum is 0 where the buffer is the shard, since writes there need not be stored.
         """
-        if self.spec.in_place:
+        if self.spec.residence.in_shard:
             return self.version(index), 0
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             values = self.locals[index].detach().reshape(-1).view(torch.uint8).cpu()
@@ -309,7 +289,7 @@ class Chunk:
     def show_home(self) -> None:
         """Restores this rank's part of the buffer from the shard."""
         self.attach()
-        if self.placement is not ATTACHED:
+        if self.spec.residence is not ATTACHED:
             self._own_part().copy_(self.shard.kept_values())
 
     def moved(self) -> str | None:
@@ -343,7 +323,7 @@ class Chunk:
 
         If all ranks already hold a sum, one keeps it and the others start at zero, so that the reduction adds it once.
         """
-        if self.placement is ATTACHED:
+        if self.spec.residence is ATTACHED:
             assert isinstance(self.shard, Fp32Shard)
             if self.shard.has_gradient and self.communicator.index:
                 self.shard.sums.zero_()
@@ -363,7 +343,7 @@ class Chunk:
 
     def land(self, reduced: torch.Tensor, squares: float | torch.Tensor | None = None) -> None:
         """Adds this rank's part of the reduced gradient to the shard, after the last use of values it overwrites."""
-        if self.placement is IN_PLACE:
+        if self.spec.residence is IN_PLACE:
             if self.holds:
                 self.reduced.append((reduced, squares))
                 return
@@ -407,7 +387,7 @@ class Chunk:
         self.land_waiting()
         self.arriving = self.gradients = self.gradient_block = None
         self.loose.clear()
-        if self.placement is not ATTACHED or self.state is GATHERING:
+        if self.spec.residence is not ATTACHED or self.state is GATHERING:
             self.detach()
             self.state = SHARDED
 

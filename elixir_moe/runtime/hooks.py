@@ -30,13 +30,14 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.chunks.step_machine import ParamId, StepMachine, Unit
 from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import placed_like
 from elixir_moe.parallel.plain_state import unparametrized
 from elixir_moe.runtime.access import ParamAccess, Switch
 from elixir_moe.runtime.autograd import Hook, hook_outputs, in_backward
-from elixir_moe.runtime.chunk import ATTACHED, Placeholder
+from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
 from elixir_moe.runtime.saved_tensors import SavedTensors, leave
 from elixir_moe.runtime.scheduler import Scheduler
@@ -110,7 +111,7 @@ class Hooks:
         self._on_gpu = placeholder.device.type == "cuda"
         self._given: list[list[nn.Parameter]] = []
         """Parameters of each open `em.unsharded` block outside of a forward, outermost first."""
-        stays = all(chunk.placement is ATTACHED for chunk in scheduler.chunks)
+        stays = all(chunk.spec.residence is ATTACHED for chunk in scheduler.chunks)
         self._packs = checkpoints is not None or not stays
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
         self._names = {p: name for name, p in model.named_parameters()}

@@ -110,7 +110,7 @@ def param_specs(
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> dict[nn.Parameter, ParamSpec]:
-    """The specs of the model's parameters, in `order`; a parameter with several names is tied, and so resident.
+    """The specs of the model's parameters, in `order`; a parameter with several names is tied.
 
     Args:
         model: the model they belong to.
@@ -170,6 +170,4 @@ def _spec(
     )
     tile = tile_of(parameter)
     name = names[0] if tile is None else f"{names[0]}[{tile.start}:{tile.stop}]"
-    return ParamSpec(
-        name=name, shape=tuple(local_of(parameter).shape), key=key, resident=len(names) > 1 and tile is None
-    )
+    return ParamSpec(name=name, shape=tuple(local_of(parameter).shape), key=key, tied=len(names) > 1 and tile is None)

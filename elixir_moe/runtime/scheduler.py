@@ -34,13 +34,14 @@ from elixir_moe.chunks.cache_policy import (
     gradients_of,
 )
 from elixir_moe.chunks.plan import REDUCTIONS_IN_FLIGHT, Tier
+from elixir_moe.chunks.residence import ATTACHED, CACHED
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.step_machine import Answer
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import PlanError, UsageError
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.host_sums import HostSums
-from elixir_moe.runtime.chunk import ATTACHED, CACHED, GATHERED, GATHERING, SHARDED, Chunk
+from elixir_moe.runtime.chunk import GATHERED, GATHERING, SHARDED, Chunk
 from elixir_moe.runtime.progress import Progress
 from elixir_moe.runtime.reduction_order import Agreement, alone
 from elixir_moe.runtime.streams import Streams
@@ -142,7 +143,7 @@ class Scheduler:
         try:
             for index in chunks:
                 chunk = self.chunks[index]
-                if chunk.placement is not CACHED:
+                if chunk.spec.residence is not CACHED:
                     chunk.holds += 1
                     if chunk.state is SHARDED:
                         self._queue_gather(chunk)
@@ -162,7 +163,7 @@ class Scheduler:
         if len(cached) < len(chunks):
             for index in chunks:
                 chunk = self.chunks[index]
-                if chunk.placement is not CACHED:
+                if chunk.spec.residence is not CACHED:
                     chunk.holds = max(chunk.holds - 1, 0)  # a reset may have run before
                     if self.looks_for_writes:
                         self.keep_writes(chunk)
@@ -171,11 +172,13 @@ class Scheduler:
     def holds(self, index: int) -> bool:
         """Whether somebody holds the weights of chunk `index`; weights left in an unneeded block do not count."""
         chunk = self.chunks[index]
-        return self.cache.holds(index) if chunk.placement is CACHED else chunk.state is GATHERED and chunk.holds > 0
+        if chunk.spec.residence is CACHED:
+            return self.cache.holds(index)
+        return chunk.state is GATHERED and chunk.holds > 0
 
     def hold_chunk(self, index: int) -> bool:
         """As `Carrier.hold_chunk`."""
-        if self.chunks[index].placement is ATTACHED or self.holds(index):
+        if self.chunks[index].spec.residence is ATTACHED or self.holds(index):
             return False
         self.unshard((index,), tracked=True, who="backward")
         return True
@@ -188,7 +191,7 @@ class Scheduler:
         """The chunks among `chunks` that use the rCache."""
         found = self._cached.get(chunks)
         if found is None:
-            found = self._cached[chunks] = tuple(c for c in chunks if self.chunks[c].placement is CACHED)
+            found = self._cached[chunks] = tuple(c for c in chunks if self.chunks[c].spec.residence is CACHED)
         return found
 
     def _ask(self, verb: Verb, items: tuple[int, ...], *, tracked: bool, who: str) -> None:
@@ -248,7 +251,7 @@ class Scheduler:
         if chunk.spec.index in self.final:
             self.refuse_begun(f"{chunk.label} is to be gathered")
         chunk.transition(GATHERING)
-        if not chunk.spec.in_place:
+        if not chunk.spec.residence.in_shard:
             self.statistics.bytes_fetched[chunk.shard.compute_tier.value] += chunk.spec.nbytes // chunk.spec.shards
         if chunk.spec.shards > 1:
             self._count(chunk, "all_gather", chunk.spec.nbytes)
@@ -291,7 +294,7 @@ class Scheduler:
             self._order_behind_reduction(chunk)
             values = chunk.shard.values()
             chunk.buffer = chunk.block.claim(chunk.spec, self._streams.fetch_after_compute)
-            if not chunk.spec.in_place:
+            if not chunk.spec.residence.in_shard:
                 start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
                 chunk.buffer[start:stop].copy_(values, non_blocking=True)
                 chunk.shard.sent(lambda: self._streams.marked(Work()))
@@ -438,7 +441,7 @@ class Scheduler:
 
     def reserve_gradients(self, index: int) -> None:
         """Requests a block for gradients that only some ranks get, so that all ranks request it at the same time."""
-        if self.chunks[index].placement is CACHED:
+        if self.chunks[index].spec.residence is CACHED:
             self._land(self.chunks[index])
 
     def _land(self, chunk: Chunk, *, at_once: bool = False) -> None:
@@ -450,7 +453,7 @@ class Scheduler:
         self._streams.enter_compute()
         with _unrecorded():
             if chunk.gradients is None:
-                if chunk.placement is CACHED and not self._has_gradient_block(chunk):
+                if chunk.spec.residence is CACHED and not self._has_gradient_block(chunk):
                     if not at_once:
                         return
                     self.statistics.blocks_replaced += 1
@@ -465,7 +468,7 @@ class Scheduler:
 
         Its memory is not used again before the host knows that the reduction has ended, and a host runs far ahead.
         """
-        if chunk.gradient_block is None and chunk.placement is not ATTACHED:
+        if chunk.gradient_block is None and chunk.spec.residence is not ATTACHED:
             while len(self._landing) > REDUCTIONS_IN_FLIGHT or chunk in self._landing:
                 leaving = self._landing.popleft().leaving
                 if leaving is not None:
@@ -539,7 +542,7 @@ class Scheduler:
             chunk.leaving, chunk.gradients = work, None
         if chunk.gradient_block is None:
             self._streams.keep_for_reducing(gradients)
-            if chunk.placement is not ATTACHED:
+            if chunk.spec.residence is not ATTACHED:
                 self._landing.append(chunk)
         self.reductions_issued += 1
         self._leave_in_flight(REDUCTIONS_IN_FLIGHT)
@@ -654,12 +657,14 @@ class Scheduler:
         gathered = [
             chunk
             for chunk in self.chunks
-            if chunk.state is not SHARDED and chunk.placement is not ATTACHED and (frozen or chunk.spec.key.trainable)
+            if chunk.state is not SHARDED
+            and chunk.spec.residence is not ATTACHED
+            and (frozen or chunk.spec.key.trainable)
         ]
         failed, self.failed = self.failed, True
         for chunk in gathered:
             self._reshard(chunk)
-        self.cache.drop(chunk.spec.index for chunk in gathered if chunk.placement is CACHED)
+        self.cache.drop(chunk.spec.index for chunk in gathered if chunk.spec.residence is CACHED)
         self.failed = failed
 
     def updated(self) -> None:
@@ -668,7 +673,7 @@ class Scheduler:
         self.drop_weights()
         self.final.clear()
         for chunk in self.chunks:
-            if chunk.placement is ATTACHED and chunk.spec.key.trainable:
+            if chunk.spec.residence is ATTACHED and chunk.spec.key.trainable:
                 torch.autograd.graph.increment_version(chunk.locals)  # invalidates tensors that autograd has saved
         self._streams.fetch_after_compute()
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from elixir_moe.chunks.packing import ChunkSpec, Layout
 from elixir_moe.chunks.plan import Plan, Tier, paged_bytes, spilled_bytes, values_bytes
+from elixir_moe.chunks.residence import CACHED
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile
 
@@ -107,7 +108,7 @@ def traffic(
         staged: whether reductions run over gloo.
         kept_bytes: inputs of checkpointed regions in host memory.
     """
-    gathers = Counter([*loads, *(chunk.index for chunk in layout.chunks if chunk.resident)])
+    gathers = Counter([*loads, *(chunk.index for chunk in layout.chunks if chunk.residence is not CACHED)])
     home = [plan.home(layout, chunk) for chunk in layout.chunks]
     trained = [chunk for chunk in layout.chunks if chunk.key.trainable]
     collective: dict[tuple[int, ...], list[int]] = {}

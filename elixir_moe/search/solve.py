@@ -32,6 +32,7 @@ from elixir_moe.chunks.plan import (
     size_text,
     staging_bytes,
 )
+from elixir_moe.chunks.residence import CACHED, IN_PLACE
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
@@ -237,7 +238,7 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
 
     A length between two candidates packs like the shorter one and only makes every block longer.
     """
-    movable = [p for p in params if not p.resident]
+    movable = [p for p in params if not p.tied]
     largest = max((p.numel for p in movable), default=1)
     alone = {len(key.ranks) == 1 for key in group_parameters(params)}
     defaults = {best_chunk_numel(params, stay=stay) for stay in ((False, True) if len(alone) > 1 else (False,))}
@@ -377,7 +378,7 @@ class _Length:
         """
         task, layout = self._task, self._layout
         on_device = Plan.zero2().place(layout).chunks
-        device = sum(c.nbytes * (1 + c.key.trainable) for c in layout.chunks if c.resident)
+        device = sum(c.nbytes * (1 + c.key.trainable) for c in layout.chunks if c.residence is not CACHED)
         device += staging_bytes(layout, staged=task.staged)
         host = sum(self._held_at(chunk, Tier.HOST) for chunk in layout.chunks)
         widths = Counter(chunk.key.dtype.itemsize for chunk in layout.cached)
@@ -391,12 +392,12 @@ class _Length:
             if chunk is None:
                 return
             there = on_device[chunk.index]
-            turns += [there.nbytes] * there.takes_turns
+            turns += [there.nbytes] * (there.residence is IN_PLACE)
             host -= self._held_at(chunk, Tier.HOST)
             device += self._held_at(there, Tier.DEVICE)
-            if there.in_place and chunk.resident:
+            if there.residence.in_shard and chunk.residence is not CACHED:
                 device -= chunk.nbytes * (1 + chunk.key.trainable)
-            elif there.in_place:
+            elif there.residence.in_shard:
                 widths[chunk.key.dtype.itemsize] -= 1
 
     def _spilled(self, count: int, host: int) -> tuple[int, int, int | None]:

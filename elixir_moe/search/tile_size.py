@@ -21,7 +21,7 @@ def tile_bytes(task: Task, choice: Choice | None) -> int | None:
         task: the problem, without tiles.
         choice: its solution; None if no plan fits.
     """
-    largest = max((p.numel * p.key.dtype.itemsize for p in task.profile.params if not p.resident), default=0)
+    largest = max((p.numel * p.key.dtype.itemsize for p in task.profile.params if not p.tied), default=0)
     size: int = 2 ** (max(task.capacity_bytes // _TILES_IN_DEVICE, 1).bit_length() - 1)
     if largest <= size:
         return None

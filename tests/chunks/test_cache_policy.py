@@ -23,6 +23,7 @@ from elixir_moe.chunks.cache_policy import (
     gradients_of,
     simulate,
 )
+from elixir_moe.chunks.residence import Residence
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
@@ -326,7 +327,7 @@ class Recorder:
         assert schedule is not None
         counts, loads = simulate(schedule, plan.blocks(layout), prefetch=plan.prefetch)
         gathered = [layout.chunks[load.chunk] for load in loads if load.chunk >= 0]
-        gathered += [chunk for chunk in layout.chunks if chunk.resident and not chunk.in_place]
+        gathered += [chunk for chunk in layout.chunks if chunk.residence is Residence.RESIDENT]
         return {
             "counts": counts,
             "loads": [(load.chunk, load.evicted, load.ahead) for load in loads],

@@ -18,6 +18,7 @@ from elixir_moe.chunks.packing import (
     build_layout,
 )
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, group_parameters
+from elixir_moe.chunks.residence import Residence
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig, gpt_config
 from elixir_moe.models.gpt import GPT
@@ -27,8 +28,8 @@ LINE = ALIGN_BYTES // 4
 """Elements of fp32 between two possible starts."""
 
 
-def param(numel: int, key: ChunkGroupKey = KEY, *, resident: bool = False, name: str = "p") -> ParamSpec:
-    return ParamSpec(name=name, shape=(numel,), key=key, resident=resident)
+def param(numel: int, key: ChunkGroupKey = KEY, *, tied: bool = False, name: str = "p") -> ParamSpec:
+    return ParamSpec(name=name, shape=(numel,), key=key, tied=tied)
 
 
 def check(layout: Layout, params: list[ParamSpec]) -> None:
@@ -42,8 +43,8 @@ def check(layout: Layout, params: list[ParamSpec]) -> None:
         assert chunk.index == index
         assert chunk.numel > 0
         assert chunk.numel % (chunk.shards * line) == 0
-        assert chunk.resident or chunk.numel <= layout.chunk_numel
-        assert chunk.resident or chunk.nbytes <= layout.block_bytes
+        assert chunk.residence is Residence.RESIDENT or chunk.numel <= layout.chunk_numel
+        assert chunk.residence is Residence.RESIDENT or chunk.nbytes <= layout.block_bytes
         end = 0
         for slot in chunk.slots:
             assert params[slot.param].key == chunk.key
@@ -114,14 +115,14 @@ def test_a_chunk_that_is_not_scattered_is_one_shard_for_everybody() -> None:
 
 
 def test_tied_parameters_have_resident_chunks_of_their_own() -> None:
-    params = [param(LINE), param(100 * LINE, resident=True), param(LINE), param(7, resident=True)]
+    params = [param(LINE), param(100 * LINE, tied=True), param(LINE), param(7, tied=True)]
     layout = build_layout(params, 2 * LINE)
     check(layout, params)
-    assert [(chunk.resident, [slot.param for slot in chunk.slots]) for chunk in layout.chunks] == [
-        (False, [0, 2]),
-        (True, [1, 3]),
+    assert [(chunk.residence, [slot.param for slot in chunk.slots]) for chunk in layout.chunks] == [
+        (Residence.CACHED, [0, 2]),
+        (Residence.RESIDENT, [1, 3]),
     ]
-    assert best_chunk_numel(params) == LINE, "a resident parameter does not make the blocks longer"
+    assert best_chunk_numel(params) == LINE, "a tied parameter does not make the blocks longer"
 
 
 def test_what_stays_in_place_does_not_make_chunks_longer() -> None:
@@ -137,10 +138,10 @@ def test_small_groups_are_fused_into_a_resident_chunk() -> None:
     other = replace(KEY, dtype=torch.float16)
     chunk_numel = 64 * LINE
     below = int(chunk_numel * FUSE_BELOW)
-    for numel, resident in ((below - 1, True), (below, False)):
+    for numel, residence in ((below - 1, Residence.RESIDENT), (below, Residence.CACHED)):
         params = [param(chunk_numel), param(1, other), param(numel - 1, other)]
         layout = build_layout(params, chunk_numel)
-        assert [chunk.resident for chunk in layout.chunks] == [False, resident]
+        assert [chunk.residence for chunk in layout.chunks] == [Residence.CACHED, residence]
     assert layout.block_itemsize == 4
 
 
@@ -156,7 +157,7 @@ def test_a_parameter_longer_than_a_chunk_is_named() -> None:
     params = [param(LINE, name="small"), param(9 * LINE + 1, name="layer.big")]
     with pytest.raises(PlanError, match=rf"'layer\.big' has {9 * LINE + 1} elements.*at least {9 * LINE + 1}"):
         build_layout(params, 8 * LINE)
-    build_layout([params[0], replace(params[1], resident=True)], 8 * LINE)  # needs no block
+    build_layout([params[0], replace(params[1], tied=True)], 8 * LINE)  # needs no block
 
 
 @pytest.mark.fault(27)
@@ -184,7 +185,7 @@ KEYS = st.builds(
 )
 PARAMS = st.lists(
     st.builds(
-        lambda numel, key, resident: param(numel, key, resident=resident),
+        lambda numel, key, tied: param(numel, key, tied=tied),
         st.one_of(st.integers(0, 40), st.integers(0, 5000)),
         KEYS,
         st.booleans(),
@@ -271,7 +272,7 @@ def specs_of(config: GPTConfig, dp: int = 4) -> list[ParamSpec]:
             ep = config.ep[int(found[0].split(".")[1])]
             shape = (shape[0] // ep, *shape[1:])
         key = ChunkGroupKey(ranks=tuple(range(0, dp, ep)), dtype=torch.bfloat16, trainable=True, divisor=dp)
-        specs.append(ParamSpec(name=found[0], shape=shape, key=key, resident=len(found) > 1))
+        specs.append(ParamSpec(name=found[0], shape=shape, key=key, tied=len(found) > 1))
     return specs
 
 

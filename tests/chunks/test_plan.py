@@ -16,6 +16,7 @@ import elixir_moe as em
 from elixir_moe.chunks.packing import Layout, build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import DISK_THREADS, SPILL_ALIGN_NUMEL, Plan, Tier, footprint, held_rows, size_text
+from elixir_moe.chunks.residence import Residence
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
@@ -158,7 +159,7 @@ def test_bytes_of_a_footprint(dtype: torch.dtype, trainable: bool, per_element: 
 
 def test_rows_of_what_a_rank_holds() -> None:
     key = ChunkGroupKey(ranks=(0, 1), dtype=torch.bfloat16, trainable=True, divisor=2)
-    params = [ParamSpec(name="p", shape=(48,), key=key, resident=i == 0) for i in range(3)]
+    params = [ParamSpec(name="p", shape=(48,), key=key, tied=i == 0) for i in range(3)]
     plan = Plan.offload(rcache_blocks=1, device_chunks=1, chunk_numel=64)
     layout = plan.layout(params)
     rows = held_rows(plan, layout, 2)
@@ -261,7 +262,7 @@ def measure(
         "chunks": len(layout.cached),
         "most": layout.most_blocks,
         "sum_numel": sum(chunk.numel for chunk in layout.chunks),
-        "resident_numel": sum(chunk.numel for chunk in layout.chunks if chunk.resident and not chunk.in_place),
+        "resident_numel": sum(chunk.numel for chunk in layout.chunks if chunk.residence is Residence.RESIDENT),
         "largest_bytes": max(chunk.nbytes for chunk in layout.chunks),
         "block_numel": layout.chunk_numel,
     }

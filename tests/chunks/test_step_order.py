@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
 from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
 from elixir_moe.chunks.param_spec import ChunkGroupKey
+from elixir_moe.chunks.residence import Residence
 from elixir_moe.chunks.step_order import (
     AGAIN,
     ENTER,
@@ -33,7 +34,8 @@ def layout_of(
         mine = [p for p, chunk in enumerate(where) if chunk == index]
         slots = tuple(Slot(param=p, start=16 * i, numel=8 if p in biases else 16) for i, p in enumerate(mine))
         numel = max(32, 16 * len(mine))
-        chunks.append(ChunkSpec(index=index, key=key, slots=slots, numel=numel, shards=2, resident=index in resident))
+        residence = Residence.RESIDENT if index in resident else Residence.CACHED
+        chunks.append(ChunkSpec(index=index, key=key, slots=slots, numel=numel, shards=2, residence=residence))
     return Layout(chunk_numel=256, chunks=tuple(chunks), block_itemsize=4)
 
 
@@ -183,7 +185,7 @@ def test_what_forward_used_is_reduced_once_and_nothing_stays_held(
         weights = [entry.verb for entry in schedule.entries if chunk.index in entry.chunks]
         gradients = [entry.verb for entry in schedule.entries if gradients_of(chunk.index) in entry.chunks]
         assert weights.count(Verb.ACQUIRE) == weights.count(Verb.RELEASE)
-        if chunk.resident:
+        if chunk.residence is Residence.RESIDENT:
             assert not weights + gradients
         elif used & {slot.param for slot in chunk.slots}:
             assert weights

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
+from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.memory.shard_state import ShardState
-from elixir_moe.runtime.chunk import ATTACHED, Chunk
+from elixir_moe.runtime.chunk import Chunk
 from tests.lanes.faults import FAULTS
 from tests.lanes.late import issue_in_order, late
 from tests.lanes.machine import GPU, Machine
@@ -265,7 +266,7 @@ def bytes_of_landing_gradients(case: Case) -> tuple[int, int]:
     def opened(chunk: Chunk) -> None:
         nonlocal most
         open_gradients(chunk)
-        if chunk.placement is not ATTACHED and chunk.gradient_block is None:
+        if chunk.spec.residence is not ATTACHED and chunk.gradient_block is None:
             assert chunk.gradients is not None
             spans.append(machine.span_of(chunk.gradients._wire))
             most = max(most, sum(span.stop - span.start for span in spans if machine.may_be_in_use(span)))

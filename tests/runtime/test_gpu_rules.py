@@ -22,6 +22,7 @@ import elixir_moe as em
 from elixir_moe.chunks.packing import ChunkSpec, Layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey
 from elixir_moe.chunks.plan import Tier
+from elixir_moe.chunks.residence import Residence
 from elixir_moe.distributed.all_ranks import Deferred
 from elixir_moe.distributed.collectives import (
     Communicator,
@@ -213,7 +214,7 @@ def test_a_ticket_is_waited_for_on_its_own_device(index: int, lanes: Lanes) -> N
 def test_a_gradient_that_lands_from_a_gpu_brings_its_squares() -> None:
     """A scalar there, for which nobody waits; of the sum of two nobody knows them."""
     key = ChunkGroupKey(ranks=(0,), dtype=torch.bfloat16, trainable=True, divisor=1)
-    spec = ChunkSpec(index=0, key=key, slots=(), numel=64, shards=1, resident=False)
+    spec = ChunkSpec(index=0, key=key, slots=(), numel=64, shards=1, residence=Residence.CACHED)
     (shard,) = build_shards([(spec, Tier.DEVICE)], torch.device("meta"))
     shard.add_gradient(torch.ones(64, dtype=torch.bfloat16, device="meta"))
     assert isinstance(shard.squares, torch.Tensor)
@@ -421,7 +422,10 @@ def test_what_never_leaves_the_host_is_not_page_locked(monkeypatch: pytest.Monke
     locked: list[int] = []
     monkeypatch.setattr("elixir_moe.memory.slabs.page_lock", lambda memory: locked.append(memory.nbytes))
     keys = [ChunkGroupKey(ranks=(0,), dtype=d, trainable=True, divisor=1) for d in (torch.bfloat16, torch.float32)]
-    specs = [ChunkSpec(index=i, key=key, slots=(), numel=64, shards=1, resident=False) for i, key in enumerate(keys)]
+    specs = [
+        ChunkSpec(index=i, key=key, slots=(), numel=64, shards=1, residence=Residence.CACHED)
+        for i, key in enumerate(keys)
+    ]
     shards = build_shards([(spec, Tier.HOST) for spec in specs], torch.device("cuda"))
     assert sorted(locked) == [64 * 2, 64 * 4 + 64 * 4]
     assert all(shard.master is not None for shard in shards)

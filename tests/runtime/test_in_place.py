@@ -34,7 +34,7 @@ def test_only_what_is_whole_at_home_on_the_device_is_used_in_place() -> None:
         (Plan(scatter=False, offloaded=True, rcache_blocks=1), [False, False, False]),
     ):
         layout = plan.place(build_layout(params, 64, scatter=plan.scatter))
-        assert [chunk.in_place for chunk in layout.chunks] == wanted
+        assert [chunk.residence.in_shard for chunk in layout.chunks] == wanted
         assert len(layout.cached) == 3 - sum(wanted)
         size = footprint(plan, layout, staged=False)
         assert size.rcache_bytes == plan.blocks(layout) * 128

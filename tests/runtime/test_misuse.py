@@ -527,7 +527,8 @@ def test_what_is_unsharded_can_be_written_in_any_way(pair: Pair, grad: bool) -> 
     )
     with pytest.raises(em.UsageError, match="no wrapped model"), em.unsharded(nn.Linear(2, 2)):
         pass
-    if not any(chunk.spec.in_place for chunk in pair[0]._elixir.scheduler.chunks):  # where there it is at home
+    in_shard = [chunk.spec.residence.in_shard for chunk in pair[0]._elixir.scheduler.chunks]
+    if not any(in_shard):  # where there it is at home
         with pytest.raises(em.UsageError, match=r"last\.bias.*pass write=True"), em.unsharded(bias):
             bias.data.fill_(6.0)
     assert all(isinstance(parameter, ShardedParameter) for parameter in pair[0].parameters())
@@ -589,7 +590,7 @@ def test_a_view_kept_from_where_it_was_unsharded(pair: Pair) -> None:
     pair[1].step()
     wanted = em.full_state_dict(pair[0], all_ranks=True)["last.bias"] * 2
     view.mul_(2)
-    if any(chunk.spec.in_place for chunk in pair[0]._elixir.scheduler.chunks):
+    if any(chunk.spec.residence.in_shard for chunk in pair[0]._elixir.scheduler.chunks):
         assert torch.equal(em.full_state_dict(pair[0], all_ranks=True)["last.bias"], wanted)
         return
     with pytest.raises(em.ElixirError, match=r"last\.bias.*em\.unsharded\(parameter, write=True\)"):

@@ -41,7 +41,7 @@ def drawn(rng: random.Random) -> Task:
             ParamSpec(name=f"{unit}.{i}", shape=(rng.choice([32, 64, 96, 200, 320]),), key=rng.choice(keys))
             for i in range(rng.randint(1, 2))
         ]
-        params += [replace(p, resident=rng.random() < 0.1) for p in mine]
+        params += [replace(p, tied=rng.random() < 0.1) for p in mine]
         indices = tuple(range(len(params) - len(mine), len(params)))
         region = rng.choice([None, region, unit])
         parts.append(Part(params=indices, parent=None))

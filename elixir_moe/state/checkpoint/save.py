@@ -30,13 +30,13 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.plan import Tier
+from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.shard_state import InMemory, OnDisk
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
-from elixir_moe.runtime.chunk import ATTACHED
 from elixir_moe.runtime.progress import Place
 from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.hashing import digest_of
@@ -430,7 +430,7 @@ class _Contents:
         for name, elements in kept.items():
             key = piece.key(held.name, name)
             self._items.append(Item(key=key, dtype=dtypes[name], shape=(written.span.numel,), tensor=elements.read))
-            if name == WEIGHT and held.chunk.placement is ATTACHED:
+            if name == WEIGHT and held.chunk.spec.residence is ATTACHED:
                 self._may_change.append(key)
         yield piece
 
