@@ -24,9 +24,10 @@ from elixir_moe.distributed.waits import Wait
 from elixir_moe.distributed.watchdog import watch
 from elixir_moe.errors import TierError, is_out_of_memory
 from elixir_moe.memory.blocks import Blocks
+from elixir_moe.memory.build import build_shards
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.memory.host_sums import HostSums, adds_beside
-from elixir_moe.memory.shard_state import ShardState, build_shards
+from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation
 from elixir_moe.optim.accepted import is_adam, moments_of
 from elixir_moe.optim.optimizer import ShardedOptimizer

@@ -18,10 +18,10 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from elixir_moe.chunks.packing import ChunkSpec, Layout
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.chunks.residence import CACHED
+from elixir_moe.chunks.residence import CACHED, IN_PLACE
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.collectives import Work
-from elixir_moe.memory.shard_state import MixedShard, ShardState
+from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation
 
 Allocating = Callable[[], AbstractContextManager[object]]
@@ -120,7 +120,7 @@ class ShardBlock(Block):
         return 0
 
     def _replace(self) -> None:
-        assert isinstance(self._shard, MixedShard), "no other shard is overwritten by its gradient"
+        assert self._shard.spec.residence is IN_PLACE, "no other shard is overwritten by its gradient"
         self._statistics.blocks_replaced += 1
         with self._allocating():
             memory = torch.empty_like(self._memory)

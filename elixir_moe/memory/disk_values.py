@@ -206,7 +206,7 @@ class ValuesPlace:
 
 @dataclass(frozen=True, slots=True)
 class ValuesElements:
-    """Elements of values on disk, as `shard_state.Elements`."""
+    """Elements of values on disk, as `elements.Elements`."""
 
     place: ValuesPlace
     dtype: torch.dtype

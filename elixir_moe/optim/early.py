@@ -33,7 +33,7 @@ class _Begun:
     prepared: "Future[Update | None]"
     """The update, when the gradient has come; None if the gradient is not finite."""
     done: "Future[Sequence[Future[None]]]"
-    """What `ShardState.update_early` takes."""
+    """What `Gate.begin_update` takes."""
 
 
 class EarlyUpdates:
@@ -69,7 +69,7 @@ class EarlyUpdates:
         """Gives the thread an update whose gradient is there when `arrived` returns."""
         index, shard = chunk.spec.index, chunk.shard
         complete = all((index, position) in self._scheduler.used for position in range(len(chunk.parameters)))
-        if not complete or shard.being_saved:
+        if not complete or shard.gate.being_saved:
             return
         squares = begin_to_host(shard.squares) if isinstance(shard.squares, torch.Tensor) else chunk.squares
 
@@ -83,7 +83,7 @@ class EarlyUpdates:
 
         prepared = self._thread.submit(prepare)
         done = self._thread.submit(_run, prepared)
-        shard.update_early(done)
+        shard.gate.begin_update(done)
         self._begun[index] = _Begun(shard=shard, prepared=prepared, done=done)
 
     def settle(self) -> int:
@@ -96,7 +96,7 @@ class EarlyUpdates:
                 one.prepared.exception()  # until it no longer reads the gradient
             if withdrawn or one.prepared.result() is None:
                 del self._begun[index]
-                one.shard.withdraw_update()
+                one.shard.gate.withdraw_update()
         return len(self._begun)
 
     def __contains__(self, chunk: Chunk) -> bool:

@@ -303,7 +303,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for communicator in {id(c.communicator): c.communicator for c in self._scheduler.chunks}.values():
             communicator.close()
         for chunk in self._chunks:
-            chunk.shard.finish_update()
+            chunk.shard.gate.finish_update()
         self.check_last_step()
 
     def outlive(self, control: Callable[[], dist.ProcessGroup]) -> None:
@@ -405,8 +405,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _begin_update(self, chunk: Chunk, facts: Facts, skip: torch.Tensor | None) -> None:
         shard, pieces = chunk.shard, self._pieces[chunk.spec.index]
-        shard.finish_update()
-        shard.wait_for_reader()
+        shard.gate.open_for_writing()
         update = self._update.prepare(chunk, pieces, facts.used, self._decision.gradient_scale(chunk), skip)
         if self._update_thread is not None and shard.tier is not Tier.DEVICE:
             shard.update_beside(self._update_thread.submit(update))

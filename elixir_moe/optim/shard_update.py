@@ -17,7 +17,7 @@ from torch import nn
 
 from elixir_moe.chunks.packing import Piece
 from elixir_moe.kernels import adam_step, host_threads
-from elixir_moe.memory.shard_state import DiskShard, Elements, InMemory, OnDisk
+from elixir_moe.memory.elements import Elements, InMemory, OnDisk
 from elixir_moe.memory.slabs import allocation, host_zeros
 from elixir_moe.optim.accepted import check_kept, is_adam, like
 from elixir_moe.parallel.dtensor import local_of
@@ -76,7 +76,7 @@ class AdamUpdate:
         work it has not finished: the update of slices on disk.
         """
         home = chunk.shard
-        home.finish_sum()
+        home.gate.finish_sum()
         compute = home.values_shard
         runs = []
         for start, stop, group, steps in _runs(pieces, used):
@@ -95,7 +95,7 @@ class AdamUpdate:
                 "maximize": chosen["maximize"],
                 "threads": host_threads(chunk.device) if home.spilled is None else 1,
             }
-            gradient = None if isinstance(home, DiskShard) else home.gradient(start, stop)
+            gradient = None if home.gradient_comes_along else home.gradient(start, stop)
             runs.append(_Run(start=start, stop=stop, gradient=gradient, settings=settings))
         unused = [] if compute is None else [(p.piece.start, p.piece.stop) for p in pieces if p.parameter not in used]
         work = partial(_adam, runs, unused, compute)
@@ -106,13 +106,13 @@ class AdamUpdate:
 
     def state(self, chunk: Chunk, trained: TrainedPiece) -> dict[str, Any]:
         """The state of a piece by name: flat elements, or one value for all of it."""
-        spilled, wait = chunk.shard.spilled, chunk.shard.wait_for_update
+        spilled, gate = chunk.shard.spilled, chunk.shard.gate
         if spilled is not None:
             ends = trained.piece.start, trained.piece.stop
-            return {"exp_avg": OnDisk(spilled, 1, *ends, wait), "exp_avg_sq": OnDisk(spilled, 2, *ends, wait)}
+            return {"exp_avg": OnDisk(spilled, 1, *ends, gate), "exp_avg_sq": OnDisk(spilled, 2, *ends, gate)}
         here = trained.piece.here
         exp_avg, exp_avg_sq = self._state[chunk.spec.index]
-        return {"exp_avg": InMemory(exp_avg[here], wait), "exp_avg_sq": InMemory(exp_avg_sq[here], wait)}
+        return {"exp_avg": InMemory(exp_avg[here], gate), "exp_avg_sq": InMemory(exp_avg_sq[here], gate)}
 
     def replace_state(
         self, chunk: Chunk, trained: TrainedPiece, dtypes: dict[str, torch.dtype], values: dict[str, Any]
@@ -242,8 +242,8 @@ class ElementwiseUpdate:
         optimizer, view = self._optimizers[chunk.spec.index, trained.group], self._views[id(trained)]
         state = optimizer.state.get(view, {})
         check_kept(optimizer, state, view)
-        wait = chunk.shard.wait_for_update
-        return {n: InMemory(v, wait) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in state.items()}
+        gate = chunk.shard.gate
+        return {n: InMemory(v, gate) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in state.items()}
 
     def replace_state(
         self, chunk: Chunk, trained: TrainedPiece, dtypes: dict[str, torch.dtype], values: dict[str, Any]
@@ -252,7 +252,7 @@ class ElementwiseUpdate:
         view = self._views[id(trained)]
         tensors = {name: torch.empty_like(view, dtype=dtype) for name, dtype in dtypes.items()}
         self._optimizers[chunk.spec.index, trained.group].state[view] = {**tensors, **values}
-        return {name: InMemory(tensor, chunk.shard.wait_for_update) for name, tensor in tensors.items()}
+        return {name: InMemory(tensor, chunk.shard.gate) for name, tensor in tensors.items()}
 
 
 def _at_once(work: Callable[[], None]) -> tuple[()]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elixir_moe.distributed.all_ranks import ControlGroups
-from elixir_moe.memory.shard_state import Elements
+from elixir_moe.memory.elements import Elements
 from elixir_moe.optim.decision import StepDecision
 from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, TrainedPiece
 from elixir_moe.runtime.chunk import Chunk
@@ -78,7 +78,7 @@ class OptimizerState:
     def give_up_updates(self) -> None:
         """Ends updates that have begun in backward, so that their step can be given up: a load replaces the weights."""
         for chunk in self._chunks:
-            chunk.shard.finish_update()
+            chunk.shard.gate.finish_update()
         self._scheduler.final.clear()
 
     @contextmanager
@@ -92,8 +92,7 @@ class OptimizerState:
         self._hooks.updated()
         self._scheduler.drop_weights(frozen=True)
         for chunk in self._scheduler.chunks:
-            chunk.shard.finish_update()
-            chunk.shard.wait_for_reader()
+            chunk.shard.gate.open_for_writing()
         yield
         for chunk in self._scheduler.chunks:
             chunk.shard.updated()

@@ -27,7 +27,7 @@ from elixir_moe.distributed.collectives import Communicator, Work
 from elixir_moe.errors import UsageError
 from elixir_moe.kernels import host_threads
 from elixir_moe.memory.blocks import Block, ShardBlock
-from elixir_moe.memory.shard_state import Fp32Shard, ShardState
+from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.parallel.dtensor import local_of, recast
 
 
@@ -324,10 +324,10 @@ class Chunk:
         If all ranks already hold a sum, one keeps it and the others start at zero, so that the reduction adds it once.
         """
         if self.spec.residence is ATTACHED:
-            assert isinstance(self.shard, Fp32Shard)
+            memory = self.shard.sum_memory
             if self.shard.has_gradient and self.communicator.index:
-                self.shard.sums.zero_()
-            self.gradients = Gradients(self, self.shard.sums, self.shard.sums, adds=self.shard.has_gradient)
+                memory.zero_()
+            self.gradients = Gradients(self, memory, memory, adds=self.shard.has_gradient)
         elif self.gradient_block is not None:
             memory = self.gradient_block.claim(self.spec)
             self.gradients = Gradients(self, memory, self.gradient_block.wire(self.spec))

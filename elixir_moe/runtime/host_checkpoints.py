@@ -35,7 +35,7 @@ _CALLERS = 4
 def kept_by_region(tensor: torch.Tensor) -> bool:
     """Whether a saved tensor is the computed input of a checkpointed region; asked by a pack hook.
 
-    Torch tells a pack hook nothing but the tensor, so the calls that led to the hook are looked at. Masks, positions and
+    Torch tells a pack hook nothing but the tensor, so the calls that led to it are looked at. Masks, positions and
     the like have no gradient and are most often shared by all regions: they do not count. Nor do subclasses of Tensor,
     except those of a trace, and views with gaps.
     """

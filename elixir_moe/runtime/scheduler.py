@@ -265,7 +265,7 @@ class Scheduler:
         `released`: what was held has been used, so that the device has work while the host waits.
         """
         for chunk in self._queue:
-            if not chunk.shard.prepare():
+            if not chunk.shard.source.prepare():
                 break  # buffers are taken in the order of the queue, so its first gather finds one
         while self._queue:
             chunk = self._queue[0]
@@ -284,8 +284,8 @@ class Scheduler:
         """
         assert chunk.block is not None
         if self.in_order:
-            return not chunk.shard.may_wait or (released and chunk.spec.index in self.cache.upcoming)
-        return chunk.shard.ready and (chunk.block.quiet or chunk.spec.index in self.cache.upcoming)
+            return not chunk.shard.source.may_wait or (released and chunk.spec.index in self.cache.upcoming)
+        return chunk.shard.source.ready and (chunk.block.quiet or chunk.spec.index in self.cache.upcoming)
 
     def _begin_gather(self, chunk: Chunk) -> None:
         self.check_open()
@@ -297,7 +297,7 @@ class Scheduler:
             if not chunk.spec.residence.in_shard:
                 start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
                 chunk.buffer[start:stop].copy_(values, non_blocking=True)
-                chunk.shard.sent(lambda: self._streams.marked(Work()))
+                chunk.shard.source.sent(lambda: self._streams.marked(Work()))
             if chunk.spec.shards == 1:
                 chunk.arriving = self._streams.marked(Work())
                 return

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.chunks.residence import ATTACHED
-from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.memory.gate import Gate
 from elixir_moe.runtime.chunk import Chunk
 from tests.lanes.faults import FAULTS
 from tests.lanes.late import issue_in_order, late
@@ -439,11 +439,11 @@ def _let_begin(optimizer: Any) -> None:
 @contextmanager
 def _delayed(seed: int) -> Iterator[None]:
     """A context in which an update that has ended may still seem to run, on each rank at other times."""
-    draw, updating = random.Random(1000 * seed + dist.get_rank()), ShardState.updating
+    draw, updating = random.Random(1000 * seed + dist.get_rank()), Gate.updating
 
-    def seems(shard: ShardState) -> bool:
-        return updating.__get__(shard) or (shard.has_update and draw.random() < 0.5)
+    def seems(gate: Gate) -> bool:
+        return updating.__get__(gate) or (gate.has_update and draw.random() < 0.5)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardState, "updating", property(seems))
+        patch.setattr(Gate, "updating", property(seems))
         yield

@@ -14,8 +14,9 @@ from elixir_moe.chunks.step_machine import Sends
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.blocks import Block
 from elixir_moe.memory.disk_values import Reading, ValuesPlace
+from elixir_moe.memory.gate import Gate
 from elixir_moe.memory.host_sums import HostSums
-from elixir_moe.memory.shard_state import DiskShard, ShardState
+from elixir_moe.memory.values import ValuesOnDisk
 from elixir_moe.optim.decision import StepDecision
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
@@ -122,10 +123,10 @@ def _threads_make_compute_wait(patch: Patch) -> None:
 
 
 def _values_read_before_their_update_has_ended(patch: Patch) -> None:
-    def prepare(shard: Any) -> bool:
-        return shard._place.begin() is not None
+    def prepare(source: Any) -> bool:
+        return source._place.begin() is not None
 
-    patch(DiskShard, "prepare", prepare)
+    patch(ValuesOnDisk, "prepare", prepare)
 
 
 def _no_wait_for_the_gather(patch: Patch) -> None:
@@ -164,7 +165,7 @@ def _memory_of_a_kept_view_is_not_computes(patch: Patch) -> None:
 
 
 def _readers_do_not_wait_for_updates(patch: Patch) -> None:
-    patch(ShardState, "wait_for_update", _nothing)
+    patch(Gate, "wait_for_update", _nothing)
 
 
 def _sums_do_not_wait_for_copies(patch: Patch) -> None:
@@ -182,17 +183,17 @@ def _buffers_of_sums_taken_while_busy(patch: Patch) -> None:
 
 def _readers_do_not_wait_for_sums(patch: Patch) -> None:
     patch(HostSums, "finish", _nothing)
-    patch(ShardState, "finish_sum", _nothing)
-    patch(ShardState, "_leave_sum", _nothing)
+    patch(Gate, "finish_sum", _nothing)
+    patch(Gate, "leave_sum", _nothing)
 
 
 def _updates_do_not_wait_for_a_save(patch: Patch) -> None:
-    patch(ShardState, "wait_for_reader", _nothing)
+    patch(Gate, "wait_for_reader", _nothing)
 
 
 def _gathers_begin_when_updates_have_ended(patch: Patch) -> None:
     def by_time(scheduler: Any, chunk: Any, *, released: bool) -> bool:
-        return chunk.shard.ready and (chunk.block.quiet or chunk.spec.index in scheduler.cache.upcoming)
+        return chunk.shard.source.ready and (chunk.block.quiet or chunk.spec.index in scheduler.cache.upcoming)
 
     patch(Scheduler, "_may_begin", by_time)
 

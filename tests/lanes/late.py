@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elixir_moe import kernels
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.memory import blocks
-from elixir_moe.memory.shard_state import DiskShard
+from elixir_moe.memory.gradient_sum import SumOnDisk
 from elixir_moe.runtime.streams import Streams
 
 _ISSUED_LATE = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
@@ -159,7 +159,7 @@ def late(fault: Callable[[Callable[..., None]], None] | None = None) -> Iterator
         patch.setattr(import_module("elixir_moe.wrap"), "Streams", lambda device: Streams(torch.device("cuda", 0)))
         patch.setattr(import_module("elixir_moe.optim.shard_update"), "adam_step", step_by_numbers)
         patch.setattr(blocks, "_storage_uses", lambda tensor: 0)  # operations that wait hold their tensors
-        patch.setattr(DiskShard, "_take", issued_late(DiskShard._take))  # without a GPU no other thread takes it
+        patch.setattr(SumOnDisk, "_take", issued_late(SumOnDisk._take))  # without a GPU no other thread takes it
         for name in _ISSUED_LATE:
             if hasattr(dist, name):
                 patch.setattr(dist, name, issued_late(getattr(dist, name)))

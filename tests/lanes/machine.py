@@ -38,7 +38,7 @@ from elixir_moe import kernels
 from elixir_moe.memory import blocks
 from elixir_moe.memory.disk import DiskFile, Spill
 from elixir_moe.memory.disk_values import ValuesFile
-from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.memory.gate import Gate
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.streams import Streams
 from tests.lanes.late import LateEvent, LateStream, issue_in_order, step_by_numbers
@@ -667,20 +667,18 @@ class Machine:
 
             return ask
 
-        finish, wait_for_update = ShardState.finish_update, ShardState.wait_for_update
+        finish, wait_for_update = Gate.finish_update, Gate.wait_for_update
 
-        def finished(shard: ShardState) -> None:
-            finish(shard)
-            self._finished[id(shard)] = self.thread.now()
+        def finished(gate: Gate) -> None:
+            finish(gate)
+            self._finished[id(gate)] = self.thread.now()
 
-        def waited(shard: ShardState) -> None:
-            wait_for_update(shard)
-            self.thread.after(
-                self._finished.get(id(shard), {})
-            )  # `_update` is None: the thread that said so has waited
+        def waited(gate: Gate) -> None:
+            wait_for_update(gate)
+            self.thread.after(self._finished.get(id(gate), {}))  # `_update` is None: the thread that said so has waited
 
-        set_to(ShardState, "finish_update", finished)
-        set_to(ShardState, "wait_for_update", waited)
+        set_to(Gate, "finish_update", finished)
+        set_to(Gate, "wait_for_update", waited)
 
         def ended(run: Callable[..., Any]) -> Callable[..., Any]:
             def end(future: Any, *args: Any) -> None:

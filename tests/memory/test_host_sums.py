@@ -10,7 +10,7 @@ import torch
 
 from elixir_moe.chunks.plan import SUMS_IN_FLIGHT, Plan, footprint
 from elixir_moe.memory.host_sums import HostSums
-from elixir_moe.memory.shard_state import Fp32Shard, MixedShard
+from elixir_moe.memory.shard_state import ShardState
 from tests.chunks.test_plan import tiny_layout
 from tests.memory.test_shards import CPU, NUMEL, gradient, shard_of
 
@@ -49,12 +49,18 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostSums]:
     made.close()
 
 
+def add_beside(shard: ShardState, sums: HostSums) -> None:
+    """From now on the shard's gradients are added beside backward."""
+    assert shard.sink is not None
+    shard.sink.beside = sums
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_sums_have_the_bits_of_sums_in_turn(dtype: torch.dtype, threads: int, sums: HostSums) -> None:
     sums._parts = threads
     beside, in_turn = shard_of(dtype), shard_of(dtype)
-    beside.beside = sums
+    add_beside(beside, sums)
     for step in range(3):
         for micro in range(2 * SUMS_IN_FLIGHT):
             for shard in (beside, in_turn):
@@ -109,29 +115,28 @@ def test_whoever_uses_a_sum_waits(dtype: torch.dtype, use: str) -> None:
     shard, awaited = shard_of(dtype), Awaited()
     for seed in range(2):
         shard.add_gradient(gradient(dtype, seed))
-    shard._adding = awaited
+    shard.gate.begin_adding(lambda behind: awaited)
     getattr(shard, use)()
     assert awaited.asked
 
 
 def test_values_keep_their_place_and_wait_for_no_sum(sums: HostSums) -> None:
     shard = shard_of(torch.bfloat16)
-    assert isinstance(shard, MixedShard)
-    shard.beside = sums
+    add_beside(shard, sums)
     for seed in range(2):
         shard.add_gradient(gradient(torch.bfloat16, seed))
     shard.updated()
     Copy.ended.clear()
     shard.add_gradient(gradient(torch.bfloat16, 2))
     assert shard.values() is shard.shown and not shard.in_values_place
-    assert shard._adding is not None and not shard._adding.done()
+    adding = shard.gate._adding
+    assert adding is not None and not adding.done()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_addition_that_fails_is_told_until_the_gradient_is_cleared(dtype: torch.dtype, sums: HostSums) -> None:
     shard = shard_of(dtype)
-    assert isinstance(shard, (MixedShard, Fp32Shard))
-    shard.beside = sums
+    add_beside(shard, sums)
     shard.add_gradient(gradient(dtype, 0))
     Copy.error = RuntimeError("the device is gone")
     for seed in (1, 2):

@@ -12,6 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elixir_moe.chunks.packing import build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
@@ -20,14 +22,8 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.errors import ElixirError, PlanError, TierError
 from elixir_moe.memory.blocks import Block, ShardBlock
-from elixir_moe.memory.shard_state import (
-    Contents,
-    Fp32Shard,
-    FrozenShard,
-    MixedShard,
-    ShardState,
-    build_shards,
-)
+from elixir_moe.memory.build import build_shards
+from elixir_moe.memory.shard_state import Contents, ShardState
 from elixir_moe.memory.slabs import Slab, check_fits, host_bytes_left
 from elixir_moe.runtime.chunk import Chunk, ChunkState, Gradients, Placeholder
 
@@ -41,13 +37,6 @@ def shard_of(dtype: torch.dtype, *, trainable: bool = True, tier: Tier = Tier.HO
     (spec,) = build_layout([ParamSpec(name="p", shape=(NUMEL,), key=key)]).chunks
     (shard,) = build_shards([(spec, tier)], CPU)
     shard.fill(torch.linspace(-1, 1, NUMEL))
-    return shard
-
-
-def mixed() -> MixedShard:
-    """A bf16 one."""
-    shard = shard_of(torch.bfloat16)
-    assert isinstance(shard, MixedShard)
     return shard
 
 
@@ -69,7 +58,7 @@ def update(shard: ShardState) -> None:
 
 def test_what_is_kept_is_had_at_once_and_read_behind_the_update() -> None:
     """On any thread; when one beside training has waited, which differs between ranks, decides no order of gathers."""
-    shard = mixed()
+    shard = shard_of(torch.bfloat16)
     assert shard.master is not None
     master, under_way = shard.master, Future[Sequence[Future[None]]]()
     shard.update_beside(under_way)
@@ -80,12 +69,12 @@ def test_what_is_kept_is_had_at_once_and_read_behind_the_update() -> None:
         assert not reading.done()
         under_way.set_result(())
         assert reading.result().tolist() == [2.0, 2.0]
-    assert shard.has_update
-    assert shard.values() is shard.shown and not shard.has_update
+    assert shard.gate.has_update
+    assert shard.values() is shard.shown and not shard.gate.has_update
 
 
 def test_bf16_sends_its_compute_shard_and_the_gradient_takes_its_place() -> None:
-    shard = mixed()
+    shard = shard_of(torch.bfloat16)
     assert shard.master is not None
     assert shard.contents is Contents.VALUES
     assert shard.values() is shard.shown
@@ -99,36 +88,35 @@ def test_bf16_sends_its_compute_shard_and_the_gradient_takes_its_place() -> None
     assert shard.contents is Contents.VALUES
     assert not shard.has_gradient
     assert torch.equal(shard.values(), shard.master.bfloat16())
-    assert shard.accumulator is None
+    assert shard.sink is not None and shard.sink.total is None
 
 
 def test_bf16_values_wanted_again_move_the_gradient_to_the_accumulator() -> None:
-    shard = mixed()
+    shard = shard_of(torch.bfloat16)
     assert shard.master is not None
     grads = [gradient(torch.bfloat16, seed) for seed in (1, 2, 3)]
     for grad in grads:
         shard.add_gradient(grad)
         assert torch.equal(shard.values(), shard.master.bfloat16()), "cast anew from the master"
-    assert shard.contents is Contents.VALUES
-    assert shard.accumulator is not None
-    assert shard.accumulator.dtype == torch.float32
-    assert shard.gradient().data_ptr() == shard.accumulator.data_ptr()
+    assert shard.contents is Contents.SUM
+    assert shard.sum_memory.dtype == torch.float32
+    assert shard.gradient().data_ptr() == shard.sum_memory.data_ptr()
     assert torch.equal(shard.gradient(), grads[0].float() + grads[1] + grads[2]), "summed in fp32"
 
 
 def test_bf16_gradients_without_a_gather_between_are_summed_in_fp32_too() -> None:
-    shard = mixed()
+    shard = shard_of(torch.bfloat16)
     assert shard.master is not None
     shard.add_gradient(gradient(torch.bfloat16, 1))
     shard.add_gradient(gradient(torch.bfloat16, 2))
-    assert shard.contents is Contents.STALE
+    assert shard.contents is Contents.STALE_SUM
     assert torch.equal(shard.gradient(), gradient(torch.bfloat16, 1).float() + gradient(torch.bfloat16, 2))
     assert torch.equal(shard.values(), shard.master.bfloat16())
     assert torch.equal(shard.gradient(), gradient(torch.bfloat16, 1).float() + gradient(torch.bfloat16, 2))
 
 
 def test_an_accumulator_starts_from_zero_in_each_step() -> None:
-    shard = mixed()
+    shard = shard_of(torch.bfloat16)
     for step in range(3):
         for seed in (1, 2):
             shard.values()
@@ -158,13 +146,12 @@ def test_squares_found_on_the_way_are_those_of_one_gradient_alone() -> None:
 
 def test_fp32_sends_the_master_and_sums_in_place() -> None:
     shard = shard_of(torch.float32)
-    assert isinstance(shard, Fp32Shard)
     assert shard.values() is shard.master
     shard.add_gradient(gradient(torch.float32, 1))
     assert shard.values() is shard.master, "untouched by the gradient beside it"
     assert torch.equal(shard.values(), torch.linspace(-1, 1, NUMEL))
     shard.add_gradient(gradient(torch.float32, 2))
-    assert shard.gradient().data_ptr() == shard.sums.data_ptr()
+    assert shard.gradient().data_ptr() == shard.sum_memory.data_ptr()
     assert torch.equal(shard.gradient(), gradient(torch.float32, 1) + gradient(torch.float32, 2))
     update(shard)
     assert not shard.has_gradient
@@ -175,8 +162,7 @@ def test_fp32_sends_the_master_and_sums_in_place() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_frozen_chunk_has_nothing_but_its_values(dtype: torch.dtype) -> None:
     shard = shard_of(dtype, trainable=False)
-    assert isinstance(shard, FrozenShard)
-    assert shard.master is None
+    assert shard.master is None and shard.sink is None
     assert shard.values() is shard.shown
     assert torch.equal(shard.values(), torch.linspace(-1, 1, NUMEL).to(dtype))
     assert not shard.has_gradient
@@ -192,6 +178,75 @@ def test_a_cleared_gradient_leaves_the_values(dtype: torch.dtype) -> None:
     assert torch.equal(shard.values(), wanted)
     with pytest.raises(AssertionError, match="chunk 0 has no gradient"):
         shard.gradient()
+
+
+# What a test of random calls may do to a shard, and the events of the table that it is.
+CALLS = st.lists(
+    st.sampled_from(["place", "land", "land in place", "values", "clear", "update", "store", "change"]), max_size=12
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([torch.bfloat16, torch.float32]), CALLS)
+def test_any_order_of_calls_keeps_weights_and_gradients(dtype: torch.dtype, calls: list[str]) -> None:
+    """Against a master and a list of gradients; every move of the state is one of the table, or `_become` asserts."""
+    shard, master, landed = shard_of(dtype), torch.linspace(-1, 1, NUMEL), list[torch.Tensor]()
+    for seed, call in enumerate(calls):
+        new = gradient(dtype, seed)
+        if call == "place":
+            shard.take_place()  # and no gradient comes
+        elif call.startswith("land"):
+            place = shard.take_place() if call == "land in place" else None
+            shard.add_gradient(new if place is None else place.copy_(new))
+            landed.append(new)
+        elif call == "values":
+            assert torch.equal(shard.values(), master.to(dtype))
+        elif call == "clear":
+            shard.clear_gradient()
+            landed.clear()
+        elif call == "update" and landed:
+            master = master - shard.gradient().float()
+            update(shard)
+            landed.clear()
+        elif call == "store":
+            shard.store(3, new[3:9])
+            master[3:9] = torch.where(master[3:9].to(dtype) == new[3:9], master[3:9], new[3:9].float())
+        elif call == "change" and landed:
+            shard.change_gradient([(0, 8)], lambda part: part.zero_())
+            landed = [one.clone() for one in landed]
+            for one in landed:
+                one[:8] = 0
+        assert shard.has_gradient == bool(landed)
+        if landed:
+            total = landed[0].float()
+            for more in landed[1:]:
+                total = total + more
+            assert torch.equal(shard.gradient().float(), total)
+        assert shard.master is not None and torch.equal(shard.master, master)
+    assert torch.equal(shard.values(), master.to(dtype))
+
+
+MOVES = {
+    "VALUES": {"VALUES", "STALE", "SUM"},
+    "STALE": {"STALE", "VALUES", "GRADIENT", "STALE_SUM"},
+    "GRADIENT": {"STALE_SUM", "STALE", "VALUES"},
+    "SUM": {"SUM", "VALUES"},
+    "STALE_SUM": {"STALE_SUM", "SUM", "STALE", "VALUES"},
+}
+
+
+@pytest.mark.parametrize("source", Contents)
+@pytest.mark.parametrize("target", Contents)
+def test_a_shard_moves_as_the_table_says(source: Contents, target: Contents) -> None:
+    shard = shard_of(torch.bfloat16)
+    shard.contents = source
+    if target.name in MOVES[source.name]:
+        shard._become(target)
+        assert shard.contents is target
+    else:
+        with pytest.raises(AssertionError, match=f"shard of chunk 0: {source.name} -> {target.name} is not legal"):
+            shard._become(target)
+        assert shard.contents is source
 
 
 # ---------------------------------------------------------------------------------------------------------------- slabs
@@ -402,7 +457,6 @@ def test_a_write_while_the_weights_are_away_is_told_at_the_next_gather(chunk: Ch
 def test_a_reader_that_outlives_a_chunk_used_in_place_keeps_the_values() -> None:
     """Nothing takes the place of weights in blocks but other weights; here their own gradient does."""
     chunk = chunk_of(torch.bfloat16, in_place=True)
-    assert isinstance(chunk.shard, MixedShard)
     gather(chunk)
     view, reduced = chunk.parameters[0].detach(), torch.full((chunk.spec.numel,), 2.0, dtype=torch.bfloat16)
     chunk.holds = 1
@@ -508,7 +562,7 @@ def _lacks_the_first_alone(*places: int) -> int:
 
 def test_no_more_is_page_locked_at_once_than_drivers_take(locking: Locking, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no shard lies in two pieces, which no copy could span."""
-    monkeypatch.setattr("elixir_moe.memory.shard_state.LOCKED_BYTES", 5 * 128)
+    monkeypatch.setattr("elixir_moe.memory.build.LOCKED_BYTES", 5 * 128)
     key = ChunkGroupKey(ranks=(0,), dtype=torch.bfloat16, trainable=True, divisor=1)
     params = [ParamSpec(name=str(i), shape=(64,), key=key) for i in range(12)]
     placed = [(spec, Tier.HOST) for spec in build_layout(params, 64).chunks]

@@ -33,9 +33,9 @@ from elixir_moe.distributed.collectives import (
     timeout_of,
 )
 from elixir_moe.kernels import host_threads
+from elixir_moe.memory.build import build_shards
 from elixir_moe.memory.disk_values import ValuesFile
 from elixir_moe.memory.host_sums import HostSums
-from elixir_moe.memory.shard_state import build_shards
 from elixir_moe.memory.slabs import Slab
 from elixir_moe.models.gpt import _joined
 from elixir_moe.parallel import mesh

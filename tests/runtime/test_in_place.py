@@ -92,7 +92,7 @@ def test_no_weight_is_copied_in_one_process(pair: Any) -> None:
     assert em.inspect(model).held_bytes == {"device": size.device_bytes, "host": 0, "disk": 0}
     for step in range(2):
         both(pair, lambda m, _, step=step: m(rows(step)).square().mean().backward())
-        assert chunk.shard.gradient().data_ptr() == chunk.shard.sums.data_ptr(), "summed where they land"
+        assert chunk.shard.gradient().data_ptr() == chunk.shard.sum_memory.data_ptr(), "summed where they land"
         both(pair, lambda _, o: (o.step(), o.zero_grad()))
         assert_equal(pair)
     assert em.inspect(model).statistics.bytes_fetched == {}

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import elixir_moe as em
 from elixir_moe.distributed import collectives
-from elixir_moe.memory.shard_state import Fp32Shard, MixedShard
+from tests.memory.test_shards import NUMEL, shard_of
 from tests.runtime.test_habits import D, Net, adamw, mean_square
 from tests.support.ranks import RankPool
 
@@ -88,15 +88,14 @@ def test_no_gradient_outlives_the_process_groups(ranks: Ranks) -> None:
     ranks(2).run(run_without_groups)
 
 
-@pytest.mark.parametrize("kind", [Fp32Shard, MixedShard])
-def test_no_gradient_lands_beside_a_running_update(kind: type) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_no_gradient_lands_beside_a_running_update(dtype: torch.dtype) -> None:
     """The update reads the gradient before it; a head that this rank has left out has nobody who has waited."""
-    spec: Any = mock.Mock(index=0)
-    shard = kind(spec, em.Tier.HOST, torch.zeros(4), torch.zeros(4))
+    shard = shard_of(dtype)
     update: Future[Any] = Future()
     update.set_exception(em.TierError("the update was waited for"))
     shard.update_beside(update)
-    for land in (shard.take_place, lambda: shard.add_gradient(torch.ones(4))):
+    for land in (shard.take_place, lambda: shard.add_gradient(torch.ones(NUMEL))):
         with pytest.raises(em.TierError, match="was waited for"):
             land()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.distributed.collectives import Communicator, Work
-from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.memory.gate import Gate
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from tests.lanes.late import issue_in_order
 from tests.support.cases import placed
@@ -273,11 +273,9 @@ def test_an_interrupt_while_an_update_is_waited_for(
     take_step(model, optimizer, 1)
     assert optimizer._update_thread is not None
     optimizer._update_thread.submit(int).result()  # all updates have ended, so that gathers begin as soon as they may
-    finish, calls = ShardState.finish_update, count()
+    finish, calls = Gate.finish_update, count()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            ShardState, "finish_update", lambda shard: interrupted() if next(calls) == waits else finish(shard)
-        )
+        patch.setattr(Gate, "finish_update", lambda gate: interrupted() if next(calls) == waits else finish(gate))
         with pytest.raises(KeyboardInterrupt):
             model(torch.zeros(1, D))
     optimizer.zero_grad()

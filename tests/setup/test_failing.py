@@ -20,7 +20,7 @@ import elixir_moe as em
 from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.memory.blocks import Block
 from elixir_moe.memory.disk import DiskFile
-from elixir_moe.memory.shard_state import MixedShard, ShardState
+from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.optim import optimizer as optimizer_module
 from elixir_moe.optim import shard_update
 from elixir_moe.runtime.chunk import Chunk
@@ -51,10 +51,13 @@ def with_dtype(dtype: torch.dtype) -> Callable[..., bool]:
     return lambda *args, **kwargs: kwargs.get("dtype") == dtype
 
 
-def fill(shard: MixedShard, values: torch.Tensor, start: int = 0) -> None:
+_fill = ShardState.fill
+
+
+def fill(shard: ShardState, values: torch.Tensor, start: int = 0) -> None:
     if shard.spec.index == 2:
         raise OSError(5, "Input/output error")
-    ShardState.fill(shard, values, start)
+    _fill(shard, values, start)
 
 
 def of_integers(*args: Any, **_: Any) -> bool:
@@ -74,7 +77,7 @@ IN_TIME = {
 }
 """Failures before the first weight moves: (owner, name, what it is replaced by, message)."""
 TOO_LATE = {
-    "disk": (MixedShard, "fill", fill, "Input/output error"),
+    "disk": (ShardState, "fill", fill, "Input/output error"),
     "moments": (shard_update, "_moment", out_of_memory, "cannot allocate .* for the moments"),
     "threads": (optimizer_module, "ThreadPoolExecutor", out_of_memory, "out of memory"),
 }

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elixir_moe.errors import UsageError
-from elixir_moe.memory.shard_state import Elements
+from elixir_moe.memory.elements import Elements
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.plain_state import modules_with_extra_state, persistent_buffers
 from elixir_moe.parallel.rules import UNCUT, pattern_of

@@ -34,7 +34,7 @@ from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.kernels import work_on
-from elixir_moe.memory.shard_state import InMemory, OnDisk
+from elixir_moe.memory.elements import InMemory, OnDisk
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.runtime.progress import Place
@@ -230,7 +230,7 @@ def save(
             copied.set()
 
     for chunk in wrapped.scheduler.chunks:
-        chunk.shard.reader = copied
+        chunk.shard.gate.reader = copied
     executor = ThreadPoolExecutor(1, thread_name_prefix="elixir-save")
     optimizer.pending = saving = Saving(target, optimizer, executor.submit(write_beside), copied)
     executor.shutdown(wait=False)

@@ -1,0 +1,105 @@
+"""The memory and the files of all shards of a rank.
+
+Owns the allocation: one slab for each tier and dtype, and the parts that each shard is put together from
+(`shard_state`). Decides nothing: the plan says where a chunk is at home.
+"""
+
+from collections import defaultdict, deque
+
+import torch
+
+from elixir_moe.chunks.packing import ChunkSpec
+from elixir_moe.chunks.plan import Tier, values_bytes
+from elixir_moe.memory.disk import Spill
+from elixir_moe.memory.disk_values import ValuesFile, WhollySpilled
+from elixir_moe.memory.gate import Gate
+from elixir_moe.memory.gradient_sum import SumInMemory, SumOnDisk
+from elixir_moe.memory.host_sums import HostSums
+from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.memory.slabs import LOCKED_BYTES, Slab
+from elixir_moe.memory.values import ValuesInMemory, ValuesOnDisk
+
+
+def build_shards(
+    chunks: list[tuple[ChunkSpec, Tier]],
+    device: torch.device,
+    spill: Spill | None = None,
+    beside: HostSums | None = None,
+    values: ValuesFile | None = None,
+    *,
+    values_on_disk: bool = False,
+) -> list[ShardState]:
+    """Allocates the state of all chunks: one slab for each tier and dtype, several where one would be page-locked
+    beyond `LOCKED_BYTES`.
+
+    For chunks on disk, `spill` is the file of masters and moments, and `values` that of values: of frozen chunks, and
+    with `values_on_disk` of trainable ones too. `beside` adds gradients of chunks outside the device tier, beside
+    backward.
+
+    With a GPU, host state in the compute dtype has slabs of its own: it is copied to the GPU, and so page-locked.
+    """
+
+    def slab_of(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> tuple[Tier, torch.dtype, bool]:
+        return tier, dtype, device.type == "cuda" and tier is Tier.HOST and dtype == spec.key.dtype
+
+    def is_whole(spec: ChunkSpec, tier: Tier) -> bool:
+        return tier is Tier.DISK and (values_on_disk or not spec.key.trainable)
+
+    wanted: defaultdict[tuple[Tier, torch.dtype, bool], list[int]] = defaultdict(lambda: [0])
+
+    def want(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> None:
+        key = slab_of(spec, tier, dtype)
+        _, _, travels = key
+        last = wanted[key][-1]
+        if travels and last and (last + spec.shard_numel) * dtype.itemsize > LOCKED_BYTES:
+            wanted[key].append(0)
+        wanted[key][-1] += spec.shard_numel
+
+    for spec, tier in chunks:
+        if not is_whole(spec, tier):
+            want(spec, tier.of_compute, spec.key.dtype)
+        if spec.key.trainable and tier is not Tier.DISK:
+            want(spec, tier, torch.float32)
+    slabs = {
+        (tier, dtype, travels): deque(Slab(numel, dtype, tier, device, travels=travels) for numel in numels)
+        for (tier, dtype, travels), numels in wanted.items()
+    }
+
+    def take(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> torch.Tensor:
+        left = slabs[slab_of(spec, tier, dtype)]
+        while left[0].left < spec.shard_numel:
+            left.popleft()
+        return left[0].take(spec.shard_numel)
+
+    def whole(spec: ChunkSpec) -> ShardState:
+        """A chunk with nothing in memory."""
+        assert values is not None, "values on disk without a file"
+        numel, dtype, nbytes, gate = spec.shard_numel, spec.key.dtype, values_bytes(spec), Gate()
+        if not spec.key.trainable:
+            return ShardState(spec, Tier.DISK, ValuesOnDisk(values.take(nbytes, spec.index), dtype, numel, gate), gate)
+        assert spill is not None, "chunks on disk without a file"
+        place = values.take(nbytes, spec.index, spill.slice_numel * dtype.itemsize)
+        source = ValuesOnDisk(place, dtype, numel, gate)
+        spilled = WhollySpilled(spill, numel, spec.index, source.elements())
+        return ShardState(spec, Tier.DISK, source, gate, SumOnDisk(spilled, gate, beside), spilled=spilled)
+
+    def build(spec: ChunkSpec, tier: Tier) -> ShardState:
+        if is_whole(spec, tier):
+            return whole(spec)
+        gate, adder, own = Gate(), None if tier is Tier.DEVICE else beside, take(spec, tier.of_compute, spec.key.dtype)
+        if not spec.key.trainable:
+            return ShardState(spec, tier, ValuesInMemory(own, gate), gate)
+        if tier is Tier.DISK:
+            assert spill is not None, "chunks on disk without a file"
+            spilled = spill.take(spec.shard_numel, spec.index)
+            return ShardState(
+                spec, tier, ValuesInMemory(own, gate), gate, SumInMemory(None, gate, adder), spilled=spilled
+            )
+        master = take(spec, tier, torch.float32)
+        if spec.key.dtype == torch.float32:  # the master is what a gather sends, and the other memory is for gradients
+            source, sink = ValuesInMemory(master, gate), SumInMemory(own, gate, adder)
+        else:
+            source, sink = ValuesInMemory(own, gate), SumInMemory(None, gate, adder)
+        return ShardState(spec, tier, source, gate, sink, master=master)
+
+    return [build(spec, tier) for spec, tier in chunks]

@@ -1,0 +1,87 @@
+"""Flat elements of a shard that outlive a step, in memory or on disk: what checkpoints read and write.
+
+Owns one way to read and write them for weights and moments alike. Elements on disk without an update are
+`disk_values.ValuesElements`. Reads and writes block until a running update has ended.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from elixir_moe.memory.disk import Spilled
+from elixir_moe.memory.gate import Gate
+
+
+class Elements(Protocol):
+    """Flat elements of a shard."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The elements' dtype."""
+        ...
+
+    def read(self) -> torch.Tensor:
+        """The elements themselves if they are in memory, else a copy."""
+        ...
+
+    def write(self, values: torch.Tensor) -> None:
+        """Writes new values; in memory, the result of `read`, changed in place, is not copied again."""
+        ...
+
+    def __getitem__(self, part: slice) -> "Elements":
+        """Some of the elements."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """Elements in memory."""
+
+    tensor: torch.Tensor
+    gate: Gate
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As `Elements.dtype`."""
+        return self.tensor.dtype
+
+    def read(self) -> torch.Tensor:
+        """As `Elements.read`."""
+        self.gate.wait_for_update()
+        return self.tensor
+
+    def write(self, values: torch.Tensor) -> None:
+        """As `Elements.write`."""
+        self.gate.wait_for_update()
+        if values is not self.tensor:
+            self.tensor.copy_(values)
+
+    def __getitem__(self, part: slice) -> "InMemory":
+        return replace(self, tensor=self.tensor[part])
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """Elements of an array on disk, fp32."""
+
+    spilled: Spilled
+    array: int
+    start: int
+    stop: int
+    gate: Gate
+    dtype = torch.float32
+
+    def read(self) -> torch.Tensor:
+        """As `Elements.read`."""
+        self.gate.wait_for_update()
+        return self.spilled.read(self.array, self.start, self.stop)
+
+    def write(self, values: torch.Tensor) -> None:
+        """As `Elements.write`."""
+        self.gate.wait_for_update()
+        self.spilled.write(self.array, self.start, values.cpu())
+
+    def __getitem__(self, part: slice) -> "OnDisk":
+        start, stop, _ = part.indices(self.stop - self.start)
+        return replace(self, start=self.start + start, stop=self.start + max(start, stop))

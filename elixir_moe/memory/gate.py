@@ -1,0 +1,96 @@
+"""Who uses the arrays of one shard beside the training thread, and who waits for them.
+
+Owns three users of a shard, and the waits for them. Never touches an array itself.
+
+    user                                            who waits
+    an update: writes master, moments and values    gathers, writes, gradients and reads of elements
+    a save: reads master, moments and values        updates and writes
+    additions to the gradient's sum                 whoever reads the gradient or drops it
+
+Updates and additions are futures of threads, a save is an event. Only the training thread begins an update or an
+addition, and forgets one that has ended.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+
+class Gate:
+    """The users of one shard beside the training thread."""
+
+    def __init__(self) -> None:
+        self.reader: threading.Event | None = None
+        """Set when the last save beside training has copied the shard."""
+        self._update: Future[Sequence[Future[None]]] | None = None
+        self._adding: Future[None] | None = None
+        """The last addition; one thread carries them out in order."""
+
+    # ------------------------------------------------------------------------------------------------------ the update
+
+    def begin_update(self, update: "Future[Sequence[Future[None]]]") -> None:
+        """Registers an update that ends later, with the tasks that it starts."""
+        self._update = update
+
+    def withdraw_update(self) -> None:
+        """Forgets an update that will change nothing."""
+        self._update = None
+
+    @property
+    def has_update(self) -> bool:
+        """Whether an update was registered and `finish_update` has not waited for it; it may have ended."""
+        return self._update is not None
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update still runs."""
+        update = self._update
+        if update is None or not update.done():
+            return update is not None
+        return update.exception() is None and not all(part.done() for part in update.result())
+
+    def wait_for_update(self) -> None:
+        """Blocks until a running update has ended; raises the update's error, each time. For any thread."""
+        update = self._update
+        if update is not None:
+            for part in update.result():
+                part.result()
+
+    def finish_update(self) -> None:
+        """Blocks until a running update has ended, and forgets it unless it has failed. For the training thread."""
+        self.wait_for_update()
+        self._update = None
+
+    # -------------------------------------------------------------------------------------------------------- the save
+
+    @property
+    def being_saved(self) -> bool:
+        """Whether a save beside training still reads the shard."""
+        return self.reader is not None and not self.reader.is_set()
+
+    def wait_for_reader(self) -> None:
+        """Blocks until no save reads the shard."""
+        if self.reader is not None:
+            self.reader.wait()
+
+    def open_for_writing(self) -> None:
+        """Blocks until the training thread may change master, moments and values."""
+        self.finish_update()
+        self.wait_for_reader()
+
+    # --------------------------------------------------------------------------------------------------- the additions
+
+    def begin_adding(self, begin: "Callable[[Future[None] | None], Future[None]]") -> None:
+        """Calls `begin` with the last addition, if there is one, and keeps the addition that it begins behind it."""
+        self._adding = begin(self._adding)
+
+    def finish_sum(self) -> None:
+        """Blocks until all additions are in the sum; raises the error of one, each time."""
+        if self._adding is not None:
+            self._adding.result()
+
+    def leave_sum(self) -> None:
+        """Blocks until nobody adds, and forgets the additions and their errors: the sum is dropped."""
+        if self._adding is not None:
+            self._adding.exception()
+            self._adding = None

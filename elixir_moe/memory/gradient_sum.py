@@ -1,0 +1,104 @@
+"""The sum of the gradients of one shard, in memory or on disk.
+
+Owns the memory of the sum and the ways to add to it: at once, or beside backward (`host_sums`). Knows nothing of the
+values, in whose place a first gradient may be; `shard_state` says when the sum begins.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from elixir_moe.memory.disk_values import WhollySpilled
+from elixir_moe.memory.gate import Gate
+from elixir_moe.memory.host_sums import HostSums
+
+Told = Callable[[float], None]
+"""Called with the sum's squares, where an addition finds them; perhaps on another thread."""
+
+
+class SumInMemory:
+    """An fp32 sum in memory. A chunk whose values are its master has it for good, another one from its first use on."""
+
+    on_disk = False
+    """Whether an update gets the gradient along with master and moments."""
+
+    def __init__(self, total: torch.Tensor | None, gate: Gate, beside: HostSums | None) -> None:
+        self.total = total
+        """The sum; None until `begin` if the chunk does not have it for good."""
+        self._lasts = total is not None
+        self.beside = beside
+        """Adds beside backward, if anybody does."""
+        self._gate = gate
+
+    def place(self, values: torch.Tensor | None) -> torch.Tensor | None:
+        """Memory for a first gradient, given that of the values: the sum's if it lasts, else the values' without a sum.
+
+        None if the gradient must be added to the sum.
+        """
+        return self.total if self._lasts else values if self.total is None else None
+
+    def begin(self, gradient: torch.Tensor) -> None:
+        """Makes a gradient that is in the values' place the sum."""
+        if self.total is None:
+            self.total = torch.empty_like(gradient, dtype=torch.float32)
+        self.total.copy_(gradient)
+
+    def add(self, reduced: torch.Tensor, *, first: bool, told: Told) -> None:
+        """Adds a gradient of any dtype and device, or, `first`, makes it the sum."""
+        assert self.total is not None
+        if self.beside is not None:
+            begin = partial(self.beside.add, self.total, reduced, first=first)
+            self._gate.begin_adding(lambda behind: begin(behind=behind))
+        else:
+            (self.total.zero_() if first else self.total).add_(reduced.to(self.total.device))
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """The elements of the sum themselves. Blocks until they are complete."""
+        assert self.total is not None
+        self._gate.finish_sum()
+        return self.total[start:stop]
+
+    def change(self, ranges: Sequence[tuple[int, int]], change: Callable[[torch.Tensor], object]) -> float | None:
+        """Calls `change`, which works in place, on parts of the sum; returns the squares of the result, if known."""
+        for start, stop in ranges:
+            change(self.read(start, stop))
+        return None
+
+
+class SumOnDisk:
+    """An fp32 sum on disk, beside master and moments."""
+
+    on_disk = True
+    total = None
+
+    def __init__(self, spilled: WhollySpilled, gate: Gate, beside: HostSums | None) -> None:
+        self._spilled = spilled
+        self.beside = beside
+        self._gate = gate
+
+    def place(self, values: torch.Tensor | None) -> None:
+        """None: a first gradient goes to disk."""
+
+    def add(self, reduced: torch.Tensor, *, first: bool, told: Told) -> None:
+        """Adds a gradient of any dtype and device, or, `first`, makes it the sum. Raises DiskError."""
+        take = partial(self._take, first=first, told=told)
+        if self.beside is None:
+            take(reduced)
+        else:
+            begin = partial(self.beside.take, reduced, take)
+            self._gate.begin_adding(lambda behind: begin(behind=behind))
+
+    def _take(self, gradient: torch.Tensor, *, first: bool, told: Told) -> None:
+        """Writes a gradient or the new sum; on the thread of `beside`, if that takes it."""
+        told(self._spilled.add_gradient(gradient, first=first))
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """A copy of elements of the sum. Blocks until they are complete. Raises DiskError."""
+        self._gate.finish_sum()
+        return self._spilled.read(self._spilled.gradient, start, stop)
+
+    def change(self, ranges: Sequence[tuple[int, int]], change: Callable[[torch.Tensor], object]) -> float | None:
+        """Calls `change`, which works in place, on parts of the sum; returns the squares of the result."""
+        self._gate.finish_sum()
+        return self._spilled.change_gradient(ranges, change)

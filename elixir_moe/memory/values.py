@@ -1,0 +1,109 @@
+"""What a gather sends of one shard: values in memory, or on disk and read ahead.
+
+Owns the two kinds, which answer the same questions: may a gather begin, will it wait, and what does it copy. Knows
+nothing of masters and gradients (`shard_state`).
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from elixir_moe.distributed.collectives import Work
+from elixir_moe.errors import DiskError
+from elixir_moe.memory.disk_values import ValuesElements, ValuesPlace
+from elixir_moe.memory.elements import Elements, InMemory
+from elixir_moe.memory.gate import Gate
+
+
+class ValuesInMemory:
+    """Values in memory, which parameters of a chunk used in place are views of."""
+
+    disk_bytes = 0
+    """Bytes of the file of values."""
+
+    def __init__(self, memory: torch.Tensor, gate: Gate) -> None:
+        self.memory: torch.Tensor = memory
+        """The values, or for a while the gradient in their place."""
+        self._gate = gate
+
+    def prepare(self) -> bool:
+        """Starts what `take` would wait for; returns False if that cannot start yet."""
+        return True
+
+    @property
+    def ready(self) -> bool:
+        """Whether a gather need not wait."""
+        return not self._gate.updating
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a gather may wait. It depends on the calls so far and on no time: it is the same on all ranks."""
+        return self._gate.has_update
+
+    def take(self) -> torch.Tensor:
+        """The values to copy to a block."""
+        return self.memory
+
+    def sent(self, mark: Callable[[], Work]) -> None:
+        """Called when the copy was issued; `mark` gives an operation that ends with it."""
+
+    def elements(self) -> Elements:
+        """The values as elements."""
+        return InMemory(self.memory, self._gate)
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Overwrites the values from element `start` on."""
+        self.memory[start : start + values.numel()].copy_(values)
+
+
+class ValuesOnDisk:
+    """Values on disk. From `prepare` to `sent` they are in a buffer in host memory."""
+
+    memory = None
+    may_wait = True
+    """It depends on the disk."""
+
+    def __init__(self, place: ValuesPlace, dtype: torch.dtype, numel: int, gate: Gate) -> None:
+        self._place = place
+        self._elements = ValuesElements(place, dtype, 0, numel)
+        self._gate = gate
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the file of values; the buffers are the file's."""
+        return self._place.nbytes
+
+    def prepare(self) -> bool:
+        """Starts to read, if no update runs and a buffer is free."""
+        if self._place.reading is None and self._gate.updating:
+            return False
+        return self._place.begin() is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the values are in a buffer."""
+        return (reading := self._place.reading) is not None and reading.done
+
+    def take(self) -> torch.Tensor:
+        """The values to copy to a block. Blocks until they are read. Raises DiskError."""
+        reading = self._place.begin()
+        assert reading is not None, "gathers take buffers in their order"
+        try:
+            return reading.values().view(self._elements.dtype)
+        except DiskError:
+            self.sent(Work)
+            raise
+
+    def sent(self, mark: Callable[[], Work]) -> None:
+        """Frees the buffer, which is filled again when the operation of `mark` has ended."""
+        if self._place.reading is not None:
+            self._place.give_back(mark())
+
+    def elements(self) -> ValuesElements:
+        """The values as elements."""
+        return self._elements
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Overwrites the values from element `start` on; forgets those that were read ahead."""
+        self.sent(Work)
+        self._elements[start : start + values.numel()].write(values)
