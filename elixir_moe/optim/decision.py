@@ -25,6 +25,7 @@ from elixir_moe.optim.early import EarlyUpdates
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.phase import CLIPPED, INTACT, STEPPABLE
 from elixir_moe.runtime.scheduler import Scheduler
 
 _BITS = 32
@@ -41,8 +42,13 @@ class Chosen:
     """The trainable ones."""
     whole: bool
     """They are all trainable ones of the model, and nothing else was given."""
-    problem: str
-    """What is wrong with those given; "" if nothing."""
+    error: UsageError | None = None
+    """What is wrong with those given."""
+
+    def check(self) -> None:
+        """Raises the error, if there is one."""
+        if self.error is not None:
+            raise self.error
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,6 +79,7 @@ class StepDecision:
         self._early = early
         self._chunks = chunks
         self._scheduler = scheduler
+        self._phase = scheduler.phase
         self._hooks = hooks
         self._groups = groups
         self._parameters = [p for chunk in chunks for p in chunk.parameters]
@@ -89,7 +96,7 @@ class StepDecision:
         self._counted = 0
         """Number of reductions that the facts include."""
         self._clip: float | torch.Tensor = 1.0
-        self._clipped = self._scaled = False
+        self._scaled = False
 
     def forget_gradients(self) -> None:
         """Forgets the gradients and facts of a step that is over or given up."""
@@ -98,7 +105,6 @@ class StepDecision:
         self._scheduler.used.clear()
         self._scheduler.forget_unseen()
         self._forget()
-        self._scheduler.progress.backwards = 0  # last: an interrupt before it leaves a rank apart from the others
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale."""
@@ -107,16 +113,16 @@ class StepDecision:
 
     def clip(self, limit: float) -> float | torch.Tensor:
         """Makes the next update clip the norm to `limit`; returns the norm before. Collective."""
-        self._hooks.check_outside("optimizer.clip_grad_norm_()")
+        self._phase.require(INTACT if limit < math.inf else STEPPABLE, "optimizer.clip_grad_norm_()")
         if limit < math.inf:
-            self._scheduler.refuse_begun("optimizer.clip_grad_norm_() with a limit")
             self._asked.append(f"clip_grad_norm_({limit})")
         norm = self.facts().norm * self._clip
+        if limit < math.inf:
+            self._phase.move(CLIPPED)
         if isinstance(norm, torch.Tensor):
             self._clip = self._clip * (limit / (norm + 1e-6)).clamp(max=1.0)
         else:
             self._clip *= min(1.0, limit / (norm + 1e-6)) if norm == norm else norm
-        self._clipped |= limit < math.inf
         return norm
 
     def clip_part(self, limit: float, chosen: Chosen) -> float:
@@ -124,8 +130,7 @@ class StepDecision:
 
         The host waits for the norm. Collective, for the same parameters on all ranks.
         """
-        self._hooks.check_outside("optimizer.clip_grad_norm_()")
-        self._scheduler.refuse_begun("optimizer.clip_grad_norm_() of some of the parameters")
+        self._phase.require(INTACT, "optimizer.clip_grad_norm_() of some of the parameters")
         self._agree("clip_grad_norm_", limit, chosen)
         total = self._squares(chosen.parameters).sum().reshape(1)
         self._groups.sum_over_stages(total)
@@ -140,8 +145,7 @@ class StepDecision:
 
         Collective.
         """
-        self._hooks.check_outside("optimizer.clip_grad_value_()")
-        self._scheduler.refuse_begun("optimizer.clip_grad_value_()")
+        self._phase.require(INTACT, "optimizer.clip_grad_value_()")
         self._agree("clip_grad_value_", limit, chosen)
         if not math.isfinite(self.facts().norm):  # the host waits here, wherever the norm is
             return
@@ -160,28 +164,28 @@ class StepDecision:
         names = (
             "" if chosen.whole else f", {[self._hooks.name_of(p) for p in self._parameters if p in chosen.parameters]}"
         )
-        self._asked.append(chosen.problem or f"{method}({limit}{names})")
+        self._asked.append(str(chosen.error or f"{method}({limit}{names})"))
         self.facts()
         if not chosen.whole:
-            raise_on_all_ranks("checked what is clipped", partial(_refuse, chosen.problem), self._groups.control)
+            raise_on_all_ranks("checked what is clipped", chosen.check, self._groups.control)
 
     def _change(
         self, parameters: Set[nn.Parameter], limit: float, change: Callable[[float, torch.Tensor], object]
     ) -> None:
         """Calls `change` on gradients, each with its factor in the update, to clip them to `limit`. Collective."""
+        now = CLIPPED if limit < math.inf else self._phase.now
+        self._phase.lose("a clipping stopped halfway")
         for chunk in self._chunks:
             ranges = [(p.start, p.stop) for parameter, p in _pieces(chunk) if parameter in parameters and p.numel]
             if chunk.shard.has_gradient and ranges:
                 chunk.shard.change_gradient(ranges, partial(change, float(self.gradient_scale(chunk))))
-        clipped, self._clipped = self._clipped or limit < math.inf, False
         self._facts = None  # the norm is another
+        self._phase.move(now)
         self.facts()
-        self._clipped = clipped
 
     def norms(self) -> dict[str, float]:
         """The norm of each parameter's gradient, by name, as the next update sees it. Collective."""
-        self._hooks.check_outside("optimizer.grad_norms()")
-        self._scheduler.refuse_begun("optimizer.grad_norms()")
+        self._phase.require(INTACT, "optimizer.grad_norms()")
         used = self.facts().used
         found = zip(self._parameters, self._squares(used).sqrt().tolist(), strict=True)
         return {self._hooks.name_of(p): norm for p, norm in found if p in used}
@@ -220,8 +224,8 @@ class StepDecision:
         """The facts on which ranks agree; found again after new reductions. Collective."""
         if self._facts is not None and self._counted == self._scheduler.reductions_issued:
             return self._facts
-        self._scheduler.check_open()
-        self.check_backwards()
+        if self.loss_scale is not None and self._scheduler.used and not self._scaled:
+            raise UsageError("fp16 gradients need a scaled loss: call optimizer.scale(loss).backward()")
         self._scheduler.drain()
         begun = 0 if self._early is None else self._early.settle()
         self._counted = self._scheduler.reductions_issued
@@ -238,7 +242,7 @@ class StepDecision:
         unseen = self._scheduler.written_unseen() is not None
         known = float(mine) if norm is None else 0.0
         asked, self._asked = "; ".join(self._asked), []
-        steps, backwards = self._scheduler.progress.place
+        steps, backwards = self._phase.place
         same = [*_bits(steps), *_bits(zlib.crc32(f"{backwards} {asked}".encode()))]
         votes = torch.tensor([known, begun, *same, float(unseen), *used_here], dtype=torch.float64, device="cpu")
         with Wait("the all-reduce of the gradient norm over all ranks"):
@@ -247,14 +251,14 @@ class StepDecision:
         squares, begun_anywhere, *rest = votes.tolist()
         same_steps, same_asked, (unseen_writes, *used) = rest[:_BITS], rest[_BITS : 2 * _BITS], rest[2 * _BITS :]
         if not {0, dist.get_world_size(self._groups.control)}.issuperset(same_steps):
-            self._scheduler.progress.agree(self._groups.control)
+            self._phase.agree(self._groups.control)
         if not {0, len(self._groups.peers)}.issuperset(same_asked):
             self._refuse_different(asked)
         if unseen_writes:
             self._refuse_unseen_writes()
         norm = squares**0.5 if norm is None else norm
         if not begun_anywhere and not math.isfinite(squares):
-            self._scheduler.final.clear()  # the step may be given up
+            self._phase.early.clear()  # the step may be given up
         everybody = {p for p, n in zip(self._parameters, used, strict=True) if n}
         self._facts = Facts(norm=norm, used=everybody, begun=int(begun_anywhere))
         return self._facts
@@ -290,22 +294,6 @@ class StepDecision:
         """The factor that turns a summed gradient into that of the unscaled mean loss."""
         return 1.0 / chunk.spec.key.divisor / (self.loss_scale.scale if self.loss_scale else 1.0)
 
-    def check_backwards(self) -> None:
-        """Raises UsageError if gradients were lost, came after clipping, or are those of an unscaled fp16 loss."""
-        self._hooks.notice_failure()
-        if self._scheduler.lost_gradients:
-            remedy = "call zero_grad() and run it again"
-            if self._scheduler.final:
-                remedy = "updates may have begun in it, so go on from a checkpoint (em.load)"
-            raise UsageError(f"a backward failed, and a part of its gradients is gone: {remedy}")
-        if self._clipped:
-            raise UsageError(
-                "backward ran after clip_grad_norm_ or clip_grad_value_: clip when all gradients of the step have "
-                "come, or call zero_grad() and begin the step anew"
-            )
-        if self.loss_scale is not None and self._scheduler.used and not self._scaled:
-            raise UsageError("fp16 gradients need a scaled loss: call optimizer.scale(loss).backward()")
-
     def _refuse_unseen_writes(self) -> None:
         """Raises UsageError on all ranks: a module has written a parameter through ``.data``. Collective."""
         names = gathered(self._scheduler.written_unseen(), self._groups.peers_group)
@@ -317,7 +305,7 @@ class StepDecision:
 
     def _refuse_different(self, asked: str) -> None:
         """Raises UsageError on all ranks: they have asked for different clippings; or OutOfStepError. Collective."""
-        self._scheduler.progress.agree(self._groups.peers_group)
+        self._phase.agree(self._groups.peers_group)
         everyone = gathered(asked, self._groups.peers_group)
         other = next(i for i, found in enumerate(everyone) if found != everyone[0])
         said = [f"rank {self._groups.peers[i]} calls {everyone[i][:_MOST_TEXT] or 'nothing'}" for i in (0, other)]
@@ -333,11 +321,6 @@ def _pieces(chunk: Chunk) -> Iterator[tuple[nn.Parameter, Piece]]:
 
 def _bits(number: int) -> list[int]:
     return [number >> i & 1 for i in range(_BITS)]
-
-
-def _refuse(problem: str) -> None:
-    if problem:
-        raise UsageError(problem)
 
 
 def _on_host(numbers: Sequence[float | torch.Tensor]) -> torch.Tensor:

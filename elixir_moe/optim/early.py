@@ -49,9 +49,10 @@ class EarlyUpdates:
     ) -> None:
         """`pieces` of each chunk, by index. `thread` carries out one update after the other."""
         self._scheduler, self._update, self._pieces, self._groups = scheduler, update, pieces, groups
+        self._phase = scheduler.phase
         self._thread = thread
         self._begun: dict[int, _Begun] = {}
-        """By chunk; of the present step if `Scheduler.final` has the chunk."""
+        """By chunk; of the present step if `Phase.early` has the chunk."""
         self._options: list[dict[str, Any]] = []
 
     @contextmanager
@@ -88,7 +89,7 @@ class EarlyUpdates:
 
     def settle(self) -> int:
         """Withdraws the updates that have not begun to change anything; returns the number of the others."""
-        if not self._scheduler.final:
+        if not self._phase.early:
             self._begun.clear()
         for index, one in list(self._begun.items()):
             withdrawn = one.done.cancel()
@@ -101,11 +102,11 @@ class EarlyUpdates:
 
     def __contains__(self, chunk: Chunk) -> bool:
         """Whether the chunk's update of this step has begun; after `settle`."""
-        return chunk.spec.index in self._begun and chunk.spec.index in self._scheduler.final
+        return chunk.spec.index in self._begun and chunk.spec.index in self._phase.early
 
     def check_options(self) -> None:
         """Raises UsageError if options have changed since updates began."""
-        if not self._scheduler.final:
+        if not self._phase.early:
             return
         for index, (then, now) in enumerate(zip(self._options, self._present_options(), strict=True)):
             if changed := [name for name in now if name not in then or then[name] != now[name]]:

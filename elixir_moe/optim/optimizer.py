@@ -12,11 +12,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import ControlGroups
@@ -29,28 +27,12 @@ from elixir_moe.optim.decision import Chosen, Facts, StepDecision
 from elixir_moe.optim.early import EarlyUpdates
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.shard_update import AdamUpdate, TrainedPiece, trained_pieces, update_for
-from elixir_moe.optim.state import OptimizerState
+from elixir_moe.optim.state import LastStep, OptimizerState
 from elixir_moe.runtime.access import refuse_copy
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks, moved_since_wrap
+from elixir_moe.runtime.phase import BROKEN, CLOSED, READY, REDUCED, STEPPABLE, WHOLE
 from elixir_moe.runtime.scheduler import Scheduler
-
-
-class Pending(Protocol):
-    """Work that runs beside training, such as an asynchronous save."""
-
-    def result(self) -> Any:
-        """Blocks until the work is done; raises its error. Collective."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LastStep:
-    """An update of whose success the host does not know yet."""
-
-    norm: Callable[[], Any]
-    """Waits for the norm, and returns it."""
-    pieces: list[TrainedPiece]
-    """The pieces that have counted the step."""
 
 
 class _StateInShards(dict[Any, Any]):
@@ -84,7 +66,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = _StateInShards()  # type: ignore[assignment]
         self._inner = inner
         self._scheduler = scheduler
+        self._phase = scheduler.phase
         self._hooks = hooks
+        self._groups = groups
         self._files = files
         self._chunks = [chunk for chunk in scheduler.chunks if chunk.spec.key.trainable]
         self._parameters = [p for chunk in self._chunks for p in chunk.parameters]
@@ -102,16 +86,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_thread = ThreadPoolExecutor(1, "elixir-update", work_on, (self._chunks[0].device,))
             self._early = EarlyUpdates(scheduler, self._update, self._pieces, self.param_groups, self._update_thread)
         self._decision = StepDecision(self._chunks, scheduler, hooks, groups, on_device, self._early)
-        self._last_step: _LastStep | None = None
-        self.kept = OptimizerState(
+        self._kept = OptimizerState(
             inner, self._update, self._chunks, self._pieces, self._decision, scheduler, hooks, groups
         )
-        """The optimizer's state, for saving and loading."""
         self._grouping = [[id(p) for p in group["params"]] for group in self.param_groups]
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
-        self.pending: Pending | None = None
-        """The work that `close` waits for."""
 
     # -------------------------------------------------------------------------------------------------- user's verbs
 
@@ -148,7 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             UsageError: a parameter is not the model's, or ranks give different ones, or different limits.
         """
         limit = _limit("clip_grad_norm_(max_norm", max_norm)
-        self.check_last_step()
+        self._kept.check_last_step()
         chosen = self._chosen("clip_grad_norm_", parameters)
         norm = self._decision.clip(limit) if chosen.whole else self._decision.clip_part(limit, chosen)
         return norm.float() if isinstance(norm, torch.Tensor) else torch.tensor(norm, device="cpu")
@@ -168,7 +148,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: a parameter is not the model's, or ranks give different ones, or different limits.
         """
-        self.check_last_step()
+        self._kept.check_last_step()
         chosen = self._chosen("clip_grad_value_", parameters)
         self._decision.clip_values(_limit("clip_grad_value_(clip_value", clip_value), chosen)
 
@@ -179,7 +159,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Parameters without a gradient are left out. Call it where `step` could be called; earlier clipping is included.
         Collective.
         """
-        self.check_last_step()
+        self._kept.check_last_step()
         return self._decision.norms()
 
     @contextmanager
@@ -201,10 +181,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 "optimizer.update_in_backward() with a loss scale, which must know of an overflow first: train in bf16"
             )
-        self._scheduler.refuse_begun("optimizer.update_in_backward()")
-        self.check_last_step()
-        self._check_parameters("optimizer.update_in_backward()")
-        self._decision.check_backwards()
+        self._kept.check_last_step()
+        self._phase.require((READY, REDUCED), "optimizer.update_in_backward()")
+        self._check_parameters()
         with nullcontext() if self._early is None else self._early.open(self._decision.gradient_scale):
             yield
 
@@ -232,10 +211,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.check_last_step()
-        if self._scheduler.half_written:
-            self._scheduler.refuse_begun("optimizer.step()")
-        self._check_parameters("optimizer.step()")
+        self._kept.check_last_step()
+        self._phase.require(STEPPABLE, "optimizer.step()")
+        self._check_parameters()
         if self._early is not None:
             self._early.check_options()
         facts = self._decision.facts()
@@ -244,78 +222,50 @@ class ShardedOptimizer(torch.optim.Optimizer):
         overflow = skip is None and not math.isfinite(norm)
         if overflow and self.loss_scale is None:
             raise ElixirError(self._decision.blame(facts))
+        self._phase.write("optimizer.step()")
         if not overflow:
-            self._scheduler.half_written = "optimizer.step()"  # until the end: an interrupt leaves the mark
             self._scheduler.drop_weights()  # weights left gathered by an interrupted update would be stale
             self._scheduler.drain()  # gathers issued after the clipping may still read the shards
             changed = [p for chunk in self._in_order_of_use() for p in self._update_chunk(chunk, facts, skip)]
             self._update.finish()
             if isinstance(norm, torch.Tensor):
-                self._last_step = _LastStep(begin_to_host(norm), changed)
+                self._kept.last_step = LastStep(begin_to_host(norm), changed)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
         self._decision.forget_gradients()
         self._hooks.updated()
-        self._scheduler.progress.steps += 1
-        self._scheduler.half_written = ""
+        self._phase.written(self._phase.place[0] + 1)
         setattr(self._inner, "_opt_called", True)  # read by LR schedulers built before `wrap`  # noqa: B010
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; parameters that get no new one are not updated, whatever `set_to_none`."""
-        self._hooks.check_outside("optimizer.zero_grad()")
-        self._scheduler.refuse_begun("optimizer.zero_grad()")
-        self.kept.give_up_gradients()
-
-    def check_last_step(self) -> None:
-        """Raises ElixirError, on all ranks, if the GPUs have skipped the last update; waits for its norm alone."""
-        last, self._last_step = self._last_step, None
-        if last is not None and not math.isfinite(norm := last.norm()):
-            for piece in last.pieces:
-                piece.steps -= 1
-            raise ElixirError(
-                f"the global gradient norm of the last step was {norm}; that step has changed no weight: zero_grad() "
-                f"and go on with another batch or a smaller rate"
-            )
-
-    def not_finite(self) -> list[str]:
-        """Names of the parameters whose gradients are not finite in this rank's shards, in packing order."""
-        return self._decision.not_finite()
+        self._phase.require((*WHOLE, BROKEN, CLOSED), "optimizer.zero_grad()")
+        self._kept.give_up_gradients()
 
     def close(self) -> None:
         """Destroys the process groups `wrap` made; model and optimizer are unusable afterwards. Collective.
 
         Raises the error of a failed update beside training after everything else is done.
         """
-        if self._scheduler.closed:
+        if self._phase.now is CLOSED:
             return
-        if self.pending is not None:
-            self.pending.result()
+        if self._kept.pending is not None:
+            self._kept.pending.result()
         self._scheduler.drain()
-        self._scheduler.closed = True
+        self._phase.move(CLOSED)
         if self._update_thread is not None:
             self._update_thread.shutdown()
         if self._scheduler.sums is not None:
             self._scheduler.sums.close()
         for file in self._files:
             file.close()
-        self.kept.groups.close()
+        self._groups.close()
         for communicator in {id(c.communicator): c.communicator for c in self._scheduler.chunks}.values():
             communicator.close()
         for chunk in self._chunks:
             chunk.shard.gate.finish_update()
-        self.check_last_step()
-
-    def outlive(self, control: Callable[[], dist.ProcessGroup]) -> None:
-        """Drops all process groups in the middle of a step. The shards can still be saved, over `control`.
-
-        Raises UsageError if updates have begun in backward: the shards are not of one step.
-        """
-        self._scheduler.refuse_begun("optimizer.outlive()")
-        self._scheduler.abandon_groups()
-        self._decision.forget_gradients()
-        self.kept.groups.replace(control)
-        self.pending = None
+        self._kept.check_last_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: a rank holds only its shards, and the plan decides how they are cut."""
@@ -344,19 +294,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The trainable parameters among those given to a clipping; None gives all."""
         mine = set(self._parameters)
         if given is None:
-            return Chosen(parameters=mine, whole=True, problem="")
+            return Chosen(parameters=mine, whole=True)
         all_given = {given} if isinstance(given, torch.Tensor) else set(given)
-        foreign, problem = all_given - mine - set(self._frozen), ""
+        foreign, error = all_given - mine - set(self._frozen), None
         if foreign:
-            problem = (
+            error = UsageError(
                 f"optimizer.{method}(): {len(foreign)} of {len(all_given)} parameters are not those of the wrapped "
                 f"model; clip them apart, with torch.nn.utils"
             )
-        return Chosen(parameters=mine & all_given, whole=not foreign and all_given >= mine, problem=problem)
+        return Chosen(parameters=mine & all_given, whole=not foreign and all_given >= mine, error=error)
 
-    def _check_parameters(self, what: str) -> None:
+    def _check_parameters(self) -> None:
         """Raises UsageError for parameters that have changed since `wrap`, or whose ``grad`` was set by hand."""
-        self._hooks.check_outside(what)
         self._scheduler.flush()
         with torch._C.DisableTorchFunctionSubclass():
             thawed = [self._hooks.name_of(p) for p in self._frozen if p.requires_grad]

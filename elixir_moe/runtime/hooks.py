@@ -12,8 +12,8 @@ Recompute. A forward inside backward (activation checkpointing) holds its chunks
 Elsewhere. A function that reads a parameter outside its running unit borrows it: the chunk is gathered for the call.
            Inside a forward, such a read has a position like a unit's, so that its gradient is waited for. Outside of
            one it packs what autograd saves under every plan, since no unit holds the parameter in backward.
-Reset.     A call, read or backward sets a mark, which only its normal end removes. If the next outermost call or read,
-           `zero_grad` or `step` finds the mark, all unfinished work is given up.
+Reset.     What a call, read or backward has begun and not ended (`phase`) is given up by the next outermost call or
+           read, `zero_grad` or `step`.
 """
 
 import sys
@@ -39,6 +39,7 @@ from elixir_moe.runtime.access import ParamAccess, Switch
 from elixir_moe.runtime.autograd import Hook, hook_outputs, in_backward
 from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
+from elixir_moe.runtime.phase import READABLE
 from elixir_moe.runtime.saved_tensors import SavedTensors, leave
 from elixir_moe.runtime.scheduler import Scheduler
 
@@ -109,8 +110,7 @@ class Hooks:
         self._root = model
         self._scheduler = scheduler
         self._on_gpu = placeholder.device.type == "cuda"
-        self._given: list[list[nn.Parameter]] = []
-        """Parameters of each open `em.unsharded` block outside of a forward, outermost first."""
+        self._phase = scheduler.phase
         stays = all(chunk.spec.residence is ATTACHED for chunk in scheduler.chunks)
         self._packs = checkpoints is not None or not stays
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
@@ -120,8 +120,6 @@ class Hooks:
         """Of the hooks on modules."""
         self._calls: list[Call] = []
         self._thread = 0
-        self._begun = False
-        """An outermost call, a read or a backward has begun and not ended."""
         self._access = ParamAccess(
             self._slot_of,
             unshard_for_call=self._unshard_for_call,
@@ -167,7 +165,7 @@ class Hooks:
         if recomputes:
             self._begin_backward()
         elif not self._calls or module is self._root:
-            self.check_outside("a forward of the model")
+            self._phase.require(READABLE, "a forward of the model")
             self._begin()
         elif self._thread != threading.get_ident():
             raise UsageError("two threads run a wrapped model at once: let one wait for the other")
@@ -204,10 +202,10 @@ class Hooks:
                 "a CUDA graph cannot capture a wrapped model, whose weights move between steps: capture parts of the "
                 "step that meet none of its parameters"
             )
-        if self._begun or self._scheduler.failed or self.machine.backward is not None:
+        if self._phase.unfinished:
             self.reset()
         self._thread = threading.get_ident()
-        self._begun = True
+        self._phase.begin_call()
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
         places = [place for place, call in enumerate(self._calls) if call.module is module]
@@ -225,7 +223,7 @@ class Hooks:
                 self.machine.drop_call()
             if call.training:
                 hook_outputs(output, partial(_reach_end, weakref.ref(self), self.machine.clock, self._saved.updates))
-            self._begun = False
+            self._phase.end_call()
 
     def _end(self, call: Call) -> int:
         """Lets the unit of a call go and removes its hooks, whether it finished or not; returns its exit's position."""
@@ -269,8 +267,8 @@ class Hooks:
                 self._scheduler.keep_writes(self._scheduler.chunks[index])
             if not again:
                 self._carrier.let_go(reader, tracked=tracked)
-            if outermost:
-                self._begun = bool(self._calls)  # an interrupt inside `em.unsharded` leaves calls
+            if outermost and not self._calls:  # an interrupt inside `em.unsharded` leaves calls
+                self._phase.end_call()
 
     @contextmanager
     def _unshard_for_block(self, parameters: list[nn.Parameter], write: bool) -> Iterator[None]:
@@ -278,16 +276,19 @@ class Hooks:
         slots = [self._slot_of[p] for p in parameters]
         outermost = not self._calls and not in_backward()
         with self._unshard_for_call(parameters, recorded=not outermost):
-            self._begun = self._begun and not outermost  # reads inside the block set and remove the mark
+            if outermost:
+                self._phase.end_call()  # reads inside the block are calls of their own
             before = {} if write else {slot: self._scheduler.fingerprint(*slot) for slot in slots}
-            depth = len(self._given)
+            depth = len(self._phase.blocks)
             try:
                 if outermost:
-                    self._given.append(parameters)
+                    self._phase.blocks.append([self._names[p] for p in parameters[:4]])
                 yield
             finally:
-                given, self._given = self._given, self._given[:depth]  # first: an interrupt must not leave it open
-                self._begun = self._begun or outermost
+                # First of all: an interrupt must not leave the block open.
+                given, self._phase.blocks = self._phase.blocks, self._phase.blocks[:depth]
+                if outermost:
+                    self._phase.begin_call()
                 lost = outermost and len(given) <= depth
                 if write and not lost:
                     self._scheduler.store(slots)
@@ -308,12 +309,6 @@ class Hooks:
                     f"write=True"
                 )
 
-    def check_outside(self, what: str) -> None:
-        """Raises UsageError inside ``with em.unsharded(...)``, where no forward, backward or step may run."""
-        if self._given:
-            names = ", ".join(repr(self._names[p]) for p in self._given[0][:4])
-            raise UsageError(f"{what} inside `with em.unsharded(...)` of {names}: end the block first")
-
     def _read_of(self, parameters: Sequence[nn.Parameter]) -> str:
         return f"a read of {', '.join(self._names[p] for p in parameters[:4])}"
 
@@ -328,10 +323,8 @@ class Hooks:
         """Starts a backward from the point that forward left at number `left`, if none runs yet."""
         if self.machine.backward is not None or not in_backward():
             return
-        self.check_outside("a backward through the model")
-        self._scheduler.refuse_begun("a second backward")
+        self._phase.begin_backward()
         self._run_landings_last()
-        self._begun = True
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         self.machine.begin(left, keep_graph=keep_graph, accumulates=self._accumulates)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -390,7 +383,7 @@ class Hooks:
         self.machine.end()
         if not self.machine.round_is_open:
             self._scheduler.learn()
-        self._begun = bool(self._calls)
+        self._phase.end_backward(in_call=bool(self._calls))
 
     # ------------------------------------------------------------------------------------------------- between steps
 
@@ -419,23 +412,15 @@ class Hooks:
         every = self._root.named_parameters(remove_duplicate=False)
         return any(p is parameter and unparametrized(name) == wanted for name, p in every)
 
-    def notice_failure(self) -> None:
-        """Gives up a backward that stopped before its end."""
-        if self.machine.backward is not None and not in_backward():
-            self.reset()
-
     def abandon(self) -> None:
-        """Gives up interrupted forwards and a failed backward; clears the mark of lost gradients."""
-        if self._begun or self._calls or self.machine.backward is not None or self._scheduler.failed:
+        """Gives up interrupted forwards and a failed backward."""
+        if self._phase.unfinished or self._calls:
             self.reset()
-        self._scheduler.lost_gradients = False
 
     def reset(self) -> None:
         """Gives up all unfinished work; reduced gradients stay."""
-        self._begun = True
-        self._scheduler.lost_gradients |= self.machine.backward is not None
+        self._phase.tear()
         self._scheduler.reset()
-        self._given.clear()
         self._saved.forget()
         while self._calls:
             call = self._calls.pop()
@@ -443,12 +428,11 @@ class Hooks:
                 leave(call.saving)
         self._access.close_all()
         self.machine.forget()
-        self._begun = False
+        self._phase.mend()
 
     def updated(self) -> None:
         """Called when the optimizer has written new values: drops gathered weights and starts a new step."""
-        if self._begun or self._calls or self._scheduler.failed:
-            self.reset()
+        self.abandon()
         self._scheduler.updated()
         if self.machine.round_is_open:
             self._scheduler.learn()

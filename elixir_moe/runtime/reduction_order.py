@@ -5,7 +5,7 @@ Owns one small exchange among the ranks of a model at the beginning of each back
 Ranks may run different modules: layers dropped at random, a head for each task, a tower for pictures alone. Chunks that
 every rank has whole are reduced all the same, with zeros from ranks that did not use them. Scattered chunks must be
 gathered by all ranks in the same order. If they were not, all ranks raise here, before gradients of different chunks
-are summed. The same holds if ranks are at different places in training (`progress`), or if one has issued a collective
+are summed. The same holds if ranks are at different places in training (`phase`), or if one has issued a collective
 that others have not, where only the order of collectives matches them.
 """
 
@@ -22,14 +22,14 @@ from elixir_moe.distributed.collectives import Work
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import LayoutError
 from elixir_moe.runtime.chunk import Chunk
-from elixir_moe.runtime.progress import Progress
+from elixir_moe.runtime.phase import Phase
 
-Agreement = Callable[[Sequence[int], Sequence[int], Progress], Callable[[], Answer]]
+Agreement = Callable[[Sequence[int], Sequence[int], Phase], Callable[[], Answer]]
 """Starts the exchange, given the chunks this rank used, in its order, those it gathered since the last backward, and
 its place in training. The function it returns waits for the answer."""
 
 
-def alone(used: Sequence[int], gathered: Sequence[int], progress: Progress) -> Callable[[], Answer]:
+def alone(used: Sequence[int], gathered: Sequence[int], phase: Phase) -> Callable[[], Answer]:
     """The agreement of a single rank."""
     return lambda: (list(used), True)
 
@@ -52,7 +52,7 @@ class Peers:
         self._names = [chunk.label for chunk in chunks]
         self._ranks = dist.get_process_group_ranks(process_group)
 
-    def __call__(self, used: Sequence[int], gathered: Sequence[int], progress: Progress) -> Callable[[], Answer]:
+    def __call__(self, used: Sequence[int], gathered: Sequence[int], phase: Phase) -> Callable[[], Answer]:
         """The first rank's order, then chunks that only others used. Collective, as is the returned function.
 
         Raises:
@@ -63,18 +63,18 @@ class Peers:
         """
         chunks = len(self._scattered)
         issued = [n for communicator in self._communicators for n in communicator.issued]
-        facts = [*progress.place, _digest(issued), _digest(gathered), len(gathered), len(used)]
+        facts = [*phase.place, _digest(issued), _digest(gathered), len(gathered), len(used)]
         mine = torch.tensor([*facts, *used, *[-1] * (chunks - len(used))], device="cpu")
         table = mine.new_empty(self._process_group.size(), len(mine))
         with Wait(_WHAT, self._ranks):
             work = dist.all_gather(list(table), mine, group=self._process_group, async_op=True)
         kept = tuple(gathered)
-        return lambda: self._answer(Work([work], what=_WHAT, ranks=self._ranks), table, kept, progress)
+        return lambda: self._answer(Work([work], what=_WHAT, ranks=self._ranks), table, kept, phase)
 
-    def _answer(self, work: Work, table: torch.Tensor, gathered: Sequence[int], progress: Progress) -> Answer:
+    def _answer(self, work: Work, table: torch.Tensor, gathered: Sequence[int], phase: Phase) -> Answer:
         work.wait()
         rows = table.tolist()
-        progress.compare([(steps, backwards) for steps, backwards, *_ in rows], self._ranks)
+        phase.compare([(steps, backwards) for steps, backwards, *_ in rows], self._ranks)
         orders = [row[6 : 6 + row[5]] for row in rows]
         scattered = [{chunk for chunk in order if self._scattered[chunk]} for order in orders]
         found = ""
@@ -83,7 +83,7 @@ class Peers:
         elif any(theirs != scattered[0] for theirs in scattered):
             found = self._difference("used", sorted(scattered[self._process_group.rank()]))
         if (table[:, 2] != table[0, 2]).any():
-            progress.refuse(
+            phase.part(
                 f"some ranks have issued more gathers or reductions than others, as after an interrupt that strikes "
                 f"them at different places{', or where they run other modules: ' * bool(found)}{found}. What comes "
                 f"next would meet another chunk's"

@@ -38,11 +38,11 @@ from elixir_moe.chunks.residence import ATTACHED, CACHED
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.step_machine import Answer
 from elixir_moe.distributed.collectives import Work
-from elixir_moe.errors import PlanError, UsageError
+from elixir_moe.errors import PlanError
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.runtime.chunk import GATHERED, GATHERING, SHARDED, Chunk
-from elixir_moe.runtime.progress import Progress
+from elixir_moe.runtime.phase import READABLE, WHOLE, Phase
 from elixir_moe.runtime.reduction_order import Agreement, alone
 from elixir_moe.runtime.streams import Streams
 
@@ -70,28 +70,19 @@ class Scheduler:
         self.sums = sums
         """Adds gradients in host memory beside backward, if anybody does."""
         self.statistics = statistics
-        self.closed = False
-        """The process groups are gone."""
-        self.looks_for_writes = True
-        """No backward has ended yet: writes without a trace (``self.weight.data`` in forward) are looked for."""
+        self.phase = Phase()
         self._moved: str | None = None
-        """The name of a parameter in which such a write was found, or that was given other memory."""
-        self.failed = False
-        """A request has failed, so decisions of the cache may not have been carried out."""
-        self.half_written = ""
-        """What writes the weights and the optimizer's state, and has not ended; empty if nothing does."""
+        """The name of a parameter that was written without a trace before the end of the first backward (as by
+        ``self.weight.data`` in forward), or given other memory."""
         self.used: set[tuple[int, int]] = set()
         """(chunk, index in the chunk) of parameters that got a gradient since the last update, on this rank."""
         self.landed: Callable[[Chunk, Callable[[], None]], None] | None = None
-        """Called with a chunk of `final` whose gradient is on its way home, and a function that waits for it there.
+        """Called with a chunk of `Phase.early` whose gradient is on its way home, and a function that waits for it.
 
         Set in the backward in which updates may begin."""
-        self.final: set[int] = set()
-        """Chunks reduced in such a backward: until `updated`, their shards may have old weights or new ones."""
         self._has_host_shards = any(chunk.shard.tier is not Tier.DEVICE for chunk in chunks)
         self.in_order = not all(chunk.communicator.tagged for chunk in chunks)
         """Only their order matches collectives, over all process groups together: it must be the same on all ranks."""
-        self.progress = Progress()
         self._agreement = agreement
         self._gathered: list[int] = []
         """Chunks whose shards were gathered since the last backward."""
@@ -99,8 +90,6 @@ class Scheduler:
         """The gathered chunk at each memory address."""
         self.reductions_issued = 0
         """Number of reductions issued so far."""
-        self.lost_gradients = False
-        """A backward or a reduction has failed, and some of its gradients are lost."""
         self._blocks = blocks
         self._staging = staging
         self._streams = streams
@@ -133,9 +122,7 @@ class Scheduler:
             PlanError: the rCache is too small for these chunks.
             UsageError: `optimizer.close` was called.
         """
-        self.check_open()
-        if self.half_written:
-            self.refuse_begun(f"{who} is to run")
+        self.phase.check(READABLE, who)
         self._streams.enter_compute()
         cached = self._cached_of(chunks)
         if cached:
@@ -152,7 +139,7 @@ class Scheduler:
                 elif chunk.arrived is not None:
                     chunk.arrived.wait()  # for the first time, if this is another stream
         except BaseException:  # an update that failed, a rank that is gone, an interrupt
-            self.failed = True
+            self.phase.torn = True
             raise
 
     def release(self, chunks: tuple[int, ...], *, tracked: bool) -> None:
@@ -165,7 +152,7 @@ class Scheduler:
                 chunk = self.chunks[index]
                 if chunk.spec.residence is not CACHED:
                     chunk.holds = max(chunk.holds - 1, 0)  # a reset may have run before
-                    if self.looks_for_writes:
+                    if self.phase.first:
                         self.keep_writes(chunk)
                     self._land_waiting(chunk)
 
@@ -215,7 +202,7 @@ class Scheduler:
             if self._queue:
                 self._begin_gathers(released=verb is RELEASE)
         except BaseException:
-            self.failed = True
+            self.phase.torn = True
             raise
 
     def _carry_out(self, load: Load) -> None:
@@ -225,31 +212,12 @@ class Scheduler:
             self.chunks[load.chunk].block = self._blocks.shared[load.block]
             self._queue_gather(self.chunks[load.chunk])
 
-    def check_open(self) -> None:
-        """Raises UsageError after ``optimizer.close()``, OutOfStepError if ranks can no longer go on together."""
-        self.progress.check()
-        if self.closed:
-            raise UsageError("optimizer.close() was called: the model cannot run any more; wrap a new one")
-
-    def refuse_begun(self, what: str) -> None:
-        """Raises UsageError if only a part of the weights may be updated: in backward, or by a step that stopped."""
-        if self.half_written:
-            raise UsageError(
-                f"{what} after {self.half_written} that stopped halfway: some weights are new and others are old; "
-                f"em.load a checkpoint"
-            )
-        if self.final:
-            raise UsageError(
-                f"{what} between a backward in optimizer.update_in_backward() and optimizer.step(), when weights may "
-                f"be old or new: call step() first, or em.load a checkpoint if the backward has failed"
-            )
-
     # -------------------------------------------------------------------------------------------------------- gather
 
     def _queue_gather(self, chunk: Chunk) -> None:
         """Appends the gather of a chunk to the queue."""
-        if chunk.spec.index in self.final:
-            self.refuse_begun(f"{chunk.label} is to be gathered")
+        if chunk.spec.index in self.phase.early:
+            self.phase.check(WHOLE, f"{chunk.label} is to be gathered")
         chunk.transition(GATHERING)
         if not chunk.spec.residence.in_shard:
             self.statistics.bytes_fetched[chunk.shard.compute_tier.value] += chunk.spec.nbytes // chunk.spec.shards
@@ -288,7 +256,6 @@ class Scheduler:
         return chunk.shard.source.ready and (chunk.block.quiet or chunk.spec.index in self.cache.upcoming)
 
     def _begin_gather(self, chunk: Chunk) -> None:
-        self.check_open()
         assert chunk.block is not None
         with _unrecorded(), self._streams.fetching():
             self._order_behind_reduction(chunk)
@@ -301,13 +268,9 @@ class Scheduler:
             if chunk.spec.shards == 1:
                 chunk.arriving = self._streams.marked(Work())
                 return
-            with self._streams.gathering(), self._issuing(chunk):
+            with self._streams.gathering(), self.phase.issuing(chunk.label):
                 work = chunk.communicator.all_gather(chunk.block.wire(chunk.spec), chunk.spec.index, of=chunk.label)
                 chunk.arriving = self._streams.marked(work)
-
-    def _issuing(self, chunk: Chunk) -> AbstractContextManager[None]:
-        """Around the issue of a chunk's collective and its record."""
-        return self.progress.issuing(chunk.label) if chunk.communicator.size > 1 else _HERE
 
     def _wait_for_unshard(self, chunk: Chunk) -> None:
         if chunk.arriving is None:
@@ -319,7 +282,7 @@ class Scheduler:
         self.shown_at[chunk.buffer.data_ptr()] = chunk
         chunk.arriving, chunk.arrived = None, chunk.arriving
         chunk.transition(GATHERED)
-        if self.looks_for_writes:
+        if self.phase.first:
             with _unrecorded():
                 self._look(chunk)
 
@@ -351,7 +314,7 @@ class Scheduler:
             chunk.arrived.wait()
         with _unrecorded():
             self._store(chunk, [])
-            if self.looks_for_writes and self._moved is None:
+            if self.phase.first and self._moved is None:
                 self._moved = chunk.moved()
 
     def store(self, slots: Sequence[tuple[int, int]]) -> None:
@@ -364,13 +327,13 @@ class Scheduler:
         """Stores the current values of some parameters of a gathered chunk, and in-place writes to its others."""
         positions = list(dict.fromkeys([*positions, *chunk.written()]))
         if positions:
-            if chunk.spec.index in self.final:
+            if chunk.spec.index in self.phase.early:
                 chunk.forget_writes()  # said once: `step` goes on without them
-                self.refuse_begun(f"a write to parameter {chunk.names[positions[0]]!r}, which is lost,")
+                self.phase.check(WHOLE, f"a write to parameter {chunk.names[positions[0]]!r}, which is lost,")
             self._order_behind_reduction(chunk)  # it may still be writing in the values' place
             self._streams.join_compute()
             chunk.store(positions)
-        if self.looks_for_writes:
+        if self.phase.first:
             self._look(chunk, positions)
 
     def _look(self, chunk: Chunk, written: Sequence[int] = ()) -> None:
@@ -414,7 +377,7 @@ class Scheduler:
             self._store(self.chunks[index], [])
             self.chunks[index].checksums = None
             self.chunks[index].show_home()
-        self.failed = True  # the block still has the written values in other ranks' parts
+        self.phase.torn = True  # the block still has the written values in other ranks' parts
 
     def flush(self) -> None:
         """Stores in-place writes to all gathered chunks."""
@@ -430,8 +393,9 @@ class Scheduler:
         are copied together.
         """
         chunk = self.chunks[index]
-        if index in self.final:
-            self.refuse_begun(f"a second gradient of {chunk.names[position]!r} (reentrant checkpoints bring them)")
+        if index in self.phase.early:
+            what = f"a second gradient of {chunk.names[position]!r} (reentrant checkpoints bring them)"
+            self.phase.check(WHOLE, what)
         self._streams.enter_compute()  # autograd may have made it on a stream of its own
         self.used.add((index, position))
         chunk.loose.append((position, gradient))
@@ -509,8 +473,8 @@ class Scheduler:
 
     def agree(self, used: Sequence[int]) -> Callable[[], Answer]:
         """As `Carrier.agree`. Collective; waits for no rank."""
-        answer = self._agreement(used, self._gathered, self.progress)
-        self.progress.backwards += 1
+        answer = self._agreement(used, self._gathered, self.phase)
+        self.phase.count_backward()
         self._gathered.clear()
         return answer
 
@@ -519,9 +483,8 @@ class Scheduler:
         for chunk in reversed(self.chunks):
             if chunk.gradients is not None or chunk.loose:
                 self.reduce(chunk.spec.index)
-        if self.looks_for_writes:
+        if self.phase.first:
             self.flush()
-            self.looks_for_writes = False
             for chunk in self.chunks:
                 chunk.checksums = None
             if not self._streams.asynchronous:  # else the next clip or step waits for it
@@ -532,10 +495,11 @@ class Scheduler:
         chunk = self.chunks[index]
         self._land(chunk, at_once=True)
         assert chunk.gradients is not None
-        self._make_final(chunk)
+        self.phase.reduce()
+        self._let_update(chunk)
         with _unrecorded():
             gradients = chunk.gradients.complete()
-        with self._streams.reducing(), self._issuing(chunk):
+        with self._streams.reducing(), self.phase.issuing(chunk.label) if chunk.communicator.size > 1 else _HERE:
             work = self._streams.marked(self._issue_reduction(chunk, gradients))
             if work.pending:
                 self._in_flight.append(work)
@@ -549,16 +513,16 @@ class Scheduler:
         if chunk.gradient_block is not None:
             self._leave_gradient_block(chunk, work)
 
-    def _make_final(self, chunk: Chunk) -> None:
+    def _let_update(self, chunk: Chunk) -> None:
         """Lets the chunk's update begin once its gradient has landed, if it may in this backward; alike on all ranks.
 
         A gather in the queue would read the shard during the update. The first backward still looks for writes.
         """
-        if self.landed is None or self.looks_for_writes or chunk.shard.tier is Tier.DEVICE:
+        if self.landed is None or self.phase.first or chunk.shard.tier is Tier.DEVICE:
             return
         if chunk.state is not GATHERING and chunk.moved() is None:
             self.keep_writes(chunk)
-            self.final.add(chunk.spec.index)
+            self.phase.early.add(chunk.spec.index)
 
     def _land_waiting(self, chunk: Chunk) -> None:
         """Lands gradients that have waited for the last use of the values, as the end of their reduction."""
@@ -578,14 +542,14 @@ class Scheduler:
         try:
             wait()
         except BaseException:
-            self.lost_gradients = True
+            self.phase.lose()
             raise
 
     def _issue_reduction(self, chunk: Chunk, buffer: torch.Tensor) -> Work:
         def land(reduced: torch.Tensor, squares: float | None = None) -> None:
             with _unrecorded():
                 chunk.land(reduced, squares)
-                if self.landed is not None and chunk.spec.index in self.final:
+                if self.landed is not None and chunk.spec.index in self.phase.early:
                     self.landed(chunk, self._streams.issued())
             self.statistics.bytes_offloaded[chunk.shard.compute_tier.value] += reduced.nbytes
 
@@ -625,11 +589,6 @@ class Scheduler:
         self._streams.fetch_after_compute()
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether gradients have been reduced since the last update, or are in flight."""
-        return bool(self._in_flight or self.final) or any(chunk.has_gradient for chunk in self.chunks)
-
-    @property
     def buffer_bytes(self) -> int:
         """Bytes of blocks and staging on the device."""
         return self._blocks.nbytes + (0 if self._staging is None else self._staging.nbytes)
@@ -661,17 +620,16 @@ class Scheduler:
             and chunk.spec.residence is not ATTACHED
             and (frozen or chunk.spec.key.trainable)
         ]
-        failed, self.failed = self.failed, True
+        torn, self.phase.torn = self.phase.torn, True
         for chunk in gathered:
             self._reshard(chunk)
         self.cache.drop(chunk.spec.index for chunk in gathered if chunk.spec.residence is CACHED)
-        self.failed = failed
+        self.phase.torn = torn
 
     def updated(self) -> None:
         """Called when the optimizer has written new values: drops gathered weights, which are stale."""
         self.drain()
         self.drop_weights()
-        self.final.clear()
         for chunk in self.chunks:
             if chunk.spec.residence is ATTACHED and chunk.spec.key.trainable:
                 torch.autograd.graph.increment_version(chunk.locals)  # invalidates tensors that autograd has saved
@@ -696,7 +654,6 @@ class Scheduler:
         self.shown_at.clear()
         self.cache.restart()
         self._record.clear()
-        self.failed = False
 
     def abandon_groups(self) -> None:
         """Drops the process groups in the middle of a step; only the shards stay, without gradients."""

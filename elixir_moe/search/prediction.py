@@ -60,7 +60,7 @@ class Prediction:
             return
         ends = self._ends[WARM_UP - 1 :]  # a step takes from the end of the one before to its own
         mine = torch.tensor(statistics.median(b - a for a, b in pairwise(ends)), device="cpu")
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=wrapped.optimizer.kept.groups.control)
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=wrapped.groups.control)
         self.measured_seconds = mine.item()
         if abs(self.measured_seconds / self.step_seconds - 1) > TOLERANCE:
             self._learn(self.measured_seconds)

@@ -22,6 +22,7 @@ from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.parallel.tiles import tile_of
 from elixir_moe.runtime.access import refuse_reads
 from elixir_moe.runtime.model_spec import ModelSpec
+from elixir_moe.runtime.phase import WHOLE
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 
 
@@ -65,7 +66,7 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, A
             values: dict[torch.Tensor, torch.Tensor] = {p: full[those[0]] for p, those in names.items()}
             states.append(_state_of(model, wrapped, values))
 
-    raise_on_all_ranks("took the model's state dict", take, wrapped.optimizer.kept.groups.peers_group)
+    raise_on_all_ranks("took the model's state dict", take, wrapped.groups.peers_group)
     return states[0] if gets else {}
 
 
@@ -98,18 +99,18 @@ def full_parameters(
     Of the tiles of a parameter, yields the last one, with the whole parameter. Chunks without a parameter in `wanted`
     are neither read nor gathered; by default all parameters are wanted.
     """
-    wrapped.scheduler.check_open()
-    wrapped.hooks.check_outside("em.full_state_dict()")
-    wrapped.scheduler.refuse_begun("em.full_state_dict()")
+    wrapped.phase.require(WHOLE, "em.full_state_dict()")
     wrapped.scheduler.flush()
     if len(wrapped.model.ranks) > 1:
-        wrapped.scheduler.progress.agree(wrapped.optimizer.kept.groups.peers_group)
+        wrapped.phase.agree(wrapped.groups.peers_group)
     tiles: dict[str, dict[int, torch.Tensor]] = {}
     for chunk in wrapped.scheduler.chunks:
         if wanted is not None and not any(parameter in wanted for parameter in chunk.parameters):
             continue
         source = chunk.shard.weights().read().cpu()
-        whole = torch.cat(_all(source, wrapped.groups[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
+        whole = (
+            torch.cat(_all(source, wrapped.groups.by_ranks[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
+        )
         owned = zip(chunk.spec.slots, chunk.parameters, chunk.locals, chunk.original_dtypes, strict=True)
         for slot, parameter, shaped, dtype in owned:
             if wanted is not None and parameter not in wanted:
@@ -123,7 +124,7 @@ def full_parameters(
                     continue
                 local = torch.cat([rows for _, rows in sorted(tiles.pop(name).items(), key=lambda item: item[0])])
             spec, pattern = spec_of(parameter), pattern_of(parameter) or UNCUT
-            joined = _join(local, pattern, wrapped.groups) if spec is None else whole_of(local, spec)
+            joined = _join(local, pattern, wrapped.groups.by_ranks) if spec is None else whole_of(local, spec)
             yield parameter, joined
 
 

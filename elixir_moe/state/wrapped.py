@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import Footprint, Plan, Tier
+from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.errors import UsageError
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.optim.state import OptimizerState
 from elixir_moe.parallel.plain_state import persistent_buffers, unparametrized
 from elixir_moe.parallel.rules import named_tensors
 from elixir_moe.runtime.hooks import Hooks, moved_since_wrap
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
 from elixir_moe.runtime.model_spec import ModelSpec
+from elixir_moe.runtime.phase import Phase
 from elixir_moe.runtime.scheduler import Scheduler
 
 
@@ -35,13 +37,15 @@ class Wrapped:
     """fp32 values the optimizer keeps per element."""
     model: ModelSpec
     """Names, parameters and ranks of the model at the time of `wrap`."""
-    groups: dict[tuple[int, ...], dist.ProcessGroup]
-    """gloo process groups by their ranks, for every chunk and every sharded axis."""
+    groups: ControlGroups
+    """gloo process groups: of all ranks, and for every chunk and every sharded axis."""
     scheduler: Scheduler
+    phase: Phase
     hooks: Hooks
     checkpoints: HostCheckpoints | None
     """Holds what checkpointed regions keep in host memory, if anything."""
     optimizer: ShardedOptimizer
+    kept: OptimizerState
     files: tuple[DiskFile, ...]
     """The files of the chunks on disk."""
     weights: str | None
@@ -61,7 +65,7 @@ class Wrapped:
         for chunk in self.scheduler.chunks:
             for tier, nbytes in chunk.shard.held_bytes().items():
                 held[tier] += nbytes
-            held[chunk.shard.tier.of_compute] += self.optimizer.kept.bytes_of(chunk)
+            held[chunk.shard.tier.of_compute] += self.kept.bytes_of(chunk)
         return held
 
 

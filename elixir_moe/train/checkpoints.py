@@ -72,7 +72,7 @@ class CheckpointManager:
         """Saves the state of a run that diverged outside the regular checkpoints; returns its path."""
         self.settle()
         box = [self._free_name(self._apart, self.training.progress.step)]
-        dist.broadcast_object_list(box, group=self.training.optimizer.kept.groups.control)
+        dist.broadcast_object_list(box, group=self.training.wrapped.groups.control)
         self.training.save(box[0], self.supervisor.state())
         return box[0]
 
@@ -124,7 +124,7 @@ class CheckpointManager:
             for path, manifest in checkpoints(self.room):
                 if isinstance(manifest, Manifest) and extra_of(path)["progress"]["step"] < before:
                     found[0] = path
-        dist.broadcast_object_list(found, group=self.training.optimizer.kept.groups.control)
+        dist.broadcast_object_list(found, group=self.training.wrapped.groups.control)
         return found[0]
 
     def move_apart(self, step: int) -> None:

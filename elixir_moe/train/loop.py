@@ -269,8 +269,8 @@ class Loop:
         self.keeper.abandon()
         who = memory.who(store)
         training.disconnect()
-        training.optimizer.outlive(lambda: memory.regroup(store, scarcity.tries + 1))
-        memory.forget(store, training.optimizer.kept.groups.control)
+        training.wrapped.kept.outlive(lambda: memory.regroup(store, scarcity.tries + 1))
+        memory.forget(store, training.wrapped.groups.control)
         training.rewind()
         config = scarcity.next(training)
         self.keeper.latest = self.keeper.last_good(training.progress.step + 1)
@@ -330,7 +330,7 @@ class Loop:
                 asked = self._control.changed()
             except ConfigError as error:
                 asked = error
-        group = self.training.optimizer.kept.groups.control
+        group = self.training.wrapped.groups.control
         mine = torch.tensor(
             [loss, seconds, self._signals.received, self.keeper.done, asked is not None],
             dtype=torch.float64,

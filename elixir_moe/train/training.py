@@ -25,10 +25,11 @@ from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.linear import CutLinear
 from elixir_moe.parallel.rules import annotate, logical_numel
 from elixir_moe.setup.drawing import sharded_init
-from elixir_moe.state.checkpoint.held import held_pieces, share_of, wrapped_of
+from elixir_moe.state.checkpoint.held import held_pieces, share_of
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.rng import random_states, read_random_states, set_random_states
 from elixir_moe.state.checkpoint.save import Saving, save
+from elixir_moe.state.wrapped import require_wrapped
 from elixir_moe.train.config import OptimizerConfig, TrainConfig, identity
 from elixir_moe.train.data import ByteText, batch_at, rows_of, validation_batches
 from elixir_moe.wrap import wrap
@@ -82,6 +83,7 @@ class Training:
         annotate(model, gpt_patterns(model))
         self.parameters = _count_parameters(model)
         self.model, self.optimizer = self._wrap(model)
+        self.wrapped = require_wrapped(self.model, "train")
         torch.manual_seed(config.run.seed + 1 + self.replica)  # from here on for dropout, which differs between ranks
         self.updating = False
         """Whether weights are being written: a step interrupted now cannot be undone."""
@@ -192,14 +194,13 @@ class Training:
 
     def scales(self) -> dict[str, float]:
         """Root mean square of every trainable parameter, from the masters. Collective."""
-        wrapped = wrapped_of(self.model, self.optimizer)
-        rows = {held.name: [0.0, 0.0] for held in held_pieces(wrapped) if held.chunk.spec.key.trainable}
-        for held in held_pieces(wrapped):
+        rows = {held.name: [0.0, 0.0] for held in held_pieces(self.wrapped) if held.chunk.spec.key.trainable}
+        for held in held_pieces(self.wrapped):
             if held.name in rows:
                 part = held.cut(*share_of(held.chunk)).values.read()
                 rows[held.name] = [float(sum_of_squares(part)), part.numel()]
         table = torch.tensor(list(rows.values()), dtype=torch.float64).view(-1, 2)
-        dist.all_reduce(table, group=self.optimizer.kept.groups.control)
+        dist.all_reduce(table, group=self.wrapped.groups.control)
         return dict(zip(rows, (table[:, 0] / table[:, 1].clamp(min=1)).sqrt().tolist(), strict=True))
 
     def name_not_finite(self) -> str:
@@ -207,7 +208,7 @@ class Training:
 
         Collective. Needs the gradients of the step, and drops them.
         """
-        gradients = self._union(self.optimizer.not_finite())
+        gradients = self._union(self.wrapped.kept.not_finite())
         self.optimizer.zero_grad()
         weights = [name for name, scale in self.scales().items() if not math.isfinite(scale)]
         if weights:
@@ -241,7 +242,7 @@ class Training:
         return found
 
     def _union(self, names: list[str]) -> list[str]:
-        everyone = gathered(names, self.optimizer.kept.groups.control)
+        everyone = gathered(names, self.wrapped.groups.control)
         return list(dict.fromkeys(name for theirs in everyone for name in theirs))
 
     # ----------------------------------------------------------------------------------------------------- evaluation

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.errors import LayoutError, OutOfStepError
-from elixir_moe.runtime.progress import Progress
+from elixir_moe.runtime.phase import Phase
 from elixir_moe.runtime.reduction_order import Peers
 from elixir_moe.runtime.scheduler import Scheduler
 from tests.support.parity import assert_alike, trained
@@ -125,7 +125,7 @@ def agree(
     group = dist.group.WORLD
     assert group is not None
     try:
-        return Peers(group, chunks)(used[dist.get_rank()], gathered[dist.get_rank()], Progress())()
+        return Peers(group, chunks)(used[dist.get_rank()], gathered[dist.get_rank()], Phase())()
     except (LayoutError, OutOfStepError) as error:
         return str(error)
 

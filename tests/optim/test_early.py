@@ -102,8 +102,8 @@ def train(plan: str, early: bool, half: bool, accumulation: int, ready: bool) ->
         optimizer.zero_grad()
     seen |= em.full_state_dict(model, all_ranks=True)
     for parameter in model.parameters():
-        if parameter.requires_grad and optimizer.kept.piece_of(parameter) is not None:
-            state = optimizer.kept.of(parameter)
+        if parameter.requires_grad and model._elixir.kept.piece_of(parameter) is not None:
+            state = model._elixir.kept.of(parameter)
             name = optimizer._hooks.name_of(parameter)
             seen |= {f"{name} {kind}": state[kind].read().clone() for kind in ("exp_avg", "exp_avg_sq")}
     optimizer.close()
@@ -181,7 +181,7 @@ def _try_what_is_refused(model: Net, optimizer: ShardedOptimizer, folder: str) -
         "grad_norms": optimizer.grad_norms,
         "zero_grad": model.zero_grad,
         "update_in_backward": lambda: in_context(model, optimizer, 9),
-        "outlive": lambda: optimizer.outlive(lambda: pytest.fail("groups are gone")),
+        "outlive": lambda: model._elixir.kept.outlive(lambda: pytest.fail("groups are gone")),
         "full_state_dict": lambda: em.full_state_dict(model),
         "is to be gathered": lambda: backward(model, 9),
     }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import elixir_moe as em
 from elixir_moe.distributed import collectives
+from elixir_moe.runtime.phase import BROKEN, READY, REDUCED, State
 from tests.memory.test_shards import NUMEL, shard_of
 from tests.runtime.test_habits import D, Net, adamw, mean_square
 from tests.support.ranks import RankPool
@@ -74,14 +76,25 @@ def test_a_sum_that_is_interrupted_is_never_taken_for_weights_or_for_a_gradient(
 
 
 def run_without_groups() -> None:
-    """(rank) Out of memory in the second backward of a step: what is at home can be saved."""
-    model, optimizer = wrapped(PLANS["zero3"], torch.float32)
-    for _ in range(2):
+    """(rank) Out of memory after the second backward of a step, or in a reduction: what is at home can be saved."""
+    for at in (None, "reduce_scatter"):
+        model, _ = wrapped(PLANS["zero3"], torch.float32)
         mean_square(model, batch(0)).backward()
-    assert optimizer.kept.has_gradients
-    control = optimizer.kept.groups.control
-    optimizer.outlive(lambda: control)
-    assert not optimizer.kept.has_gradients
+        loss = mean_square(model, batch(0))
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError) if at else nullcontext():
+            if at is not None:
+                patch.setattr(collectives.Communicator, at, mock.Mock(side_effect=MemoryError))
+            loss.backward()
+        leave_groups(model, REDUCED if at is None else BROKEN)
+
+
+def leave_groups(model: Any, state: State) -> None:
+    assert model._elixir.phase.now is state
+    assert any(chunk.has_gradient for chunk in model._elixir.scheduler.chunks)
+    control = model._elixir.groups.control
+    model._elixir.kept.outlive(lambda: control)
+    assert model._elixir.phase.now is READY
+    assert not any(chunk.has_gradient for chunk in model._elixir.scheduler.chunks)
 
 
 def test_no_gradient_outlives_the_process_groups(ranks: Ranks) -> None:

@@ -14,6 +14,7 @@ import elixir_moe as em
 from elixir_moe.distributed.collectives import Communicator, Work
 from elixir_moe.memory.gate import Gate
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.runtime.phase import CLOSED
 from tests.lanes.late import issue_in_order
 from tests.support.cases import placed
 from tests.support.ranks import RankPool
@@ -258,7 +259,7 @@ def test_an_update_that_fails_is_told_to_whoever_looks(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     with pytest.raises(MemoryError, match="no room"):
         optimizer.close()
-    assert optimizer._scheduler.closed, "all the same"
+    assert model._elixir.phase.now is CLOSED, "all the same"
 
 
 @pytest.mark.parametrize("waits", range(4))

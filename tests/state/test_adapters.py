@@ -481,7 +481,7 @@ def frozen_hashes(plan: str) -> dict[str, str]:
     model[1].requires_grad_(False)
     model.register_parameter("scalar", nn.Parameter(torch.tensor(3.0), requires_grad=False))
     model, optimizer = wrap(model, plan)
-    records = frozen_records(model._elixir, optimizer.kept.groups.control)
+    records = frozen_records(model._elixir, model._elixir.groups.control)
     optimizer.close()
     return {name: record.digest for name, record in records.items()}
 

@@ -441,7 +441,7 @@ def sliced(source: Path | None, target: Path, ep: int, tp: int, plan: str, uneve
             model().backward()
             optimizer.step()
         if uneven and dist.get_rank() == 1:
-            optimizer.kept.piece_of(model.twice).steps += 1
+            model._elixir.kept.piece_of(model.twice).steps += 1
     save(target, model, optimizer)
     optimizer.close()
     return ""

@@ -102,12 +102,12 @@ def stale() -> Case:
     step = em.ShardedOptimizer.step
 
     def broken(self: Any, closure: Any = None) -> Any:
-        experts = [p for chunk in self.kept._chunks for p in chunk.parameters if p.dim() == 3]
+        experts = [p for chunk in self._kept._chunks for p in chunk.parameters if p.dim() == 3]
         kept = [
             (elements, elements.read().clone())
             for p in experts
-            if self.kept.piece_of(p) is not None
-            for name, elements in self.kept.of(p).items()
+            if self._kept.piece_of(p) is not None
+            for name, elements in self._kept.of(p).items()
             if name.startswith("exp_avg")
         ]
         result = step(self, closure)

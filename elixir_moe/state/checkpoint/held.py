@@ -19,6 +19,7 @@ from elixir_moe.parallel.plain_state import modules_with_extra_state, persistent
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.parallel.tiles import tile_of, whole_shape
 from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.runtime.phase import OPEN
 from elixir_moe.state.checkpoint.shard_ranges import Span
 from elixir_moe.state.checkpoint.values import encode
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped
@@ -103,7 +104,7 @@ def wrapped_of(model: nn.Module, optimizer: Any) -> Wrapped:
         raise UsageError("checkpoints are of a model and an optimizer that went through em.wrap")
     if optimizer is not wrapped.optimizer:
         raise UsageError("the optimizer is another model's: pass both as em.wrap returned them")
-    wrapped.scheduler.check_open()
+    wrapped.phase.check(OPEN, "")
     check_as_wrapped(model, wrapped)
     return wrapped
 

@@ -18,6 +18,7 @@ from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.optim.state import OptimizerState
 from elixir_moe.parallel.plain_state import modules_with_extra_state
 from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.held import HeldPiece, buffers_of, held_pieces, wrapped_of
@@ -88,9 +89,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
         UsageError: model or optimizer are not wrapped, or parameters or buffers have changed since `wrap`.
     """
     wrapped = wrapped_of(model, optimizer)
-    settle_earlier(optimizer, f"em.load({str(path)!r})")
-    optimizer.check_last_step()
-    control = optimizer.kept.groups.control
+    settle_earlier(wrapped, f"em.load({str(path)!r})")
+    wrapped.kept.check_last_step()
+    control = wrapped.groups.control
     manifests: list[Manifest] = []
 
     def hash_files() -> str:
@@ -108,7 +109,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
     files = Files(directory)
     raise_on_all_ranks(
         "looked up all parameters in a checkpoint",
-        lambda: todo.append(_look_up(manifests[0], files, directory, model, optimizer, wrapped)),
+        lambda: todo.append(_look_up(manifests[0], files, directory, model, wrapped)),
         control,
         error=CheckpointError,
     )
@@ -116,7 +117,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
         _check_base(manifests[0].base, frozen_records(wrapped, control), directory)
     raise_on_all_ranks(
         "loaded a checkpoint",
-        lambda: _carry_out(todo[0], files, optimizer, found[0]),
+        lambda: _carry_out(todo[0], files, wrapped, found[0]),
         control,
         error=CheckpointError,
     )
@@ -143,7 +144,6 @@ def _look_up(
     files: Files,
     directory: Path,
     model: nn.Module,
-    optimizer: ShardedOptimizer,
     wrapped: Wrapped,
 ) -> _Todo:
     where = str(directory / MANIFEST)
@@ -154,9 +154,9 @@ def _look_up(
         more = f"\n  and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise CheckpointError(f"{directory} does not fit the model: " + "\n  ".join(problems[:_MOST_NAMED]) + more)
     if any(chunk.spec.key.trainable for chunk in wrapped.scheduler.chunks):
-        _check_optimizer(manifest, wrapped, optimizer, directory)
+        _check_optimizer(manifest, wrapped, directory)
     present = [held for held in holdings if held.span.numel and held.name in manifest.parameters]
-    moves = [_move(held, manifest.parameters[held.name], files, directory, optimizer) for held in present]
+    moves = [_move(held, manifest.parameters[held.name], files, directory, wrapped.kept) for held in present]
     rank = dist.get_rank()
     sources = []
     for name, buffer in buffers.items():
@@ -261,13 +261,13 @@ def _unlike(what: str, saved: ParameterRecord | Buffer, shape: tuple[int, ...], 
         yield f"{what} is of {before} in the checkpoint, {dtype} in the model"
 
 
-def _check_optimizer(manifest: Manifest, wrapped: Wrapped, optimizer: ShardedOptimizer, directory: Path) -> None:
-    if manifest.optimizer != optimizer.kept.kind:
+def _check_optimizer(manifest: Manifest, wrapped: Wrapped, directory: Path) -> None:
+    if manifest.optimizer != wrapped.kept.kind:
         raise CheckpointError(
-            f"{directory} was saved with the optimizer {manifest.optimizer[:200]!r}, this is {optimizer.kept.kind!r}: "
+            f"{directory} was saved with the optimizer {manifest.optimizer[:200]!r}, this is {wrapped.kept.kind!r}: "
             f"what one keeps means nothing to the other"
         )
-    groups = [{wrapped.model.names[p][0] for p in group["params"]} for group in optimizer.param_groups]
+    groups = [{wrapped.model.names[p][0] for p in group["params"]} for group in wrapped.optimizer.param_groups]
     saved = [set(group["params"]) for group in manifest.param_groups]
     if len(groups) != len(saved):
         raise CheckpointError(f"{directory} has {len(saved)} param_groups, the optimizer has {len(groups)}")
@@ -279,13 +279,13 @@ def _check_optimizer(manifest: Manifest, wrapped: Wrapped, optimizer: ShardedOpt
             )
 
 
-def _move(held: HeldPiece, entry: ParameterRecord, files: Files, directory: Path, optimizer: ShardedOptimizer) -> _Move:
+def _move(held: HeldPiece, entry: ParameterRecord, files: Files, directory: Path, state: OptimizerState) -> _Move:
     parts = [(piece, pairs) for piece in entry.pieces if (pairs := list(overlap(*_in_one_grid(held, entry, piece))))]
     first = parts[0][0]
     names: tuple[str, ...] = (WEIGHT,)
     if held.chunk.spec.key.trainable and entry.trainable:
         names = tuple(first.state)
-        _check_state(held, [piece for piece, _ in parts], directory, optimizer)
+        _check_state(held, [piece for piece, _ in parts], directory, state)
     for piece, _ in parts:
         for name in names:
             files.check(piece.file, piece.key(held.name, name), piece.state[name], (piece.span.numel,))
@@ -302,7 +302,7 @@ def _in_one_grid(held: HeldPiece, entry: ParameterRecord, piece: SavedPiece) -> 
     return held.span.of_uncut(entry.grid), piece.span
 
 
-def _check_state(held: HeldPiece, pieces: list[SavedPiece], directory: Path, optimizer: ShardedOptimizer) -> None:
+def _check_state(held: HeldPiece, pieces: list[SavedPiece], directory: Path, state: OptimizerState) -> None:
     """Raises CheckpointError unless all pieces have the same optimizer state, so that one state can serve them."""
     first = pieces[0]
     for piece in pieces:
@@ -312,10 +312,8 @@ def _check_state(held: HeldPiece, pieces: list[SavedPiece], directory: Path, opt
                 f"({str(dict(first.scalars))[:100]}, {str(dict(piece.scalars))[:100]}): load it with the degree of "
                 f"expert parallelism it was saved with"
             )
-    kept = {WEIGHT, *optimizer.kept.of(held.parameter)}
-    if type(first.scalars.get(UPDATES)) is not int or (
-        kept != set(first.state) and optimizer.kept.keeps_always_the_same
-    ):
+    kept = {WEIGHT, *state.of(held.parameter)}
+    if type(first.scalars.get(UPDATES)) is not int or (kept != set(first.state) and state.keeps_always_the_same):
         raise CheckpointError(
             f"{directory / MANIFEST}: for parameter {held.name!r} it has {sorted(first.state)} and "
             f"{sorted(first.scalars)}, expected {sorted(kept)} and {[UPDATES]}"
@@ -333,12 +331,11 @@ def _loss_scale(fields: Any, where: str) -> LossScale:
 
 
 @torch.no_grad()
-def _carry_out(todo: _Todo, files: Files, optimizer: ShardedOptimizer, source: str) -> None:
-    optimizer.kept.give_up_updates()
-    optimizer.kept.give_up_gradients()
-    with optimizer.kept.rewriting():
+def _carry_out(todo: _Todo, files: Files, wrapped: Wrapped, source: str) -> None:
+    optimizer = wrapped.optimizer
+    with wrapped.kept.rewriting():
         for move in todo.moves:
-            _fill(move, files, optimizer)
+            _fill(move, files, wrapped.kept)
         for buffer, file, key in todo.buffers:
             buffer.copy_(files.read(file, key))
         for module, state in todo.extra_states:
@@ -353,15 +350,15 @@ def _carry_out(todo: _Todo, files: Files, optimizer: ShardedOptimizer, source: s
             seed_new_rank(dist.get_rank(), source)
 
 
-def _fill(move: _Move, files: Files, optimizer: ShardedOptimizer) -> None:
+def _fill(move: _Move, files: Files, state: OptimizerState) -> None:
     held, (first, _) = move.held, move.parts[0]
     held.chunk.frozen_sums.clear()
     kept = {WEIGHT: held.values}
     if len(move.names) > 1 or (held.chunk.spec.key.trainable and UPDATES in first.scalars):
         values = {name: decode(value, name) for name, value in first.scalars.items() if name != UPDATES}
         dtypes = {name: DTYPES[first.state[name]] for name in move.names if name != WEIGHT}
-        kept |= optimizer.kept.replace(held.parameter, dtypes, values)
-        trained = optimizer.kept.piece_of(held.parameter)
+        kept |= state.replace(held.parameter, dtypes, values)
+        trained = state.piece_of(held.parameter)
         assert trained is not None
         trained.steps = first.scalars[UPDATES]
     shard = held.chunk.shard

@@ -36,8 +36,9 @@ from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.elements import InMemory, OnDisk
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.optim.state import OptimizerState
 from elixir_moe.parallel.pattern import is_whole
-from elixir_moe.runtime.progress import Place
+from elixir_moe.runtime.phase import READY, Place
 from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.hashing import digest_of
 from elixir_moe.state.checkpoint.held import (
@@ -81,13 +82,13 @@ class Saving:
     def __init__(
         self,
         path: Path,
-        optimizer: ShardedOptimizer,
+        wrapped: Wrapped,
         future: "Future[None] | None" = None,
         copied: threading.Event | None = None,
     ) -> None:
         self.path = path
         """Directory of the checkpoint."""
-        self._optimizer = optimizer
+        self._wrapped = wrapped
         self._future = future
         self._copied = copied
         self._failure: CheckpointError | None = None
@@ -110,7 +111,7 @@ class Saving:
         """Whether the checkpoint is complete, the same on all ranks. Raises CheckpointError on failure. Collective."""
         if self._future is None:
             return self.result() == self.path
-        done = raise_on_all_ranks("asked whether a save has ended", self.done, self._optimizer.kept.groups.control)
+        done = raise_on_all_ranks("asked whether a save has ended", self.done, self._wrapped.groups.control)
         if not all(done):
             return False
         self.result()
@@ -128,8 +129,8 @@ class Saving:
         """Blocks until the checkpoint is complete; returns its path. Raises CheckpointError on failure. Collective."""
         future, self._future = self._future, None
         if future is not None:
-            self._optimizer.pending = None
-            control = self._optimizer.kept.groups.control
+            self._wrapped.kept.pending = None
+            control = self._wrapped.groups.control
             try:
                 raise_on_all_ranks("saved a checkpoint", future.result, control, error=CheckpointError)
             except CheckpointError as error:
@@ -182,15 +183,15 @@ def save(
     wrapped = wrapped_of(model, optimizer)
     if keep is not None and not is_whole(keep, least=1):
         raise ConfigError(f"keep={keep!r}: expected a whole number of at least 1, or None to keep all")
-    settle_earlier(optimizer, f"em.save({str(path)!r})")
-    control = optimizer.kept.groups.control
+    settle_earlier(wrapped, f"em.save({str(path)!r})")
+    control = wrapped.groups.control
     facts = raise_on_all_ranks(
         "looked at what to save",
-        lambda: _facts(path, model, optimizer, extra, wrapped, frozen),
+        lambda: _facts(path, model, extra, wrapped, frozen),
         control,
         error=CheckpointError,
     )
-    wrapped.scheduler.progress.compare([found.place for found in facts], range(len(facts)))
+    wrapped.phase.compare([found.place for found in facts], range(len(facts)))
     _compare(facts)
     base = None if frozen else _base(model, wrapped, control)
     first, *others = raise_on_all_ranks(  # apart from the rest: a module may gather a parameter for it
@@ -207,7 +208,7 @@ def save(
             drafts.append(Draft(target))
         on_disk = any(chunk.shard.tier is Tier.DISK for chunk in wrapped.scheduler.chunks)  # may exceed memory
         bounded = on_disk or not asynchronous
-        contents.append(_Contents(model, optimizer, wrapped, facts, bounded=bounded, holds_frozen=base is None))
+        contents.append(_Contents(model, wrapped, facts, bounded=bounded, holds_frozen=base is None))
         if asynchronous:
             contents[0].take_what_may_change()
 
@@ -219,8 +220,8 @@ def save(
     if not asynchronous:
         with _abandoning(drafts):
             write(control, lambda: None)
-        return Saving(target, optimizer)
-    background, copied, stream = optimizer.kept.groups.background(), threading.Event(), _stream_behind(wrapped)
+        return Saving(target, wrapped)
+    background, copied, stream = wrapped.groups.background(), threading.Event(), _stream_behind(wrapped)
 
     def write_beside() -> None:
         try:
@@ -232,18 +233,18 @@ def save(
     for chunk in wrapped.scheduler.chunks:
         chunk.shard.gate.reader = copied
     executor = ThreadPoolExecutor(1, thread_name_prefix="elixir-save")
-    optimizer.pending = saving = Saving(target, optimizer, executor.submit(write_beside), copied)
+    wrapped.kept.pending = saving = Saving(target, wrapped, executor.submit(write_beside), copied)
     executor.shutdown(wait=False)
     return saving
 
 
-def settle_earlier(optimizer: ShardedOptimizer, call: str) -> None:
+def settle_earlier(wrapped: Wrapped, call: str) -> None:
     """Waits for an asynchronous save that has not been asked for. Collective.
 
     Raises:
         CheckpointError: it has failed; the message says so, and that `call` has done nothing yet.
     """
-    saving = optimizer.pending
+    saving = wrapped.kept.pending
     if isinstance(saving, Saving) and (failure := saving.exception()) is not None:
         raise CheckpointError(
             f"the earlier save of {saving.path} has failed: {failure}. Nobody asked for it before {call}, which has "
@@ -300,16 +301,10 @@ class _Facts:
     """Fields of the manifest that are the same on all ranks; filled on rank 0 only."""
 
 
-def _facts(
-    path: Any, model: nn.Module, optimizer: ShardedOptimizer, extra: Any, wrapped: Wrapped, frozen: bool
-) -> _Facts:
+def _facts(path: Any, model: nn.Module, extra: Any, wrapped: Wrapped, frozen: bool) -> _Facts:
     target = path_of(path)
-    optimizer.check_last_step()
-    if wrapped.scheduler.half_written:
-        wrapped.scheduler.refuse_begun("em.save()")
-    if optimizer.kept.has_gradients:
-        raise UsageError("gradients wait for a step: save after optimizer.step(), or call optimizer.zero_grad() first")
-    wrapped.hooks.check_outside("em.save()")
+    wrapped.kept.check_last_step()
+    wrapped.phase.require((READY,), "em.save()")
     if len(wrapped.model.ranks) < dist.get_world_size():
         raise UsageError(
             f"this model is a pipeline stage of ranks {list(wrapped.model.ranks)}, and a checkpoint is of one model of "
@@ -321,15 +316,15 @@ def _facts(
     fixed = {}
     if dist.get_rank() == 0:
         fixed = {
-            "optimizer": optimizer.kept.kind,
+            "optimizer": wrapped.kept.kind,
             "param_groups": tuple(
                 {
                     "params": tuple(dict.fromkeys(wrapped.model.names[p][0] for p in group["params"])),
                     "options": {k: encode(v, f"param_group[{k!r}]") for k, v in group.items() if k != "params"},
                 }
-                for group in optimizer.param_groups
+                for group in wrapped.optimizer.param_groups
             ),
-            "loss_scale": encode(loss_scale_of(optimizer), "the loss scale"),
+            "loss_scale": encode(loss_scale_of(wrapped.optimizer), "the loss scale"),
             "keys": wrapped.model.keys,
             "extra": encoded,
         }
@@ -339,7 +334,7 @@ def _facts(
         buffer_digests={name: digest_of(_bytes(buffer)) for name, buffer in buffers_of(model).items()},
         rng=random_states(),
         frozen=frozen,
-        place=wrapped.scheduler.progress.place,
+        place=wrapped.phase.place,
         fixed=fixed,
     )
 
@@ -375,7 +370,6 @@ class _Contents:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: ShardedOptimizer,
         wrapped: Wrapped,
         facts: list[_Facts],
         *,
@@ -390,7 +384,7 @@ class _Contents:
         for held in held_pieces(wrapped):
             if not (holds_frozen or held.chunk.spec.key.trainable):
                 continue
-            pieces = self._pieces(held, optimizer)
+            pieces = self._pieces(held, wrapped.kept)
             earlier = self.entries[held.name].pieces if held.name in self.entries else ()  # of other tiles
             self.entries[held.name] = ParameterRecord(
                 names=tuple(wrapped.model.names[held.parameter]),
@@ -410,17 +404,17 @@ class _Contents:
         if self.image is not None:
             self.image.take(self._may_change)
 
-    def _pieces(self, held: HeldPiece, optimizer: ShardedOptimizer) -> Iterator[SavedPiece]:
+    def _pieces(self, held: HeldPiece, state: OptimizerState) -> Iterator[SavedPiece]:
         """One piece, or none if this rank has no element to write."""
         written = held.cut(*share_of(held.chunk))
         if not written.span.numel:
             return
         kept, scalars = {WEIGHT: written.values}, {}
-        trained = optimizer.kept.piece_of(held.parameter)
+        trained = state.piece_of(held.parameter)
         if trained is not None:
             scalars[UPDATES] = trained.steps
             inside = slice(written.here.start - held.here.start, written.here.stop - held.here.start)
-            for name, value in optimizer.kept.of(held.parameter).items():
+            for name, value in state.of(held.parameter).items():
                 if isinstance(value, (InMemory, OnDisk)):
                     kept[name] = value[inside]
                 else:
