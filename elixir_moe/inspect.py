@@ -6,7 +6,7 @@ Owns the answers; each is read at its source when a user asks for it. Changes no
 import os
 import re
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,8 +15,10 @@ from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import HELD_HEAD, Footprint, Plan, held_line, held_rows, size_text
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.parallel.rules import logical_numel
-from elixir_moe.search.prediction import Prediction
 from elixir_moe.state.wrapped import Wrapped, require_wrapped
+
+if TYPE_CHECKING:
+    from elixir_moe.search.prediction import Prediction
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _MOST_NAMES = 6
@@ -81,7 +83,7 @@ class Inspection:
         return self._wrapped.scheduler.cache.schedule
 
     @property
-    def prediction(self) -> Prediction | None:
+    def prediction(self) -> "Prediction | None":
         """The expected and the measured time of a step; None for a plan that was not searched for."""
         return self._wrapped.prediction
 

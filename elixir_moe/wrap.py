@@ -6,7 +6,7 @@ Owns the order of construction; each step is another file's work.
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -16,20 +16,17 @@ from torch import nn
 
 from elixir_moe.chunks.cache_policy import CacheState
 from elixir_moe.chunks.plan import SUMS_IN_FLIGHT, AutoPlan, Plan, Tier, arriving_bytes, footprint
-from elixir_moe.chunks.settle import settled
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.all_ranks import ControlGroups, drop_all, made_on_all_ranks, raise_on_all_ranks
-from elixir_moe.distributed.collectives import Communicator, build_communicators, is_staged
+from elixir_moe.distributed.collectives import build_communicators
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.distributed.watchdog import watch
 from elixir_moe.errors import TierError, is_out_of_memory
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.build import build_shards
-from elixir_moe.memory.disk import DiskFile
 from elixir_moe.memory.host_sums import HostSums, adds_beside
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation
-from elixir_moe.optim.accepted import is_adam, moments_of
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
 from elixir_moe.parallel.mesh import prepare_process, start
@@ -37,24 +34,15 @@ from elixir_moe.parallel.rules import annotate_dtensors
 from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
-from elixir_moe.runtime.model_spec import describe
 from elixir_moe.runtime.reduction_order import Peers, alone
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
-from elixir_moe.runtime.units import build_units, find_parts, registered_forward
-from elixir_moe.search.auto import Request, device_room, events_of, forecast, groups_of
-from elixir_moe.search.prediction import Prediction
-from elixir_moe.setup.agreement import (
-    agree_on,
-    check_alike,
-    check_device_memory,
-    check_host_memory,
-    host_bytes_of_a_rank,
-)
+from elixir_moe.runtime.units import build_units
+from elixir_moe.setup.agreement import check_alike, check_device_memory, check_host_memory
 from elixir_moe.setup.checks import check_arguments, check_data, check_disk, check_modules
+from elixir_moe.setup.deciding import close_all, decide
 from elixir_moe.setup.drawing import plain_on_meta
 from elixir_moe.setup.filling import Passage, build_chunks, open_files, settle_buffers
-from elixir_moe.setup.tiling import tile_to_fit
 from elixir_moe.state.full import groups_needed, refuse_plain_state_dicts
 from elixir_moe.state.huggingface import Pretrained, refuse_merges
 from elixir_moe.state.wrapped import Wrapped
@@ -169,39 +157,9 @@ def _wrapped(
     raise_on_all_ranks("checked the model", check_model)
 
     # 2. Describe the model and settle its plan.
-    moments, staged = moments_of(optimizer), is_staged(dist.group.WORLD, device)  # type: ignore[arg-type]
-    prediction, communicators = None, {}
-    if isinstance(plan, Plan):
-        parts = find_parts(model)
-        events = registered_forward(parts) if step is None else events_of(model, parts, step, sample, compute_dtype)
-    else:
-        request = Request(
-            wanted=plan,
-            device=device,
-            compute_dtype=compute_dtype,
-            adam=is_adam(optimizer),
-            moments=moments,
-            staged=staged,
-        )
-        tile_to_fit(model, optimizer, device_room(model, request), compute_dtype)
-        parts = find_parts(model)
-        communicators = build_communicators(groups_of(model), device)  # their memory is not free for the plan
-        made.callback(_close, communicators.values())
-        prediction = Prediction(*forecast(model, request))
-        plan, events = prediction.forecast.plan, prediction.forecast.events
-    described = made_on_all_ranks(
-        "described the model", lambda: describe(model, parts, events, compute_dtype, plan.reduce_dtype)
-    )
-    agree_on(plan, described)
-    plan = settled(
-        plan,
-        described.params,
-        described.step_order,
-        moments=moments,
-        free_host_bytes=host_bytes_of_a_rank(described.ranks),
-        beside=adds_beside(device),
-    )
-    layout, schedule = described.layout(plan)
+    decided = decide(made, model, optimizer, plan, sample, step, compute_dtype, device)
+    described, layout, schedule, plan = decided.model, decided.layout, decided.schedule, decided.plan
+    moments, staged, communicators = decided.moments, decided.staged, decided.communicators
 
     # 3. Make files, process groups and memory: all ranks, or none.
     pretrained = None if weights is None else Pretrained(model, weights)
@@ -210,10 +168,10 @@ def _wrapped(
     check_device_memory(device, size, model)
     spill, values = open_files(plan, layout, moments, device)
     files = tuple(file for file in (spill, values) if file is not None)
-    made.callback(_close, files)
+    made.callback(close_all, files)
     if not communicators:
         communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
-        made.callback(_close, communicators.values())
+        made.callback(close_all, communicators.values())
     with Wait("the making of process groups by all ranks"):
         groups = ControlGroups(described.ranks, groups_needed(model, layout.chunks))
     made.callback(groups.close_alone)
@@ -269,17 +227,12 @@ def _wrapped(
         kept=sharded._kept,
         files=files,
         weights=None if weights is None else os.path.abspath(os.path.expanduser(weights)),
-        prediction=prediction,
+        prediction=decided.prediction,
     )
     model._elixir = wrapped  # type: ignore[assignment]
     refuse_plain_state_dicts(model, described)
     refuse_merges(model)
-    if prediction is not None:
+    if (prediction := decided.prediction) is not None:
         sharded.register_step_post_hook(lambda *_: prediction.observe(wrapped))
     model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
     return model, sharded
-
-
-def _close(those: Iterable[DiskFile | Communicator]) -> None:
-    for each in those:
-        each.close()

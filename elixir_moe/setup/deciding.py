@@ -1,0 +1,123 @@
+"""The second step of `wrap`: what the model is, and the plan with all its numbers.
+
+Owns the order of these decisions and the record of them, the same on all ranks that hold the model. Reads shapes and
+the step, moves no weight. The search is imported where it is needed: a plan that is given without a step needs none.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir_moe.chunks.cache_policy import Schedule
+from elixir_moe.chunks.packing import Layout
+from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.chunks.settle import settled
+from elixir_moe.chunks.step_order import StepEvent
+from elixir_moe.distributed.all_ranks import made_on_all_ranks
+from elixir_moe.distributed.collectives import Communicator, build_communicators, is_staged
+from elixir_moe.memory.disk import DiskFile
+from elixir_moe.memory.host_sums import adds_beside
+from elixir_moe.optim.accepted import is_adam, moments_of
+from elixir_moe.runtime.model_spec import ModelSpec, describe
+from elixir_moe.runtime.units import find_parts, registered_forward
+from elixir_moe.setup.agreement import agree_on, host_bytes_of_a_rank
+
+if TYPE_CHECKING:
+    from elixir_moe.search.prediction import Prediction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decided:
+    """What is packed, and how."""
+
+    plan: Plan
+    """With every number settled."""
+    model: ModelSpec
+    layout: Layout
+    schedule: Schedule
+    """The requests of a step to the rCache."""
+    moments: int
+    """fp32 values the optimizer keeps per element."""
+    staged: bool
+    """Reductions run over gloo."""
+    communicators: Mapping[tuple[int, ...], Communicator]
+    """Those that were made before the search, since their memory is not free for the plan; else empty."""
+    prediction: "Prediction | None"
+    """The predicted cost of a step; None for a plan without a search."""
+
+
+def decide(
+    made: ExitStack,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan | AutoPlan,
+    sample: Any,
+    step: Callable[[nn.Module, Any], Any] | None,
+    compute_dtype: torch.dtype | None,
+    device: torch.device,
+) -> Decided:
+    """Describes the model and settles its plan; `made` undoes what is made. Collective; raises as `wrap`."""
+    moments, staged = moments_of(optimizer), is_staged(dist.group.WORLD, device)  # type: ignore[arg-type]
+    prediction, communicators = None, {}
+    events: Sequence[StepEvent]
+    if isinstance(plan, Plan):
+        parts = find_parts(model)
+        if step is None:
+            events = registered_forward(parts)
+        else:
+            from elixir_moe.search.auto import events_of
+
+            events = events_of(model, parts, step, sample, compute_dtype)
+    else:
+        from elixir_moe.search.auto import Request, device_room, forecast, groups_of
+        from elixir_moe.search.prediction import Prediction
+        from elixir_moe.setup.tiling import tile_to_fit
+
+        request = Request(
+            wanted=plan,
+            device=device,
+            compute_dtype=compute_dtype,
+            adam=is_adam(optimizer),
+            moments=moments,
+            staged=staged,
+        )
+        tile_to_fit(model, optimizer, device_room(model, request), compute_dtype)
+        parts = find_parts(model)
+        communicators = build_communicators(groups_of(model), device)
+        made.callback(close_all, communicators.values())
+        prediction = Prediction(*forecast(model, request))
+        plan, events = prediction.forecast.plan, prediction.forecast.events
+    described = made_on_all_ranks(
+        "described the model", lambda: describe(model, parts, events, compute_dtype, plan.reduce_dtype)
+    )
+    agree_on(plan, described)
+    plan = settled(
+        plan,
+        described.params,
+        described.step_order,
+        moments=moments,
+        free_host_bytes=host_bytes_of_a_rank(described.ranks),
+        beside=adds_beside(device),
+    )
+    layout, schedule = described.layout(plan)
+    return Decided(
+        plan=plan,
+        model=described,
+        layout=layout,
+        schedule=schedule,
+        moments=moments,
+        staged=staged,
+        communicators=communicators,
+        prediction=prediction,
+    )
+
+
+def close_all(those: Iterable[DiskFile | Communicator]) -> None:
+    """Closes each of them."""
+    for each in those:
+        each.close()
