@@ -141,10 +141,11 @@ class Streams:
         return event.synchronize
 
     def fetch_after_compute(self) -> None:
-        """Orders later fetches behind all compute issued so far."""
-        if self._fetch is not None:
+        """Orders later fetches behind all compute issued so far, and what is freed on the streams of both transfers."""
+        if self._fetch is not None and self._reduce is not None:
             for stream in self._compute:
                 self._fetch.wait_stream(stream)
+                self._reduce.wait_stream(stream)  # a sum that was allocated there dies there
 
     def end_step(self, *, host: bool) -> None:
         """Orders the current stream, the only compute from now on, behind all other compute and all reductions.

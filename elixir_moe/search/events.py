@@ -264,9 +264,12 @@ class Recorder(TorchDispatchMode):
     def _saved(self, tensor: Tensor) -> "_Saved":
         """Notes parameters among the saved tensors, and records what checkpointed regions keep."""
         whole = tensor if tensor.is_leaf else tensor.detach()
-        strided = local_of(tensor).layout is torch.strided
-        if self._running and strided and (name := self._storages.get(local_of(tensor).untyped_storage())) is not None:
-            return _Saved(whole, parameter=name)
+        local = local_of(tensor)
+        if self._running and local.layout is torch.strided:
+            with torch._C.DisableTorchFunctionSubclass():
+                name = self._storages.get(local.untyped_storage())
+            if name is not None:
+                return _Saved(whole, parameter=name)
         region = None
         if not in_backward() and kept_by_region(tensor) and tensor.untyped_storage() not in self._kept:
             self._kept.add(tensor.untyped_storage())

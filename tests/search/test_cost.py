@@ -39,7 +39,7 @@ def profile(
         params=tuple(ParamSpec(name=f"p{i}", shape=(1 << 20,), key=key) for i in range(4)),
         order=(0, 1, 2, 3),
         parts=(),
-        uses=(),
+        events=(),
         parameters=4 << 20,
         tokens=1000,
         flops=10**12,
