@@ -15,6 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 STOREYS: list[set[str]] = [
     {"errors"},
+    {"records"},
     {"kernels"},
     {"distributed"},
     {"parallel"},
@@ -44,7 +45,7 @@ PURE += [
     for name in ("param_spec", "packing", "plan", "cache_policy", "step_machine", "step_order", "settle")
 ]
 PURE += [f"search.{name}" for name in ("cost", "estimate", "hardware", "profile", "solve", "zero_infinity")]
-HEAVY = ["jsonargparse", "megatron", "matplotlib", "rich", "yaml", "safetensors", "transformers"]
+HEAVY = ["megatron", "matplotlib", "rich", "yaml", "safetensors", "transformers"]
 
 
 def name_of(path: Path) -> str:

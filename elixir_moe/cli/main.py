@@ -40,7 +40,7 @@ _ABOUT = "Trains mixture-of-experts models, and dense ones, that do not fit the 
 _SECONDS_FOR_RANK_0 = 10.0
 _OF_SETTINGS = (ConfigError, LayoutError, PlanError, TierError)
 """Errors that recur until the user changes something."""
-_TRAIN_EXTRA = {"jsonargparse", "matplotlib", "rich", "yaml"}
+_TRAIN_EXTRA = {"matplotlib", "rich", "yaml"}
 """Modules that only the extra `train` installs."""
 
 

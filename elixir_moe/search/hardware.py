@@ -9,39 +9,37 @@ single process groups what `by_gpus` gives by number of ranks; `origins`; and `m
 
 import json
 import os
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from elixir_moe.errors import ConfigError, meant, nothing_called
+from elixir_moe.errors import ConfigError, nothing_called
+from elixir_moe.records import ABOVE_0, Check, at_least, build
 
 _GIGA = 1e9
-_MOST = sys.float_info.max
-_LEAST_BYTES = 2**20
-"""Fewest bytes of a memory or disk: fewer are of another unit."""
-_WHOLE = ("gpu_bytes", "cpu_bytes", "gpus_per_node")
-_NEEDED = (*_WHOLE, "peak_tflops", "memory_bandwidth")
-_OPTIONAL = ("node_bandwidth", "disk_bytes", "disk_read", "disk_write", "mean_error")
 ORIGINS = ("measured", "data sheet", "assumed", "given")
 """Where a figure may come from; "given" is what the user says of the machine."""
+_Origin = Annotated[str, Check(f"one of {', '.join(ORIGINS)}", ORIGINS.__contains__)]
+_Name = Annotated[str, Check("the name of a figure", lambda name: name in _figures())]
+_Speed = Annotated[float, ABOVE_0]
+_Bytes = Check(f"bytes (64 GiB are {64 * 2**30})", lambda n: 2**20 <= n < 2**62)  # fewer are of another unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
     """The combined speed of n GPUs that work at the same time."""
 
-    b_c2g: float
+    b_c2g: _Speed
     """Host to device, 1e9 bytes a second."""
-    b_g2c: float
+    b_g2c: _Speed
     """Device to host, 1e9 bytes a second."""
-    v_g: float
+    v_g: _Speed
     """Adam on the devices, 1e9 parameters a second."""
-    v_c: float
+    v_c: _Speed
     """Adam on the host, 1e9 parameters a second."""
-    b_g2g: float | None = None
+    b_g2g: Annotated[float | None, ABOVE_0] = None
     """Between devices, 1e9 bytes a second; None for one GPU."""
 
 
@@ -51,9 +49,9 @@ class Wire:
 
     ranks: tuple[int, ...]
     """Global ranks of the process group."""
-    latency_us: float
+    latency_us: _Speed
     """Fixed time of a collective, in microseconds."""
-    bandwidth: float
+    bandwidth: _Speed
     """Bandwidth beyond that, in 1e9 bytes of gathered chunks a second."""
 
 
@@ -61,13 +59,13 @@ class Wire:
 class Fitted:
     """Four constants that no data sheet gives, fitted to a machine, or corrected by the steps of one model on it."""
 
-    device_efficiency: float
+    device_efficiency: _Speed
     """Fraction of the device's peaks, for matrix products and memory traffic alike, that kernels reach."""
-    exposed_collectives: float
+    exposed_collectives: _Speed
     """Fraction of the time of gathers and reductions that compute does not hide."""
-    host_update_slowdown: float
+    host_update_slowdown: _Speed
     """Time of an update in host memory within a step, relative to Adam alone: unscaling, casts, page faults."""
-    overhead_ns_per_parameter: float
+    overhead_ns_per_parameter: _Speed
     """Nanoseconds a step takes per gathered parameter, whatever the batch: launches, hooks, copies."""
 
 
@@ -76,30 +74,30 @@ class Hardware:
     """A machine, or a cluster of equal ones."""
 
     name: str
-    gpu_bytes: int
+    gpu_bytes: Annotated[int, _Bytes]
     """Memory of one GPU."""
-    cpu_bytes: int
+    cpu_bytes: Annotated[int, _Bytes]
     """Host memory of one node."""
-    gpus_per_node: int
-    peak_tflops: float
+    gpus_per_node: Annotated[int, at_least(1)]
+    peak_tflops: _Speed
     """Peak of matrix products of one GPU in the compute dtype, by its data sheet, in 1e12 operations a second."""
-    memory_bandwidth: float
+    memory_bandwidth: _Speed
     """Bandwidth of device memory of one GPU, by its data sheet, in 1e9 bytes a second."""
     fitted: Fitted
-    by_gpus: dict[int, Links]
+    by_gpus: Annotated[dict[Annotated[int, at_least(1)], Links], Check("figures for one number of GPUs or more", bool)]
     """By number of GPUs."""
-    node_bandwidth: float | None = None
+    node_bandwidth: Annotated[float | None, ABOVE_0] = None
     """Bandwidth of a node's network, each way, in 1e9 bytes a second; None if there is one node."""
-    disk_bytes: int | None = None
+    disk_bytes: Annotated[int | None, _Bytes] = None
     """Bytes for shards on a node's disks; None if there are none."""
-    disk_read: float | None = None
+    disk_read: Annotated[float | None, ABOVE_0] = None
     """Bandwidth of a node's disks, like `disk_write` in 1e9 bytes a second; None if unknown."""
-    disk_write: float | None = None
+    disk_write: Annotated[float | None, ABOVE_0] = None
     wires: tuple[Wire, ...] = ()
     """Process groups that were measured."""
-    origins: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[_Name, _Origin] = field(default_factory=dict)
     """{name of a figure: one of `ORIGINS`}; of a figure that is not listed it is unknown."""
-    mean_error: float | None = None
+    mean_error: Annotated[float | None, ABOVE_0] = None
     """Mean relative error of predicted steps, on steps measured on this machine; None if none was measured."""
 
     def of_origin(self, origin: str) -> list[str]:
@@ -133,45 +131,22 @@ class Hardware:
             ConfigError: figures are missing, unknown or out of range; the message names all of them.
         """
         try:
-            data = json.loads(text)
+            data = json.loads(text, parse_float=_number)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"hardware {name!r} is not valid JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ConfigError(f"hardware {name!r} is a {type(data).__name__}: expected a JSON object of figures")
-        faults = _Faults()
-        plain = faults.figures(data, _NEEDED)
-        for whole in _WHOLE:
-            if plain.get(whole, 0) % 1:
-                faults.wrong.append(f"{whole} (found {plain[whole]!r}, expected a whole number)")
-        faults.no_others(data, {*cls.__dataclass_fields__} - {"name"})
-        part = faults.part(data, "fitted")
-        fitted = faults.figures(part, Fitted.__dataclass_fields__, "fitted.")
-        faults.no_others(part, Fitted.__dataclass_fields__, "fitted.")
-        optional = faults.figures(data, [name for name in _OPTIONAL if data.get(name) is not None])
-        if data.get("disk_bytes") is not None:
-            faults.missing.extend(name for name in ("disk_read", "disk_write") if data.get(name) is None)
-        links = dict(faults.links(data))
-        wires = tuple(faults.wires(data))
-        origins = dict(faults.origins(data))
-        if found := str(faults):
-            raise ConfigError(f"hardware {name!r}: {found}")
-        return cls(
+        found = build(
+            cls,
+            _without_notes(data),
+            noun="figure",
+            error=lambda text: ConfigError(f"hardware {name!r}: {text}"),
             name=name,
-            gpu_bytes=int(plain["gpu_bytes"]),
-            cpu_bytes=int(plain["cpu_bytes"]),
-            gpus_per_node=int(plain["gpus_per_node"]),
-            peak_tflops=plain["peak_tflops"],
-            memory_bandwidth=plain["memory_bandwidth"],
-            fitted=Fitted(**fitted),
-            by_gpus=dict(sorted(links.items())),
-            wires=wires,
-            node_bandwidth=optional.get("node_bandwidth"),
-            disk_bytes=int(optional["disk_bytes"]) if "disk_bytes" in optional else None,
-            disk_read=optional.get("disk_read"),
-            disk_write=optional.get("disk_write"),
-            origins=origins,
-            mean_error=optional.get("mean_error"),
         )
+        lacks = [f"by_gpus.{n}.b_g2g" for n, links in found.by_gpus.items() if n > 1 and links.b_g2g is None]
+        if found.disk_bytes is not None:
+            lacks += [key for key in ("disk_read", "disk_write") if getattr(found, key) is None]
+        if lacks:
+            raise ConfigError(f"hardware {name!r}: {' and '.join(lacks)} {'are' if len(lacks) > 1 else 'is'} missing")
+        return replace(found, by_gpus=dict(sorted(found.by_gpus.items())))
 
     def to_json(self) -> str:
         """The inverse of `parse`."""
@@ -282,88 +257,18 @@ class Hardware:
         return 1 if self.node_bandwidth is None else len({rank // self.gpus_per_node for rank in ranks})
 
 
-@dataclass(frozen=True, slots=True)
-class _Faults:
-    """The faults found in a file while it is read."""
+def _figures() -> set[str]:
+    return {*Hardware.__dataclass_fields__, *Links.__dataclass_fields__}
 
-    missing: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        kinds = {"missing": self.missing, "unknown": self.unknown, "out of range": self.wrong}
-        return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
+def _without_notes(data: Any) -> Any:
+    """Plain data without keys that begin with an underscore."""
+    if not isinstance(data, dict):
+        return data
+    return {key: _without_notes(value) for key, value in data.items() if not key.startswith("_")}
 
-    def part(self, data: dict[str, Any], key: str, where: str = "") -> dict[str, Any]:
-        """The object under `key`; empty if there is none."""
-        part = data.get(key)
-        if isinstance(part, dict):
-            return part
-        if part is not None:
-            self.wrong.append(f"{where}{key} (found {part!r}, expected an object)")
-        return {}
 
-    def figures(self, data: dict[str, Any], names: Iterable[str], where: str = "") -> dict[str, float]:
-        """The positive numbers under `names`."""
-        found: dict[str, float] = {}
-        for name in names:
-            value = data.get(name)
-            if value is None:
-                self.missing.append(f"{where}{name}")
-            elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST:
-                self.wrong.append(f"{where}{name} (found {value!r}, expected a number above 0)")
-            elif name.endswith("_bytes") and value < _LEAST_BYTES:
-                self.wrong.append(f"{where}{name} (found {value!r}, expected bytes: 64 GiB are {64 * 2**30})")
-            else:
-                found[name] = value
-        return found
-
-    def no_others(self, data: dict[str, Any], names: Collection[str], where: str = "") -> None:
-        """Records keys other than `names` and notes (keys that begin with an underscore): they would be ignored."""
-        for name in data:
-            if name not in names and not name.startswith("_"):
-                hint = meant(name, names)
-                self.unknown.append(f"{where}{name}{f' ({hint})' if hint else ''}")
-
-    def links(self, data: dict[str, Any]) -> Iterator[tuple[int, Links]]:
-        """(number of GPUs, figures) of each entry of `by_gpus`, which must have at least one."""
-        by_gpus = self.part(data, "by_gpus")
-        if not by_gpus:
-            self.missing.append("by_gpus.1")
-        for gpus in by_gpus:
-            part, where = self.part(by_gpus, gpus, "by_gpus."), f"by_gpus.{gpus}."
-            needed = [name for name in Links.__dataclass_fields__ if name != "b_g2g" or gpus != "1"]
-            found = self.figures(part, needed, where)
-            self.no_others(part, Links.__dataclass_fields__, where)
-            if not gpus.isdecimal() or int(gpus) < 1:
-                self.wrong.append(f"by_gpus.{gpus} (expected a number of GPUs)")
-            elif len(found) == len(needed):
-                yield int(gpus), Links(**found)
-
-    def origins(self, data: dict[str, Any]) -> Iterator[tuple[str, str]]:
-        """(figure, its origin)."""
-        figures = {*Hardware.__dataclass_fields__, *Links.__dataclass_fields__}
-        part = self.part(data, "origins")
-        self.no_others(part, figures, "origins.")
-        for name, origin in part.items():
-            if origin not in ORIGINS:
-                self.wrong.append(f"origins.{name} (found {origin!r}, expected one of {', '.join(ORIGINS)})")
-            elif name in figures:
-                yield name, origin
-
-    def wires(self, data: dict[str, Any]) -> Iterator[Wire]:
-        """The measured process groups."""
-        listed = data.get("wires") or []
-        if not isinstance(listed, list):
-            self.wrong.append(f"wires (found {listed!r}, expected a list)")
-            return
-        for number, wire in enumerate(listed):
-            if not isinstance(wire, dict):
-                self.wrong.append(f"wires.{number} (found {wire!r}, expected an object)")
-                continue
-            found = self.figures(wire, ("latency_us", "bandwidth"), f"wires.{number}.")
-            ranks = wire.get("ranks")
-            if not isinstance(ranks, list) or not all(isinstance(rank, int) for rank in ranks):
-                self.wrong.append(f"wires.{number}.ranks (found {ranks!r}, expected a list of ranks)")
-            elif len(found) == 2:
-                yield Wire(ranks=tuple(ranks), **found)
+def _number(text: str) -> int | float:
+    """A number of JSON with a point or an exponent: a whole one if it is one, as 64e9 bytes are."""
+    number = float(text)
+    return int(number) if number.is_integer() else number

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from elixir_moe.chunks.plan import AutoPlan, Plan, size_bytes
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.models.config import GPTConfig
+from elixir_moe.records import ABOVE_0, Check, at_least, check
 from elixir_moe.train import settings
 from elixir_moe.train.data import VOCABULARY, ByteText
 
@@ -34,6 +35,7 @@ _MEANINGFUL: dict[str, tuple[str, ...]] = {
 _SIZES = ("rcache", "device", "host", "budget")
 _LEAST_BYTES = 1000
 """Bytes below which nobody means a size: the unit is missing."""
+_FINITE = Check("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +44,11 @@ class DataConfig:
 
     paths: tuple[str, ...] = ()
     """Files or glob patterns, joined in order; if empty, the English text of Python's own help."""
-    validation: float = 0.1
+    validation: Annotated[float, Check("a share between 0 and 1", lambda share: 0 < share < 1)] = 0.1
     """Fraction of the text, from its end, kept for validation."""
 
     def __post_init__(self) -> None:
-        _check(0 < self.validation < 1, "data.validation", self.validation, "a share between 0 and 1")
+        check(self, "data")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,101 +127,75 @@ def _no_step(model: nn.Module, sample: Any) -> None:
 class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay of the learning rate."""
 
-    lr: float = 1e-3
+    lr: Annotated[float, ABOVE_0] = 1e-3
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], Check("a number from 0 to below 1", lambda beta: 0 <= beta < 1)] = (0.9, 0.95)
     """Decay rates of the two moments, per step."""
-    eps: float = 1e-8
+    eps: Annotated[float, ABOVE_0] = 1e-8
     """Added to the square root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, _FINITE] = 0.1
     """Decoupled weight decay, for parameters with two or more dims only."""
-    warmup_steps: int = 50
+    warmup_steps: Annotated[int, at_least(0)] = 50
     """Steps of linear warm-up to the peak learning rate."""
-    final_lr: float = 0.1
+    final_lr: Annotated[float, Check("a share of lr between 0 and 1", lambda share: 0 <= share <= 1)] = 0.1
     """Learning rate of the last step, as a fraction of lr."""
-    clip_norm: float | None = 1.0
+    clip_norm: Annotated[float | None, ABOVE_0] = 1.0
     """Bound on the global gradient norm; null: no clipping."""
 
     def __post_init__(self) -> None:
-        _check(0 < self.lr < math.inf, "optimizer.lr", self.lr, "a finite number above 0")
-        for i, beta in enumerate(self.betas):
-            _check(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "a number from 0 to below 1")
-        _check(0 < self.eps < math.inf, "optimizer.eps", self.eps, "a finite number above 0")
-        decay = self.weight_decay
-        _check(0 <= decay < math.inf, "optimizer.weight_decay", decay, "a finite number, 0 or more")
-        _check(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more steps")
-        _check(0 <= self.final_lr <= 1, "optimizer.final_lr", self.final_lr, "a share of lr between 0 and 1")
-        clip = self.clip_norm
-        _check(clip is None or 0 < clip < math.inf, "optimizer.clip_norm", clip, "a finite number above 0, or null")
+        check(self, "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """Length of the run, batch size, dtype, evaluation and output."""
 
-    out: str
+    out: Annotated[str, Check("a directory", str.strip)]
     """Directory for everything the run writes; created if missing, refused if it holds anything other than this run."""
     overwrite: bool = False
     """Replace a run in out, finished or not. A run restarted by its launcher continues all the same."""
     resume: str = "auto"
     """auto: continue the run in out, if any, from its latest checkpoint; fall_back: from the latest undamaged
     checkpoint; never: refuse a used out; otherwise: the path of a checkpoint to start from."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: Annotated[float, at_least(1, "second"), _FINITE] = 600.0
     """Seconds a rank waits for the others before all ranks end with an error."""
-    steps: int = 100
+    steps: Annotated[int, at_least(1)] = 100
     """Optimizer steps."""
-    global_batch: int = 32
+    global_batch: Annotated[int, at_least(1)] = 32
     """Samples per step, over all ranks and micro-batches; a sample has model.seq_len bytes."""
-    accumulation: int = 1
+    accumulation: Annotated[int, at_least(1)] = 1
     """Micro-batches that each rank runs per optimizer step."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of forward and backward; master weights and moments are always fp32."""
-    seed: int = 0
+    seed: Annotated[int, Check("0 or more, below 2**62", lambda seed: 0 <= seed < 2**62)] = 0
     """Seed of weights, samples, dropout and the text sample."""
-    eval_every: int = 100
+    eval_every: Annotated[int, at_least(1)] = 100
     """Steps between evaluations; the last step is always evaluated."""
-    eval_batches: int = 8
+    eval_batches: Annotated[int, at_least(1)] = 8
     """Batches per evaluation, each as large as a micro-batch of all ranks; fewer if the validation text is shorter."""
-    log_every: int = 10
+    log_every: Annotated[int, at_least(1)] = 10
     """Steps between log lines if the output is not a terminal."""
-    sample_bytes: int = 300
+    sample_bytes: Annotated[int, at_least(0)] = 300
     """Bytes of text that the trained model writes at the end; 0: none."""
-    temperature: float = 0.8
+    temperature: Annotated[float, _FINITE] = 0.8
     """Sampling temperature of this text; 0 always takes the most likely byte."""
-    tp: int = 1
+    tp: Annotated[int, at_least(1)] = 1
     """Tensor-parallel degree: neighbouring ranks that share the samples of a micro-batch, and cut attention heads and
     dense MLPs among them. Divides the ranks and model.n_heads."""
-    threads: int = 1
+    threads: Annotated[int, at_least(1)] = 1
     """CPU threads per rank."""
 
     def __post_init__(self) -> None:
-        _check(bool(self.out.strip()), "run.out", self.out, "a directory")
-        for name in (
-            "steps",
-            "global_batch",
-            "accumulation",
-            "eval_every",
-            "eval_batches",
-            "log_every",
-            "tp",
-            "threads",
-        ):
-            _check(getattr(self, name) >= 1, f"run.{name}", getattr(self, name), "at least 1")
-        _check(self.sample_bytes >= 0, "run.sample_bytes", self.sample_bytes, "0 or more")
-        _check(0 <= self.seed < 2**62, "run.seed", self.seed, "0 or more, below 2**62")
-        patience = self.timeout_seconds
-        _check(1 <= patience < math.inf, "run.timeout_seconds", patience, "at least 1 second")
-        heat = self.temperature
-        _check(0 <= heat < math.inf, "run.temperature", heat, "a finite number, 0 or more")
+        check(self, "run")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveConfig:
     """Checkpoints of the whole training state, in OUT/checkpoints."""
 
-    every: int | None = 100
+    every: Annotated[int | None, at_least(1, "step")] = 100
     """Steps between checkpoints; the last step is always saved. Null: no regular checkpoints."""
-    keep: int = 2
+    keep: Annotated[int, at_least(1)] = 2
     """Number of checkpoints to keep."""
     asynchronous: bool = True
     """Continue training while a checkpoint is written."""
@@ -227,8 +203,7 @@ class SaveConfig:
     """Reaction to a checkpoint that cannot be written, for example on a full disk; for the last one, always stop."""
 
     def __post_init__(self) -> None:
-        _check(self.every is None or self.every >= 1, "save.every", self.every, "at least 1 step, or null")
-        _check(self.keep >= 1, "save.keep", self.keep, "at least 1")
+        check(self, "save")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,37 +215,29 @@ class WatchConfig:
     the state and stop. Overflows of fp16 gradients are skipped first, up to 31 in a row."""
     on_divergence: Literal["skip", "back", "stop"] = "stop"
     """Reaction to losses far above recent ones; the choices are those of on_nan."""
-    window: int = 64
+    window: Annotated[int, at_least(1)] = 64
     """Number of recent good steps to compare with."""
-    deviations: float = 10.0
+    deviations: Annotated[float, ABOVE_0] = 10.0
     """A loss is too high if it exceeds the median of recent losses by this many robust standard deviations."""
-    patience: int = 3
+    patience: Annotated[int, at_least(1)] = 3
     """Consecutive steps with too high a loss that count as a divergence; with skip, the number of consecutive steps
     skipped before the run stops."""
-    back_rate: float = 0.5
+    back_rate: Annotated[float, Check("a share above 0, at most 1", lambda share: 0 < share <= 1)] = 0.5
     """Factor on the learning rate each time the run goes back."""
     avoid_batch: bool = True
     """After going back, leave out the batches that caused it."""
-    tries: int = 3
+    tries: Annotated[int, at_least(0)] = 3
     """Number of times the run goes back before it stops."""
-    straggler_score: float = 1.5
+    straggler_score: Annotated[float, Check("a number above 1", lambda score: score > 1)] = 1.5
     """Report a rank whose busy time exceeds the median rank's by this factor."""
-    scales_every: int | None = 100
+    scales_every: Annotated[int | None, at_least(1, "step")] = 100
     """Steps between checks of the root mean square of every parameter; null: never."""
-    memory_tries: int = 6
+    memory_tries: Annotated[int, at_least(0)] = 6
     """Number of times a step that ran out of memory is redone with less before the run ends: first with a smaller
     rCache, then with smaller micro-batches."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "patience"):
-            _check(getattr(self, name) >= 1, f"watch.{name}", getattr(self, name), "at least 1")
-        for name in ("tries", "memory_tries"):
-            _check(getattr(self, name) >= 0, f"watch.{name}", getattr(self, name), "0 or more")
-        _check(0 < self.deviations < math.inf, "watch.deviations", self.deviations, "a finite number above 0")
-        _check(0 < self.back_rate <= 1, "watch.back_rate", self.back_rate, "a share above 0, at most 1")
-        _check(self.straggler_score > 1, "watch.straggler_score", self.straggler_score, "a number above 1")
-        every = self.scales_every
-        _check(every is None or every >= 1, "watch.scales_every", every, "at least 1 step, or null")
+        check(self, "watch")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,8 +253,8 @@ class TrainConfig:
     run: RunConfig
 
     def __post_init__(self) -> None:
-        found = self.model.vocab_size
-        _check(found == VOCABULARY, "model.vocab_size", found, f"{VOCABULARY}, since tokens are bytes")
+        if (found := self.model.vocab_size) != VOCABULARY:
+            raise ConfigError(f"model.vocab_size: expected {VOCABULARY}, since tokens are bytes, got {found}")
 
     @property
     def micro_batch(self) -> int:
@@ -340,8 +307,3 @@ def _check_degree(key: str, degree: int, ranks: int, what: str) -> None:
             f"{key}={degree} does not divide {what}: choose one of "
             f"{[n for n in range(1, ranks + 1) if ranks % n == 0]}, or start another number of ranks"
         )
-
-
-def _check(holds: bool, key: str, found: object, expected: str) -> None:
-    if not holds:
-        raise ConfigError(f"{key}: expected {expected}, got {found}")

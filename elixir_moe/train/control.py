@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
-from elixir_moe.errors import ConfigError
+from elixir_moe.records import ABOVE_0
 from elixir_moe.train import settings
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -26,20 +26,14 @@ REQUEUE = 75
 class Control:
     """The settings in `control.yaml`; those left out do not change."""
 
-    lr: float | None = None
+    lr: Annotated[float | None, ABOVE_0] = None
     """New peak learning rate; the schedule stays the same."""
-    clip_norm: float | None = None
+    clip_norm: Annotated[float | None, ABOVE_0] = None
     """New bound on the global gradient norm."""
     save: bool = False
     """Save now; once per change of the file."""
     stop: bool = False
     """Save and end now, when the file changes."""
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "clip_norm"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}: expected a finite number above 0, got {value}")
 
 
 class ControlFile:

@@ -1,24 +1,21 @@
-"""Settings: from YAML and the command line into frozen dataclasses, and back; jsonargparse reads the values.
+"""Settings: from YAML and the command line into frozen dataclasses, and back, and the help about them.
 
-Owns the conversion of plain data to dataclasses. jsonargparse sees one value and its type at a time, so it opens no
-file and imports no class, whatever the YAML contains; it is imported only when settings are read. Knows no setting by
-name: the dataclass of a setting defines its meaning and its valid values.
+Owns the YAML of settings, the overrides of the command line, and the help. `records` makes the dataclasses. Knows no
+setting by name: the dataclass of a setting defines its meaning and its valid values.
 """
 
 import argparse
+import ast
 import dataclasses
-import difflib
-import functools
 import inspect
-import math
-import types
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import yaml
 
+from elixir_moe import records
 from elixir_moe.errors import ConfigError
 
 T = TypeVar("T")
@@ -46,23 +43,26 @@ def parse_yaml(text: str, path: str | Path) -> dict[str, Any]:
 
 
 def build(cls: type[T], values: Mapping[str, Any], overrides: Sequence[tuple[str, str]] = ()) -> T:
-    """An instance of the dataclass `cls`, nested dataclasses included.
+    """An instance of the dataclass `cls`, as by `records.build`.
 
     Args:
-        cls: the dataclass.
-        values: plain data, with a mapping for each nested dataclass.
+        cls: the dataclass, of settings or of sections of settings.
+        values: plain data, with a mapping for each section.
         overrides: (dotted key, text) pairs that override `values`; the last one of a key counts.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a missing key, a value of the wrong type, or an error
-            from the dataclasses' own checks.
+        ConfigError: as `records.build` says.
     """
-    known = list(_keys(cls))
-    typed = {key: None if text in ("null", "None") else text for key, text in overrides}
-    for key in typed:
+    known = list(records.keys(cls))
+    merged = {name: dict(part) if isinstance(part, Mapping) else part for name, part in values.items()}
+    for key, text in overrides:
         if key not in known:
-            raise _unknown(key, known)
-    return _build(cls, values, typed, "", known)
+            raise ConfigError(records.unknown("setting", key, known))
+        section, _, name = key.rpartition(".")
+        part = merged.setdefault(section, {}) if section else merged
+        if isinstance(part, dict):  # another one is refused below
+            part[name] = None if text in ("null", "None") else text
+    return records.build(cls, merged, texts=True)
 
 
 def to_yaml(config: Any) -> str:
@@ -72,14 +72,28 @@ def to_yaml(config: Any) -> str:
 
 def help_of(cls: type) -> str:
     """Help text for every setting of a dataclass of sections: the docstring under its field, its type and default."""
-    import jsonargparse
-
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
     group = parser.add_argument_group("settings, in the file or as --section.key value")
-    for name, section in typing.get_type_hints(cls).items():
-        group.add_class_arguments(section, name, as_group=False)
+    for section, kind in get_type_hints(cls).items():
+        hints, words = get_type_hints(kind), _docstrings(kind)
+        for field in dataclasses.fields(kind):
+            facts = f"type: {inspect.formatannotation(hints[field.name])}"
+            is_needed = field.default is field.default_factory
+            facts = f"required, {facts}" if is_needed else f"{facts}, default: {field.default}"
+            text = f"{words[field.name]} ({facts})".replace("%", "%%")
+            group.add_argument(f"--{section}.{field.name}", metavar=field.name.upper(), help=text)
     return parser.format_help()
+
+
+def _docstrings(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass."""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, text in itertools.pairwise(definition.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
 
 
 def _flaw(error: yaml.YAMLError | RecursionError, text: str) -> str:
@@ -121,67 +135,3 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(tuple, lambda dumper, values: dumper.represent_sequence("tag:yaml.org,2002:seq", values, True))
-
-
-def _build(cls: Any, values: Any, typed: Mapping[str, str | None], where: str, known: Sequence[str]) -> Any:
-    """A `cls` from `values`, overridden by `typed`; `where` is the section's key with a dot."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where.rstrip('.')}: expected a section with keys, got {values!r}")
-    hints, arguments = typing.get_type_hints(cls), {}
-    for name in values:
-        if name not in hints:
-            raise _unknown(f"{where}{name}", known)
-    for field in dataclasses.fields(cls):
-        key, hint = where + field.name, hints[field.name]
-        if dataclasses.is_dataclass(hint):  # a missing section is checked like an empty one
-            arguments[field.name] = _build(hint, values.get(field.name, {}), typed, f"{key}.", known)
-        elif key in typed or field.name in values:
-            arguments[field.name] = _converted(key, hint, typed.get(key, values.get(field.name)))
-        elif field.default is field.default_factory:  # there is no default
-            raise ConfigError(f"setting {key!r} is missing and has no default: give {inspect.formatannotation(hint)}")
-    return cls(**arguments)
-
-
-@functools.cache
-def _parser(hint: Any) -> Any:
-    """A parser for values of type `hint`; cached, since there are few types and parsers are slow to create."""
-    import jsonargparse
-
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--value", type=hint)
-    return parser
-
-
-def _converted(key: str, hint: Any, value: Any) -> Any:
-    """`value` converted to the type `hint`. Raises ConfigError if it has another type."""
-    wrong = ConfigError(f"{key}: expected {inspect.formatannotation(hint)}, got {value!r}")
-    if value is None and types.NoneType in typing.get_args(hint):
-        return None
-    if typing.get_origin(hint) is tuple and isinstance(value, str):
-        value = [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
-    try:
-        found = _parser(hint).parse_object({"value": value}).value
-    except (argparse.ArgumentError, ValueError, OverflowError):
-        raise wrong from None
-    if found is None:  # jsonargparse accepts None for any type
-        raise wrong
-    for number in found if isinstance(found, tuple) else (found,):
-        if isinstance(number, float) and not math.isfinite(number):
-            raise ConfigError(f"{key}: expected a finite number, got {value}")
-    return found
-
-
-def _keys(cls: Any, where: str = "") -> Iterator[str]:
-    """The dotted key of every setting."""
-    for name, hint in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            yield from _keys(hint, f"{where}{name}.")
-        else:
-            yield where + name
-
-
-def _unknown(key: str, known: Sequence[str]) -> ConfigError:
-    """The error for an unknown `key`, with the nearest setting or section; settings with the same last part first."""
-    likely = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    likely = likely or [*known, *{k.rpartition(".")[0] for k in known} - {""}]
-    return ConfigError(f"unknown setting {key!r}; did you mean {difflib.get_close_matches(key, likely, 1, 0.0)[0]!r}?")

@@ -121,12 +121,12 @@ def test_what_is_wrong_with_a_hardware_file_is_named() -> None:
     with pytest.raises(ConfigError) as error:
         Hardware.parse(json.dumps(data), "mine")
     assert str(error.value) == (
-        "hardware 'mine': missing: cpu_bytes, fitted.device_efficiency, by_gpus.2.v_c; "
-        "unknown: node_bandwith (did you mean 'node_bandwidth'?), xyzzy; "
-        "out of range: gpu_bytes (found 'much', expected a number above 0), "
-        "gpus_per_node (found -1, expected a number above 0)"
+        "hardware 'mine': unknown figure 'node_bandwith'; did you mean 'node_bandwidth'?; unknown figure 'xyzzy'; "
+        "gpu_bytes: expected int, got 'much'; cpu_bytes is missing: give int; "
+        "gpus_per_node: expected at least 1, got -1; fitted.device_efficiency is missing: give float; "
+        "by_gpus.2.v_c is missing: give float"
     )
-    with pytest.raises(ConfigError, match=r"hardware 'mine' is a list: expected a JSON object of figures"):
+    with pytest.raises(ConfigError, match=r"hardware 'mine': figure: expected a section with keys, got \[\]"):
         Hardware.parse("[]", "mine")
     with pytest.raises(ConfigError, match=r"no hardware or file is called 'a100-80g-pcie'; did you mean '\S+-x4'\?"):
         Hardware.named("a100-80g-pcie")

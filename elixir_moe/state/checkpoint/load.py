@@ -172,7 +172,7 @@ def _look_up(
         buffers=sources,
         extra_states=[(modules[key], decode(value, f"{where}: {key}")) for key, value in extra_states.items()],
         random=read_random_states(manifest.rng[rank], f"{where}: rng {rank}") if rank < manifest.world else None,
-        options=[decode(group["options"], f"{where}: param_groups") for group in manifest.param_groups],
+        options=[decode(group.options, f"{where}: param_groups") for group in manifest.param_groups],
         loss_scale=_loss_scale(scale, where) if scale is not None else None,
         extra=decode(manifest.extra, f"{where}: extra"),
     )
@@ -268,7 +268,7 @@ def _check_optimizer(manifest: Manifest, wrapped: Wrapped, directory: Path) -> N
             f"what one keeps means nothing to the other"
         )
     groups = [{wrapped.model.names[p][0] for p in group["params"]} for group in wrapped.optimizer.param_groups]
-    saved = [set(group["params"]) for group in manifest.param_groups]
+    saved = [set(group.params) for group in manifest.param_groups]
     if len(groups) != len(saved):
         raise CheckpointError(f"{directory} has {len(saved)} param_groups, the optimizer has {len(groups)}")
     for index, (ours, theirs) in enumerate(zip(groups, saved, strict=True)):

@@ -57,6 +57,7 @@ from elixir_moe.state.checkpoint.manifest import (
     FileRecord,
     Manifest,
     ParameterRecord,
+    ParamGroup,
     SavedPiece,
     dump,
     parse,
@@ -318,10 +319,10 @@ def _facts(path: Any, model: nn.Module, extra: Any, wrapped: Wrapped, frozen: bo
         fixed = {
             "optimizer": wrapped.kept.kind,
             "param_groups": tuple(
-                {
-                    "params": tuple(dict.fromkeys(wrapped.model.names[p][0] for p in group["params"])),
-                    "options": {k: encode(v, f"param_group[{k!r}]") for k, v in group.items() if k != "params"},
-                }
+                ParamGroup(
+                    params=tuple(dict.fromkeys(wrapped.model.names[p][0] for p in group["params"])),
+                    options={k: encode(v, f"param_group[{k!r}]") for k, v in group.items() if k != "params"},
+                )
                 for group in wrapped.optimizer.param_groups
             ),
             "loss_scale": encode(loss_scale_of(wrapped.optimizer), "the loss scale"),

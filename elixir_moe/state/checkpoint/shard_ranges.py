@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from elixir_moe.records import Size
+
 if TYPE_CHECKING:
     import torch
 
@@ -25,13 +27,13 @@ if TYPE_CHECKING:
 class Span:
     """Elements `start` .. `stop` of a box, in row-major order of the box."""
 
-    offset: tuple[int, ...]
+    offset: tuple[Size, ...]
     """Start of the box in the logical parameter, one index per dim."""
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     """Shape of the box."""
-    start: int
+    start: Size
     """First element."""
-    stop: int
+    stop: Size
     """One past the last element."""
 
     @property
