@@ -40,3 +40,29 @@ def test_a_rank_that_stands_in_one_step_for_too_long_ends(monkeypatch: pytest.Mo
     assert reasons[0].startswith("step 3 has taken 0 s, at ")
     assert "rank 1 is stopped or dead; it was last seen in" in reasons[0]
     assert store.get("run 1 failed").decode().startswith("rank 0 has failed: step 3 has taken 0 s")
+
+
+class Stopped(dist.HashStore):  # type: ignore[misc]  # torch's stubs forget it
+    """A store whose host stands still: it answers once the test is over."""
+
+    over = threading.Event()
+
+    def clone(self) -> "Stopped":
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        return self.over.wait(60) and super().check(keys)
+
+
+def test_a_run_whose_store_never_answers_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("_RUN_LOOK_SECONDS", 0.001), ("_GRACE_SECONDS", 0.0), ("_ANSWER_SECONDS", 0.001)):
+        monkeypatch.setattr(watchdog, name, seconds)
+    ended, reasons, store = threading.Event(), list[str](), Stopped()
+    with Watchdog(store, 1, 2, 0.0, lambda reason: (reasons.append(reason), ended.set())[1]) as dog:
+        dog.at("step 2")
+        assert ended.wait(60)
+        assert "does not answer: no answer within" in dog.explain()
+        with pytest.raises(TimeoutError):
+            dog.ask(lambda its: its.check(["x"]))
+    assert reasons[0].startswith("step 2 has taken 0 s, ") and "does not answer" in reasons[0]
+    store.over.set()
