@@ -144,12 +144,12 @@ def page_lock(memory: torch.Tensor) -> bool:
     return False
 
 
-def check_fits(nbytes: int, left: int, where: str, tier: Tier = Tier.HOST) -> None:
-    """Raises TierError if `nbytes` exceeds the bytes that are `left`."""
+def check_fits(nbytes: int, left: int, what: str, tier: Tier = Tier.HOST, *, relief: str = "") -> None:
+    """Raises TierError if `nbytes` exceeds the bytes that are `left`; `relief` is what to change, if not the plan."""
     if nbytes > left:
         raise TierError(
-            f"{tier} memory: the plan needs {size_text(nbytes)} for {where}, {size_text(left)} are left "
-            f"({size_text(nbytes - left)} short): {_RELIEF[tier]}, use more ranks or hosts"
+            f"{tier} memory: the plan needs {size_text(nbytes)} for {what}, {size_text(left)} are left "
+            f"({size_text(nbytes - left)} short): {relief or f'{_RELIEF[tier]}, use more ranks or hosts'}"
         )
 
 

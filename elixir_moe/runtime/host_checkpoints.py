@@ -20,14 +20,14 @@ from traceback import walk_stack
 import torch
 from torch._subclasses import FakeTensor
 
-from elixir_moe.chunks.plan import Tier, size_text
+from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.collectives import Work
-from elixir_moe.errors import TierError
-from elixir_moe.memory.slabs import Slab, host_bytes_left
+from elixir_moe.memory.slabs import Slab, check_fits, host_bytes_left
 from elixir_moe.runtime.streams import Streams
 
 _CHECKPOINTING = ("torch.utils.checkpoint", "megatron.core.tensor_parallel.random")
 """Modules whose autograd functions keep the inputs of a region."""
+_RELIEF = "keep fewer there (host_checkpoints=), or use a smaller batch or shorter sequences"
 _CALLERS = 4
 """Callers of `kept_by_region` up to the one that makes the region: the pack hook, `apply` in Python and in C++."""
 
@@ -199,13 +199,7 @@ class HostCheckpoints:
         return self._new_buffer(nbytes)
 
     def _new_buffer(self, nbytes: int) -> torch.Tensor:
-        left = host_bytes_left()
-        if nbytes > left:
-            raise TierError(
-                f"host memory: an activation checkpoint needs {size_text(nbytes)}, {size_text(left)} are left "
-                f"({size_text(nbytes - left)} short): keep fewer there (host_checkpoints=), or use a smaller batch or "
-                f"shorter sequences"
-            )
+        check_fits(nbytes, host_bytes_left(), "an activation checkpoint", relief=_RELIEF)
         slab = Slab(nbytes, torch.uint8, Tier.HOST, self._device, travels=self._device.type == "cuda")
         self.nbytes += nbytes
         return slab.take(nbytes)

@@ -26,7 +26,7 @@ from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk, Placeholder
 from elixir_moe.runtime.model_spec import ModelSpec
 from elixir_moe.setup.drawing import Record, drawn, record_of
-from elixir_moe.setup.sharing import REGISTRIES
+from elixir_moe.setup.sharing import attributes_of, items_of
 from elixir_moe.state.huggingface import Pretrained, leave_meta, replace_data
 
 _PIECE_BYTES = 64 << 20
@@ -198,21 +198,19 @@ def _draw_buffers(model: nn.Module) -> None:
             if isinstance(value, nn.Parameter):  # no module has registered it
                 result = nn.Parameter(result, requires_grad=value.requires_grad)
         done[id(value)] = value, result
-        if type(value) in (list, dict):
-            for at, item in list(enumerate(value) if isinstance(value, list) else value.items()):
-                if (new := with_data(item)) is not item:
-                    value[at] = new
-        elif type(value) is tuple:
-            items = tuple(map(with_data, value))
-            if any(new is not item for new, item in zip(items, value, strict=True)):
-                result = items
-                done[id(value)] = value, result
+        items = items_of(value) if type(value) in (list, dict, tuple) else []
+        changed = {at: new for at, item in items if (new := with_data(item)) is not item}
+        if changed and type(value) is tuple:
+            result = tuple(changed.get(at, item) for at, item in items)
+            done[id(value)] = value, result
+        elif changed:
+            for at, new in changed.items():
+                value[at] = new
         return result
 
     for module in model.modules():
-        kept = {name: value for name, value in module.__dict__.items() if name not in REGISTRIES}
-        for tensors, found in ((module._buffers, dict(module._buffers)), (module.__dict__, kept)):
-            for name, value in found.items():
+        for tensors, found in ((module._buffers, [*module._buffers.items()]), (module.__dict__, attributes_of(module))):
+            for name, value in found:
                 if (new := with_data(value)) is not value:
                     tensors[name] = new
 

@@ -19,8 +19,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.dtensor import local_of
 
-REGISTRIES = frozenset(nn.Module().__dict__)
-"""Attributes of every module: parameters, buffers, submodules, hooks."""
+_REGISTRIES = frozenset(nn.Module().__dict__)
 _MOST_WORK = 100_000
 """Steps in which numpy is to find whether two interleaved tensors overlap; undecided, they count as overlapping."""
 
@@ -131,8 +130,8 @@ def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         remade = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
-        for name, value in module.__dict__.items():
-            if name not in REGISTRIES and name not in remade:  # the hook computes the attribute before each forward
+        for name, value in attributes_of(module):
+            if name not in remade:  # the hook computes the attribute before each forward
                 yield from _within(f"{prefix}.{name}".lstrip("."), value, seen)
 
 
@@ -141,14 +140,23 @@ def _within(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor
         yield name, value
     elif id(value) not in seen:
         seen.add(id(value))
-        items: Iterable[tuple[Any, Any]] = ()
-        if isinstance(value, (list, tuple, deque)):
-            items = enumerate(value)
-        elif isinstance(value, dict):
-            items = value.items()
-        elif isinstance(value, partial):
-            items = (*enumerate(value.args), *value.keywords.items())
-        elif isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
-            items = getattr(value, "__dict__", {}).items()
-        for key, item in list(items):
+        for key, item in items_of(value):
             yield from _within(f"{name}[{key!r}]", item, seen)
+
+
+def attributes_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """The attributes of a module that are its own, and no registry of parameters, buffers, submodules or hooks."""
+    return [(name, value) for name, value in module.__dict__.items() if name not in _REGISTRIES]
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """What a container or a plain record holds, with its place there."""
+    if isinstance(value, (list, tuple, deque)):
+        return list(enumerate(value))
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, partial):
+        return [*enumerate(value.args), *value.keywords.items()]
+    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+        return list(getattr(value, "__dict__", {}).items())
+    return []

@@ -227,7 +227,7 @@ def _fail(*_: object) -> None:
 def test_too_little_host_memory_is_told_with_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = wrapped(Blocks(reentrant=False))
     monkeypatch.setattr("elixir_moe.runtime.host_checkpoints.host_bytes_left", lambda: 100)
-    with pytest.raises(TierError, match=r"needs 512 B, 100 B are left \(412 B short\): keep fewer there"):
+    with pytest.raises(TierError, match=r"512 B for an activation checkpoint, .*\(412 B short\): keep fewer there"):
         model(IDS)
     monkeypatch.undo()
     model(IDS).square().mean().backward()
