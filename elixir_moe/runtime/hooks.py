@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -371,6 +371,8 @@ class Hooks:
     def _take_gradient(self, slot: ParamId, parameter: nn.Parameter) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
+            if slot in self._scheduler.used and len(parameter._post_accumulate_grad_hooks or ()) > 1:
+                self._refuse_part(parameter)
         if gradient is None:
             return  # a hook of user code has used it up, and the parameter has none, as in torch
         if type(gradient) is not torch.Tensor:
@@ -378,6 +380,13 @@ class Hooks:
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         self._scheduler.add_gradient(*slot, gradient)
+
+    def _refuse_part(self, parameter: nn.Parameter) -> NoReturn:
+        raise UsageError(
+            f"a second gradient of parameter {self._names[parameter]!r}, which has a hook of "
+            f"register_post_accumulate_grad_hook: in torch that hook sees the sum of all gradients of the step, which "
+            f"is in shards here: use register_hook, which sees each gradient by itself, or optimizer.clip_grad_value_"
+        )
 
     def _end_backward(self) -> None:
         self.machine.end()

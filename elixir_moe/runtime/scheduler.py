@@ -18,10 +18,12 @@ Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the 
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from elixir_moe.chunks.cache_policy import (
     ACQUIRE,
@@ -46,6 +48,8 @@ from elixir_moe.runtime.phase import READABLE, WHOLE, Phase
 from elixir_moe.runtime.reduction_order import Agreement, alone
 from elixir_moe.runtime.streams import Streams
 
+_SELECTIVE = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+"""Modes that keep operators' results by their number in a checkpointed region (`context_fn`)."""
 _MISSES_BEFORE_NEW_SCHEDULE = 3
 _SMALL_BYTES, _MOST_SMALL = 1 << 16, 16
 """Gradients of at most so many bytes are copied together, at most so many."""
@@ -682,13 +686,22 @@ _HERE = nullcontext()
 
 
 def _unrecorded() -> AbstractContextManager[object]:
-    """A context without autograd and without inference mode; a backward is one already, where this costs nothing."""
-    if torch.is_inference_mode_enabled():
-        return _outside_of_inference()
+    """A context in which nothing records the library's operators: autograd, inference mode, a selective checkpoint.
+
+    A backward is one already, where this costs nothing.
+    """
+    if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
+        return _outside_of_modes()
     return torch.no_grad() if torch.is_grad_enabled() else _HERE
 
 
 @contextmanager
-def _outside_of_inference() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
+def _outside_of_modes() -> Iterator[None]:
+    modes = _get_current_dispatch_mode_stack()
+    selective = [i for i, mode in enumerate(modes) if isinstance(mode, _SELECTIVE)]
+    with ExitStack() as stack:
+        for _ in modes[selective[0] :] if selective else ():  # the last ones, with what runs inside the region
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
         yield
