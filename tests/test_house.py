@@ -21,7 +21,7 @@ STOREYS: list[set[str]] = [
     {"parallel"},
     {"moe"},
     {"models"},
-    {"chunks.param_spec"},
+    {"chunks.param_spec", "chunks.residence"},
     {"chunks.packing"},
     {"chunks.cache_policy", "chunks.step_machine"},
     {"chunks.plan", "chunks.step_order", "chunks.statistics"},
@@ -40,10 +40,8 @@ STOREYS: list[set[str]] = [
 ]
 """From the ground up: a file imports what lies below it, or its neighbours in one room."""
 PURE = ["parallel.pattern"]
-PURE += [
-    f"chunks.{name}"
-    for name in ("param_spec", "packing", "plan", "cache_policy", "step_machine", "step_order", "settle")
-]
+PURE += [f"chunks.{name}" for name in ("param_spec", "residence", "packing", "plan", "settle")]
+PURE += [f"chunks.{name}" for name in ("cache_policy", "step_machine", "step_order")]
 PURE += [f"search.{name}" for name in ("cost", "estimate", "hardware", "profile", "solve", "zero_infinity")]
 HEAVY = ["megatron", "matplotlib", "rich", "yaml", "safetensors", "transformers"]
 

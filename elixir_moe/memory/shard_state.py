@@ -34,16 +34,16 @@ from elixir_moe.memory.values import ValuesInMemory, ValuesOnDisk
 class Contents(Enum):
     """What the values' place holds, and where the gradient is.
 
-    from         place taken   gradient landed   values wanted   cleared   updated
-    VALUES       STALE         SUM, or STALE     -               -         -
-    STALE        -             GRADIENT          VALUES          -         VALUES
-    GRADIENT     refused       STALE_SUM         SUM             STALE     VALUES
-    SUM          refused       -                 -               VALUES    VALUES
-    STALE_SUM    refused       -                 SUM             STALE     VALUES
+    from         place taken   gradient landed   values wanted     cleared   updated
+    VALUES       STALE         SUM, or STALE     -                 -         -
+    STALE        -             GRADIENT          VALUES            -         VALUES
+    GRADIENT     refused       STALE_SUM         STALE_SUM         STALE     VALUES
+    SUM          refused       -                 -                 VALUES    VALUES
+    STALE_SUM    refused       -                 SUM               STALE     VALUES
 
-    A gradient is copied to the values' place by way of STALE, so that an interrupt in the copy leaves neither. From
-    STALE it lands in the sum, STALE_SUM, once the shard has one. An assignment of the state is the last act of each
-    move.
+    Where a first gradient goes to the sum, VALUES stays when its place is taken. Elsewhere a gradient is copied to the
+    values' place by way of STALE, so that an interrupt in the copy leaves neither; once the shard has a sum, it lands
+    there from STALE too, as STALE_SUM. An assignment of the state is the last act of each move.
     """
 
     VALUES = "values"

@@ -606,7 +606,7 @@ def test_communicators_are_connected_when_they_are_made(ranks: Callable[[int], R
 def connections_before_a_plan() -> list[str]:
     """The order in which `wrap` connects and plans, and how many process groups a refused plan leaves behind."""
     order: list[str] = []
-    wrapping = import_module("elixir_moe.wrap")
+    searching = import_module("elixir_moe.search.auto")
     model = nn.Linear(4, 4)
     before = len(dist.distributed_c10d._world.pg_map)
 
@@ -616,7 +616,7 @@ def connections_before_a_plan() -> list[str]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(Communicator, "connect", lambda self: order.append(f"connect {self.ranks}"))
-        monkeypatch.setattr(wrapping, "forecast", plan)
+        monkeypatch.setattr(searching, "forecast", plan)
         with pytest.raises(em.PlanError, match="nothing fits"):
             em.wrap(
                 model, torch.optim.AdamW(model.parameters()), plan=em.Plan.auto(lambda m, b: m(b), torch.ones(1, 4))
