@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -48,8 +47,8 @@ Size = Annotated[int, Check("a size", lambda size: 0 <= size < 2**62)]
 def check(record: Any, section: str) -> None:
     """Raises ConfigError if a field of a dataclass breaks its check; `section` begins the key."""
     cls: Any = type(record)
-    for name, hint in _hints(cls).items():
-        for problem in _broken(getattr(record, name), hint, f"{section}.{name}"):
+    for name, kind in _kinds(cls).items():
+        for problem in kind.broken(getattr(record, name), f"{section}.{name}"):
             raise ConfigError(problem)
 
 
@@ -88,9 +87,9 @@ def build(
 
 def keys(cls: Any, where: str = "") -> Iterator[str]:
     """The dotted key of every field, those of its sections in its place."""
-    for name, hint in _hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            yield from keys(hint, f"{where}{name}.")
+    for name, kind in _kinds(cls).items():
+        if kind.is_record:
+            yield from keys(kind.type, f"{where}{name}.")
         else:
             yield where + name
 
@@ -103,24 +102,47 @@ def unknown(noun: str, key: str, known: list[str]) -> str:
     return f"unknown {noun} {key[:_LONGEST]!r}" + (f"; {hint}" if hint else "")
 
 
+class _Kind:
+    """The type of a field, taken apart once."""
+
+    __slots__ = ("checks", "is_record", "origin", "parts", "type")
+
+    def __init__(self, hint: Any) -> None:
+        self.checks: tuple[Check, ...] = ()
+        if get_origin(hint) is Annotated:
+            hint, self.checks = hint.__origin__, hint.__metadata__
+        self.type, self.origin = hint, get_origin(hint)
+        self.parts: tuple[Any, ...] = get_args(hint)
+        if self.origin is not Literal:
+            self.parts = tuple(_Kind(part) for part in self.parts)
+        self.is_record = dataclasses.is_dataclass(hint)
+
+    def __str__(self) -> str:
+        """The type as it is written, without modules and checks."""
+        if self.origin in (Union, types.UnionType):
+            return " | ".join(map(str, self.parts))
+        if self.origin is Literal:
+            return inspect.formatannotation(self.type)
+        name = {...: "...", types.NoneType: "None"}.get(self.type) or (self.origin or self.type).__name__
+        return name + (f"[{', '.join(map(str, self.parts))}]" if self.parts else "")
+
+    def broken(self, value: Any, key: str) -> Iterator[str]:
+        """What is wrong with a value of this type; nothing with None."""
+        if self.checks and value is not None:
+            is_tuple = isinstance(value, tuple)
+            items = [(f"{key}[{i}]", item) for i, item in enumerate(value)] if is_tuple else [(key, value)]
+            for rule in self.checks:
+                yield from (_wrong(where, rule.what, item) for where, item in items if not rule.holds(item))
+
+
 @functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields, with their checks."""
-    found = get_type_hints(cls, include_extras=True)
-    return {field.name: found[field.name] for field in dataclasses.fields(cls)}
+def _kinds(cls: Any) -> dict[str, _Kind]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: _Kind(hints[field.name]) for field in dataclasses.fields(cls)}
 
 
-def _wrong(key: str, expected: str, value: Any) -> str:
+def _wrong(key: str, expected: object, value: Any) -> str:
     return f"{key}: expected {expected}, got {repr(value)[:_LONGEST]}"
-
-
-def _broken(value: Any, hint: Any, key: str) -> Iterator[str]:
-    """What is wrong with a value of the right type."""
-    if get_origin(hint) is not Annotated or value is None:
-        return
-    items = [(f"{key}[{i}]", item) for i, item in enumerate(value)] if isinstance(value, tuple) else [(key, value)]
-    for rule in hint.__metadata__:
-        yield from (_wrong(where, rule.what, item) for where, item in items if not rule.holds(item))
 
 
 class _Reader:
@@ -135,39 +157,41 @@ class _Reader:
         if not isinstance(values, Mapping):
             self.faults.append(_wrong(where.rstrip(".") or self._noun, "a section with keys", values))
             return None
-        hints, before, arguments = _hints(cls), len(self.faults), dict(given)
-        known = [*self._known, *(where + name for name in hints if name not in given)]
-        self.faults += [
-            unknown(self._noun, f"{where}{name}", known) for name in values if name not in hints or name in given
-        ]
+        kinds, before, arguments = _kinds(cls), len(self.faults), dict(given)
+        for name in values:
+            if name not in kinds or name in given:
+                known = [*self._known, *(where + other for other in kinds if other not in given)]
+                self.faults.append(unknown(self._noun, f"{where}{name}", known))
         for field in dataclasses.fields(cls):
-            name, hint = field.name, hints[field.name]
+            name, kind = field.name, kinds[field.name]
             if name in given:
                 continue
             if name in values:
-                arguments[name] = self.value(values[name], hint, where + name)
-            elif dataclasses.is_dataclass(hint):
-                arguments[name] = self.record(hint, {}, f"{where}{name}.", {})
+                arguments[name] = self.value(values[name], kind, where + name)
+            elif kind.is_record:
+                arguments[name] = self.record(kind.type, {}, f"{where}{name}.", {})
             elif field.default is field.default_factory:  # there is no default
-                self.faults.append(f"{where}{name} is missing: give {_named(_type(hint))}")
+                self.faults.append(f"{where}{name} is missing: give {kind}")
         return cls(**arguments) if len(self.faults) == before else None
 
-    def value(self, value: Any, hint: Any, key: str, shown: Any = None) -> Any:
-        """The value as `hint` says, if it is right; messages say the type `shown`."""
+    def value(self, value: Any, kind: _Kind, key: str, shown: _Kind | None = None) -> Any:
+        """The value as `kind` says, if it is right; messages say the type `shown`."""
         before = len(self.faults)
-        found = self._of_type(value, _type(hint), key, _type(shown or hint))
-        if len(self.faults) == before:
-            self.faults += _broken(found, hint, key)
+        found = value if type(value) is kind.type is not float else self._of_kind(value, kind, key, shown or kind)
+        if kind.checks and len(self.faults) == before:
+            self.faults += kind.broken(found, key)
         return found
 
-    def _of_type(self, value: Any, hint: Any, key: str, shown: Any) -> Any:
-        origin, parts = get_origin(hint), get_args(hint)
-        if hint is Any or (value is None and types.NoneType in parts):
+    def _of_kind(self, value: Any, kind: _Kind, key: str, shown: _Kind) -> Any:
+        origin, parts = kind.origin, kind.parts
+        if kind.type is Any:
             return value
-        if dataclasses.is_dataclass(hint):
-            return self.record(hint, value, f"{key}.", {})
+        if kind.is_record:
+            return self.record(kind.type, value, f"{key}.", {})
         if origin in (Union, types.UnionType):
-            members = [part for part in parts if part is not types.NoneType]
+            members = [part for part in parts if part.type is not types.NoneType]
+            if value is None and len(members) < len(parts):
+                return None
             if len(members) == 1:
                 return self.value(value, members[0], key, shown)
             for part in members:
@@ -177,9 +201,9 @@ class _Reader:
                     return found
         elif origin is tuple:
             items = self._items(value)
-            kinds = parts if parts[-1] is not ... else (parts[0],) * len(items or ())
-            if items is not None and len(items) == len(kinds):
-                return tuple(self.value(v, k, f"{key}[{i}]") for i, (v, k) in enumerate(zip(items, kinds, strict=True)))
+            each = parts if parts[-1].type is not ... else parts[:1] * len(items or ())
+            if items is not None and len(items) == len(each):
+                return tuple(self.value(v, k, f"{key}[{i}]") for i, (v, k) in enumerate(zip(items, each, strict=True)))
         elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
             inside = [(name, f"{key}.{str(name)[:_LONGEST]}") for name in value]
             names = _Reader(self._noun, True, self._known)  # keys are texts in JSON
@@ -188,11 +212,11 @@ class _Reader:
             return made
         elif origin is Literal and any(type(value) is type(part) and value == part for part in parts):
             return value
-        elif origin is None and (found := self._plain(value, hint)) is not None:
+        elif origin is None and (found := self._plain(value, kind.type)) is not None:
             if isinstance(found, float) and not math.isfinite(found):
                 self.faults.append(_wrong(key, "a finite number", value))
             return found
-        self.faults.append(_wrong(key, _named(shown), value))
+        self.faults.append(_wrong(key, shown, value))
         return None
 
     def _items(self, value: Any) -> list[Any] | None:
@@ -201,24 +225,14 @@ class _Reader:
             return [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
         return list(value) if isinstance(value, list | tuple) else None
 
-    def _plain(self, value: Any, hint: Any) -> Any:
+    def _plain(self, value: Any, kind: Any) -> Any:
         """`value` as a bool, int, float or text; None if it is no such thing."""
-        if type(value) is hint:
+        if type(value) is kind:
             return value
         is_text = self._texts and isinstance(value, str)
-        if hint is bool and is_text:
+        if kind is bool and is_text:
             return {"true": True, "false": False}.get(value.lower())
-        if (hint is float and type(value) is int) or (hint in (int, float) and is_text):
+        if (kind is float and type(value) is int) or (kind in (int, float) and is_text):
             with suppress(ValueError, OverflowError):
-                return hint(value)
+                return kind(value)
         return None
-
-
-def _named(hint: Any) -> str:
-    """A type as it is written, without the modules of its parts."""
-    return re.sub(r"(\w+\.)+", "", inspect.formatannotation(hint))
-
-
-def _type(hint: Any) -> Any:
-    """A type without its checks."""
-    return hint.__origin__ if get_origin(hint) is Annotated else hint

@@ -67,7 +67,7 @@ def test_texts_stand_for_values_only_where_they_may() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"nam": 1}, "unknown setting 'nam'; did you mean 'name'?"),
+        ({"nam_e": 1}, "unknown setting 'nam_e'; did you mean 'name'?"),
         ({"steps": 1}, "unknown setting 'steps'; did you mean 'section.steps'?"),
         ({"section": {"rat": 1}}, "unknown setting 'section.rat'; did you mean 'section.rate'?"),
         ({"section": 3}, "section: expected a section with keys, got 3"),
@@ -87,6 +87,8 @@ def test_texts_stand_for_values_only_where_they_may() -> None:
         ({"parts": {"1": {"length": 1, "of": {"abc": 1}}}}, "parts.1.of.abc: expected a short name, got 'abc'"),
         ({"parts": {"1": {"length": 1, "of": {"a": "1"}}}}, "parts.1.of.a: expected int | None, got '1'"),
         ({"rows": [{"length": 1}, 2]}, "rows[1]: expected a section with keys, got 2"),
+        ({"parts": []}, "parts: expected Mapping[int, Part], got []"),
+        ({"parts": {"1": {"length": 1, "of": 2}}}, "parts.1.of: expected Mapping[str, int | None], got 2"),
         ({"rows": "x"}, "rows: expected tuple[Part, ...], got 'x'"),
         ({"size": 1.5}, "size: expected int | str | None, got 1.5"),
     ],

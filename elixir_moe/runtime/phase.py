@@ -38,30 +38,9 @@ from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.errors import ElixirError, OutOfStepError, UsageError
 from elixir_moe.runtime.autograd import in_backward
 
-
-class State(Enum):
-    """How far a step is; see the first table above."""
-
-    READY = "ready"
-    REDUCED = "reduced"
-    CLIPPED = "clipped"
-    LATE = "late"
-    LOST = "lost"
-    EARLY = "early"
-    UPDATING = "updating"
-    BROKEN = "broken"
-    CLOSED = "closed"
-
-
-class Running(Enum):
-    """What runs; see the second table above."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
+State = Enum("State", "READY REDUCED CLIPPED LATE LOST EARLY UPDATING BROKEN CLOSED")
 READY, REDUCED, CLIPPED, LATE, LOST, EARLY, UPDATING, BROKEN, CLOSED = State
+Running = Enum("Running", "IDLE FORWARD BACKWARD")
 IDLE, FORWARD, BACKWARD = Running
 
 INTACT = READY, REDUCED, CLIPPED
@@ -168,7 +147,7 @@ class Phase:
     def move(self, to: State, why: str = "") -> None:
         """Changes the state; asserts that the table allows it."""
         now = self.now
-        assert now is not CLOSED and (to in _ALWAYS or to in _LEGAL[now]), f"{now.value} -> {to.value} is not legal"
+        assert now is not CLOSED and (to in _ALWAYS or to in _LEGAL[now]), f"{now.name} -> {to.name} is not legal"
         self._state = to, why
 
     def reduce(self) -> None:
