@@ -400,10 +400,9 @@ def steps_of_a_clock() -> tuple[int, float | None]:
     """(rank) After how many steps there is a measurement, and it, if step k takes k seconds."""
     expected = SimpleNamespace(seconds=SimpleNamespace(step=5.0), device_bytes=0, host_bytes=0, disk_bytes=0)
     measuring = prediction.Prediction(expected, None, None)  # type: ignore[arg-type]
-    kept = SimpleNamespace(groups=SimpleNamespace(control=dist.group.WORLD))
     wrapped: Any = SimpleNamespace(
         held_bytes=dict,
-        optimizer=SimpleNamespace(kept=kept),
+        groups=SimpleNamespace(control=dist.group.WORLD),
         model=SimpleNamespace(parameters=[torch.zeros(1)]),
     )
     taken, clock = 0, SimpleNamespace(perf_counter=accumulate(range(1, 20)).__next__)
