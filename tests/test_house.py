@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 STOREYS: list[set[str]] = [
     {"errors"},
     {"records"},
-    {"kernels"},
+    {"kernels", "torch_private"},
     {"distributed"},
     {"parallel"},
     {"moe"},

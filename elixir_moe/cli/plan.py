@@ -38,6 +38,7 @@ from elixir_moe.search.measure import measured_here
 from elixir_moe.search.solve import Choice, Task, price, shortage, solve
 from elixir_moe.search.tile_size import tile_bytes
 from elixir_moe.setup.tiling import tile
+from elixir_moe.torch_private import IMPORTED_LATE
 
 _BATCH, _SEQ = 1, 1024
 """A batch that is not given."""
@@ -250,7 +251,7 @@ def _import_compiler() -> None:
     collects = gc.isenabled()
     gc.disable()
     try:
-        import_module("torch._dynamo")
+        import_module(IMPORTED_LATE)
     finally:
         if collects:
             gc.enable()

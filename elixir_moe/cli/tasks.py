@@ -21,6 +21,7 @@ from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.solve import Task
 from elixir_moe.search.trace import trace
+from elixir_moe.torch_private import fake_store
 
 
 def ranks_of(known: argparse.Namespace) -> int:
@@ -34,11 +35,9 @@ def pretended_ranks(ranks: int) -> Iterator[DeviceMesh | None]:
     if ranks == 1:
         yield None
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise ConfigError("plan pretends to be a cluster and cannot run inside one: call it without torchrun")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
     try:
         yield init_mesh(device_type="cpu")
     finally:

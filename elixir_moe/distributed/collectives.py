@@ -21,6 +21,7 @@ import torch.distributed as dist
 from elixir_moe.distributed.waits import Issued, Wait, named, wait_for_event
 from elixir_moe.errors import ConfigError
 from elixir_moe.kernels import add_and_square
+from elixir_moe.torch_private import abort_together, backend_on, devices_of, issued_on, process_groups, timeout_on
 
 
 class Work:
@@ -115,8 +116,7 @@ class Communicator:
         """
         if self.tagged or self._device is None:
             return []
-        backends: list[Any] = [group._get_backend(self._device) for group in self._groups]
-        return [backend._get_sequence_number_for_group() for backend in backends]
+        return [issued_on(group, self._device) for group in self._groups]
 
     def all_gather(self, buffer: torch.Tensor, tag: int, *, of: str = "a chunk") -> Work:
         """In place: slice `index` of `buffer`'s `size` equal slices is this rank's, the others arrive.
@@ -262,13 +262,13 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     Raises:
         ConfigError: no backend serves the device.
     """
-    served = sorted({served.type for served in group._device_types})
+    served = sorted({served.type for served in devices_of(group)})
     if device.type not in served:
         raise ConfigError(
             f"device={str(device)!r}: torch.distributed was started for tensors on {served} alone: start it by "
             f"em.init_mesh(), or with backend='cpu:gloo,cuda:nccl'"
         )
-    name: str = group._get_backend(device).name()
+    name: str = backend_on(group, device).name()
     return name
 
 
@@ -302,9 +302,8 @@ def world_timeout() -> timedelta:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The timeout of `group`'s collectives: of those on CPU tensors, if it serves any."""
-    served = min(group._device_types, key=lambda device: device.type != "cpu")  # plain "nccl" serves no CPU tensors
-    timeout: timedelta = group._get_backend(served).options._timeout
-    return timeout
+    served = min(devices_of(group), key=lambda device: device.type != "cpu")  # plain "nccl" serves no CPU tensors
+    return timeout_on(group, served)
 
 
 def abort_nccl() -> None:
@@ -313,21 +312,16 @@ def abort_nccl() -> None:
     A kernel that waits for a rank which will not come ends as well, so that a host that waits for its GPU goes on. The
     results of what was under way are undefined.
     """
-    groups = list(dist.distributed_c10d._world.pg_map)
-    found = {group._get_backend(device): None for group in groups for device in group._device_types}
-    backends: list[Any] = [backend for backend in found if backend.name() == "nccl"]
-    if not backends:
-        return
-    backends[0]._group_start()  # one after another, each might wait for the kernels of the others
-    for backend in backends:
-        backend.abort()
-    backends[0]._group_end()
+    groups = list(process_groups())
+    found = {backend_on(group, device): None for group in groups for device in devices_of(group)}
+    if backends := [backend for backend in found if backend.name() == "nccl"]:
+        abort_together(backends)
 
 
 def drop_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     """Destroys those process groups that still exist, on this rank alone."""
     for group in groups:
-        if group in dist.distributed_c10d._world.pg_map:
+        if group in process_groups():
             dist.destroy_process_group(group)
 
 

@@ -13,6 +13,8 @@ from functools import cache
 
 import torch.distributed as dist
 
+from elixir_moe.torch_private import backend_on, devices_of, process_groups
+
 try:
     from elixir_moe import _native
 except ImportError:  # a source tree that was never built: the exit code is as torch leaves it
@@ -27,6 +29,6 @@ def keep_exit_codes() -> None:
 
 
 def _gloo_backends() -> Iterator[object]:
-    for group in dist.distributed_c10d._world.pg_map:
-        backends = (group._get_backend(device) for device in group._device_types)
+    for group in process_groups():
+        backends = (backend_on(group, device) for device in devices_of(group))
         yield from (backend for backend in backends if backend.name() == "gloo")

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from elixir_moe.distributed.waits import RULE, WAITS, Wait, named, position
 from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.torch_private import default_store
 
 PERIOD = "ELIXIR_WAIT_SECONDS"
 """The environment variable for the period: seconds after which a waiting rank warns."""
@@ -235,7 +236,7 @@ class _Thread:
     def _connect(self) -> None:
         """Outside of runs, connects to the store of torch.distributed; again after a restart of it."""
         try:
-            store: Any = dist.distributed_c10d._get_default_store()
+            store: Any = default_store()
             rank, ranks = dist.get_rank(), dist.get_world_size()
         except ValueError:  # torch.distributed has been ended
             self.take(None, None)

@@ -23,6 +23,7 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation
+from elixir_moe.torch_private import storage_id, storage_use_count
 
 Allocating = Callable[[], AbstractContextManager[object]]
 
@@ -183,4 +184,4 @@ def _own_storage(memory: torch.Tensor) -> torch.Tensor:
 
 def _storage_uses(tensor: torch.Tensor) -> int:
     """How many tensors, views included, use the storage of `tensor`."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return int(storage_use_count(storage_id(tensor.untyped_storage())))

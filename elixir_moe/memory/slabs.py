@@ -19,6 +19,7 @@ from elixir_moe.chunks.plan import Tier, size_bytes, size_text
 from elixir_moe.errors import TierError, is_out_of_memory
 from elixir_moe.kernels import helpers, host_threads
 from elixir_moe.memory.direct_file import paged_memory
+from elixir_moe.torch_private import sparse_parts
 
 LOCKED_BYTES = 64 << 30
 """The most that one slab page-locks: drivers refuse hundreds of GiB in one call."""
@@ -55,7 +56,7 @@ def allocation(nbytes: int, what: str, tier: Tier) -> Iterator[None]:
 
 def bytes_of(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements, sparse or not."""
-    parts = (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+    parts = sparse_parts(tensor) if tensor.layout is torch.sparse_coo else (tensor,)
     return sum(part.nbytes for part in parts)
 
 

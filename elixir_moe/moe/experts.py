@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.parallel.dataless import even_counts, has_data
 from elixir_moe.parallel.linear import TensorRanks, linear
+from elixir_moe.torch_private import cpu_has_amx, cpu_has_amx_fp16, cpu_has_avx512_bf16
 
 
 class MLP(nn.Module):
@@ -189,8 +190,8 @@ def emulates(dtype: torch.dtype) -> bool:
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return False
     if dtype is torch.bfloat16:
-        return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return dtype is torch.float16 and not torch.cpu._is_amx_fp16_supported()
+        return not (cpu_has_avx512_bf16() or cpu_has_amx())
+    return dtype is torch.float16 and not cpu_has_amx_fp16()
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from elixir_moe.moe.router import (
     sort_choices,
     tokens_per_expert,
 )
+from elixir_moe.torch_private import flattened
 
 EXPERT_MESH_AXES = ("edp", "ep", "tp")
 
@@ -68,7 +69,7 @@ class LayerRanks:
             batch_group = mesh.get_group("edp") if edp > 1 else None
         else:
             # One flattened mesh for each expert mesh: torch returns the same one to every layer.
-            batch_group = ep_group if edp == 1 else mesh["edp", "ep"]._flatten("edp_ep").get_group()
+            batch_group = ep_group if edp == 1 else flattened(mesh["edp", "ep"], "edp_ep").get_group()
         return cls(ep=ep, batch_rank=batch_rank, ep_group=ep_group, batch_group=batch_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

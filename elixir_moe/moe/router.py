@@ -24,6 +24,7 @@ from elixir_moe.distributed.collectives import gather_into
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import LayoutError
 from elixir_moe.parallel.dataless import has_data
+from elixir_moe.torch_private import softmax_backward
 
 
 class Routing(NamedTuple):
@@ -104,7 +105,7 @@ class _Route(torch.autograd.Function):
             grad.scatter_(1, experts, of_weights)  # the experts of a token differ: nothing is written twice
         if of_probability is not None:
             grad.add_(of_probability.float())
-        grad = torch._softmax_backward_data(grad, probabilities, -1, torch.float32)
+        grad = softmax_backward(grad, probabilities, -1, torch.float32)
         if of_squared is not None:
             grad.addcmul_(probabilities, (log_normaliser * of_squared).unsqueeze(-1), value=2)
         return grad, None, None

@@ -33,6 +33,7 @@ from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks, moved_since_wrap
 from elixir_moe.runtime.phase import BROKEN, CLOSED, READY, REDUCED, STEPPABLE, WHOLE
 from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.torch_private import DisableTorchFunctionSubclass, mark_stepped
 
 
 class _StateInShards(dict[Any, Any]):
@@ -235,7 +236,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._decision.forget_gradients()
         self._hooks.updated()
         self._phase.written(self._phase.place[0] + 1)
-        setattr(self._inner, "_opt_called", True)  # read by LR schedulers built before `wrap`  # noqa: B010
+        mark_stepped(self._inner)  # for LR schedulers built before `wrap`
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -307,7 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_parameters(self) -> None:
         """Raises UsageError for parameters that have changed since `wrap`, or whose ``grad`` was set by hand."""
         self._scheduler.flush()
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             thawed = [self._hooks.name_of(p) for p in self._frozen if p.requires_grad]
             own = [self._hooks.name_of(p) for p in self._parameters if p.grad is not None]
         for chunk in self._scheduler.chunks:

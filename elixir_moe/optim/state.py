@@ -23,6 +23,7 @@ from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.phase import OPEN, WHOLE
 from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.torch_private import DisableTorchFunctionSubclass
 
 
 class Pending(Protocol):
@@ -107,7 +108,7 @@ class OptimizerState:
         self._scheduler.drain()
         self._hooks.abandon()
         self._decision.forget_gradients()
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             for parameter in (parameter for chunk in self._chunks for parameter in chunk.parameters):
                 parameter.grad = None  # a failed backward may have left one
         self._phase.clear()

@@ -4,7 +4,8 @@ Owns the test whether a tensor has data, and the routing assumed without data.
 """
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from elixir_moe.torch_private import FakeTensor
 
 
 def has_data(tensor: Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 
 from elixir_moe.errors import LayoutError
 from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern
+from elixir_moe.torch_private import root_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -86,7 +87,7 @@ def whole_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
 def tensor_parallel_degree(tensors: Iterable[torch.Tensor]) -> int:
     """How many ranks share a batch, by the meshes of the DTensors among `tensors`."""
-    roots = (tensor.device_mesh._get_root_mesh() for tensor in tensors if is_dtensor(tensor))
+    roots = (root_mesh(tensor.device_mesh) for tensor in tensors if is_dtensor(tensor))
     return max((root["tp"].size() for root in roots if "tp" in (root.mesh_dim_names or ())), default=1)
 
 
@@ -104,7 +105,7 @@ def pattern_of_dtensor(name: str, parameter: "DTensor", tp: int) -> Pattern:
             replicates, or a dim that its axis does not cut evenly.
     """
     mesh = parameter.device_mesh
-    root, axes = mesh._get_root_mesh(), mesh.mesh_dim_names
+    root, axes = root_mesh(mesh), mesh.mesh_dim_names
     if axes is None or root.mesh_dim_names is None:
         raise LayoutError(f"parameter {name!r} is on a mesh without axis names: pass mesh_dim_names when you build it")
     if root.mesh.numel() != dist.get_world_size():

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from elixir_moe.errors import ConfigError, LayoutError
 from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern, RankMesh
 from elixir_moe.parallel.rules import attach, pattern_of, replicated_everywhere
+from elixir_moe.torch_private import process_groups
 
 TRIED = "0.16."
 """Versions of megatron-core with which this file is tested."""
@@ -323,7 +324,7 @@ def _foreign_groups(model: nn.Module, grid: Grid) -> Iterator[str]:
 
 def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """The ranks of a process group; none if there is none or it has been destroyed."""
-    alive = group is not None and group in dist.distributed_c10d._world.pg_group_ranks
+    alive = group is not None and group in process_groups()
     return tuple(dist.get_process_group_ranks(group)) if alive else ()
 
 

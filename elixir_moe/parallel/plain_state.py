@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.rules import names_of
 from elixir_moe.parallel.tiles import tile_of, whole_name
+from elixir_moe.torch_private import storage_id
 
 _Rename = tuple[str, str, str]
 """(name in its module, end of the key now, end of the key that is wanted) of a parameter."""
@@ -145,4 +146,4 @@ def _place(tensor: Tensor) -> tuple[Any, ...] | None:
     local = local_of(tensor)
     if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:
         return None
-    return local.untyped_storage()._cdata, local.storage_offset(), tuple(local.shape), local.stride()
+    return storage_id(local.untyped_storage()), local.storage_offset(), tuple(local.shape), local.stride()

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.torch_private import DisableTorchFunctionSubclass
 
 _ATTRIBUTE = "_elixir_access"
 _READING_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -172,7 +173,7 @@ class ShardedParameter(nn.Parameter):
         if name == "data" and is_property and len(args) == 2:
             return _assign(*args)
         if not _reads(name, is_property):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 value = func(*args, **kwargs)
             if name == "grad" and is_property and (args[1] if len(args) == 2 else value) is None:
                 _refuse_if_kept(args[0])
@@ -231,7 +232,7 @@ class ReadOnly(torch.Tensor):
             raise UsageError(f"{name} on a copy of a wrapped parameter would be lost: {_HOW_TO_WRITE}")
         if name in _ADDRESSING - {"numpy", "__array__"}:
             _refuse_address(name, "a copy of a wrapped parameter")
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if name in ("numpy", "__array__"):
                 result.flags.writeable = False
@@ -243,7 +244,7 @@ class ReadOnly(torch.Tensor):
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from elixir_moe.runtime.access import refuse_copy
+from elixir_moe.torch_private import graph_task_id
 
 
 class Hook:
@@ -31,7 +32,7 @@ class Hook:
 
 def in_backward() -> bool:
     """Whether the caller runs inside a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task_id() != -1
 
 
 def hook_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:

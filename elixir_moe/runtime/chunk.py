@@ -29,6 +29,7 @@ from elixir_moe.kernels import host_threads
 from elixir_moe.memory.blocks import Block, ShardBlock
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.parallel.dtensor import local_of, recast
+from elixir_moe.torch_private import DisableTorchFunctionSubclass, foreach_copy_
 
 
 class ChunkState(Enum):
@@ -88,7 +89,7 @@ class Gradients:
             fresh[0][0].copy_(fresh[0][1])
         elif fresh:
             places, values = zip(*fresh, strict=True)
-            torch._foreach_copy_(list(places), list(values))
+            foreach_copy_(list(places), list(values))
         for place, gradient in more:
             place.add_(gradient)
 
@@ -201,13 +202,13 @@ class Chunk:
         self.buffer = self.arrived = self.checksums = None
 
     def _show(self, tensors: Sequence[torch.Tensor]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             for local, tensor in zip(self.locals, tensors, strict=True):
                 local.data = tensor
 
     def version(self, index: int) -> int:
         """How often parameter `index` has been written in place."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self.parameters[index]._version
 
     def written(self) -> list[int]:
@@ -229,7 +230,7 @@ class Chunk:
         assert self.buffer is not None
         self.frozen_sums.clear()
         local, place = self.locals[index], self.place_in(self.buffer, index)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if local.data_ptr() != place.data_ptr():  # user code gave it other memory: ``parameter.data = …``
                 if local.shape != place.shape:
                     raise UsageError(
@@ -282,7 +283,7 @@ class Chunk:
         """
         if self.spec.residence.in_shard:
             return self.version(index), 0
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), DisableTorchFunctionSubclass():
             values = self.locals[index].detach().reshape(-1).view(torch.uint8).cpu()
         return self.version(index), crc32(values.numpy().data)
 
@@ -297,7 +298,7 @@ class Chunk:
         if self.buffer is None or self.state is not GATHERED:
             return None
         base, size = self.buffer.data_ptr(), self.buffer.itemsize
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             for local, start, name in zip(self.locals, self.starts, self.names, strict=True):
                 if local.numel() and local.data_ptr() != base + start * size:
                     return name
@@ -313,7 +314,7 @@ class Chunk:
                 )
 
     def _present_versions(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return [parameter._version for parameter in self.parameters]
 
     # -------------------------------------------------------------------------------------------------------- gradients

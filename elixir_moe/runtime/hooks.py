@@ -42,8 +42,14 @@ from elixir_moe.runtime.host_checkpoints import HostCheckpoints
 from elixir_moe.runtime.phase import READABLE
 from elixir_moe.runtime.saved_tensors import SavedTensors, leave
 from elixir_moe.runtime.scheduler import Scheduler
-
-_DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+from elixir_moe.torch_private import (
+    DIFFERENTIATING,
+    DisableTorchFunctionSubclass,
+    at_end_of_backward,
+    interpreter,
+    keeps_graph,
+    will_execute,
+)
 
 
 @dataclass(slots=True)
@@ -191,8 +197,8 @@ class Hooks:
 
     def _begin(self) -> None:
         """Starts a call or read that is inside no other; resets unfinished work first."""
-        transform = torch._C._functorch.peek_interpreter_stack()
-        if transform is not None and transform.key() in _DIFFERENTIATING:
+        transform = interpreter()
+        if transform is not None and transform.key() in DIFFERENTIATING:
             raise UsageError(
                 "torch.func.grad, jvp and their like cannot go through a wrapped model, whose weights come and go: use "
                 "backward() or torch.autograd.grad"
@@ -325,9 +331,9 @@ class Hooks:
             return
         self._phase.begin_backward()
         self._run_landings_last()
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep_graph = keeps_graph()
         self.machine.begin(left, keep_graph=keep_graph, accumulates=self._accumulates)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        at_end_of_backward(self._end_backward)
 
     def _run_landings_last(self) -> None:
         """Moves our hooks on gradients behind all others, which must run before the gradient is taken away."""
@@ -344,14 +350,14 @@ class Hooks:
             return True
         chunks = self._scheduler.chunks
         parameters = (chunks[chunk].parameters[index] for _, unit in reversed(ahead) for chunk, index in unit.slots)
-        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.enable_grad(), DisableTorchFunctionSubclass():
             for parameter in parameters:
                 if parameter.requires_grad:
                     view = parameter.view_as(parameter).grad_fn
                     assert view is not None
                     node = view.next_functions[0][0]
                     try:
-                        if torch._C._will_engine_execute_node(node):  # type: ignore[arg-type]
+                        if will_execute(node):  # type: ignore[arg-type]
                             return True
                     except RuntimeError:  # torch's answer for an input of autograd.grad
                         return False
@@ -369,7 +375,7 @@ class Hooks:
         self.machine.land(slot, partial(self._take_gradient, slot, parameter))
 
     def _take_gradient(self, slot: ParamId, parameter: nn.Parameter) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
             if slot in self._scheduler.used and len(parameter._post_accumulate_grad_hooks or ()) > 1:
                 self._refuse_part(parameter)
@@ -407,7 +413,7 @@ class Hooks:
         nobody should learn at the end of a run.
         """
         new, moved = [], []
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             for name, parameter in self._root.named_parameters():
                 then = self._names.get(parameter)
                 if then is None:

@@ -18,12 +18,12 @@ from itertools import islice
 from traceback import walk_stack
 
 import torch
-from torch._subclasses import FakeTensor
 
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.slabs import Slab, check_fits, host_bytes_left
 from elixir_moe.runtime.streams import Streams
+from elixir_moe.torch_private import FakeTensor, next_sequence_number
 
 _CHECKPOINTING = ("torch.utils.checkpoint", "megatron.core.tensor_parallel.random")
 """Modules whose autograd functions keep the inputs of a region."""
@@ -48,7 +48,7 @@ def kept_by_region(tensor: torch.Tensor) -> bool:
 
 def region_number() -> int:
     """A number that is the same for all inputs of a region and that grows with each region of a thread."""
-    return torch._C._autograd._get_sequence_nr()  # of the node that autograd makes next
+    return next_sequence_number()
 
 
 def _without_gaps(tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from elixir_moe.parallel.dtensor import local_of, spec_of, wrap_local
 from elixir_moe.runtime.chunk import Chunk, Placeholder
 from elixir_moe.runtime.host_checkpoints import Away, HostCheckpoints, kept_by_region
 from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.torch_private import DisableTorchFunctionSubclass, running_node, top_saved_tensors_hooks
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -80,7 +81,7 @@ class SavedTensors:
         """A context in which weights are packed."""
         if self._checkpoints is not None:
             self._checkpoints.begin_forward()
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = top_saved_tensors_hooks(True)
         if outer is None:
             return saved_tensors_hooks(self._pack, self._unpack)
         pack, unpack = outer
@@ -94,7 +95,7 @@ class SavedTensors:
         local = tensor if type(tensor) in _PLAIN else local_of(tensor)
         ours = type(local) in _PLAIN or isinstance(local, nn.Parameter)  # others may have no storage of their own
         if ours and local.layout is torch.strided:  # nor have sparse tensors
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 address = local.untyped_storage().data_ptr()
             chunk = self._scheduler.shown_at.get(address)
             if chunk is not None and chunk.buffer is not None and chunk.buffer.data_ptr() == address:
@@ -133,7 +134,7 @@ class SavedTensors:
         if version != packed.version:
             _refuse_written(version, packed.version, packed.size)
         self._unpacking()
-        operator = _operator()
+        operator = running_node()
         self._machine.unpack(chunk.spec.index, operator)
         view = packed.view()
         if operator is None:  # user code looks at a saved tensor outside of backward
@@ -156,14 +157,8 @@ class SavedTensors:
 
 def leave(hooks: saved_tensors_hooks) -> None:
     """Ends the context of `hooks`, unless an interrupt came before it was entered, or after it was left."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) == (hooks.pack_hook, hooks.unpack_hook):
+    if top_saved_tensors_hooks(True) == (hooks.pack_hook, hooks.unpack_hook):
         hooks.__exit__(None, None, None)
-
-
-def _operator() -> int | None:
-    """The number of the node that autograd runs; None outside of backward."""
-    node = torch._C._current_autograd_node()
-    return None if node is None else int(node._sequence_nr())
 
 
 def _refuse_written(now: int, then: int, shape: torch.Size) -> NoReturn:

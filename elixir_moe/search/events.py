@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from elixir_moe.chunks.step_order import AGAIN, ENTER, LAND, LEAVE, REACH, READ, READ_AGAIN, UNPACK, Happening
@@ -29,6 +27,16 @@ from elixir_moe.runtime.autograd import hook_outputs, in_backward, tensors_in
 from elixir_moe.runtime.host_checkpoints import kept_by_region, region_number
 from elixir_moe.runtime.units import Parts, reads_heard
 from elixir_moe.search.megatron_dataless import is_mixture
+from elixir_moe.torch_private import (
+    COLLECTIVES,
+    FLASH_ON_CPU,
+    FLASH_ON_CPU_BACKWARD,
+    GROUPED_MM,
+    DisableTorchFunctionSubclass,
+    TorchDispatchMode,
+    group_of_name,
+    running_node,
+)
 
 aten = torch.ops.aten
 _PICKS_ROWS = (aten.embedding, aten.index_select, aten.gather, aten.index)
@@ -173,11 +181,11 @@ class Recorder(TorchDispatchMode):
         if any(hasattr(kind, "_local_tensor") for kind in types):
             return NotImplemented  # the operator of a DTensor is dispatched again for its local tensors
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():  # Python code that computes a shape reads no parameter
-            out = _grouped(func, *args, **kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
+        with DisableTorchFunctionSubclass():  # Python code that computes a shape reads no parameter
+            out = _grouped(func, *args, **kwargs) if func is GROUPED_MM.default else func(*args, **kwargs)
         made = [t for t in tensors_in(out) if self._take(t)]
         packet = func._overloadpacket
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in COLLECTIVES:
             self.events += _sent(func, args, out)
             return out
         if packet in flop_registry or packet in _UNREGISTERED:
@@ -284,8 +292,7 @@ class Recorder(TorchDispatchMode):
 
     def _asked(self, saved: "_Saved") -> Tensor:
         if saved.parameter is not None:
-            operator = torch._C._current_autograd_node()
-            number = None if operator is None else operator._sequence_nr()
+            number = running_node()
             self.events.append(Event(UNPACK, params=(saved.parameter,), same=number == self._operator))
             self._operator = number
         elif saved.region and saved.region[0]:
@@ -316,7 +323,7 @@ def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Event]:
     if "process_group" in named:
         group = dist.ProcessGroup.unbox(named["process_group"])
     elif "group_name" in named:
-        group = _resolve_process_group(named["group_name"])
+        group = group_of_name(named["group_name"])
     else:
         return []
     if group.size() == 1:
@@ -342,10 +349,10 @@ def _grouped(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, *re
 def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
-    if packet is aten._grouped_mm:  # each row is multiplied by the matrix of its group only
+    if packet is GROUPED_MM:  # each row is multiplied by the matrix of its group only
         a, b = args[:2]
         return 2 * math.prod(a.shape if b.dim() == 3 or a.dim() == 2 else a.shape[1:]) * int(b.shape[-1])
-    backward = packet is aten._scaled_dot_product_flash_attention_for_cpu_backward
+    backward = packet is FLASH_ON_CPU_BACKWARD
     query, key = args[1:3] if backward else args[:2]
     causal = kwargs.get("is_causal", (args[7] if len(args) > 7 else False) if backward else len(args) > 4 and args[4])
     forward = 4 * math.prod(query.shape) * key.shape[-2]
@@ -353,9 +360,9 @@ def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 _UNREGISTERED = (
-    aten._grouped_mm,
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    GROUPED_MM,
+    FLASH_ON_CPU,
+    FLASH_ON_CPU_BACKWARD,
 )
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elixir_moe.chunks.param_spec import ParamSpec
 from elixir_moe.chunks.step_order import Happening, StepEvent, by_first_use
@@ -33,6 +32,7 @@ from elixir_moe.search import megatron_dataless
 from elixir_moe.search.events import Event, Kind, Recorder, kept_of, peak_of
 from elixir_moe.search.profile import Profile, Sent, SentCollective
 from elixir_moe.search.repeat import Cut, cuts_of, made_whole
+from elixir_moe.torch_private import FakeTensorMode
 
 Step = Callable[[nn.Module, Any], Tensor]
 

@@ -21,14 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
-from torch.utils._pytree import tree_leaves, tree_map
 
 from elixir_moe.errors import ConfigError
+from elixir_moe.torch_private import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    TorchDispatchMode,
+    disable_dispatch_modes,
+    dispatch_modes,
+    tree_leaves,
+    tree_map,
+)
 
 _ATTRIBUTE = "_elixir_record"
 _META = torch.device("meta")
@@ -117,7 +120,7 @@ class _Operation:
 
 def record_of(tensor: Tensor) -> Record | None:
     """How a tensor on meta that was made under `sharded_init` is computed; None for every other tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return getattr(tensor.untyped_storage(), _ATTRIBUTE, None) if tensor.is_meta else None
 
 
@@ -132,12 +135,12 @@ def drawn(tensor: Tensor, kept: dict[Record, Tensor] | None = None) -> Tensor:
     if record is None:
         return tensor
     if kept is not None and record in kept:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return _place_of(tensor, record).on(kept)
     operations = _needed(record)
     last = {touched: operation for operation in operations for touched, _ in operation.before}
     storages: dict[Record, Tensor] = {}
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with DisableTorchFunction(), disable_dispatch_modes():
         for operation in operations:
             operation.repeat(storages)
             for touched, _ in operation.before:
@@ -279,7 +282,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             if not any(t.is_meta for t in operands) and (operands or not self._is_ours(kwargs)):
                 return func(*args, **kwargs)
@@ -471,8 +474,8 @@ class _Followed(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         records = (record_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
         record = next((found for found in records if found is not None), None)
-        recorded = any(isinstance(mode, _Recorder) for mode in _get_current_dispatch_mode_stack())
-        with torch._C.DisableTorchFunctionSubclass(), ExitStack() as stack:
+        recorded = any(isinstance(mode, _Recorder) for mode in dispatch_modes())
+        with DisableTorchFunctionSubclass(), ExitStack() as stack:
             if record is not None and not recorded:
                 stack.enter_context(_recording(record.device))
             results = func(*args, **(kwargs or {}))

@@ -18,6 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.dtensor import local_of
+from elixir_moe.torch_private import DisableTorchFunctionSubclass, storage_id
 
 _REGISTRIES = frozenset(nn.Module().__dict__)
 _MOST_WORK = 100_000
@@ -53,7 +54,7 @@ class _Array:
 
 def check_sharing(model: nn.Module) -> None:
     """Raises ConfigError if a parameter has bytes in common with another, a buffer, or a tensor that a module keeps."""
-    with torch._C.DisableTorchFunctionSubclass():  # tensors of `sharded_init` say where they are on meta
+    with DisableTorchFunctionSubclass():  # tensors of `sharded_init` say where they are on meta
         found = list(_overlaps(_extents(model)))
     if found:
         more = f" ({len(found) - 1} more pairs share memory)" if len(found) > 1 else ""
@@ -118,7 +119,7 @@ def _extent(name: str, is_parameter: bool, tensor: Tensor) -> Iterator[_Extent]:
     except (NotImplementedError, RuntimeError):
         return
     if base or tensor.is_meta:
-        memory = ("meta", storage._cdata) if tensor.is_meta else tensor.device
+        memory = ("meta", storage_id(storage)) if tensor.is_meta else tensor.device
         start = base + int(tensor.storage_offset()) * tensor.itemsize
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         place = np.asarray(_Array(tensor, start))

@@ -24,6 +24,7 @@ from elixir_moe.runtime.access import refuse_reads
 from elixir_moe.runtime.model_spec import ModelSpec
 from elixir_moe.runtime.phase import WHOLE
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
+from elixir_moe.torch_private import storage_id
 
 
 def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[int, ...]]:
@@ -87,7 +88,7 @@ def _state_of(model: nn.Module, wrapped: Wrapped, values: dict[torch.Tensor, tor
 
 def _memory(tensor: torch.Tensor) -> int | None:
     """The memory that a tensor uses; None for one without plain memory."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+    return storage_id(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from elixir_moe.parallel.rules import UNCUT, logical_box, logical_shape, named_t
 from elixir_moe.state.full import full_parameters
 from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
+from elixir_moe.torch_private import DisableTorchFunctionSubclass, swap_tensors
 
 _WRAPPED = re.compile(r"\.base_layer(?=\.)|\.original_module(?=\.)|\.modules_to_save\.[^.]+(?=\.)")
 """What peft puts into the names of modules that it wraps or copies."""
@@ -178,7 +179,7 @@ def replace_data(tensor: Tensor, data: Tensor) -> None:
     """As ``tensor.data = data``, between meta and other devices too."""
     hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     # torch.utils.swap_tensors refuses tensors with weak references, as recurrent modules hold them
-    torch._C._swap_tensor_impl(tensor, data.detach().requires_grad_(tensor.requires_grad))
+    swap_tensors(tensor, data.detach().requires_grad_(tensor.requires_grad))
     if hooks is not None:
         tensor._backward_hooks = hooks
     if after is not None:
@@ -344,7 +345,7 @@ def refuse_merges(model: Any) -> None:
 
 def _alone() -> AbstractContextManager[object]:
     """A context for rank 0 to walk over the model's parameters without a gather, which would wait for other ranks."""
-    return torch._C.DisableTorchFunctionSubclass() if dist.get_world_size() > 1 else nullcontext()
+    return DisableTorchFunctionSubclass() if dist.get_world_size() > 1 else nullcontext()
 
 
 def _meta_state(model: nn.Module, wrapped: Wrapped) -> dict[str, Tensor]:

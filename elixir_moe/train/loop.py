@@ -29,6 +29,7 @@ from elixir_moe.inspect import inspect
 from elixir_moe.models.gpt import tokens_per_expert
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.state.full import full_state_dict
+from elixir_moe.torch_private import default_store
 from elixir_moe.train import memory, settings
 from elixir_moe.train.bigram import Bigram
 from elixir_moe.train.checkpoints import CheckpointManager
@@ -95,7 +96,7 @@ def train(
     with ExitStack() as stack:
         mesh = init_mesh(config.run.tp, timeout=timedelta(seconds=config.run.timeout_seconds))
         signals = stack.enter_context(Signals())
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         timeout = world_timeout().total_seconds()
         watchdog = stack.enter_context(
             Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout, end or _end, memory.Abort())

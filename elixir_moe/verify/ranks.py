@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from elixir_moe import errors
 from elixir_moe.parallel.mesh import prepare_process
+from elixir_moe.torch_private import IMPORTED_LATE
 
 _TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other."""
@@ -33,7 +34,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
             ElixirError with their traceback.
     """
     context: Any = multiprocessing.get_context("forkserver")
-    multiprocessing.set_forkserver_preload(["elixir_moe", "torch._dynamo"])
+    multiprocessing.set_forkserver_preload(["elixir_moe", IMPORTED_LATE])
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(ranks):

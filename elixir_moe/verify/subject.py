@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from elixir_moe import annotate, init_mesh
 from elixir_moe.errors import ConfigError, meant
 from elixir_moe.models import GPT, GPTConfig, gpt_patterns, lm_loss, presets
 from elixir_moe.models.adapters import Lora, adapted
+from elixir_moe.torch_private import Dropout, tree_leaves, tree_map
 from elixir_moe.verify.shrink import changes, shrunk, without_noise
 
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
@@ -288,7 +288,7 @@ class Function(_Asked):
             )
         model = self.prepared(model)
         for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
+            if isinstance(module, Dropout):
                 module.p = 0.0
         if several:
             return Subject(model=model.train(), step=made[1], sample=made[2])
@@ -315,7 +315,7 @@ def batch_of(subject: Subject, step: int, micro: int) -> Any:
 
 def parts_of(batch: Any, ranks: int) -> Iterator[Any]:
     """Yields each rank's rows of a batch. Raises ConfigError if they cannot be shared out evenly."""
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     rows = tensors[0].size(0) if tensors else 0
     if not rows or rows % ranks:
         raise ConfigError(
@@ -326,4 +326,4 @@ def parts_of(batch: Any, ranks: int) -> Iterator[Any]:
         def part(leaf: Any, at: slice = slice(rank * rows // ranks, (rank + 1) * rows // ranks)) -> Any:
             return leaf[at] if isinstance(leaf, Tensor) and leaf.dim() and leaf.size(0) == rows else leaf
 
-        yield pytree.tree_map(part, batch)
+        yield tree_map(part, batch)

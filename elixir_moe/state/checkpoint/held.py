@@ -23,6 +23,7 @@ from elixir_moe.runtime.phase import OPEN
 from elixir_moe.state.checkpoint.shard_ranges import Span
 from elixir_moe.state.checkpoint.values import encode
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped
+from elixir_moe.torch_private import sparse_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +132,9 @@ def _parts(buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     if buffer.layout is torch.strided:
         yield "", buffer
     elif buffer.layout is torch.sparse_coo:
-        yield "[sorted indices]" if buffer.is_coalesced() else "[indices]", buffer._indices()
-        yield "[values]", buffer._values()
+        indices, values = sparse_parts(buffer)
+        yield "[sorted indices]" if buffer.is_coalesced() else "[indices]", indices
+        yield "[values]", values
     else:
         rows = buffer.layout in (torch.sparse_csr, torch.sparse_bsr)
         yield "[crow_indices]" if rows else "[ccol_indices]", buffer.crow_indices() if rows else buffer.ccol_indices()

@@ -1,0 +1,236 @@
+"""The names of torch that begin with an underscore, or lie in a module whose name does; no other file has them.
+
+Owns an alias or a short function for each, with what it is for, the public way that it stands for, and why that way
+does not do. Holds no state. `SEEN_IN` says which torch had them all; `tests/test_torch_private.py` names those that
+another one lacks, and runs without the package too: ``pytest --noconftest``.
+
+Aliases are torch's own objects: a call through one costs no more than a call through torch. An attribute of a tensor,
+module, optimizer or operator cannot be imported, and a function around it would cost a call: such attributes stay where
+they are read, and `ATTRIBUTES` lists them. Those of `nn.Module` that a subclass or a hook relies on are among them.
+"""
+
+from collections.abc import KeysView
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+
+SEEN_IN = "2.13"
+"""The torch that had every name of this file, in a build for CPUs."""
+IMPORTED = {
+    "FakeTensor": "To tell the tensors of a trace, which have no data; torch has no public test for them.",
+    "FakeTensorMode": "A trace runs a model without memory. Tensors on meta do not do: they forget their device.",
+    "TorchDispatchMode": "Sees every operator below autograd. `TorchFunctionMode`, which is public, sees no backward.",
+    "tree_leaves": "Torch's own walk through nested arguments, with what users register. No public module has it.",
+    "tree_map": "Torch's own walk through nested arguments, as `tree_leaves`.",
+}
+"""Why the classes and functions that this file imports by their own names are needed."""
+
+# ------------------------------------------------------------------------------------------------ tensor subclasses
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""A context in which a wrapped parameter is a plain tensor: nothing is gathered. Torch's notes on extending it name
+this class for the purpose, and no public module has it. `as_subclass` makes another tensor, not the parameter's."""
+DisableTorchFunction = torch._C.DisableTorchFunction
+"""A context without tensor subclasses and without modes such as `torch.device`, which would redirect what is drawn
+again. The public contexts end no mode that another began."""
+disable_dispatch_modes = torch.utils._python_dispatch._disable_current_modes
+"""A context without dispatch modes, for operations that are run again while one is on. A mode can only be left by its
+own context, and this one may be the user's."""
+dispatch_modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+"""The dispatch modes that are on. Nothing public tells; a list of our own would outlive a mode that was left."""
+
+# ----------------------------------------------------------------------------------------------------------- autograd
+
+graph_task_id = torch._C._current_graph_task_id
+"""The number of the backward that this thread runs, -1 outside of one. Public hooks tell only that a node is reached,
+and a forward that is run again by a checkpoint must know that it runs inside a backward."""
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the running backward has ``retain_graph=True``. The call of `backward` is the user's: no hook is told."""
+at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls a function when the running backward ends. A hook on the last gradient does not do: which one is last depends
+on the graph. FSDP uses the same call."""
+will_execute = torch._C._will_engine_execute_node
+"""Whether the running backward comes to a node, to tell `backward` from `torch.autograd.grad`. The public hooks tell
+it only when the node is reached, which is too late to prefetch."""
+top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""The saved-tensor hooks that are on, so that those of the user run inside ours. `saved_tensors_hooks` puts hooks on a
+stack that nothing public reads."""
+next_sequence_number = torch._C._autograd._get_sequence_nr
+"""The number of the node that autograd makes next on this thread: it is the same for all inputs that a checkpointed
+region saves. A pack hook is told nothing but the tensor."""
+current_node = torch._C._current_autograd_node
+"""The node that autograd runs; None outside of backward. Hooks of a node (`Node.register_prehook`) would need one on
+every node of the graph."""
+interpreter = torch._C._functorch.peek_interpreter_stack
+"""The innermost transform of `torch.func`, to refuse those that differentiate. Nothing public tells of it."""
+DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+"""The transforms of `interpreter` that differentiate."""
+
+
+def running_node() -> int | None:
+    """The number of the node that autograd runs; None outside of backward. See `current_node`."""
+    node = current_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+# ------------------------------------------------------------------------------------------------- memory of tensors
+
+swap_tensors = torch._C._swap_tensor_impl
+"""Exchanges what two tensors are. `torch.utils.swap_tensors`, which is public, refuses tensors with weak references,
+as recurrent modules hold them."""
+foreach_copy_ = torch._foreach_copy_
+"""Copies many tensors by one call. The public way is a `Tensor.copy_` for each, a kernel for each gradient."""
+storage_use_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+"""How many tensors use a storage, by its `storage_id`. Python's reference counts do not see tensors of C++."""
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Tells storages apart, those without memory too. `data_ptr()` is 0 for all on meta, and refused for fake ones."""
+    return storage._cdata
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of a sparse tensor. The public `indices()` and `values()` refuse one that is not coalesced."""
+    return tensor._indices(), tensor._values()
+
+
+# ------------------------------------------------------------------------------------------------------------ operators
+
+softmax_backward = torch._softmax_backward_data
+"""The gradient of a softmax from its output. `torch.autograd.grad` would compute the softmax again."""
+cpu_has_avx512_bf16 = torch.cpu._is_avx512_bf16_supported
+"""Whether products in bf16 have an instruction. The public `get_cpu_capability` does not tell."""
+cpu_has_amx = torch.cpu._is_amx_tile_supported
+"""Whether the CPU has AMX, which has products in bf16. The public `get_cpu_capability` does not tell."""
+cpu_has_amx_fp16 = torch.cpu._is_amx_fp16_supported
+"""Whether products in fp16 have an instruction. The public `get_cpu_capability` does not tell."""
+GROUPED_MM = torch.ops.aten._grouped_mm
+"""The operator of `torch.nn.functional.grouped_mm`, which a dispatch mode sees under this name."""
+FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""The operator of `scaled_dot_product_attention` on a CPU; torch's counter of operations has no entry for it."""
+FLASH_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""The operator of the backward of `FLASH_ON_CPU`; torch's counter of operations has no entry for it."""
+COLLECTIVES = ("c10d", "_c10d_functional")
+"""The namespaces of the operators of `torch.distributed`, as a dispatch mode sees them."""
+
+# ------------------------------------------------------------------------------------------------------- process groups
+
+group_of_name = dist.distributed_c10d._resolve_process_group
+"""The process group of a name that an operator of `COLLECTIVES` was given. The public functions take groups only."""
+default_store = dist.distributed_c10d._get_default_store
+"""The store of the default process group. A public one would be a second connection, with an address to agree on."""
+
+
+def process_groups() -> KeysView[dist.ProcessGroup]:
+    """The process groups that exist. The public functions take a group, and raise if it has been destroyed."""
+    return dist.distributed_c10d._world.pg_map.keys()
+
+
+def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
+    """The kinds of devices that a process group serves. `get_backend_config` returns a text to take apart."""
+    return group._device_types
+
+
+def backend_on(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend of `group` for tensors on `device`. `get_backend` returns a name: nothing to abort or to ask."""
+    return group._get_backend(device)
+
+
+def issued_on(group: dist.ProcessGroup, device: torch.device) -> int:
+    """How many collectives this rank has issued on a group. No public function counts those of others too."""
+    return int(backend_on(group, device)._get_sequence_number_for_group())
+
+
+def timeout_on(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The timeout of a group's collectives. It is given to `new_group`, and no public function returns it."""
+    timeout: timedelta = backend_on(group, device).options._timeout
+    return timeout
+
+
+def abort_together(backends: list[Any]) -> None:
+    """Aborts NCCL's `backends` as one: one after another, each might wait for the kernels of the others.
+
+    The public `destroy_process_group` may wait for what is under way.
+    """
+    backends[0]._group_start()
+    for backend in backends:
+        backend.abort()
+    backends[0]._group_end()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` was cut from. Patterns are said on the axes of the root, of which a slice tells nothing."""
+    return mesh._get_root_mesh()
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """One axis in the place of all of `mesh`, the same for every caller. `new_group` makes a new group in each call."""
+    return mesh._flatten(name)
+
+
+def fake_store() -> dist.Store:
+    """A store for the backend "fake", whose ranks send nothing. No public module registers that backend."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, and takes a while
+
+    return FakeStore()  # type: ignore[no-any-return, no-untyped-call]
+
+
+# ----------------------------------------------------------------------------------------- modules, optimizers, start
+
+Dropout = torch.nn.modules.dropout._DropoutNd
+"""The base of all dropouts. A list of the public ones would miss the next."""
+IMPORTED_LATE = "torch._dynamo"
+"""The module that fake tensors and checkpoints import at their first use. Its time is spent at a better moment by
+importing it, and no public module stands for it."""
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tells LR schedulers that `optimizer` has stepped: they wrap its `step`, which a sharded one does not call."""
+    setattr(optimizer, "_opt_called", True)  # noqa: B010
+
+
+ATTRIBUTES = {
+    "Tensor._version": "How often a tensor was written in place. Nothing public reads the counter of a single tensor.",
+    "Tensor._base": "The tensor of a view, to name a parameter in an error. Nothing public tells.",
+    "Tensor._backward_hooks": "The hooks on a parameter: seen and carried over. `register_hook` can only add one.",
+    "Tensor._post_accumulate_grad_hooks": "As `_backward_hooks`.",
+    "Tensor._typed_storage": "A name under which a parameter is read, as a tensor subclass is told.",
+    "torch._has_compatible_shallow_copy_type": "As `_typed_storage`, of a function that reads no values.",
+    "Parameter._is_param": "The mark by which a tensor of another class is a parameter. It is set by no public call.",
+    "DTensor._local_tensor": "The very tensor of this rank. `to_local`, which is public, makes a view with autograd.",
+    "DTensor._spec": "Mesh, shape and placements as one object, to make a DTensor again without a check by all ranks.",
+    "Module._parameters": "A module's own parameters by name; documented for subclasses. `setattr` checks and moves.",
+    "Module._buffers": "As `_parameters`, of buffers.",
+    "Module._modules": "As `_parameters`, of modules.",
+    "Module._non_persistent_buffers_set": "The buffers that torch does not save. A state dict would have to be made.",
+    "Module._forward_hooks": "Hooks that go from a module to its tiled one. Public functions can only add hooks.",
+    "Module._forward_hooks_with_kwargs": "As `_forward_hooks`.",
+    "Module._forward_hooks_always_called": "As `_forward_hooks`.",
+    "Module._forward_pre_hooks": "As `_forward_hooks`; also to find spectral norms, which are hooks.",
+    "Module._forward_pre_hooks_with_kwargs": "As `_forward_hooks`.",
+    "Module._backward_hooks": "As `_forward_hooks`.",
+    "Module._backward_pre_hooks": "As `_forward_hooks`.",
+    "Module._is_full_backward_hook": "As `_forward_hooks`.",
+    "Module._state_dict_hooks": "Hooks that a tiled module could not serve, so that it is refused.",
+    "Module._state_dict_pre_hooks": "As `_state_dict_hooks`.",
+    "Module._load_state_dict_pre_hooks": "As `_state_dict_hooks`.",
+    "Module._load_state_dict_post_hooks": "As `_state_dict_hooks`.",
+    "Module._save_to_state_dict": "Documented for subclasses; to see whether one has it.",
+    "Module._load_from_state_dict": "As `_save_to_state_dict`.",
+    "Module._compiled_call_impl": "Whether `module.compile()` was called. Nothing public tells.",
+    "OptimizedModule._orig_mod": "Whether a module is made by `torch.compile`, whose class is private itself.",
+    "Optimizer._optimizer_step_pre_hooks": "The hooks of the optimizer that a sharded one stands for.",
+    "Optimizer._optimizer_step_post_hooks": "As `_optimizer_step_pre_hooks`.",
+    "OpOverload._schema": "What an operator writes, as a dispatch mode sees it. Nothing public tells.",
+    "OpOverload._overloadpacket": "The operator of an overload: the key of torch's public `flop_registry`.",
+}
+"""The private attributes that other files read or set in place, each with its reason."""
