@@ -48,6 +48,18 @@ own context, and this one may be the user's."""
 dispatch_modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 """The dispatch modes that are on. Nothing public tells; a list of our own would outlive a mode that was left."""
 
+dispatch_depth = torch._C._len_torch_dispatch_stack
+"""The number of dispatch modes that are on, without a list of them: asked for each gather and reduction."""
+without_last_dispatch_mode = torch.utils._python_dispatch._pop_mode_temporarily
+"""A context without the dispatch mode that was entered last, for the library's own operators in a checkpointed region.
+`disable_dispatch_modes` would also leave what the user has put around the model."""
+SELECTIVE_CHECKPOINT_MODES = (
+    torch.utils.checkpoint._CachedTorchDispatchMode,
+    torch.utils.checkpoint._CachingTorchDispatchMode,
+)
+"""The modes of ``create_selective_checkpoint_contexts``, which keep operators' results by their number in a region.
+That function returns them, but to the user's `context_fn`."""
+
 # ----------------------------------------------------------------------------------------------------------- autograd
 
 graph_task_id = torch._C._current_graph_task_id

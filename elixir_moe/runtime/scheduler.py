@@ -22,8 +22,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from elixir_moe.chunks.cache_policy import (
     ACQUIRE,
@@ -47,9 +45,13 @@ from elixir_moe.runtime.chunk import GATHERED, GATHERING, SHARDED, Chunk
 from elixir_moe.runtime.phase import READABLE, WHOLE, Phase
 from elixir_moe.runtime.reduction_order import Agreement, alone
 from elixir_moe.runtime.streams import Streams
+from elixir_moe.torch_private import (
+    SELECTIVE_CHECKPOINT_MODES,
+    dispatch_depth,
+    dispatch_modes,
+    without_last_dispatch_mode,
+)
 
-_SELECTIVE = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
-"""Modes that keep operators' results by their number in a checkpointed region (`context_fn`)."""
 _MISSES_BEFORE_NEW_SCHEDULE = 3
 _SMALL_BYTES, _MOST_SMALL = 1 << 16, 16
 """Gradients of at most so many bytes are copied together, at most so many."""
@@ -690,18 +692,18 @@ def _unrecorded() -> AbstractContextManager[object]:
 
     A backward is one already, where this costs nothing.
     """
-    if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
+    if torch.is_inference_mode_enabled() or dispatch_depth():
         return _outside_of_modes()
     return torch.no_grad() if torch.is_grad_enabled() else _HERE
 
 
 @contextmanager
 def _outside_of_modes() -> Iterator[None]:
-    modes = _get_current_dispatch_mode_stack()
-    selective = [i for i, mode in enumerate(modes) if isinstance(mode, _SELECTIVE)]
+    modes = dispatch_modes()
+    selective = [i for i, mode in enumerate(modes) if isinstance(mode, SELECTIVE_CHECKPOINT_MODES)]
     with ExitStack() as stack:
         for _ in modes[selective[0] :] if selective else ():  # the last ones, with what runs inside the region
-            stack.enter_context(_pop_mode_temporarily())
+            stack.enter_context(without_last_dispatch_mode())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         yield

@@ -274,7 +274,7 @@ class Recorder(TorchDispatchMode):
         whole = tensor if tensor.is_leaf else tensor.detach()
         local = local_of(tensor)
         if self._running and local.layout is torch.strided:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 name = self._storages.get(local.untyped_storage())
             if name is not None:
                 return _Saved(whole, parameter=name)
