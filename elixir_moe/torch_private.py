@@ -101,8 +101,11 @@ swap_tensors = torch._C._swap_tensor_impl
 as recurrent modules hold them."""
 foreach_copy_ = torch._foreach_copy_
 """Copies many tensors by one call. The public way is a `Tensor.copy_` for each, a kernel for each gradient."""
-storage_use_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
-"""How many tensors use a storage, by its `storage_id`. Python's reference counts do not see tensors of C++."""
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """How many tensors, views included, use the storage of `tensor`. Python's counts do not see tensors of C++."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

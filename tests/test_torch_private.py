@@ -54,6 +54,7 @@ OWNERS: dict[str, Any] = {
 USED = {
     "running_node": ["Node._sequence_nr"],
     "storage_id": ["Storage._cdata"],
+    "storage_uses": ["Storage._cdata"],
     "sparse_parts": ["Tensor._indices", "Tensor._values"],
     "devices_of": ["ProcessGroup._device_types"],
     "backend_on": ["ProcessGroup._get_backend"],

@@ -23,7 +23,7 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation
-from elixir_moe.torch_private import storage_id, storage_use_count
+from elixir_moe.torch_private import storage_uses
 
 Allocating = Callable[[], AbstractContextManager[object]]
 
@@ -37,7 +37,7 @@ class Block:
         self._allocating = allocating
         self._both = memory, _own_storage(memory)
         """The memory, and the same bytes for collectives; assigned together, so that an interrupt cannot part them."""
-        self._idle_uses = _storage_uses(memory)
+        self._idle_uses = storage_uses(memory)
         self.busy: Work | None = None
         """The operation that must end before the block is written again."""
         self._read_later = False
@@ -50,7 +50,7 @@ class Block:
     def vacate(self, work: Work) -> None:
         """Releases the block, which may be written when `work` has ended and no other tensor shares its storage."""
         self.busy = work
-        self._read_later = _storage_uses(self._memory) > self._idle_uses
+        self._read_later = storage_uses(self._memory) > self._idle_uses
 
     @property
     def quiet(self) -> bool:
@@ -66,7 +66,7 @@ class Block:
         if self.busy is not None:
             self.busy.wait()
             self.busy = None
-        kept = _storage_uses(self._memory) > self._idle_uses
+        kept = storage_uses(self._memory) > self._idle_uses
         if kept:
             self._replace()
         if kept or self._read_later:
@@ -112,7 +112,7 @@ class ShardBlock(Block):
 
     def make_writable(self) -> None:
         """Moves the shard to new memory if anybody still reads the old one."""
-        if _storage_uses(self._memory) > self._idle_uses:
+        if storage_uses(self._memory) > self._idle_uses:
             self._replace()
 
     @property
@@ -180,8 +180,3 @@ class Blocks:
 def _own_storage(memory: torch.Tensor) -> torch.Tensor:
     """The same bytes, flat uint8, as a storage with a use count of its own."""
     return from_dlpack(to_dlpack(memory.view(torch.uint8)))
-
-
-def _storage_uses(tensor: torch.Tensor) -> int:
-    """How many tensors, views included, use the storage of `tensor`."""
-    return int(storage_use_count(storage_id(tensor.untyped_storage())))
