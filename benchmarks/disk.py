@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.measure import in_turn
 from benchmarks.report import race_row, unmeasured_row
-from elixir_moe.chunks.plan import DISK_THREADS, VALUES_REQUEST_BYTES
+from elixir_moe.chunks.ledger import DISK_THREADS, VALUES_REQUEST_BYTES
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.direct_file import DirectFile, paged_memory
 from elixir_moe.memory.disk_values import ValuesFile, ValuesPlace

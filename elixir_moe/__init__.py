@@ -6,7 +6,8 @@ The public names; everything else is internal and may move.
 from importlib.metadata import version
 
 from elixir_moe import models
-from elixir_moe.chunks.plan import AutoPlan, Footprint, Plan, Tier
+from elixir_moe.chunks.ledger import Footprint
+from elixir_moe.chunks.plan import AutoPlan, Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.errors import (
     CheckpointError,

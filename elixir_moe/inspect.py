@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from elixir_moe.chunks.cache_policy import Schedule
+from elixir_moe.chunks.ledger import HELD_HEAD, Footprint, held_line, held_rows
 from elixir_moe.chunks.packing import Layout
-from elixir_moe.chunks.plan import HELD_HEAD, Footprint, Plan, held_line, held_rows, size_text
+from elixir_moe.chunks.plan import Plan, size_text
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.parallel.rules import logical_numel
 from elixir_moe.state.wrapped import Wrapped, require_wrapped

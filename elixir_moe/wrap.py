@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.cache_policy import CacheState
-from elixir_moe.chunks.plan import SUMS_IN_FLIGHT, AutoPlan, Plan, Tier, arriving_bytes, footprint
+from elixir_moe.chunks.ledger import Ledger
+from elixir_moe.chunks.plan import AutoPlan, Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.all_ranks import ControlGroups, drop_all, made_on_all_ranks, raise_on_all_ranks
 from elixir_moe.distributed.collectives import build_communicators
@@ -24,7 +25,7 @@ from elixir_moe.distributed.watchdog import watch
 from elixir_moe.errors import TierError, is_out_of_memory
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.build import build_shards
-from elixir_moe.memory.host_sums import HostSums, adds_beside
+from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation
 from elixir_moe.optim.optimizer import ShardedOptimizer
@@ -163,7 +164,8 @@ def _wrapped(
 
     # 3. Make files, process groups and memory: all ranks, or none.
     pretrained = None if weights is None else Pretrained(model, weights)
-    size = footprint(plan, layout, moments=moments, staged=staged, beside=adds_beside(device))
+    ledger = Ledger.of(plan, layout, moments=moments, staged=staged, beside=decided.beside)
+    size = ledger.footprint(plan.blocks(layout))
     check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
     check_device_memory(device, size, model)
     spill, values = open_files(plan, layout, moments, device)
@@ -176,8 +178,7 @@ def _wrapped(
         groups = ControlGroups(described.ranks, groups_needed(model, layout.chunks))
     made.callback(groups.close_alone)
     homes = [(chunk, plan.home(layout, chunk)) for chunk in layout.chunks]
-    arriving = arriving_bytes(chunk for chunk, tier in homes if tier is not Tier.DEVICE)
-    sums = HostSums(arriving // SUMS_IN_FLIGHT, device) if arriving and adds_beside(device) else None
+    sums = HostSums(ledger.arriving_bytes, device) if ledger.arriving_bytes else None
     cache = CacheState(plan.blocks(layout), schedule if described.step_order.observed else None, prefetch=plan.prefetch)
     statistics, placeholder, streams = Statistics(cache=cache.counts), Placeholder(device), Streams(device)
 

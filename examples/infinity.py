@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import elixir_moe as em
-from elixir_moe.chunks.plan import HELD_HEAD, held_line, size_text
+from elixir_moe.chunks.ledger import HELD_HEAD, held_line
+from elixir_moe.chunks.plan import size_text
 
 MIB = 1 << 20
 WIDTH = 2048

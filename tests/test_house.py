@@ -25,6 +25,7 @@ STOREYS: list[set[str]] = [
     {"chunks.packing"},
     {"chunks.cache_policy", "chunks.step_machine"},
     {"chunks.plan", "chunks.step_order", "chunks.statistics"},
+    {"chunks.ledger"},
     {"chunks.settle"},
     {"memory"},
     {"runtime"},
@@ -40,7 +41,7 @@ STOREYS: list[set[str]] = [
 ]
 """From the ground up: a file imports what lies below it, or its neighbours in one room."""
 PURE = ["parallel.pattern"]
-PURE += [f"chunks.{name}" for name in ("param_spec", "residence", "packing", "plan", "settle")]
+PURE += [f"chunks.{name}" for name in ("param_spec", "residence", "packing", "plan", "ledger", "settle")]
 PURE += [f"chunks.{name}" for name in ("cache_policy", "step_machine", "step_order")]
 PURE += [f"search.{name}" for name in ("cost", "estimate", "hardware", "profile", "solve", "zero_infinity")]
 HEAVY = ["megatron", "matplotlib", "rich", "yaml", "safetensors", "transformers"]

@@ -108,6 +108,12 @@ class ChunkSpec:
         """Bytes of the gathered chunk in its compute dtype."""
         return self.numel * self.key.dtype.itemsize
 
+    @property
+    def residence_in_shard(self) -> Residence:
+        """The residence of the chunk where it is used in its shard."""
+        overwritten = self.key.trainable and self.key.dtype != torch.float32
+        return IN_PLACE if overwritten else ATTACHED
+
     def widens(self, *, staged: bool) -> bool:
         """Whether gradients are widened to fp32 before they are reduced; `staged`: over gloo.
 
@@ -167,12 +173,7 @@ class Layout:
 
     def with_in_place(self, indices: Collection[int]) -> "Layout":
         """A copy in which the chunks of `indices`, which are whole at home on the device, are used there."""
-
-        def in_place(chunk: ChunkSpec) -> ChunkSpec:
-            overwritten = chunk.key.trainable and chunk.key.dtype != torch.float32
-            return replace(chunk, residence=IN_PLACE if overwritten else ATTACHED)
-
-        chunks = tuple(in_place(chunk) if chunk.index in indices else chunk for chunk in self.chunks)
+        chunks = tuple(replace(c, residence=c.residence_in_shard) if c.index in indices else c for c in self.chunks)
         widest = max((chunk.key.dtype.itemsize for chunk in chunks if chunk.residence is CACHED), default=0)
         return Layout(chunk_numel=self.chunk_numel if widest else 0, chunks=chunks, block_itemsize=max(widest, 1))
 

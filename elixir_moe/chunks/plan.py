@@ -1,15 +1,14 @@
-"""How a model is held and moved: the plan, and the bytes it costs.
+"""How a model is held and moved: the plan.
 
-Owns `Plan`, a small piece of frozen data, and `Footprint`, the exact number of bytes a plan needs for a layout. Pure.
-Sources: [S_FLAG, O_FLAG, C_SIZE], Elixir v1, VI-B; memory as in v2, Table 1, where L_c is the bytes of a compute
-element, and L_os * F_os the bytes of its master and moments.
+Owns `Plan`, a small piece of frozen data, `AutoPlan`, the request to search for one, and sizes as texts. Pure; `ledger`
+has the bytes that a plan needs. Source: [S_FLAG, O_FLAG, C_SIZE], Elixir v1, VI-B.
 """
 
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, Self
@@ -20,7 +19,6 @@ from torch import nn
 from elixir_moe.chunks.cache_policy import LOOKAHEAD
 from elixir_moe.chunks.packing import ChunkSpec, Layout, best_chunk_numel, build_layout
 from elixir_moe.chunks.param_spec import ParamSpec
-from elixir_moe.chunks.residence import CACHED, IN_PLACE, RESIDENT
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.parallel.pattern import is_whole, reduction_dtype
 
@@ -41,6 +39,18 @@ class Tier(StrEnum):
     def of_compute(self) -> "Tier":
         """The tier of a trainable chunk's compute shard and of accumulated gradients, without `values_on_disk`."""
         return Tier.HOST if self is Tier.DISK else self
+
+
+def tier_at(index: int, on_disk: int, on_device: int) -> Tier:
+    """The tier of chunk `index`, if `on_disk` is the first chunk on disk and `on_device` the first on the device."""
+    if index >= on_device:
+        return Tier.DEVICE
+    return Tier.DISK if index >= on_disk else Tier.HOST
+
+
+def reads_disk(chunk: ChunkSpec, tier: Tier, *, values_on_disk: bool) -> bool:
+    """Whether gathers read a chunk at home in `tier` from disk."""
+    return tier is Tier.DISK and (values_on_disk or not chunk.key.trainable)
 
 
 def size_text(nbytes: float) -> str:
@@ -105,28 +115,6 @@ def _path(name: str, path: str | os.PathLike[str] | None) -> str | None:
         return os.fspath(path) if isinstance(path, os.PathLike) else path
     except Exception as error:
         raise ConfigError(f"{name}={path!r}: its __fspath__ gives no path: {error}; give a text") from error
-
-
-DISK_THREADS = 4
-"""Slices of chunks on disk updated at the same time: while one is computed, others are read and written."""
-PAGE_BYTES = 4096
-"""Unit of reads and writes on disk."""
-SPILL_ALIGN_NUMEL = PAGE_BYTES // 4
-"""fp32 elements in a page; arrays on disk begin at multiples of it."""
-REDUCTIONS_IN_FLIGHT = 3
-"""Reductions the host leaves in flight: enough not to wait for a rank that is a little late, few enough to bound
-the buffers that wait to be summed. With a GPU: those of gradients that have memory outside the rCache."""
-GRADIENTS_ON_THEIR_WAY = REDUCTIONS_IN_FLIGHT + 2
-"""Gradients alive at once: those in reduction, one being produced, and one waiting for the last use of the weights
-that it overwrites."""
-SUMS_IN_FLIGHT = 3
-"""With a GPU: buffers for gradients on their way to a sum in host memory, one being copied while another is added."""
-VALUES_BUFFERS = LOOKAHEAD + 1
-"""Shards of values on disk that are in host memory at once: those read ahead, and one being copied."""
-VALUES_REQUEST_BYTES = 1 << 23
-"""Bytes of a frozen chunk's values read from disk at once."""
-_SPILL_SLICE_NUMEL = 1 << 20
-"""Most elements of an array on disk moved in one read or write."""
 
 
 _WHOLE_NUMBERS: tuple[tuple[str, int, tuple[object, ...]], ...] = (
@@ -424,21 +412,18 @@ class Plan:
         assert self.rcache_blocks is not None, "the plan is settled"
         return min(self.rcache_blocks, layout.most_blocks)
 
+    def bounds(self, layout: Layout) -> tuple[int, int]:
+        """(first chunk on disk, first chunk on the device): those before, in order of first use, are in host memory."""
+        on_device = max(0, len(layout.chunks) - self.device_chunks) if self.offloaded else 0
+        return max(0, on_device - (self.disk_chunks or 0)), on_device
+
     def home(self, layout: Layout, chunk: ChunkSpec) -> Tier:
         """The tier of a chunk's long-lived state."""
-        first_on_device = len(layout.chunks) - self.device_chunks
-        if not self.offloaded or chunk.index >= first_on_device:
-            return Tier.DEVICE
-        on_disk = chunk.index >= first_on_device - (self.disk_chunks or 0)
-        return Tier.DISK if on_disk else Tier.HOST
+        return tier_at(chunk.index, *self.bounds(layout))
 
     def puts_values_on_disk(self, layout: Layout, chunk: ChunkSpec) -> bool:
         """Whether gathers read a chunk from disk."""
-        return self.home(layout, chunk) is Tier.DISK and (self.values_on_disk or not chunk.key.trainable)
-
-    def arrays_on_disk(self, moments: int) -> int:
-        """fp32 arrays of each trainable chunk on disk: master, moments, with `values_on_disk` a sum of gradients."""
-        return 1 + moments + self.values_on_disk
+        return reads_disk(chunk, self.home(layout, chunk), values_on_disk=self.values_on_disk)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -474,203 +459,3 @@ class AutoPlan:
         object.__setattr__(self, "disk", _folder(self.disk))
         if self.verify and self.disk is None:
             raise PlanError("verify=True means nothing without disk=, the folder of what is on disk")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Footprint:
-    """Bytes the library holds on one rank, without activations and the framework's own memory."""
-
-    rcache_bytes: int
-    """Blocks of the rCache."""
-    resident_bytes: int
-    """Gathered chunks with a buffer of their own: tied parameters and fused small groups, unless used in place."""
-    staging_bytes: int
-    """Buffer of a reduction: for parts received over gloo before they are summed, and for gradients widened to fp32."""
-    shard_bytes: dict[str, int]
-    """By tier: compute or gradient shards, master shards and moments."""
-    spill_buffer_bytes: int
-    """In host memory: buffers for the slices of chunks on disk during their update, for values on disk on their way to
-    the device, and, with a GPU, for gradients on their way to disk (`arriving_bytes`)."""
-    landing_bytes: int
-    """On the device, from the first gradient of a chunk to its reduction: gradients of chunks without blocks."""
-    accumulator_bytes: dict[str, int]
-    """By tier: fp32 sums of gradients, used only if a step has several backwards (`accumulator_bytes`). With a GPU, in
-    host memory also the buffers of gradients on their way to the sums (`arriving_bytes`), unless gradients go to disk.
-    """
-
-    @property
-    def device_bytes(self) -> int:
-        """Peak device memory with one backward per step."""
-        moving = self.rcache_bytes + self.resident_bytes + self.staging_bytes + self.landing_bytes
-        return moving + self.shard_bytes[Tier.DEVICE]
-
-    @property
-    def host_bytes(self) -> int:
-        """Peak host memory with one backward per step."""
-        return self.shard_bytes[Tier.HOST] + self.spill_buffer_bytes
-
-    @property
-    def disk_bytes(self) -> int:
-        """Size of the file on disk, constant for the whole run."""
-        return self.shard_bytes[Tier.DISK]
-
-
-def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool, beside: bool | None = None) -> Footprint:
-    """The bytes that `plan` needs on one rank.
-
-    Args:
-        plan: the plan.
-        layout: the chunks.
-        moments: fp32 values the optimizer keeps per element; 2 for Adam.
-        staged: whether reductions run over gloo.
-        beside: whether sums in host memory run beside backward, as with a GPU; by default if reductions do not run over
-            gloo.
-    """
-    shards = {tier.value: 0 for tier in Tier}
-    accumulators = dict(shards)
-    whole = plan.values_on_disk
-    for chunk in layout.chunks:
-        tier = plan.home(layout, chunk)
-        for where, nbytes in home_bytes(chunk, tier, moments, values_on_disk=whole).items():
-            shards[where] += nbytes
-        accumulators[tier.of_compute] += accumulator_bytes(chunk, tier, values_on_disk=whole)
-    buffers = disk_buffer_bytes(
-        [c for c in layout.chunks if plan.home(layout, c) is Tier.DISK], moments, values_on_disk=whole
-    )
-    if not staged if beside is None else beside:
-        away = [chunk for chunk in layout.chunks if plan.home(layout, chunk) is not Tier.DEVICE]
-        if any(chunk.key.trainable and plan.puts_values_on_disk(layout, chunk) for chunk in away):
-            buffers += arriving_bytes(away)
-        else:
-            accumulators[Tier.HOST] += arriving_bytes(away)
-    return Footprint(
-        rcache_bytes=plan.blocks(layout) * layout.block_bytes,
-        resident_bytes=sum(chunk.nbytes for chunk in layout.chunks if chunk.residence is RESIDENT),
-        staging_bytes=staging_bytes(layout, staged=staged),
-        shard_bytes=shards,
-        spill_buffer_bytes=buffers,
-        landing_bytes=landing_bytes(layout),
-        accumulator_bytes=accumulators,
-    )
-
-
-def home_bytes(chunk: ChunkSpec, tier: Tier, moments: int, *, values_on_disk: bool = False) -> dict[Tier, int]:
-    """Bytes by tier of one rank's long-lived state of a chunk: compute or gradient shard, master shard and moments."""
-    compute = chunk.key.dtype.itemsize * chunk.shard_numel
-    arrays = (1 + moments) * chunk.key.trainable
-    if tier is Tier.DISK and not chunk.key.trainable:
-        return {Tier.HOST: 0, Tier.DISK: paged_bytes(values_bytes(chunk))}
-    if tier is Tier.DISK and values_on_disk:
-        values = paged_bytes(values_bytes(chunk))
-        return {Tier.HOST: 0, Tier.DISK: values + spilled_bytes(chunk.shard_numel, arrays + 1)}
-    if tier is Tier.DISK:
-        return {Tier.HOST: compute, Tier.DISK: spilled_bytes(chunk.shard_numel, arrays)}
-    return {tier: compute + 4 * arrays * chunk.shard_numel}
-
-
-HELD_HEAD = f"{'on one rank':44} {'tier':>6} {'chunks':>6} {'elements':>16} {'bytes':>11}"
-"""Table head for `held_line`."""
-
-
-def held_line(row: dict[str, Any]) -> str:
-    """A row of `held_rows` as text."""
-    return (
-        f"{row['chunk_group']:44} {row['tier']:>6} {row['chunks']:6} {row['numel']:16,} "
-        f"{size_text(row['shard_bytes']):>11}{'  resident' * row['resident']}"
-    )
-
-
-def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:
-    """The chunks of one rank as plain data: one row per chunk group, tier and residency.
-
-    `numel` counts the elements of the gathered parameters, `shard_bytes` the bytes of this rank's state.
-    """
-    rows: dict[tuple[object, ...], dict[str, Any]] = {}
-    for chunk in layout.chunks:
-        label, tier = chunk.key.label, plan.home(layout, chunk)
-        kind = {"chunk_group": label, "tier": tier.value, "resident": chunk.residence is not CACHED}
-        row = rows.setdefault(tuple(kind.values()), {**kind, "chunks": 0, "numel": 0, "shard_bytes": 0})
-        row["chunks"] += 1
-        row["numel"] += sum(slot.numel for slot in chunk.slots)
-        row["shard_bytes"] += sum(home_bytes(chunk, tier, moments, values_on_disk=plan.values_on_disk).values())
-    return list(rows.values())
-
-
-def accumulator_bytes(chunk: ChunkSpec, tier: Tier, *, values_on_disk: bool = False) -> int:
-    """Bytes of one rank's fp32 sum of a chunk's gradients in a step of several backwards.
-
-    fp32 gradients are summed in place and need no other memory, except on the disk tier: without a master in memory,
-    the weights must stay in that place. With `values_on_disk` the sum is a part of `home_bytes`.
-    """
-    if tier is Tier.DISK and values_on_disk:
-        return 0
-    apart = chunk.key.dtype != torch.float32 or tier is Tier.DISK
-    return 4 * chunk.shard_numel if chunk.key.trainable and apart else 0
-
-
-def arriving_bytes(chunks: Iterable[ChunkSpec]) -> int:
-    """Bytes of the buffers through which gradients of `chunks`, at home in host memory, reach their sums."""
-    return SUMS_IN_FLIGHT * max((c.nbytes // c.shards for c in chunks if c.key.trainable), default=0)
-
-
-def spilled_bytes(numel: int, arrays: int) -> int:
-    """Bytes on disk of `arrays` fp32 arrays of `numel` elements, each padded to whole pages."""
-    return 4 * arrays * paged_numel(numel)
-
-
-def paged_numel(numel: int) -> int:
-    """`numel` fp32 elements, rounded up to whole pages of the disk."""
-    return -(-numel // SPILL_ALIGN_NUMEL) * SPILL_ALIGN_NUMEL
-
-
-def spill_slice_numel(numels: Iterable[int]) -> int:
-    """Elements of an array moved between disk and memory at once, for chunks of `numels` elements."""
-    return min(_SPILL_SLICE_NUMEL, paged_numel(max(numels, default=0)))
-
-
-def spill_buffer_bytes(numels: Sequence[int], arrays: int) -> int:
-    """Bytes of the buffers for updating chunks of `numels` elements on disk."""
-    return 4 * DISK_THREADS * arrays * spill_slice_numel(numels)
-
-
-def values_bytes(chunk: ChunkSpec) -> int:
-    """Bytes of one rank's values of a chunk."""
-    return chunk.shard_numel * chunk.key.dtype.itemsize
-
-
-def paged_bytes(nbytes: int) -> int:
-    """`nbytes`, rounded up to whole pages of the disk."""
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def values_buffer_bytes(sizes: Iterable[int]) -> int:
-    """Bytes in host memory through which values of these sizes come from disk."""
-    largest = paged_bytes(max(sizes, default=0))
-    return min(VALUES_REQUEST_BYTES, largest) + VALUES_BUFFERS * largest
-
-
-def disk_buffer_bytes(chunks: Iterable[ChunkSpec], moments: int, *, values_on_disk: bool) -> int:
-    """Bytes of all buffers in host memory that `chunks`, at home on disk, need for updates and gathers."""
-    updated, values = [], []
-    for chunk in chunks:
-        if chunk.key.trainable:
-            updated.append(chunk.shard_numel)
-        if values_on_disk or not chunk.key.trainable:
-            values.append(values_bytes(chunk))
-    return spill_buffer_bytes(updated, 1 + moments + values_on_disk) + values_buffer_bytes(values)
-
-
-def landing_bytes(layout: Layout) -> int:
-    """Most bytes on the device of gradients that land outside the rCache.
-
-    Resident chunks have memory for their gradients until these are reduced. If reduced gradients overwrite the weights
-    (`IN_PLACE`), up to `GRADIENTS_ON_THEIR_WAY` of them exist at once.
-    """
-    own = sum(chunk.nbytes for chunk in layout.chunks if chunk.key.trainable and chunk.residence is RESIDENT)
-    moving = sorted((chunk.nbytes for chunk in layout.chunks if chunk.residence is IN_PLACE), reverse=True)
-    return own + sum(moving[:GRADIENTS_ON_THEIR_WAY])
-
-
-def staging_bytes(layout: Layout, *, staged: bool) -> int:
-    """Bytes of the staging buffer: enough for the largest chunk, since one chunk uses it at a time."""
-    return max((chunk.staging_bytes(staged=staged) for chunk in layout.chunks), default=0)

@@ -1,27 +1,65 @@
 """From sizes to counts: turns a plan given in bytes, or with open numbers, into numbers of chunks for one model.
 
-Owns three numbers: chunks that stay on the device, chunks on disk, and blocks of the rCache. Pure; `wrap` passes the
-model's parameters and the free host memory.
+Owns three numbers: chunks that stay on the device, chunks on disk, and blocks of the rCache; and `Homes`, a ledger on
+which the first two are found. Pure; `wrap` passes the model's parameters and the free host memory.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-import torch
-
-from elixir_moe.chunks.packing import ChunkSpec, Layout
+from elixir_moe.chunks.ledger import Footprint, Ledger
+from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import ParamSpec
-from elixir_moe.chunks.plan import (
-    Plan,
-    Tier,
-    arriving_bytes,
-    disk_buffer_bytes,
-    home_bytes,
-    size_text,
-)
+from elixir_moe.chunks.plan import Plan, Tier, size_text, tier_at
 from elixir_moe.chunks.step_order import StepOrder
 from elixir_moe.errors import PlanError, TierError
+
+
+@dataclass(slots=True)
+class Homes:
+    """A ledger whose last chunks are on the device, those before them on disk, and the others in host memory."""
+
+    ledger: Ledger
+    on_disk: int
+    """The first chunk on disk."""
+    on_device: int
+    """The first chunk on the device."""
+
+    def copy(self) -> "Homes":
+        """The same homes, on a ledger of their own."""
+        return replace(self, ledger=self.ledger.copy())
+
+    def put(self, on_disk: int, on_device: int) -> None:
+        """Makes these the first chunks on disk and on the device; moves only chunks whose home changes."""
+        for was, now in (self.on_device, on_device), (self.on_disk, on_disk):
+            for index in range(min(was, now), max(was, now)):
+                self.ledger.move(index, tier_at(index, on_disk, on_device))
+        self.on_disk, self.on_device = on_disk, on_device
+
+    def spill(self, on_device: int, host_bytes: int, backwards: int = 1) -> Footprint | None:
+        """Puts chunks from `on_device` on there, and the fewest of the others on disk that make the rest fit in host
+        memory of `host_bytes`. Returns the bytes; None if it never fits.
+
+        Each chunk on disk leaves less state in host memory, but may need larger buffers. So the number of chunks on
+        disk begins where the state alone fits, and grows until the buffers fit too.
+        """
+        self.put(min(self.on_disk, on_device), on_device)
+        while self.on_disk < on_device and self.ledger.state_bytes(Tier.HOST, sums=backwards > 1) <= host_bytes:
+            self.put(self.on_disk + 1, on_device)
+        while (size := self.ledger.footprint()).memory_bytes(backwards)[1] > host_bytes:
+            if not self.on_disk:
+                return None
+            self.put(self.on_disk - 1, on_device)
+        return size
+
+    def fill(self, on_device: int, disk_bytes: int) -> Footprint:
+        """Puts chunks from `on_device` on there, and as many of the others on disk as fit in `disk_bytes`."""
+        self.put(min(self.on_disk, on_device), on_device)
+        while self.on_disk and self.ledger.state_bytes(Tier.DISK) <= disk_bytes:
+            self.put(self.on_disk - 1, on_device)
+        while self.ledger.state_bytes(Tier.DISK) > disk_bytes:
+            self.put(self.on_disk + 1, on_device)
+        return self.ledger.footprint()
 
 
 def settled(
@@ -71,40 +109,31 @@ def _device_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int) -> int
     """The most chunks whose state fits in `device_bytes`."""
     assert plan.device_bytes is not None, "asked for a plan that says it"
     layout = plan.layout(params)
-
-    def state_bytes(count: int) -> int:
-        there = replace(plan, device_bytes=None, device_chunks=count)
-        placed = there.place(layout).chunks[len(layout.chunks) - count :]
-        return sum(home_bytes(chunk, Tier.DEVICE, moments)[Tier.DEVICE] for chunk in placed)
-
-    return bisect_right(range(1, len(layout.chunks) + 1), plan.device_bytes, key=state_bytes)
+    ledger = Ledger.of(plan, layout, moments=moments, staged=False)
+    for count, chunk in enumerate(reversed(layout.chunks)):
+        ledger.move(chunk.index, Tier.DEVICE)
+        if ledger.state_bytes(Tier.DEVICE) > plan.device_bytes:
+            return count
+    return len(layout.chunks)
 
 
 def _disk_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int, allowed: int, beside: bool) -> int:
     """The fewest chunks on disk with which host memory is large enough."""
     layout = plan.layout(params)
-    offloaded = layout.chunks[: max(0, len(layout.chunks) - plan.device_chunks)]
-    state = sum(home_bytes(chunk, Tier.HOST, moments)[Tier.HOST] for chunk in offloaded)
-    needed, whole = [state], plan.values_on_disk
-    largest: dict[tuple[bool, torch.dtype], ChunkSpec] = {}
-    for chunk in reversed(offloaded):
-        if needed[-1] <= allowed:
-            break
-        state -= home_bytes(chunk, Tier.HOST, moments)[Tier.HOST]
-        state += home_bytes(chunk, Tier.DISK, moments, values_on_disk=whole)[Tier.HOST]
-        kind = chunk.key.trainable, chunk.key.dtype
-        largest[kind] = max(chunk, largest.get(kind, chunk), key=lambda c: c.shard_numel)
-        buffers = disk_buffer_bytes(largest.values(), moments, values_on_disk=whole)
-        if beside and whole and any(c.key.trainable for c in largest.values()):
-            buffers += arriving_bytes(offloaded)
-        needed.append(state + buffers)
-    if needed[-1] > allowed:
+    _, on_device = plan.bounds(layout)
+    homes = Homes(Ledger.of(plan, layout, moments=moments, staged=False, beside=beside), on_device, on_device)
+    if homes.spill(on_device, allowed) is None:
+        needed = [homes.ledger.footprint().host_bytes]  # with all of them on disk
+        for on_disk in range(1, on_device + 1):
+            homes.put(on_disk, on_device)
+            needed.append(homes.ledger.footprint().host_bytes)
         raise TierError(
             f"host memory: {size_text(allowed)} are for state, and {size_text(min(needed))} are needed even with "
             f"chunks on disk ({size_text(min(needed) - allowed)} short): use more ranks, "
-            f"{'' if whole else 'put values on disk too (values_on_disk=True), '}or keep more on the device"
+            f"{'' if plan.values_on_disk else 'put values on disk too (values_on_disk=True), '}or keep more on the "
+            "device"
         )
-    return len(needed) - 1
+    return on_device - homes.on_disk
 
 
 def _blocks(plan: Plan, layout: Layout, step_order: StepOrder) -> int:

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.chunks.plan import HELD_HEAD, Tier, held_line, held_rows, size_text
+from elixir_moe.chunks.ledger import HELD_HEAD, held_line, held_rows
+from elixir_moe.chunks.plan import Tier, size_text
 from elixir_moe.cli.answer import Answer, Asked, answered, tokens_per_second
 from elixir_moe.cli.largest import LARGEST, run_largest
 from elixir_moe.cli.tasks import (

@@ -8,8 +8,9 @@ from collections import defaultdict, deque
 
 import torch
 
+from elixir_moe.chunks.ledger import values_bytes
 from elixir_moe.chunks.packing import ChunkSpec
-from elixir_moe.chunks.plan import Tier, values_bytes
+from elixir_moe.chunks.plan import Tier
 from elixir_moe.memory.disk import Spill
 from elixir_moe.memory.disk_values import ValuesFile, WhollySpilled
 from elixir_moe.memory.gate import Gate

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from io import FileIO
 
-from elixir_moe.chunks.plan import paged_bytes
+from elixir_moe.chunks.ledger import paged_bytes
 
 
 class DirectFile:

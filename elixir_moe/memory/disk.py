@@ -24,14 +24,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elixir_moe.chunks.plan import (
-    DISK_THREADS,
-    paged_numel,
-    size_text,
-    spill_buffer_bytes,
-    spill_slice_numel,
-    spilled_bytes,
-)
+from elixir_moe.chunks.ledger import DISK_THREADS, paged_numel, spill_buffer_bytes, spill_slice_numel, spilled_bytes
+from elixir_moe.chunks.plan import size_text
 from elixir_moe.errors import DiskError, TierError
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.direct_file import DirectFile, paged_memory

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from elixir_moe.chunks.plan import VALUES_BUFFERS, VALUES_REQUEST_BYTES, paged_bytes, values_buffer_bytes
+from elixir_moe.chunks.ledger import VALUES_BUFFERS, VALUES_REQUEST_BYTES, paged_bytes, values_buffer_bytes
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import DiskError
 from elixir_moe.kernels import host_threads, sum_of_squares

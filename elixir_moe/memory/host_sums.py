@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from elixir_moe.chunks.plan import SUMS_IN_FLIGHT, Tier
+from elixir_moe.chunks.ledger import SUMS_IN_FLIGHT
+from elixir_moe.chunks.plan import Tier
 from elixir_moe.kernels import helpers, host_threads, work_on
 from elixir_moe.memory.slabs import Slab
 

@@ -33,7 +33,8 @@ from elixir_moe.chunks.cache_policy import (
     Verb,
     gradients_of,
 )
-from elixir_moe.chunks.plan import REDUCTIONS_IN_FLIGHT, Tier
+from elixir_moe.chunks.ledger import REDUCTIONS_IN_FLIGHT
+from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.residence import ATTACHED, CACHED
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.step_machine import Answer

@@ -1,6 +1,6 @@
 """The cost of a plan on a machine: bytes in every tier, and the seconds of a step.
 
-Owns the formulas. Pure: the bytes come from `plan.footprint`, the gathers from the runtime's own cache policy.
+Owns the formulas. Pure: the bytes come from `chunks.ledger`, the gathers from the runtime's own cache policy.
 Derivations are in docs/planning.md. Sources: Elixir v2, 4.1, 5.1 and A.1; the six bytes a parameter are ours.
 
 A step of one rank::
@@ -16,8 +16,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from elixir_moe.chunks.ledger import paged_bytes, spilled_bytes, values_bytes
 from elixir_moe.chunks.packing import ChunkSpec, Layout
-from elixir_moe.chunks.plan import Plan, Tier, paged_bytes, spilled_bytes, values_bytes
+from elixir_moe.chunks.plan import Plan, Tier
 from elixir_moe.chunks.residence import CACHED
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile
@@ -130,7 +131,7 @@ def traffic(
 
     def fetched(chunks: Collection[int]) -> int:
         there = ((layout.chunks[index], times) for index, times in gathers.items() if index in chunks)
-        return sum(times * (chunk.nbytes // chunk.shards) for chunk, times in there)
+        return sum(times * values_bytes(chunk) for chunk, times in there)
 
     read = {chunk.index for chunk in layout.chunks if plan.puts_values_on_disk(layout, chunk)}
     on_disk = [chunk for chunk in trained if home[chunk.index] is Tier.DISK]
@@ -140,7 +141,7 @@ def traffic(
     return Traffic(
         fetched_bytes=fetched(host),
         read_bytes=fetched(read),
-        offloaded_bytes=sum(chunk.nbytes // chunk.shards for chunk in trained if chunk.index in host),
+        offloaded_bytes=sum(values_bytes(chunk) for chunk in trained if chunk.index in host),
         summed_bytes=summed,
         kept_bytes=kept_bytes,
         device_numel=updated(Tier.DEVICE),

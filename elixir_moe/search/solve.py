@@ -6,33 +6,19 @@ Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache)
 """
 
 import math
-from bisect import bisect_left, bisect_right
-from collections import Counter
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from heapq import nlargest
 from itertools import accumulate, pairwise
 from typing import Literal
 
 from elixir_moe.chunks.cache_policy import Schedule, simulate
-from elixir_moe.chunks.packing import ALIGN_BYTES, FUSE_BELOW, ChunkSpec, Layout, best_chunk_numel, build_layout
+from elixir_moe.chunks.ledger import Footprint, Ledger, footprint
+from elixir_moe.chunks.packing import ALIGN_BYTES, FUSE_BELOW, Layout, best_chunk_numel, build_layout
 from elixir_moe.chunks.param_spec import ParamSpec, group_parameters
-from elixir_moe.chunks.plan import (
-    GRADIENTS_ON_THEIR_WAY,
-    Footprint,
-    Plan,
-    Tier,
-    accumulator_bytes,
-    arriving_bytes,
-    disk_buffer_bytes,
-    enough_text,
-    footprint,
-    home_bytes,
-    size_text,
-    staging_bytes,
-)
-from elixir_moe.chunks.residence import CACHED, IN_PLACE
+from elixir_moe.chunks.plan import Plan, Tier, enough_text, size_text
+from elixir_moe.chunks.settle import Homes
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
@@ -97,8 +83,11 @@ class Task:
 
     def held_bytes(self, size: Footprint) -> tuple[int, int]:
         """(device bytes, host bytes) that the library holds, accumulators included if there are any."""
-        sums = size.accumulator_bytes if self.accumulation > 1 else dict.fromkeys(Tier, 0)
-        return size.device_bytes + sums[Tier.DEVICE], size.host_bytes + sums[Tier.HOST]
+        return size.memory_bytes(self.accumulation)
+
+    def footprint(self, plan: Plan, layout: Layout) -> Footprint:
+        """The bytes of `plan`, whose layout it is."""
+        return footprint(plan, layout, moments=self.moments, staged=self.staged)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +199,7 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
         task=task,
         plan=plan,
         layout=layout,
-        size=footprint(plan, layout, moments=task.moments, staged=task.staged),
+        size=task.footprint(plan, layout),
         moved=moved,
         seconds=cost.seconds(task.profile, moved, task.hardware, task.gpus, task.imbalance, task.accumulation),
         loads=tuple(loads),
@@ -350,84 +339,40 @@ class _Length:
         """`values_on_disk`: chunks on disk have their values there too."""
         self._task, self._packing, self._whole = task, packing, values_on_disk
         self._layout = packing.layout
-        self._saved, self._on_disk = self._moved_to_disk()
         self.needs_disk = False
         """Whether host memory is too small, and there is a disk."""
         self._held = list(self._by_device_chunks())
         self._most_blocks = [held.most_blocks(task) for held in self._held]
         self._found: dict[int, Choice | None] = {}
 
-    def _moved_to_disk(self) -> tuple[list[int], list[int]]:
-        """Cumulative over the first n chunks: host bytes saved by moving them to disk, and their bytes on disk."""
-        saved, on_disk = [0], [0]
-        for chunk in self._layout.chunks:
-            saved.append(saved[-1] + self._held_at(chunk, Tier.HOST) - self._held_at(chunk, Tier.DISK))
-            there = home_bytes(chunk, Tier.DISK, self._task.moments, values_on_disk=self._whole)[Tier.DISK]
-            on_disk.append(on_disk[-1] + there)
-        return saved, on_disk
-
-    def _held_at(self, chunk: ChunkSpec, tier: Tier) -> int:
-        """Memory of a chunk at home in `tier`, without its bytes on disk."""
-        sums = (self._task.accumulation > 1) * accumulator_bytes(chunk, tier, values_on_disk=self._whole)
-        return home_bytes(chunk, tier, self._task.moments, values_on_disk=self._whole)[tier.of_compute] + sums
-
     def _by_device_chunks(self) -> Iterator[_Held]:
-        """For each number of chunks on the device, from none to all; these are the last ones in order of first use.
+        """For each number of chunks on the device, from none to all; these are the last ones in order of first use."""
+        task, layout, whole = self._task, self._layout, self._whole
+        tiers = [Tier.HOST] * len(layout.chunks)
+        ledger = Ledger(layout, tiers, moments=task.moments, staged=task.staged, values_on_disk=whole)
+        homes = Homes(ledger, len(tiers), len(tiers))
+        fewest, full = homes.copy(), homes.copy()
+        for on_device in range(len(tiers), -1, -1):
+            homes.put(on_device, on_device)
+            device, host = task.held_bytes(ledger.footprint())
+            blocks = ledger.cached + (layout.open_gradients or 0) if ledger.cached else 0
+            yield _Held(device, *self._spilled(on_device, host, fewest, full), blocks, ledger.block_bytes)
 
-        An unscattered chunk on the device is used in place and needs no block.
-        """
-        task, layout = self._task, self._layout
-        on_device = Plan.zero2().place(layout).chunks
-        device = sum(c.nbytes * (1 + c.key.trainable) for c in layout.chunks if c.residence is not CACHED)
-        device += staging_bytes(layout, staged=task.staged)
-        host = sum(self._held_at(chunk, Tier.HOST) for chunk in layout.chunks)
-        widths = Counter(chunk.key.dtype.itemsize for chunk in layout.cached)
-        turns: list[int] = []
-        for chunk in (*reversed(layout.chunks), None):
-            widest = max((width for width, count in widths.items() if count), default=0)
-            spilled = self._spilled(0 if chunk is None else chunk.index + 1, host)
-            blocks = widths.total() + (layout.open_gradients or 0) if widest else 0
-            landing = sum(nlargest(GRADIENTS_ON_THEIR_WAY, turns))
-            yield _Held(device + landing, *spilled, blocks, layout.chunk_numel * widest)
-            if chunk is None:
-                return
-            there = on_device[chunk.index]
-            turns += [there.nbytes] * (there.residence is IN_PLACE)
-            host -= self._held_at(chunk, Tier.HOST)
-            device += self._held_at(there, Tier.DEVICE)
-            if there.residence.in_shard and chunk.residence is not CACHED:
-                device -= chunk.nbytes * (1 + chunk.key.trainable)
-            elif there.residence.in_shard:
-                widths[chunk.key.dtype.itemsize] -= 1
-
-    def _spilled(self, count: int, host: int) -> tuple[int, int, int | None]:
-        """(host bytes, chunks on disk, missing disk bytes) if the first `count` chunks are not on the device.
+    def _spilled(self, on_device: int, host: int, fewest: Homes, full: Homes) -> tuple[int, int, int | None]:
+        """(host bytes, chunks on disk, missing disk bytes) if the chunks before `on_device` are not on the device.
 
         Without a disk they take `host` bytes of host memory. The last of them go to disk, as few as host memory
         requires. If that is impossible, no chunk is on disk, and host bytes are the least that the disk allows.
         """
-        task, chunks, saved, spilled = self._task, self._layout.chunks, self._saved, self._on_disk
-        if task.accumulation > 1 and not task.staged:
-            host += arriving_bytes(chunks[:count])
+        task = self._task
         if host <= task.host_bytes or task.disk_bytes is None:
             return host, 0, None
         self.needs_disk = True
-        lands = self._whole and task.accumulation == 1 and not task.staged
-        arriving = arriving_bytes(chunks[:count]) if lands else 0
-
-        def left(first: int) -> int:
-            there = chunks[first:count]
-            buffers = disk_buffer_bytes(there, task.moments, values_on_disk=self._whole)
-            buffers += arriving * any(chunk.key.trainable for chunk in there)
-            return host - (saved[count] - saved[first]) + buffers
-
-        last = bisect_right(saved, saved[count] - (host - task.host_bytes), 0, count + 1) - 1
-        enough = next((first for first in range(last, -1, -1) if left(first) <= task.host_bytes), None)
-        room = bisect_left(spilled, spilled[count] - task.disk_bytes, 0, count + 1)
-        if enough is None or enough < room:
-            short = None if enough is None else spilled[count] - spilled[enough] - task.disk_bytes
-            return min(host, left(room)), 0, short
-        return left(enough), count - enough, 0
+        size = fewest.spill(on_device, task.host_bytes, task.accumulation)
+        short = None if size is None else size.disk_bytes - task.disk_bytes
+        if size is not None and size.disk_bytes <= task.disk_bytes:
+            return task.held_bytes(size)[1], on_device - fewest.on_disk, 0
+        return min(host, task.held_bytes(full.fill(on_device, task.disk_bytes))[1]), 0, short
 
     def best(self, known: Choice | None = None) -> Choice | None:
         """The fastest plan with this chunk length that fits; None if none does, or none is faster than `known`."""

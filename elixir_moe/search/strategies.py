@@ -7,7 +7,7 @@ those of Elixir v1, VI-B. ZeRO-1 is ZeRO-2 plus whole gradients in the compute d
 from dataclasses import replace
 
 from elixir_moe.chunks.plan import Plan
-from elixir_moe.search.solve import Task, device_bytes_for, price
+from elixir_moe.search.solve import Task, device_bytes_for
 
 OURS_HOST, OURS_DISK = "ours, host", "ours, disk"
 LADDER = {
@@ -53,5 +53,5 @@ def needs(task: Task, strategy: str) -> tuple[int, int]:
     plan, more = plans(task)[name]
     layout = plan.layout(task.profile.params)
     layout = replace(layout, open_gradients=task.profile.schedule(layout).open_gradients())
-    device, host = task.held_bytes(price(task, plan, layout, loads=()).size)
+    device, host = task.held_bytes(task.footprint(plan, layout))
     return device + more, host

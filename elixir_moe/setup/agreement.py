@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from elixir_moe.chunks.plan import AutoPlan, Footprint, Plan, Tier
+from elixir_moe.chunks.ledger import Footprint
+from elixir_moe.chunks.plan import AutoPlan, Plan, Tier
 from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.errors import ConfigError, LayoutError
 from elixir_moe.memory.slabs import check_fits, device_left, host_bytes_left

@@ -45,6 +45,8 @@ class Decided:
     """fp32 values the optimizer keeps per element."""
     staged: bool
     """Reductions run over gloo."""
+    beside: bool
+    """Sums in host memory run beside backward."""
     communicators: Mapping[tuple[int, ...], Communicator]
     """Those that were made before the search, since their memory is not free for the plan; else empty."""
     prediction: "Prediction | None"
@@ -63,7 +65,7 @@ def decide(
 ) -> Decided:
     """Describes the model and settles its plan; `made` undoes what is made. Collective; raises as `wrap`."""
     moments, staged = moments_of(optimizer), is_staged(dist.group.WORLD, device)  # type: ignore[arg-type]
-    prediction, communicators = None, {}
+    beside, prediction, communicators = adds_beside(device), None, {}
     events: Sequence[StepEvent]
     if isinstance(plan, Plan):
         parts = find_parts(model)
@@ -102,7 +104,7 @@ def decide(
         described.step_order,
         moments=moments,
         free_host_bytes=host_bytes_of_a_rank(described.ranks),
-        beside=adds_beside(device),
+        beside=beside,
     )
     layout, schedule = described.layout(plan)
     return Decided(
@@ -112,6 +114,7 @@ def decide(
         schedule=schedule,
         moments=moments,
         staged=staged,
+        beside=beside,
         communicators=communicators,
         prediction=prediction,
     )

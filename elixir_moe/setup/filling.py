@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir_moe.chunks.ledger import arrays_on_disk, values_bytes
 from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
-from elixir_moe.chunks.plan import Plan, Tier, values_bytes
+from elixir_moe.chunks.plan import Plan, Tier
 from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.errors import ConfigError, ElixirError, TierError
@@ -271,7 +272,8 @@ def open_files(
     def make() -> None:
         nonlocal spill, values
         if numels:
-            spill = Spill(directory, numels, plan.arrays_on_disk(moments), rank=rank, checked=checked)
+            arrays = arrays_on_disk(moments, values_on_disk=plan.values_on_disk)
+            spill = Spill(directory, numels, arrays, rank=rank, checked=checked)
         if sizes:
             values = ValuesFile(directory, sizes, device, rank=rank, checked=checked)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from elixir_moe.chunks.ledger import Footprint
 from elixir_moe.chunks.packing import Layout
-from elixir_moe.chunks.plan import Footprint, Plan, Tier
+from elixir_moe.chunks.plan import Plan, Tier
 from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.errors import UsageError
 from elixir_moe.memory.disk import DiskFile

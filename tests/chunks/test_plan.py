@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import elixir_moe as em
+from elixir_moe.chunks.ledger import DISK_THREADS, SPILL_ALIGN_NUMEL, footprint, held_rows
 from elixir_moe.chunks.packing import Layout, build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
-from elixir_moe.chunks.plan import DISK_THREADS, SPILL_ALIGN_NUMEL, Plan, Tier, footprint, held_rows, size_text
+from elixir_moe.chunks.plan import Plan, Tier, size_text
 from elixir_moe.chunks.residence import Residence
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig

@@ -158,7 +158,7 @@ def late(fault: Callable[[Callable[..., None]], None] | None = None) -> Iterator
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(import_module("elixir_moe.wrap"), "Streams", lambda device: Streams(torch.device("cuda", 0)))
         patch.setattr(import_module("elixir_moe.optim.shard_update"), "adam_step", step_by_numbers)
-        patch.setattr(blocks, "_storage_uses", lambda tensor: 0)  # operations that wait hold their tensors
+        patch.setattr(blocks, "storage_uses", lambda tensor: 0)  # operations that wait hold their tensors
         patch.setattr(SumOnDisk, "_take", issued_late(SumOnDisk._take))  # without a GPU no other thread takes it
         for name in _ISSUED_LATE:
             if hasattr(dist, name):
@@ -185,4 +185,4 @@ def issue_in_order(patch: pytest.MonkeyPatch) -> None:
         communicator.staged, communicator.tagged = False, not groups
 
     patch.setattr(Communicator, "__init__", make)
-    patch.setattr(import_module("elixir_moe.wrap"), "is_staged", lambda *_: False)
+    patch.setattr(import_module("elixir_moe.setup.deciding"), "is_staged", lambda *_: False)

@@ -187,7 +187,7 @@ class Machine:
     def late_compute(self) -> Iterator[None]:
         """A context in which compute runs as late as events allow."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(blocks, "_storage_uses", lambda tensor: 0)  # operations that wait hold their tensors
+            patch.setattr(blocks, "storage_uses", lambda tensor: 0)  # operations that wait hold their tensors
             for stream in (self.compute, self.side):
                 patch.setattr(stream.queue, "late", True)
             try:
@@ -555,7 +555,7 @@ class Machine:
         set_to(torch.cuda, "stream", self.on_stream)
         set_to(torch.cuda, "current_stream", lambda device=None: self.stream)
         set_to(import_module("elixir_moe.wrap"), "Streams", lambda device: Streams(torch.device("cuda", 0)))
-        set_to(import_module("elixir_moe.wrap"), "adds_beside", lambda device: True)
+        set_to(import_module("elixir_moe.setup.deciding"), "adds_beside", lambda device: True)
         set_to(torch.Tensor, "record_stream", lambda tensor, stream: self.span_of(tensor).lent.append(stream.lane))
         for name in _COLLECTIVES:
             if hasattr(dist, name):

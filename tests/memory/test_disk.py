@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.chunks.plan import SPILL_ALIGN_NUMEL
+from elixir_moe.chunks.ledger import SPILL_ALIGN_NUMEL
 from elixir_moe.memory import direct_file
 from elixir_moe.memory.disk import Spill
 from tests.support.cases import with_further
@@ -30,7 +30,7 @@ NUMELS = [3 * SLICE + 17, 5, SLICE, 2 * SPILL_ALIGN_NUMEL]
 
 @pytest.fixture
 def short_slices() -> Iterator[None]:
-    with mock.patch("elixir_moe.chunks.plan._SPILL_SLICE_NUMEL", SLICE):
+    with mock.patch("elixir_moe.chunks.ledger._SPILL_SLICE_NUMEL", SLICE):
         yield
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.chunks.plan import PAGE_BYTES, VALUES_BUFFERS
+from elixir_moe.chunks.ledger import PAGE_BYTES, VALUES_BUFFERS
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.disk_values import ValuesElements, ValuesFile
 from tests.support.cases import with_further
@@ -25,7 +25,7 @@ WIDTH = 32
 
 @pytest.fixture
 def short_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in ("chunks.plan", "memory.disk_values"):
+    for room in ("chunks.ledger", "memory.disk_values"):
         monkeypatch.setattr(f"elixir_moe.{room}.VALUES_REQUEST_BYTES", REQUEST)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from elixir_moe.chunks.plan import SUMS_IN_FLIGHT, Plan, footprint
+from elixir_moe.chunks.ledger import SUMS_IN_FLIGHT, footprint
+from elixir_moe.chunks.plan import Plan
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import ShardState
 from tests.chunks.test_plan import tiny_layout

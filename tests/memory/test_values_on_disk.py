@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
-from elixir_moe.chunks.plan import PAGE_BYTES, SPILL_ALIGN_NUMEL, SUMS_IN_FLIGHT, VALUES_BUFFERS, Plan, footprint
+from elixir_moe.chunks.ledger import PAGE_BYTES, SPILL_ALIGN_NUMEL, SUMS_IN_FLIGHT, VALUES_BUFFERS, footprint
+from elixir_moe.chunks.plan import Plan
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.disk import DiskFile, Spill
 from elixir_moe.memory.disk_values import ValuesElements, ValuesFile, ValuesPlace, WhollySpilled
@@ -51,7 +52,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
             for chunk, (numel, place) in enumerate(zip(NUMELS, places, strict=True))
         ]
 
-    with mock.patch("elixir_moe.chunks.plan._SPILL_SLICE_NUMEL", SLICE):
+    with mock.patch("elixir_moe.chunks.ledger._SPILL_SLICE_NUMEL", SLICE):
         yield make
     for file in files:
         file.close()

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import elixir_moe as em
+from elixir_moe.chunks.ledger import footprint
 from elixir_moe.chunks.packing import build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
-from elixir_moe.chunks.plan import Plan, footprint
+from elixir_moe.chunks.plan import Plan
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]

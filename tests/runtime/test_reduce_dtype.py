@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.chunks.plan import footprint
+from elixir_moe.chunks.ledger import footprint
 from elixir_moe.distributed.collectives import Communicator, build_communicators
 from elixir_moe.train.config import PlanConfig
 from tests.runtime.test_precision import STEPS, by_hand, loss_of, make_model, make_optimizer
@@ -35,7 +35,7 @@ def like_nccl(patch: pytest.MonkeyPatch) -> None:
         communicator.staged = False
 
     patch.setattr(Communicator, "__init__", make)
-    patch.setattr(import_module("elixir_moe.wrap"), "is_staged", lambda *_: False)
+    patch.setattr(import_module("elixir_moe.setup.deciding"), "is_staged", lambda *_: False)
 
 
 def sums(wide: bool) -> dict[str, Any]:

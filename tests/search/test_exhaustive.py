@@ -11,13 +11,14 @@ from unittest import mock
 import pytest
 import torch
 
+from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan, size_bytes
 from elixir_moe.chunks.step_order import AGAIN, ENTER, LAND, LEAVE, REACH, Part, StepEvent
 from elixir_moe.errors import PlanError
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile
-from elixir_moe.search.solve import Choice, Task, chunk_lengths, price, shortage, solve
+from elixir_moe.search.solve import Choice, Task, _Length, _Packing, chunk_lengths, price, shortage, solve
 from tests.support.cases import with_further
 
 PLENTY = 1 << 40
@@ -177,11 +178,11 @@ def what_would_help(task: Task, message: str) -> Iterator[Task]:
 def short_pages() -> Iterator[None]:
     """As short beside the chunks here as they are beside those of a model."""
     with (
-        mock.patch("elixir_moe.chunks.plan.SPILL_ALIGN_NUMEL", 4),
-        mock.patch("elixir_moe.chunks.plan._SPILL_SLICE_NUMEL", 8),
-        mock.patch("elixir_moe.chunks.plan.PAGE_BYTES", 16),
-        mock.patch("elixir_moe.chunks.plan.VALUES_BUFFERS", 1),
-        mock.patch("elixir_moe.chunks.plan.VALUES_REQUEST_BYTES", 16),
+        mock.patch("elixir_moe.chunks.ledger.SPILL_ALIGN_NUMEL", 4),
+        mock.patch("elixir_moe.chunks.ledger._SPILL_SLICE_NUMEL", 8),
+        mock.patch("elixir_moe.chunks.ledger.PAGE_BYTES", 16),
+        mock.patch("elixir_moe.chunks.ledger.VALUES_BUFFERS", 1),
+        mock.patch("elixir_moe.chunks.ledger.VALUES_REQUEST_BYTES", 16),
     ):
         yield
 
@@ -196,6 +197,36 @@ def test_nothing_beats_the_plan_found(seed: int) -> None:
 def test_nothing_beats_the_plan_found_with_little_host_memory(seed: int) -> None:
     rng = random.Random(seed)
     nothing_beats_the_plan_for(with_little_host_memory(rng), rng)
+
+
+@pytest.mark.parametrize("seed", with_further(range(300), range(40)))
+def test_counts_are_those_of_trying_every_number_on_disk(seed: int) -> None:
+    rng = random.Random(seed)
+    task = replace(rng.choice([drawn, with_little_host_memory])(rng), moments=rng.randint(0, 3))
+    lengths = chunk_lengths(task.profile.params)
+    for length, whole in product(rng.sample(lengths, min(3, len(lengths))), (False, True)):
+        packing = _Packing(task.profile, length)
+        for device_chunks, held in enumerate(_Length(task, packing, values_on_disk=whole)._held):
+            away = len(packing.layout.chunks) - device_chunks
+            sizes = [bytes_of(task, packing.layout, device_chunks, count, whole) for count in range(away + 1)]
+            hosts = [host for _, host, _ in sizes]
+            fits = [count for count, host in enumerate(hosts) if host <= task.host_bytes]
+            disk_chunks, host, short = 0, hosts[0], None
+            if task.disk_bytes is not None and 0 not in fits:
+                room = max(count for count, (_, _, disk) in enumerate(sizes) if disk <= task.disk_bytes)
+                short = max(0, sizes[fits[0]][2] - task.disk_bytes) if fits else None
+                disk_chunks = 0 if short != 0 else fits[0]
+                host = hosts[disk_chunks] if short == 0 else min(hosts[0], hosts[room])
+            assert (held.disk_chunks, held.host_bytes, held.disk_short_bytes) == (disk_chunks, host, short)
+            assert held.device_bytes == sizes[0][0]
+
+
+def bytes_of(task: Task, layout: Layout, device_chunks: int, disk_chunks: int, whole: bool) -> tuple[int, int, int]:
+    """Bytes on the device without blocks, in host memory and on disk."""
+    plan = Plan.offload(rcache_blocks="all", device_chunks=device_chunks, disk_chunks=disk_chunks)
+    size = task.footprint(replace(plan, values_on_disk=whole and disk_chunks > 0), plan.place(layout))
+    device, host = task.held_bytes(size)
+    return device - size.rcache_bytes, host, size.disk_bytes
 
 
 def nothing_beats_the_plan_for(task: Task, rng: random.Random) -> None:

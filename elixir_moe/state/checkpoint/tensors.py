@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elixir_moe.chunks.plan import paged_bytes
+from elixir_moe.chunks.ledger import paged_bytes
 from elixir_moe.errors import CheckpointError
 from elixir_moe.memory.direct_file import DirectFile, paged_memory
 from elixir_moe.state.checkpoint.hashing import SEGMENT_BYTES, file_digest, segment_digest

@@ -1,0 +1,346 @@
+"""The bytes of a plan on one rank: what each chunk needs at its tier, and what all of them need together.
+
+Owns `Ledger`, which keeps these bytes while chunks move between tiers, and `Footprint`, a reading of it. Pure: it
+allocates nothing, and never chooses a tier. Memory is as in v2, Table 1, where L_c is the bytes of a compute element,
+and L_os * F_os the bytes of its master and moments.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any, Self
+
+import torch
+
+from elixir_moe.chunks.cache_policy import LOOKAHEAD
+from elixir_moe.chunks.packing import ChunkSpec, Layout
+from elixir_moe.chunks.plan import Plan, Tier, reads_disk, size_text
+from elixir_moe.chunks.residence import CACHED, IN_PLACE, RESIDENT
+
+DISK_THREADS = 4
+"""Slices of chunks on disk updated at the same time: while one is computed, others are read and written."""
+PAGE_BYTES = 4096
+"""Unit of reads and writes on disk."""
+SPILL_ALIGN_NUMEL = PAGE_BYTES // 4
+"""fp32 elements in a page; arrays on disk begin at multiples of it."""
+REDUCTIONS_IN_FLIGHT = 3
+"""Reductions the host leaves in flight: enough not to wait for a rank that is a little late, few enough to bound
+the buffers that wait to be summed. With a GPU: those of gradients that have memory outside the rCache."""
+GRADIENTS_ON_THEIR_WAY = REDUCTIONS_IN_FLIGHT + 2
+"""Gradients alive at once: those in reduction, one being produced, and one waiting for the last use of the weights
+that it overwrites."""
+SUMS_IN_FLIGHT = 3
+"""With a GPU: buffers for gradients on their way to a sum in host memory, one being copied while another is added."""
+VALUES_BUFFERS = LOOKAHEAD + 1
+"""Shards of values on disk that are in host memory at once: those read ahead, and one being copied."""
+VALUES_REQUEST_BYTES = 1 << 23
+"""Bytes of a frozen chunk's values read from disk at once."""
+_SPILL_SLICE_NUMEL = 1 << 20
+"""Most elements of an array on disk moved in one read or write."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Bytes the library holds on one rank, without activations and the framework's own memory."""
+
+    rcache_bytes: int
+    """Blocks of the rCache."""
+    resident_bytes: int
+    """Gathered chunks with a buffer of their own: tied parameters and fused small groups, unless used in place."""
+    staging_bytes: int
+    """Buffer of a reduction: for parts received over gloo before they are summed, and for gradients widened to fp32.
+    One chunk uses it at a time, so it has the size of the largest."""
+    shard_bytes: dict[str, int]
+    """By tier: compute or gradient shards, master shards and moments."""
+    spill_buffer_bytes: int
+    """In host memory: buffers for the slices of chunks on disk during their update, for values on disk on their way to
+    the device, and, with a GPU, for gradients on their way to disk."""
+    landing_bytes: int
+    """On the device, from the first gradient of a chunk to its reduction: gradients of chunks without blocks."""
+    accumulator_bytes: dict[str, int]
+    """By tier: fp32 sums of gradients, used only if a step has several backwards. With a GPU, in host memory also the
+    buffers of gradients on their way to the sums, unless gradients go to disk."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak device memory with one backward per step."""
+        moving = self.rcache_bytes + self.resident_bytes + self.staging_bytes + self.landing_bytes
+        return moving + self.shard_bytes[Tier.DEVICE]
+
+    @property
+    def host_bytes(self) -> int:
+        """Peak host memory with one backward per step."""
+        return self.shard_bytes[Tier.HOST] + self.spill_buffer_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of the file on disk, constant for the whole run."""
+        return self.shard_bytes[Tier.DISK]
+
+    def memory_bytes(self, backwards: int) -> tuple[int, int]:
+        """(peak device memory, peak host memory) with so many backwards per step."""
+        sums = self.accumulator_bytes if backwards > 1 else {}
+        return self.device_bytes + sums.get(Tier.DEVICE, 0), self.host_bytes + sums.get(Tier.HOST, 0)
+
+
+class Kind(StrEnum):
+    """What one chunk needs. All chunks need the sum of it; from `TURN` on, they share what the largest need."""
+
+    SHARD = "shard"
+    """Compute or gradient shard, master shard and moments."""
+    SUMS = "sums"
+    """An fp32 sum of gradients."""
+    RESIDENT = "resident"
+    """A buffer in which it is gathered."""
+    LANDING = "landing"
+    """Memory for gradients until they are reduced."""
+    TURN = "turn"
+    """The same, where the reduced gradient overwrites weights: `GRADIENTS_ON_THEIR_WAY` chunks have it at once."""
+    BLOCK = "block"
+    """Blocks with so many bytes for each of C elements."""
+    ARRIVING = "arriving"
+    """`SUMS_IN_FLIGHT` buffers for gradients on their way to sums."""
+    UPDATED = "updated"
+    """Buffers for slices of arrays with so many elements on disk (`spill_buffer_bytes`)."""
+    READ = "read"
+    """Buffers for values on their way from disk (`values_buffer_bytes`)."""
+
+
+_SUMMED = frozenset({Kind.SHARD, Kind.SUMS, Kind.RESIDENT, Kind.LANDING})
+_Need = tuple[Kind, Tier, int]
+"""(kind, where, bytes or elements)."""
+
+
+def needs(chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool) -> Iterator[_Need]:
+    """All that one rank needs for a chunk at home in `tier`.
+
+    A reduced gradient takes the place of the values where a separate master exists, and memory of its own in fp32: both
+    are the chunk's second shard. Several fp32 gradients are summed there too. On disk they are not: without a master in
+    memory, the weights must stay in that place.
+    """
+    trainable, numel, values = chunk.key.trainable, chunk.shard_numel, values_bytes(chunk)
+    whole = reads_disk(chunk, tier, values_on_disk=values_on_disk)
+    residence = chunk.residence_in_shard if tier is Tier.DEVICE and chunk.shards == 1 else chunk.residence
+    if not whole:
+        memory = 4 * (1 + moments) * numel if trainable and tier is not Tier.DISK else 0
+        yield Kind.SHARD, tier.of_compute, values + memory
+    if trainable and not whole and (tier is Tier.DISK or chunk.key.dtype != torch.float32):
+        yield Kind.SUMS, tier.of_compute, 4 * numel
+    if trainable and tier is Tier.DISK:
+        yield Kind.SHARD, Tier.DISK, spilled_bytes(numel, arrays_on_disk(moments, values_on_disk=values_on_disk))
+        yield Kind.UPDATED, Tier.HOST, numel
+    if whole:
+        yield Kind.SHARD, Tier.DISK, paged_bytes(values)
+        yield Kind.READ, Tier.HOST, values
+    if trainable and tier is not Tier.DEVICE:
+        yield Kind.ARRIVING, Tier.HOST, values
+    if residence is CACHED:
+        yield Kind.BLOCK, Tier.DEVICE, chunk.key.dtype.itemsize
+    elif residence is RESIDENT:
+        yield Kind.RESIDENT, Tier.DEVICE, chunk.nbytes
+        if trainable:
+            yield Kind.LANDING, Tier.DEVICE, chunk.nbytes
+    if residence is IN_PLACE:
+        yield Kind.TURN, Tier.DEVICE, chunk.nbytes
+
+
+class Ledger:
+    """The bytes of one rank, by kind and tier, while its chunks move between tiers."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        tiers: Iterable[Tier],
+        *,
+        moments: int,
+        staged: bool,
+        beside: bool | None = None,
+        values_on_disk: bool = False,
+    ) -> None:
+        """The bytes of `layout`, each chunk of which is at home in one of `tiers`.
+
+        Args:
+            layout: the chunks.
+            tiers: the tier of each chunk.
+            moments: fp32 values the optimizer keeps per element; 2 for Adam.
+            staged: whether reductions run over gloo.
+            beside: whether sums in host memory run beside backward, as with a GPU; by default if reductions do not run
+                over gloo.
+            values_on_disk: whether trainable chunks on disk have their values there too, as in a plan.
+        """
+        self._layout, self._moments, self._whole = layout, moments, values_on_disk
+        self._beside = not staged if beside is None else beside
+        self._staging_bytes = max((chunk.staging_bytes(staged=staged) for chunk in layout.chunks), default=0)
+        self._totals = {kind: {tier.value: 0 for tier in Tier} for kind in _SUMMED}
+        self._ascending: dict[Kind, list[int]] = {kind: [] for kind in Kind if kind not in _SUMMED}
+        """The numbers of the kinds that chunks share, the largest last."""
+        first: dict[object, int] = {}
+        self._alike = [first.setdefault((c.key, c.numel, c.shards, c.residence), c.index) for c in layout.chunks]
+        """For each chunk, the first chunk with the same needs."""
+        self._changes: dict[tuple[int, Tier | None, Tier], list[tuple[_Need, int]]] = {}
+        """(what changes, how many times it is there more) by (first of the chunks alike, former tier, tier)."""
+        self._tiers = list(tiers)
+        for index, tier in enumerate(self._tiers):
+            self._book(index, None, tier)
+
+    @classmethod
+    def of(cls, plan: Plan, layout: Layout, *, moments: int, staged: bool, beside: bool | None = None) -> Self:
+        """The ledger of a plan, whose layout it is."""
+        tiers = [plan.home(layout, chunk) for chunk in layout.chunks]
+        return cls(layout, tiers, moments=moments, staged=staged, beside=beside, values_on_disk=plan.values_on_disk)
+
+    def copy(self) -> "Ledger":
+        """Another ledger with the same bytes."""
+        other = copy(self)
+        other._tiers = list(self._tiers)
+        other._totals = {kind: dict(by_tier) for kind, by_tier in self._totals.items()}
+        other._ascending = {kind: list(numbers) for kind, numbers in self._ascending.items()}
+        return other
+
+    def move(self, index: int, tier: Tier) -> None:
+        """Makes `tier` the home of a chunk. O(log chunks)."""
+        was, self._tiers[index] = self._tiers[index], tier
+        if was is not tier:
+            assert not self._layout.chunks[index].residence.in_shard, (
+                "what a layout uses in place is at home on the device"
+            )
+            self._book(index, was, tier)
+
+    def _book(self, index: int, was: Tier | None, tier: Tier) -> None:
+        key = self._alike[index], was, tier
+        if key not in self._changes:
+            needed = partial(needs, self._layout.chunks[index], moments=self._moments, values_on_disk=self._whole)
+            changes = Counter(needed(tier))
+            changes.subtract(() if was is None else needed(was))
+            self._changes[key] = [change for change in changes.items() if change[1]]
+        for (kind, where, number), times in self._changes[key]:
+            if kind in _SUMMED:
+                self._totals[kind][where] += times * number
+            elif times > 0:
+                insort(self._ascending[kind], number)
+            else:
+                del self._ascending[kind][bisect_left(self._ascending[kind], number)]
+
+    def _largest(self, kind: Kind) -> int:
+        return self._ascending[kind][-1] if self._ascending[kind] else 0
+
+    def state_bytes(self, tier: Tier, *, sums: bool = False) -> int:
+        """Bytes of shards, masters and moments in a tier; with `sums`, of fp32 sums of gradients too."""
+        return self._totals[Kind.SHARD][tier] + sums * self._totals[Kind.SUMS][tier]
+
+    @property
+    def cached(self) -> int:
+        """Number of chunks that use the rCache."""
+        return len(self._ascending[Kind.BLOCK])
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one rCache block."""
+        return self._layout.chunk_numel * self._largest(Kind.BLOCK)
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Bytes of the largest gradient that reaches its sum in host memory, or on disk, beside backward."""
+        return self._largest(Kind.ARRIVING) if self._beside else 0
+
+    def footprint(self, blocks: int = 0) -> Footprint:
+        """All bytes, with so many blocks in the rCache."""
+        totals, turns = self._totals, self._ascending[Kind.TURN]
+        buffers = values_buffer_bytes([self._largest(Kind.READ)]) + spill_buffer_bytes(
+            [self._largest(Kind.UPDATED)], arrays_on_disk(self._moments, values_on_disk=self._whole)
+        )
+        arriving, to_disk = SUMS_IN_FLIGHT * self.arriving_bytes, self._whole and self._ascending[Kind.UPDATED]
+        sums = dict(totals[Kind.SUMS])
+        if to_disk:
+            buffers += arriving
+        else:
+            sums[Tier.HOST] += arriving
+        return Footprint(
+            rcache_bytes=blocks * self.block_bytes,
+            resident_bytes=totals[Kind.RESIDENT][Tier.DEVICE],
+            staging_bytes=self._staging_bytes,
+            shard_bytes=dict(totals[Kind.SHARD]),
+            spill_buffer_bytes=buffers,
+            landing_bytes=totals[Kind.LANDING][Tier.DEVICE] + sum(turns[-GRADIENTS_ON_THEIR_WAY:]),
+            accumulator_bytes=sums,
+        )
+
+
+def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool, beside: bool | None = None) -> Footprint:
+    """The bytes that `plan` needs on one rank; the rest is as for `Ledger`."""
+    ledger = Ledger.of(plan, layout, moments=moments, staged=staged, beside=beside)
+    return ledger.footprint(plan.blocks(layout))
+
+
+HELD_HEAD = f"{'on one rank':44} {'tier':>6} {'chunks':>6} {'elements':>16} {'bytes':>11}"
+"""Table head for `held_line`."""
+
+
+def held_line(row: dict[str, Any]) -> str:
+    """A row of `held_rows` as text."""
+    return (
+        f"{row['chunk_group']:44} {row['tier']:>6} {row['chunks']:6} {row['numel']:16,} "
+        f"{size_text(row['shard_bytes']):>11}{'  resident' * row['resident']}"
+    )
+
+
+def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:
+    """The chunks of one rank as plain data: one row per chunk group, tier and residency.
+
+    `numel` counts the elements of the gathered parameters, `shard_bytes` the bytes of this rank's state.
+    """
+    rows: dict[tuple[object, ...], dict[str, Any]] = {}
+    for chunk in layout.chunks:
+        label, tier = chunk.key.label, plan.home(layout, chunk)
+        row_kind = {"chunk_group": label, "tier": tier.value, "resident": chunk.residence is not CACHED}
+        row = rows.setdefault(tuple(row_kind.values()), {**row_kind, "chunks": 0, "numel": 0, "shard_bytes": 0})
+        row["chunks"] += 1
+        row["numel"] += sum(slot.numel for slot in chunk.slots)
+        needed = needs(chunk, tier, moments=moments, values_on_disk=plan.values_on_disk)
+        row["shard_bytes"] += sum(nbytes for kind, _, nbytes in needed if kind is Kind.SHARD)
+    return list(rows.values())
+
+
+def arrays_on_disk(moments: int, *, values_on_disk: bool) -> int:
+    """fp32 arrays of each trainable chunk on disk: master, moments, with `values_on_disk` a sum of gradients."""
+    return 1 + moments + values_on_disk
+
+
+def spilled_bytes(numel: int, arrays: int) -> int:
+    """Bytes on disk of `arrays` fp32 arrays of `numel` elements, each padded to whole pages."""
+    return 4 * arrays * paged_numel(numel)
+
+
+def paged_numel(numel: int) -> int:
+    """`numel` fp32 elements, rounded up to whole pages of the disk."""
+    return -(-numel // SPILL_ALIGN_NUMEL) * SPILL_ALIGN_NUMEL
+
+
+def spill_slice_numel(numels: Iterable[int]) -> int:
+    """Elements of an array moved between disk and memory at once, for chunks of `numels` elements."""
+    return min(_SPILL_SLICE_NUMEL, paged_numel(max(numels, default=0)))
+
+
+def spill_buffer_bytes(numels: Sequence[int], arrays: int) -> int:
+    """Bytes of the buffers for updating chunks of `numels` elements on disk."""
+    return 4 * DISK_THREADS * arrays * spill_slice_numel(numels)
+
+
+def values_bytes(chunk: ChunkSpec) -> int:
+    """Bytes of one rank's values of a chunk, and of its gradient shard."""
+    return chunk.shard_numel * chunk.key.dtype.itemsize
+
+
+def paged_bytes(nbytes: int) -> int:
+    """`nbytes`, rounded up to whole pages of the disk."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def values_buffer_bytes(sizes: Iterable[int]) -> int:
+    """Bytes in host memory through which values of these sizes come from disk."""
+    largest = paged_bytes(max(sizes, default=0))
+    return min(VALUES_REQUEST_BYTES, largest) + VALUES_BUFFERS * largest
