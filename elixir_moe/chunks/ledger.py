@@ -8,7 +8,6 @@ and L_os * F_os the bytes of its master and moments.
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -192,14 +191,6 @@ class Ledger:
         """The ledger of a plan, whose layout it is."""
         tiers = [plan.home(layout, chunk) for chunk in layout.chunks]
         return cls(layout, tiers, moments=moments, staged=staged, beside=beside, values_on_disk=plan.values_on_disk)
-
-    def copy(self) -> "Ledger":
-        """Another ledger with the same bytes."""
-        other = copy(self)
-        other._tiers = list(self._tiers)
-        other._totals = {kind: dict(by_tier) for kind, by_tier in self._totals.items()}
-        other._ascending = {kind: list(numbers) for kind, numbers in self._ascending.items()}
-        return other
 
     def move(self, index: int, tier: Tier) -> None:
         """Makes `tier` the home of a chunk. O(log chunks)."""

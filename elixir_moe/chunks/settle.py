@@ -25,10 +25,6 @@ class Homes:
     on_device: int
     """The first chunk on the device."""
 
-    def copy(self) -> "Homes":
-        """The same homes, on a ledger of their own."""
-        return replace(self, ledger=self.ledger.copy())
-
     def put(self, on_disk: int, on_device: int) -> None:
         """Makes these the first chunks on disk and on the device; moves only chunks whose home changes."""
         for was, now in (self.on_device, on_device), (self.on_disk, on_disk):

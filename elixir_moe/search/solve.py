@@ -347,16 +347,18 @@ class _Length:
 
     def _by_device_chunks(self) -> Iterator[_Held]:
         """For each number of chunks on the device, from none to all; these are the last ones in order of first use."""
-        task, layout, whole = self._task, self._layout, self._whole
-        tiers = [Tier.HOST] * len(layout.chunks)
-        ledger = Ledger(layout, tiers, moments=task.moments, staged=task.staged, values_on_disk=whole)
-        homes = Homes(ledger, len(tiers), len(tiers))
-        fewest, full = homes.copy(), homes.copy()
-        for on_device in range(len(tiers), -1, -1):
+        homes, fewest, full = (self._in_host_memory() for _ in range(3))
+        for on_device in range(len(self._layout.chunks), -1, -1):
             homes.put(on_device, on_device)
-            device, host = task.held_bytes(ledger.footprint())
-            blocks = ledger.cached + (layout.open_gradients or 0) if ledger.cached else 0
-            yield _Held(device, *self._spilled(on_device, host, fewest, full), blocks, ledger.block_bytes)
+            device, host = self._task.held_bytes(homes.ledger.footprint())
+            cached = homes.ledger.cached
+            blocks = cached + (self._layout.open_gradients or 0) if cached else 0
+            yield _Held(device, *self._spilled(on_device, host, fewest, full), blocks, homes.ledger.block_bytes)
+
+    def _in_host_memory(self) -> Homes:
+        task, tiers = self._task, [Tier.HOST] * len(self._layout.chunks)
+        ledger = Ledger(self._layout, tiers, moments=task.moments, staged=task.staged, values_on_disk=self._whole)
+        return Homes(ledger, len(tiers), len(tiers))
 
     def _spilled(self, on_device: int, host: int, fewest: Homes, full: Homes) -> tuple[int, int, int | None]:
         """(host bytes, chunks on disk, missing disk bytes) if the chunks before `on_device` are not on the device.

@@ -1,7 +1,7 @@
 """One ledger of the bytes: against one made afresh, what wrapped models hold, and counts found by trying every one."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -64,14 +64,12 @@ def read(ledger: Ledger) -> tuple[Footprint, int, int, int]:
 @given(LAYOUTS, OPTIONS, st.data())
 def test_moves_come_to_a_ledger_made_afresh(layout: Layout, options: dict[str, Any], data: st.DataObject) -> None:
     chunks = range(len(layout.chunks))
-    begin = [data.draw(st.sampled_from(Tier)) for _ in chunks]
-    ledger, tiers = Ledger(layout, begin, **options), list(begin)
-    left = ledger.copy()
+    tiers = [data.draw(st.sampled_from(Tier)) for _ in chunks]
+    ledger = Ledger(layout, tiers, **options)
     for index, tier in data.draw(st.lists(st.tuples(st.sampled_from(chunks), st.sampled_from(Tier)), max_size=20)):
         ledger.move(index, tier)
         tiers[index] = tier
         assert read(ledger) == read(Ledger(layout, tiers, **options))
-    assert read(left) == read(Ledger(layout, begin, **options)), "a copy is moved by nobody else"
 
 
 @settings(max_examples=200, deadline=None)
@@ -142,7 +140,7 @@ def drawn_plan(rng: random.Random, folder: str) -> Plan:
     )
 
 
-def held_and_planned(folder: str, seeds: list[int]) -> Iterator[tuple[int, dict[str, int], dict[str, int]]]:
+def held_and_planned(folder: str, seeds: Iterable[int]) -> Iterator[tuple[int, dict[str, int], dict[str, int]]]:
     """For each seed: what a model holds on this rank after two steps, and what the ledger of its plan says."""
     for seed in seeds:
         rng = random.Random(seed)
@@ -167,16 +165,19 @@ def held_and_planned(folder: str, seeds: list[int]) -> Iterator[tuple[int, dict[
         optimizer.close()
 
 
-def compared(folder: str, seeds: list[int]) -> list[tuple[int, dict[str, int], dict[str, int]]]:
+def compared(folder: str, seeds: Iterable[int]) -> list[tuple[int, dict[str, int], dict[str, int]]]:
     """(rank) As `held_and_planned`."""
     return list(held_and_planned(folder, seeds))
 
 
-@pytest.mark.parametrize(
-    ("world", "seeds"), with_further(product([1, 2], [(0, 16), (16, 60)]), [(1, (0, 16)), (2, (0, 16))])
-)
-def test_the_ledger_is_what_is_held(world: int, seeds: tuple[int, int], ranks: Ranks, tmp_path: Any) -> None:
-    for found in ranks(world).run(compared, str(tmp_path), list(range(*seeds))):
+QUICK = [0, 1, 4, 5, 10, 14, 17, 21, 25, 34, 35, 48, 53, 59]
+"""Seeds with every kind of plan, in both dtypes."""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("seeds", with_further([QUICK, list(range(100))], [QUICK]), ids=["quick", "further"])
+def test_the_ledger_is_what_is_held(world: int, seeds: list[int], ranks: Ranks, tmp_path: Any) -> None:
+    for found in ranks(world).run(compared, str(tmp_path), seeds):
         for seed, held, planned in found:
             assert held == planned, seed
 
