@@ -9,7 +9,7 @@ module, optimizer or operator cannot be imported, and a function around it would
 they are read, and `ATTRIBUTES` lists them. Those of `nn.Module` that a subclass or a hook relies on are among them.
 """
 
-from collections.abc import KeysView
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
@@ -145,9 +145,9 @@ default_store = dist.distributed_c10d._get_default_store
 """The store of the default process group. A public one would be a second connection, with an address to agree on."""
 
 
-def process_groups() -> KeysView[dist.ProcessGroup]:
+def process_groups() -> Collection[dist.ProcessGroup]:
     """The process groups that exist. The public functions take a group, and raise if it has been destroyed."""
-    return dist.distributed_c10d._world.pg_map.keys()
+    return dist.distributed_c10d._world.pg_map
 
 
 def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
