@@ -221,7 +221,6 @@ def _wrapped(
         model=described,
         groups=groups,
         scheduler=scheduler,
-        phase=scheduler.phase,
         hooks=hooks,
         checkpoints=checkpoints,
         optimizer=sharded,

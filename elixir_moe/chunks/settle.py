@@ -96,8 +96,10 @@ def settled(
             verify=plan.verify and disk is not None,
         )
     if plan.rcache_blocks is None:
-        layout = step_order.counted(plan.layout(params))
-        plan = replace(plan, rcache_bytes=None, rcache_blocks=_blocks(plan, layout, step_order))
+        layout = plan.layout(params)
+        schedule = step_order.schedule(layout)
+        layout = replace(layout, open_gradients=schedule.open_gradients())
+        plan = replace(plan, rcache_bytes=None, rcache_blocks=_blocks(plan, layout, schedule.least_blocks()))
     return plan
 
 
@@ -132,9 +134,9 @@ def _disk_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int, allowed:
     return on_device - homes.on_disk
 
 
-def _blocks(plan: Plan, layout: Layout, step_order: StepOrder) -> int:
-    """The blocks that fit in `rcache_bytes`; without `rcache_bytes`, the fewest a step needs plus `prefetch`."""
-    least = max(1, step_order.schedule(layout).least_blocks())
+def _blocks(plan: Plan, layout: Layout, least: int) -> int:
+    """The blocks that fit in `rcache_bytes`; without `rcache_bytes`, the `least` that a step needs plus `prefetch`."""
+    least = max(1, least)
     if plan.rcache_bytes is None:
         return min(least + plan.prefetch, max(1, layout.most_blocks))
     if plan.rcache_bytes < least * layout.block_bytes:

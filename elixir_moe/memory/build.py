@@ -10,7 +10,7 @@ import torch
 
 from elixir_moe.chunks.ledger import values_bytes
 from elixir_moe.chunks.packing import ChunkSpec
-from elixir_moe.chunks.plan import Tier
+from elixir_moe.chunks.plan import Tier, reads_disk
 from elixir_moe.memory.disk import Spill
 from elixir_moe.memory.disk_values import ValuesFile, WhollySpilled
 from elixir_moe.memory.gate import Gate
@@ -43,9 +43,6 @@ def build_shards(
     def slab_of(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> tuple[Tier, torch.dtype, bool]:
         return tier, dtype, device.type == "cuda" and tier is Tier.HOST and dtype == spec.key.dtype
 
-    def is_whole(spec: ChunkSpec, tier: Tier) -> bool:
-        return tier is Tier.DISK and (values_on_disk or not spec.key.trainable)
-
     wanted: defaultdict[tuple[Tier, torch.dtype, bool], list[int]] = defaultdict(lambda: [0])
 
     def want(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> None:
@@ -57,7 +54,7 @@ def build_shards(
         wanted[key][-1] += spec.shard_numel
 
     for spec, tier in chunks:
-        if not is_whole(spec, tier):
+        if not reads_disk(spec, tier, values_on_disk=values_on_disk):
             want(spec, tier.of_compute, spec.key.dtype)
         if spec.key.trainable and tier is not Tier.DISK:
             want(spec, tier, torch.float32)
@@ -85,7 +82,7 @@ def build_shards(
         return ShardState(spec, Tier.DISK, source, gate, SumOnDisk(spilled, gate, beside), spilled=spilled)
 
     def build(spec: ChunkSpec, tier: Tier) -> ShardState:
-        if is_whole(spec, tier):
+        if reads_disk(spec, tier, values_on_disk=values_on_disk):
             return whole(spec)
         gate, adder, own = Gate(), None if tier is Tier.DEVICE else beside, take(spec, tier.of_compute, spec.key.dtype)
         if not spec.key.trainable:

@@ -53,8 +53,10 @@ class ModelSpec:
         Raises:
             PlanError: a step holds more weights and gradients at once than there are blocks, or a chunk is too short.
         """
-        layout = self.step_order.counted(plan.layout(self.params))
-        schedule, blocks = self.step_order.schedule(layout), plan.blocks(layout)
+        layout = plan.layout(self.params)
+        schedule = self.step_order.schedule(layout)
+        layout = replace(layout, open_gradients=schedule.open_gradients())
+        blocks = plan.blocks(layout)
         if (least := schedule.least_blocks()) > blocks:
             part, alone = self.step_order.widest(layout)
             raise PlanError(

@@ -6,7 +6,7 @@ Owns `Event`, and `Recorder`, which records operators, modules and gradients whi
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -151,10 +151,11 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Self:
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             self._known.add(local_of(tensor).untyped_storage())
-        for p, (module, key) in self._places.items():
-            present: Any = module._parameters[key]  # fake parameters replace the model's while it is traced
-            self._name_of[present] = self._names[p]
-            self._storages[local_of(present).untyped_storage()] = self._names[p]
+        # Fake parameters replace the model's while it is traced.
+        present: dict[Any, Any] = {p: module._parameters[key] for p, (module, key) in self._places.items()}
+        for p, name in self._names.items():
+            self._name_of[present[p]] = name
+            self._storages[local_of(present[p]).untyped_storage()] = name
         for number, (first, last) in enumerate(self._boundaries):
             self._mark_boundary(first, last, number)
         for name, module in zip(self._parts.names, self._parts.modules, strict=True):
@@ -162,7 +163,7 @@ class Recorder(TorchDispatchMode):
             self._handles.append(module.register_forward_hook(self._leaves(name)))
         for name, module in self._mixtures:
             self._listen(module, name, Kind.MIX, Kind.MIX_AGAIN)
-        self._reading.enter_context(self._reads_heard())
+        self._reading.enter_context(self._reads_heard(present))
         self._reading.enter_context(saved_tensors_hooks(self._saved, self._asked))
         for parameter in self._model.parameters():
             if parameter.requires_grad:
@@ -229,17 +230,18 @@ class Recorder(TorchDispatchMode):
 
         self._handles.append(module.register_forward_pre_hook(enter))
 
-    def _reads_heard(self) -> AbstractContextManager[None]:
+    def _reads_heard(self, present: Mapping[Any, Any]) -> AbstractContextManager[None]:
         @contextmanager
         def read(parameters: Sequence[Tensor]) -> Iterator[None]:
             kind = READ_AGAIN if in_backward() else READ
             names = tuple(self._name_of[p] for p in parameters)
             self.events.append(Event(kind, params=names, with_grad=torch.is_grad_enabled()))
             self._running += 1
-            yield
-            self._running -= 1
+            try:
+                yield
+            finally:
+                self._running -= 1
 
-        present: dict[Any, Any] = {p: module._parameters[key] for p, (module, key) in self._places.items()}
         owned = zip(self._parts.modules, self._parts.parameters, strict=True)
         return reads_heard([(module, [present[p] for p in mine]) for module, mine in owned], read)
 

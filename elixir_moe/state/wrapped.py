@@ -41,7 +41,6 @@ class Wrapped:
     groups: ControlGroups
     """gloo process groups: of all ranks, and for every chunk and every sharded axis."""
     scheduler: Scheduler
-    phase: Phase
     hooks: Hooks
     checkpoints: HostCheckpoints | None
     """Holds what checkpointed regions keep in host memory, if anything."""
@@ -53,6 +52,11 @@ class Wrapped:
     """The folder that `wrap` read weights from."""
     prediction: Any
     """The predicted cost of a step (`search.prediction.Prediction`); None for a plan without a search."""
+
+    @property
+    def phase(self) -> Phase:
+        """What may happen to the model now."""
+        return self.scheduler.phase
 
     def held_bytes(self) -> dict[str, int]:
         """{tier: bytes} that the library holds on this rank in a backward, all gradients counted."""
