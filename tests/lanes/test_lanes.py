@@ -305,7 +305,8 @@ def test_a_wait_left_out_is_noticed(fault: str, ranks: Ranks) -> None:
             if faults_of(ranks(world).run(run, case, fault)):
                 return
         except RankError as error:
-            # Ranks that issue other collectives may wait for each other without end; first forwards compare weights.
-            assert "Timed out" in str(error) or "has written parameter" in str(error)
+            # Ranks that issue other collectives may wait for each other without end; first forwards compare weights;
+            # values that are read while they are written may miss their checksum.
+            assert any(text in str(error) for text in ("Timed out", "has written parameter", "the disk cannot be trusted"))
             return
     pytest.fail("nothing was noticed")
