@@ -10,6 +10,7 @@ chunks are reduced. Pure: it is told what happens and calls a `Carrier`. `runtim
     read       a function reads parameters outside their unit   holds them for the call
     reach      backward comes to the outputs of a run           passes what forward entered later, holds the unit
     recompute  a checkpointed region enters a unit again        holds the unit until backward has passed it
+    left again the region leaves a unit that saves no weights   lets it go, until backward reaches it
     unpack     an operator wants weights that it has saved      holds their chunk until the next operator
     land       a gradient is complete                           lets go units that nothing reads, reduces the chunk
     end        backward is over                                 lets everything go, reduces the rest
@@ -44,6 +45,8 @@ class Unit:
     """The set of its parameters that get a gradient may differ between ranks."""
     is_read: bool = False
     """The unit stands for reads of its parameters outside their modules."""
+    saves_none: bool = False
+    """Autograd saves none of its weights: backward reads them anew."""
     chunks: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -287,10 +290,15 @@ class StepMachine:
             past.unrecomputed[unit] -= 1
         self.end_operator()
         if entered < backward.region and unit not in past.repeated:
-            self._let_go_after(entered, backward)
+            self._let_go_after(entered, backward, reached=True)
             backward.region = entered
         self._carrier.hold(unit)
-        backward.holds.append((entered, unit))
+        if not unit.saves_none:
+            backward.holds.append((entered, unit))
+
+    def leave_again(self, unit: Unit) -> None:
+        """Lets go a unit that saves no weights, when a region that backward runs again leaves it."""
+        self._carrier.let_go(unit)
 
     def unpack(self, chunk: int, operator: object) -> None:
         """Holds a chunk for an operator of autograd that wants weights it has saved."""
@@ -342,12 +350,15 @@ class StepMachine:
                     self._expect_no_more(slot)
         self._let_go_after(left, backward)
 
-    def _let_go_after(self, left: int, backward: Backward) -> None:
-        """Ends the holds on what forward entered after number `left`."""
-        passed = [unit for entered, unit in backward.holds if entered > left]
+    def _let_go_after(self, left: int, backward: Backward, *, reached: bool = False) -> None:
+        """Ends the holds on what forward entered after number `left`.
+
+        With `reached`, units that save no weights stay: backward has reached them, and a recomputation holds none.
+        """
+        passed = [hold for hold in backward.holds if hold[0] > left and not (reached and hold[1].saves_none)]
         if passed:
-            backward.holds = [hold for hold in backward.holds if hold[0] <= left]
-            for unit in passed:
+            backward.holds = [hold for hold in backward.holds if hold not in passed]
+            for _, unit in passed:
                 self._carrier.let_go(unit)
 
     def _expect_no_more(self, slot: ParamId) -> None:

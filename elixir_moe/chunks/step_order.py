@@ -30,6 +30,8 @@ class Part:
     """The part is inside several others."""
     chooses: bool = False
     """Ranks may use different parameters of the part: experts."""
+    saves_none: bool = False
+    """Autograd saves none of its own parameters: backward reads them anew."""
 
 
 class Happening(Enum):
@@ -44,6 +46,8 @@ class Happening(Enum):
     """Backward comes to the outputs of a part."""
     AGAIN = auto()
     """Backward enters a part: its checkpointed region is recomputed."""
+    LEAVE_AGAIN = auto()
+    """The recomputation leaves a part."""
     READ_AGAIN = auto()
     """Like `READ`, in backward."""
     UNPACK = auto()
@@ -54,7 +58,7 @@ class Happening(Enum):
     """A gradient is complete."""
 
 
-ENTER, LEAVE, READ, REACH, AGAIN, READ_AGAIN, UNPACK, EXPECT, LAND = Happening
+ENTER, LEAVE, READ, REACH, AGAIN, LEAVE_AGAIN, READ_AGAIN, UNPACK, EXPECT, LAND = Happening
 _IN_FORWARD = frozenset((ENTER, LEAVE, READ))
 
 
@@ -85,6 +89,8 @@ class UnitSpec:
     """The unit includes all modules inside the part."""
     chooses: bool = False
     """Ranks may have gradients for different parameters of the unit."""
+    saves_none: bool = False
+    """Autograd saves none of its parameters."""
 
 
 def choose_units(parts: Sequence[Part], chunk_of: Mapping[int, int]) -> list[UnitSpec | None]:
@@ -102,6 +108,7 @@ def choose_units(parts: Sequence[Part], chunk_of: Mapping[int, int]) -> list[Uni
     params: list[list[int]] = [list(part.params) for part in parts]
     joins = [True] * len(parts)
     chooses = [part.chooses for part in parts]
+    saves_none = [part.saves_none or not part.params for part in parts]
     for number in reversed(range(len(parts))):
         parent = parts[number].parent
         if parent is not None:
@@ -109,6 +116,7 @@ def choose_units(parts: Sequence[Part], chunk_of: Mapping[int, int]) -> list[Uni
                 chunks[parent] |= chunks[number]
             joins[parent] &= joins[number] and not parts[number].shared
             chooses[parent] |= chooses[number]
+            saves_none[parent] &= saves_none[number]
             params[parent] += params[number]
     units: list[UnitSpec | None] = []
     for number, part in enumerate(parts):
@@ -117,9 +125,11 @@ def choose_units(parts: Sequence[Part], chunk_of: Mapping[int, int]) -> list[Uni
             units.append(around)
         elif joins[number] and len(chunks[number]) < 2:
             mine = tuple(sorted(set(params[number])))
-            units.append(UnitSpec(part=number, params=mine, whole=True, chooses=chooses[number]))
+            traits = {"chooses": chooses[number], "saves_none": saves_none[number]}
+            units.append(UnitSpec(part=number, params=mine, whole=True, **traits))
         elif part.params:
-            units.append(UnitSpec(part=number, params=part.params, whole=False, chooses=part.chooses))
+            traits = {"chooses": part.chooses, "saves_none": part.saves_none}
+            units.append(UnitSpec(part=number, params=part.params, whole=False, **traits))
         else:
             units.append(None)
     return units
@@ -139,7 +149,10 @@ def units_of(chosen: Sequence[UnitSpec | None], layout: Layout, label: Callable[
     """{part: its unit} for the parts that unshard as one; `label` names a part in messages."""
     slot_of = {slot.param: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)}
     specs = dict.fromkeys(spec for spec in chosen if spec is not None)
-    return {s.part: Unit(label(s.part), tuple(slot_of[p] for p in s.params), s.chooses) for s in specs}
+    return {
+        s.part: Unit(label(s.part), tuple(slot_of[p] for p in s.params), s.chooses, saves_none=s.saves_none)
+        for s in specs
+    }
 
 
 def by_first_use(
@@ -287,6 +300,7 @@ class _Replay:
             READ: self._read,
             REACH: self._reach,
             AGAIN: self._again,
+            LEAVE_AGAIN: self._leave_again,
             READ_AGAIN: self._read_again,
             UNPACK: self._unpack,
             EXPECT: self._expect,
@@ -344,6 +358,11 @@ class _Replay:
             self._read_again(replace(event, params=self._parts[event.part].params))
         else:
             self._machine.recompute(unit, with_grad=event.with_grad)
+
+    def _leave_again(self, event: StepEvent) -> None:
+        unit = self._units.get(event.part)
+        if unit is not None and unit.saves_none:
+            self._machine.leave_again(unit)
 
     def _read_again(self, event: StepEvent) -> None:
         reader = self._reader(event)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.parallel.dataless import even_counts, has_data
 from elixir_moe.parallel.linear import TensorRanks, linear
+from elixir_moe.parallel.read_again import ReadAgain, saves_none
 from elixir_moe.torch_private import cpu_has_amx, cpu_has_amx_fp16, cpu_has_avx512_bf16
 
 
@@ -101,14 +102,16 @@ class GroupedExperts(nn.Module):
         """
         rows = rows.to(self.w_in.dtype)
         counts = None if _has_grouped_kernel(rows, self.w_in) else groups.on_host()
-        hidden = _GroupedLinear.apply(rows, self.w_in, self.b_in, groups, counts)
-        return _GroupedLinear.apply(gelu(hidden), self.w_out, self.b_out, groups, counts)
+        saves = not saves_none(self)
+        hidden = _GroupedLinear.apply(rows, self.w_in, self.b_in, groups, counts, saves)
+        return _GroupedLinear.apply(gelu(hidden), self.w_out, self.b_out, groups, counts, saves)
 
 
 class _GroupedLinear(torch.autograd.Function):
     """(n, i) rows sorted by expert, (L, i, o) weight, (L, o) bias -> (n, o): each row times its expert's weight.
 
-    One fused product if `counts` is None, else a loop over experts with `counts` rows each.
+    One fused product if `counts` is None, else a loop over experts with `counts` rows each. If it does not save the
+    weight (`saves`), backward reads the parameter anew.
 
     An autograd function, so that each expert's product is written in its place and nothing is concatenated: stacking L
     weight gradients alone took a fifth of a layer's time on a CPU.
@@ -116,9 +119,16 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, counts: list[int] | None
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        groups: Groups,
+        counts: list[int] | None,
+        saves: bool,
     ) -> Tensor:
-        ctx.save_for_backward(rows, weight, groups.experts, groups.bounds)
+        ctx.again = None if saves else ReadAgain(weight)
+        ctx.save_for_backward(rows, groups.experts, groups.bounds, *([weight] if saves else []))
         ctx.counts = counts
         if counts is None:
             out = F.grouped_mm(rows, weight, offs=groups.bounds[1:])
@@ -131,12 +141,13 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, experts, bounds = ctx.saved_tensors
+        rows, experts, bounds, *saved = ctx.saved_tensors
+        weight = ctx.again.values() if ctx.again else saved[0]
         grad = grads[0].contiguous()
         needs = ctx.needs_input_grad[:3]
         if ctx.counts is None:
-            return *_gradients_fused(rows, weight, grad, experts, bounds, needs), None, None
-        return *_gradients_loop(rows, weight, grad, ctx.counts, needs), None, None
+            return *_gradients_fused(rows, weight, grad, experts, bounds, needs), None, None, None
+        return *_gradients_loop(rows, weight, grad, ctx.counts, needs), None, None, None
 
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

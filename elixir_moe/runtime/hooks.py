@@ -9,6 +9,7 @@ Backward.  A hook on a unit's outputs runs right before the unit's backward. Gra
            chunk's memory.
 Recompute. A forward inside backward (activation checkpointing) holds its chunks until backward has passed it, since
            the checkpoint's own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest region).
+           A unit that saves none (`parallel.read_again`) is let go when the region leaves it.
 Elsewhere. A function that reads a parameter outside its running unit borrows it: the chunk is gathered for the call.
            Inside a forward, such a read has a position like a unit's, so that its gradient is waited for. Outside of
            one it packs what autograd saves under every plan, since no unit holds the parameter in backward.
@@ -188,6 +189,7 @@ class Hooks:
             return
         if recomputes:
             self.machine.recompute(unit, with_grad=torch.is_grad_enabled())
+            call.held = unit.saves_none
         elif training:
             call.entered = self.machine.enter(unit)
             call.held = True
@@ -235,7 +237,9 @@ class Hooks:
         """Lets the unit of a call go and removes its hooks, whether it finished or not; returns its exit's position."""
         left = 0
         if call.held and call.unit is not None:
-            if call.training:
+            if call.recomputes:
+                self.machine.leave_again(call.unit)
+            elif call.training:
                 left = self.machine.leave(call.unit, with_grad=torch.is_grad_enabled())
             else:
                 self._carrier.let_go(call.unit, tracked=False)

@@ -112,6 +112,7 @@ class HostCheckpoints:
         self._coming: dict[Away, _OnDevice] = {}
         self._asks: _Region | None = None
         """The region that asked for an input last."""
+        weakref.finalize(self, streams.end_keeping).atexit = False  # copies may still use the buffers, which die now
         self.begin_forward()
 
     def begin_forward(self) -> None:

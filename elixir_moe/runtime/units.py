@@ -27,6 +27,7 @@ from elixir_moe.chunks.step_order import (
     units_of,
 )
 from elixir_moe.parallel.pattern import EXPERT_AXIS
+from elixir_moe.parallel.read_again import saves_none
 from elixir_moe.parallel.rules import pattern_of
 from elixir_moe.runtime.access import ParamAccess
 
@@ -70,7 +71,7 @@ def find_parts(model: nn.Module) -> Parts:
             names.append(name)
             modules.append(module)
             params = tuple(dict.fromkeys(index_of[p] for p in own))
-            specs.append(Part(params=params, parent=parent, chooses=whole))
+            specs.append(Part(params=params, parent=parent, chooses=whole, saves_none=saves_none(module)))
             parent = number_of[module]
         if not whole:
             for child_name, child in module.named_children():

@@ -19,7 +19,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
-from elixir_moe.chunks.step_order import AGAIN, ENTER, LAND, LEAVE, REACH, READ, READ_AGAIN, UNPACK, Happening
+from elixir_moe.chunks.step_order import (
+    AGAIN,
+    ENTER,
+    LAND,
+    LEAVE,
+    LEAVE_AGAIN,
+    REACH,
+    READ,
+    READ_AGAIN,
+    UNPACK,
+    Happening,
+)
 from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.dataless import has_data
 from elixir_moe.parallel.dtensor import local_of
@@ -160,7 +171,8 @@ class Recorder(TorchDispatchMode):
             self._mark_boundary(first, last, number)
         for name, module in zip(self._parts.names, self._parts.modules, strict=True):
             self._listen(module, name, ENTER, AGAIN)
-            self._handles.append(module.register_forward_hook(self._leaves(name)))
+            leave = module.register_forward_hook(self._leaves(name), always_call=True)  # a recomputation stops early
+            self._handles.append(leave)
         for name, module in self._mixtures:
             self._listen(module, name, Kind.MIX, Kind.MIX_AGAIN)
         self._reading.enter_context(self._reads_heard(present))
@@ -253,6 +265,8 @@ class Recorder(TorchDispatchMode):
                 self._runs[name] += 1
                 self._running -= 1
                 self.events.append(Event(LEAVE, name, with_grad=torch.is_grad_enabled()))
+            else:
+                self.events.append(Event(LEAVE_AGAIN, name))
             hook_outputs(output, lambda _: self.events.append(Event(REACH, name, run=run)))
 
         return leave

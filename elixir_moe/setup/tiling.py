@@ -26,6 +26,7 @@ from elixir_moe.moe.dispatch import permute, place
 from elixir_moe.moe.experts import GroupedExperts, Groups
 from elixir_moe.parallel.dataless import even_counts, has_data
 from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.parallel.read_again import LinearReadAgain, mark_saving_none
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.parallel.tiles import Tile, child_name, mark, tile_of
 
@@ -41,7 +42,8 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
     module that has been tiled has no ``weight``. Names and shapes in `full_state_dict`, `save` and `save_pretrained`
     stay those of the whole parameters. Hooks of a tiled module run as before, with the tiled module for the whole one.
 
-    A region of activation checkpointing holds all its tiles while its backward runs.
+    Backward reads a tile's weight anew, so a region of activation checkpointing holds a few tiles at a time too. Only
+    Hugging Face's fused experts save theirs: such a region holds all their tiles while its backward runs.
 
     Args:
         model: a model that is not wrapped; parameters may be on meta.
@@ -214,10 +216,14 @@ def _tiled(module: nn.Module, bounds: list[int], made: dict[tuple[nn.Parameter, 
 
 
 _KINDS: Mapping[type[nn.Module], Any] = {
+    LinearReadAgain: TiledLinear,
     nn.Linear: TiledLinear,
     nn.Embedding: TiledEmbedding,
     GroupedExperts: TiledExperts,
 }
+
+
+_SAVING_NONE = (LinearReadAgain, nn.Embedding, GroupedExperts)
 
 
 def _bounds(model: nn.Module, most: int) -> dict[nn.Module, list[int]]:
@@ -326,7 +332,8 @@ def _part(
     module: nn.Module, start: int, stop: int, rows: int, tiles: dict[tuple[nn.Parameter, int], nn.Parameter]
 ) -> nn.Module:
     """The module with rows `start` .. `stop` of its parameters; `tiles` has those of earlier modules."""
-    part = module.__new__(type(module))
+    kind = LinearReadAgain if type(module) is nn.Linear else type(module)
+    part = module.__new__(kind)
     own = {name: copy(value) for name, value in module.__dict__.items() if isinstance(value, dict)}
     hookless = {name: copy(value) for name, value in vars(nn.Module()).items() if name in _HOOKS}
     part.__dict__.update(module.__dict__ | own | hookless)  # the same settings, and registries of its own
@@ -340,6 +347,8 @@ def _part(
             mark(cut, Tile(start=around.start + start, stop=around.start + stop, rows=around.rows))
             tiles[parameter, start] = cut
         part._parameters[name] = tiles[parameter, start]
+    if isinstance(part, _SAVING_NONE):
+        mark_saving_none(part)
     if isinstance(part, nn.Linear):
         part.out_features = stop - start
     elif isinstance(part, nn.Embedding):

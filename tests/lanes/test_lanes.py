@@ -104,6 +104,7 @@ TELLING = [
     (1, Case(parts=("plain", "plain"), plan="zero2", half=True, habits=frozenset({"write", "clip"}))),
     (1, Case(parts=("plain",), plan="offload", blocks=3, half=True, habits=frozenset({"between"}))),
     (1, Case(parts=("plain", "reentrant", *("checkpointed",) * 3), plan="zero3", away=True, accumulation=2)),
+    (1, Case(parts=("plain", "checkpointed"), plan="all on disk", away=True)),
     (1, Case(parts=("plain", "bias"), plan="offload", blocks=0, half=True, habits=frozenset({"load"}))),
     (
         1,

@@ -18,7 +18,7 @@ from tests.support.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 
 WIDTH = 16
-KINDS = ("mlp", "norm", "attention", "tied", "reused", "reads", "frozen", "mixture", "unused", "half trained")
+KINDS = ("mlp", "norm", "attention", "tied", "reused", "reads", "frozen", "mixture", "unused", "half trained", "tiled")
 STEPS = 2
 
 
@@ -71,6 +71,7 @@ class Model(nn.Module):
 
     def __init__(self, draw: random.Random, mesh: Any) -> None:
         super().__init__()
+        self.in_tiles = draw.random() < 0.5
         self.kinds = [draw.choice(KINDS) for _ in range(draw.randint(2, 6))]
         self.parts = nn.ModuleList(self._part(kind, mesh) for kind in self.kinds)
         self.regions: list[tuple[list[int], bool | None]] = []
@@ -88,12 +89,15 @@ class Model(nn.Module):
         if kind == "mixture":
             degree = torch.distributed.get_world_size()
             own = em.expert_mesh(mesh, ep=degree)
-            return em.MoE(d_model=WIDTH, d_hidden=8, num_experts=4, top_k=2, mesh=own)
+            mixture = em.MoE(d_model=WIDTH, d_hidden=8, num_experts=4, top_k=2, mesh=own)
+            return em.tile(mixture, at_most=WIDTH * 8 * 4 * (4 // degree // (1 + self.in_tiles)))
         part = {"norm": nn.LayerNorm(WIDTH), "attention": Attention(), "tied": Tied(), "reads": Reads()}.get(
             kind, Mlp()
         )
         if kind == "half trained":
             part.inner.requires_grad_(False)  # type: ignore[operator, union-attr]
+        if kind == "tiled":
+            em.tile(part, at_most=512)
         return part.requires_grad_(False) if kind == "frozen" else part
 
     def _run(self, x: Tensor, numbers: list[int]) -> Tensor:

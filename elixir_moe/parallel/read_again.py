@@ -1,0 +1,70 @@
+"""Products that save no weight for backward: their backward reads the parameter anew.
+
+Owns the mark of modules with such products alone, and the product of a Linear layer. Inside a checkpointed region whose
+backward runs, weights that autograd has saved stay gathered until they are used. Those that are read again need not.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_MARK = "_elixir_saves_none"
+
+
+def mark_saving_none(module: nn.Module) -> None:
+    """Records that autograd saves none of the module's own parameters."""
+    setattr(module, _MARK, True)
+
+
+def saves_none(module: nn.Module) -> bool:
+    """Whether autograd saves none of the module's own parameters."""
+    return getattr(module, _MARK, False)
+
+
+class ReadAgain:
+    """A parameter that an autograd function has read in forward, and reads again in backward."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._parameter, self._version = parameter, parameter._version
+
+    def values(self) -> Tensor:
+        """The parameter. Raises torch's error for a saved tensor that was written since."""
+        now = self._parameter._version
+        if now != self._version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"weight of shape {list(self._parameter.shape)} is at version {now}; expected version {self._version} "
+                f"instead"
+            )
+        return self._parameter
+
+
+class LinearReadAgain(nn.Linear):
+    """A Linear layer that saves no weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return]
+
+
+class _Linear(torch.autograd.Function):
+    """``x @ weight.T + bias``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = ReadAgain(weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), (grad,) = ctx.saved_tensors, grads
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (
+            grad @ ctx.weight.values().to(grad.dtype) if of_x else None,
+            rows.t() @ x.reshape(-1, x.shape[-1]).to(grad.dtype) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
