@@ -3,10 +3,12 @@
 Owns the two rules. Cuts nothing: `setup.tiling` does, and a search with the tiles says whether they were worth it.
 """
 
+import math
+
 from elixir_moe.search.solve import Choice, Task, device_bytes_for
 
 _TILES_IN_DEVICE = 64
-"""A tile is at most this part of a device: a step holds a few, with their gradients, and prefetches others."""
+"""A tile is at most this part of a device, or a row: a step holds a few, with their gradients, and prefetches others."""
 _BLOCKS_IN_DEVICE = 0.25
 """Part of a device from which on blocks are taken to be in the way of state."""
 _FREED = 8
@@ -21,8 +23,13 @@ def tile_bytes(task: Task, choice: Choice | None) -> int | None:
         task: the problem, without tiles.
         choice: its solution; None if no plan fits.
     """
-    largest = max((p.numel * p.key.dtype.itemsize for p in task.profile.params if not p.tied), default=0)
+    sizes = [(p.numel * p.key.dtype.itemsize, p.shape[0]) for p in task.profile.params if p.shape and not p.tied]
+    largest = max((nbytes for nbytes, _ in sizes), default=0)
     size: int = 2 ** (max(task.capacity_bytes // _TILES_IN_DEVICE, 1).bit_length() - 1)
+    if largest <= size:
+        return None
+    row = max(math.ceil(nbytes / rows) for nbytes, rows in sizes if nbytes > size)
+    size = max(size, 2 ** (row - 1).bit_length())
     if largest <= size:
         return None
     if choice is None:

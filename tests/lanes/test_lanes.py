@@ -308,6 +308,8 @@ def test_a_wait_left_out_is_noticed(fault: str, ranks: Ranks) -> None:
         except RankError as error:
             # Ranks that issue other collectives may wait for each other without end; first forwards compare weights;
             # values that are read while they are written may miss their checksum.
-            assert any(text in str(error) for text in ("Timed out", "has written parameter", "the disk cannot be trusted"))
+            assert any(
+                text in str(error) for text in ("Timed out", "has written parameter", "the disk cannot be trusted")
+            )
             return
     pytest.fail("nothing was noticed")

@@ -360,6 +360,22 @@ def test_experts_are_tiled_where_blocks_are_in_the_way(
     assert "too little device memory" in said(capsys, *asked, code=2)["reason"], "without tiles"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "machine"),
+    [
+        ("pr-moe-25b", ("--gpu", "a100-40gb", "--host-memory", "1 TB")),
+        ("pr-moe-29b", ("--gpu", "a100-40gb", "--host-memory", "1 TB")),
+        ("moe-1t", ("--hardware", "dgx-2-v100-32g-x16", "--gpus", "16", "--dtype", "fp16")),  # an expert: 450 MiB
+    ],
+)
+def test_what_the_papers_train_fits_in_tiles(
+    model: str, machine: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Elixir v1, table II, and ZeRO-Infinity, figure 6a: layers in checkpointed regions larger than the device."""
+    assert said(capsys, "--model", model, *machine)["tile"] == "512 MiB"
+
+
 def test_why_there_are_no_tiles_is_said(wide: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = said(capsys, "--hf", wide, *SMALL_DEVICE, "--lora", "r=4,targets=q_proj,experts", code=2)
     assert found["tile"] is None
