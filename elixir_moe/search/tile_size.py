@@ -8,7 +8,7 @@ import math
 from elixir_moe.search.solve import Choice, Task, device_bytes_for
 
 _TILES_IN_DEVICE = 64
-"""A tile is at most this part of a device, or a row: a step holds a few, with their gradients, and prefetches others."""
+"""A tile is at most this part of a device, or one row: a step holds a few and their gradients, and prefetches more."""
 _BLOCKS_IN_DEVICE = 0.25
 """Part of a device from which on blocks are taken to be in the way of state."""
 _FREED = 8
