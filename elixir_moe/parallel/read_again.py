@@ -19,8 +19,8 @@ def mark_saving_none(module: nn.Module) -> None:
 
 
 def saves_none(module: nn.Module) -> bool:
-    """Whether autograd saves none of the module's own parameters."""
-    return getattr(module, _MARK, False)
+    """Whether autograd saves none of the own parameters. A graph of torch.compile saves what it likes."""
+    return not torch.compiler.is_compiling() and getattr(module, _MARK, False)
 
 
 class ReadAgain:
@@ -42,10 +42,12 @@ class ReadAgain:
 
 
 class LinearReadAgain(nn.Linear):
-    """A Linear layer that saves no weight."""
+    """A Linear layer that saves no weight, if it is marked."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
+        if not saves_none(self):
+            return super().forward(input)
         return _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return]
 
 

@@ -345,6 +345,8 @@ class Case:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     tolerance: float = 2e-5
     plans: tuple[str, ...] = ("small", "offload")
+    tiled: bool = False
+    """The wrapped model is cut into tiles first."""
 
 
 CASES = {
@@ -363,6 +365,8 @@ CASES = {
     "old-weight-norm": Case(OldWeightNorm),
     "compiled-before": Case(before=compile_blocks, plans=("small",)),
     "compiled-wrappers": Case(before=replace_by_compiled, plans=("small",)),
+    "compiled-tiles": Case(before=compile_blocks, plans=("small",), tiled=True),
+    "autocast-tiles": Case(loss=autocast, optimizer=sgd, tolerance=1e-4, tiled=True),
     "module-hooks-before": Case(before=hook_modules),
     "module-hooks-after": Case(after=hook_modules),
     "parameter-hooks-before": Case(before=hook_parameters),
@@ -382,7 +386,10 @@ def train(name: str, plan: em.Plan | None) -> dict[str, Any]:
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.compiler.reset()
-        model = case.before(case.model())
+        model = case.model()
+        if case.tiled and plan is not None:
+            em.tile(model, at_most=D * D * 2)
+        model = case.before(model)
         return model, case.optimizer(model)
 
     def backward(model: nn.Module, step: int) -> None:
@@ -409,6 +416,8 @@ FURTHER = {
     "recurrent",
     "old-weight-norm",
     "compiled-wrappers",
+    "compiled-tiles",
+    "autocast-tiles",
     "module-hooks-before",
     "parameter-hooks-before",
 }
