@@ -4,12 +4,21 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from elixir_moe.kernels import spare_tiles
 from tests.support.ranks import RankPool
 
 spare_tiles()  # for the processes that tests start, too
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_world_is_left() -> Iterator[None]:
+    """A module that starts a world in this process does not leave it to the next module."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ Saved-tensor hooks that user code has set around the model get every saved tenso
 
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -85,11 +86,14 @@ class SavedTensors:
         if outer is None:
             return saved_tensors_hooks(self._pack, self._unpack)
         pack, unpack = outer
-        return saved_tensors_hooks(lambda tensor: pack(self._lasting(tensor)), unpack)
+        return saved_tensors_hooks(partial(self._hand_over, pack), unpack)
 
-    def _lasting(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter's current values, for user hooks, which may keep them; other tensors as they are."""
-        return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
+    def _hand_over(self, pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+        """What a user's hook makes of a tensor: of a parameter's current values, which it may keep."""
+        return pack(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor)
+
+    def _is_ours(self, pack: Any) -> bool:
+        return getattr(pack.func if isinstance(pack, partial) else pack, "__self__", None) is self
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         local = tensor if type(tensor) in _PLAIN else local_of(tensor)
@@ -142,7 +146,9 @@ class SavedTensors:
         return view
 
     def forget(self) -> None:
-        """Called when unfinished work is given up."""
+        """Called when unfinished work is given up. An interrupt may have left hooks, on their way in or out."""
+        while (top := top_saved_tensors_hooks(True)) is not None and self._is_ours(top[0]):
+            saved_tensors_hooks(*top).__exit__(None, None, None)
         self._leave_device()
 
     def updated(self) -> None:

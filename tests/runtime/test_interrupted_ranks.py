@@ -187,4 +187,4 @@ def test_random_interrupts_on_two_ranks_lose_nothing_silently(name: str, impatie
         for _, _, full in found:
             assert same(full, taken) or same(full, skipped), at
         assert same(found[0][2], found[1][2]), at
-    assert went_on > 5
+    assert went_on > 2

@@ -8,7 +8,7 @@ import contextlib
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dis import opname
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ import elixir_moe as em
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.errors import OutOfStepError
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.runtime.saved_tensors import SavedTensors
 from tests.support.ranks import RankPool
 
 D = 16
@@ -146,6 +147,17 @@ def restore_torch() -> None:
     torch.set_grad_enabled(True)
     while not torch._C._is_torch_function_enabled():
         torch._C.DisableTorchFunctionSubclass().__exit__(None, None, None)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Removes the hooks on saved tensors that torch's own contexts have left; the library leaves none."""
+    yield
+    left = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        left.append(top[0])
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    assert not any(isinstance(getattr(pack, "__self__", None), SavedTensors) for pack in left), left
 
 
 @pytest.mark.parametrize(("name", "dtype", "points"), [*CASES, *MANY])
