@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -180,11 +179,17 @@ class Ledger:
         first: dict[object, int] = {}
         self._alike = [first.setdefault((c.key, c.numel, c.shards, c.residence), c.index) for c in layout.chunks]
         """For each chunk, the first chunk with the same needs."""
-        self._changes: dict[tuple[int, Tier | None, Tier], list[tuple[_Need, int]]] = {}
+        self._changes: dict[tuple[int, Tier, Tier], list[tuple[_Need, int]]] = {}
         """(what changes, how many times it is there more) by (first of the chunks alike, former tier, tier)."""
         self._tiers = list(tiers)
-        for index, tier in enumerate(self._tiers):
-            self._book(index, None, tier)
+        for (index, tier), count in Counter(zip(self._alike, self._tiers, strict=True)).items():
+            for kind, where, number in self._needs(index, tier):
+                if kind in _SUMMED:
+                    self._totals[kind][where] += count * number
+                else:
+                    self._ascending[kind] += [number] * count
+        for numbers in self._ascending.values():
+            numbers.sort()
 
     @classmethod
     def of(cls, plan: Plan, layout: Layout, *, moments: int, staged: bool, beside: bool | None = None) -> Self:
@@ -201,12 +206,14 @@ class Ledger:
             )
             self._book(index, was, tier)
 
-    def _book(self, index: int, was: Tier | None, tier: Tier) -> None:
+    def _needs(self, index: int, tier: Tier) -> Iterator[_Need]:
+        return needs(self._layout.chunks[index], tier, moments=self._moments, values_on_disk=self._whole)
+
+    def _book(self, index: int, was: Tier, tier: Tier) -> None:
         key = self._alike[index], was, tier
         if key not in self._changes:
-            needed = partial(needs, self._layout.chunks[index], moments=self._moments, values_on_disk=self._whole)
-            changes = Counter(needed(tier))
-            changes.subtract(() if was is None else needed(was))
+            changes = Counter(self._needs(index, tier))
+            changes.subtract(self._needs(index, was))
             self._changes[key] = [change for change in changes.items() if change[1]]
         for (kind, where, number), times in self._changes[key]:
             if kind in _SUMMED:

@@ -421,10 +421,6 @@ class Plan:
         """The tier of a chunk's long-lived state."""
         return tier_at(chunk.index, *self.bounds(layout))
 
-    def puts_values_on_disk(self, layout: Layout, chunk: ChunkSpec) -> bool:
-        """Whether gathers read a chunk from disk."""
-        return reads_disk(chunk, self.home(layout, chunk), values_on_disk=self.values_on_disk)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AutoPlan:

@@ -16,7 +16,7 @@ from elixir_moe.models.presets import Planned
 from elixir_moe.search import cost, gpus, strategies
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.largest import Sizes, largest
-from elixir_moe.search.solve import Choice, Task, solve
+from elixir_moe.search.solve import Choice, Packings, Task, solve
 
 _ANY_DISK = 2**60
 """Bytes of a disk that is never too small."""
@@ -54,6 +54,8 @@ class Asked:
     choice: Choice | None
     reason: str
     """Why there is no plan."""
+    packings: Packings
+    """Those of the search, for the question in other memory."""
     tiles: str | None = None
     """The size of the tiles in which the model was cut; None if it was not."""
     untiled: str | None = None
@@ -111,7 +113,7 @@ def _disk(asked: Asked) -> Iterator[str]:
         return
     ranks = min(task.gpus, task.hardware.gpus_per_node)
     hardware = gpus.with_disk(task.hardware, _ANY_DISK, None)
-    found = _solved(replace(task, hardware=hardware, disk_bytes=_ANY_DISK // ranks))
+    found = _solved(replace(task, hardware=hardware, disk_bytes=_ANY_DISK // ranks), asked.packings)
     if found is not None:
         needed = -(-found.size.disk_bytes * ranks // 10**9)
         yield (
@@ -250,7 +252,7 @@ def _stick(asked: Asked) -> Iterator[str]:
         yield "More host memory would change nothing: all state is on the GPUs."
         return
     ranks = min(task.gpus, task.hardware.gpus_per_node)
-    found = _solved(replace(task, host_bytes=task.host_bytes + STICK // ranks))
+    found = _solved(replace(task, host_bytes=task.host_bytes + STICK // ranks), asked.packings)
     one_more = f"One more stick of {size_text(STICK)} of host memory"
     if found is None:
         yield f"{one_more} would not be enough."
@@ -281,9 +283,9 @@ def _accumulation(asked: Asked) -> Iterator[str]:
         )
 
 
-def _solved(task: Task) -> Choice | None:
+def _solved(task: Task, packings: Packings | None = None) -> Choice | None:
     try:
-        return solve(task)
+        return solve(task, packings)
     except PlanError:
         return None
 

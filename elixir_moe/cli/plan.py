@@ -36,7 +36,7 @@ from elixir_moe.search import cost, estimate, gpus, strategies, zero_infinity
 from elixir_moe.search.explain import explain
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.measure import measured_here
-from elixir_moe.search.solve import Choice, Task, price, shortage, solve
+from elixir_moe.search.solve import Choice, Packings, Task, price, shortage, solve
 from elixir_moe.search.tile_size import tile_bytes
 from elixir_moe.setup.tiling import tile
 from elixir_moe.torch_private import IMPORTED_LATE
@@ -156,7 +156,7 @@ def run_plan(known: argparse.Namespace) -> int:
 def _searched(known: argparse.Namespace, hardware: Hardware, mesh: DeviceMesh | None) -> tuple[Asked, float]:
     """The question, its fastest plan and the seconds of the search. Tiles are there if they make it fit or faster."""
     plain, seconds = _solved(known, hardware, model_of(known, mesh))
-    size = tile_bytes(plain.task, plain.choice)
+    size = tile_bytes(plain.task, plain.choice, plain.packings)
     if size is None:
         return plain, seconds
     given = model_of(known, mesh)
@@ -178,12 +178,12 @@ def _solved(known: argparse.Namespace, hardware: Hardware, given: Planned) -> tu
     """The question about a model, with the fastest plan, and the seconds of its search."""
     task = task_of(known, hardware, given, known.batch, known.seq)
     started = time.perf_counter()
-    reason, choice = "", None
+    reason, choice, packings = "", None, Packings(task)
     try:
-        choice = solve(task)
+        choice = solve(task, packings)
     except PlanError as error:
         reason = str(error)
-    asked = Asked(known=known, given=given, task=task, choice=choice, reason=reason)
+    asked = Asked(known=known, given=given, task=task, choice=choice, reason=reason, packings=packings)
     return asked, time.perf_counter() - started
 
 

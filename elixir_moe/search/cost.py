@@ -13,12 +13,12 @@ Transfers to and from the host overlap with compute and cost time only if they t
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elixir_moe.chunks.ledger import paged_bytes, spilled_bytes, values_bytes
 from elixir_moe.chunks.packing import ChunkSpec, Layout
-from elixir_moe.chunks.plan import Plan, Tier
+from elixir_moe.chunks.plan import Plan, Tier, reads_disk, tier_at
 from elixir_moe.chunks.residence import CACHED
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile
@@ -110,8 +110,11 @@ def traffic(
         kept_bytes: inputs of checkpointed regions in host memory.
     """
     gathers = Counter([*loads, *(chunk.index for chunk in layout.chunks if chunk.residence is not CACHED)])
-    home = [plan.home(layout, chunk) for chunk in layout.chunks]
-    trained = [chunk for chunk in layout.chunks if chunk.key.trainable]
+    bounds = plan.bounds(layout)
+    at: dict[Tier, list[ChunkSpec]] = {tier: [] for tier in Tier}
+    for chunk in layout.chunks:
+        at[tier_at(chunk.index, *bounds)].append(chunk)
+    trained = {tier: [chunk for chunk in chunks if chunk.key.trainable] for tier, chunks in at.items()}
     collective: dict[tuple[int, ...], list[int]] = {}
 
     def count(chunk: ChunkSpec, nbytes: int, times: int) -> None:
@@ -122,31 +125,26 @@ def traffic(
     for index, times in gathers.items():
         gathered = layout.chunks[index]
         count(gathered, gathered.nbytes, times * (gathered.shards > 1))
-    for chunk in trained:
-        count(chunk, chunk.reduced_bytes(staged=staged), 1 if chunk.shards > 1 else 2)  # an all-reduce moves twice
-    host = {chunk.index for chunk in layout.chunks if home[chunk.index] is not Tier.DEVICE}
+    for chunk in layout.chunks:
+        if chunk.key.trainable:  # an all-reduce moves twice
+            count(chunk, chunk.reduced_bytes(staged=staged), 1 if chunk.shards > 1 else 2)
 
-    def updated(tier: Tier) -> int:
-        return sum(chunk.shard_numel for chunk in trained if home[chunk.index] is tier)
+    def fetched(chunks: Iterable[ChunkSpec]) -> int:
+        return sum(gathers[chunk.index] * values_bytes(chunk) for chunk in chunks)
 
-    def fetched(chunks: Collection[int]) -> int:
-        there = ((layout.chunks[index], times) for index, times in gathers.items() if index in chunks)
-        return sum(times * values_bytes(chunk) for chunk, times in there)
-
-    read = {chunk.index for chunk in layout.chunks if plan.puts_values_on_disk(layout, chunk)}
-    on_disk = [chunk for chunk in trained if home[chunk.index] is Tier.DISK]
-    record = sum(spilled_bytes(chunk.shard_numel, 1 + moments) for chunk in on_disk)
-    whole = [chunk for chunk in on_disk if plan.values_on_disk]
+    read = [chunk for chunk in at[Tier.DISK] if reads_disk(chunk, Tier.DISK, values_on_disk=plan.values_on_disk)]
+    record = sum(spilled_bytes(chunk.shard_numel, 1 + moments) for chunk in trained[Tier.DISK])
+    whole = trained[Tier.DISK] if plan.values_on_disk else []
     summed = sum(spilled_bytes(chunk.shard_numel, 1) for chunk in whole)
     return Traffic(
-        fetched_bytes=fetched(host),
+        fetched_bytes=fetched(at[Tier.HOST]) + fetched(at[Tier.DISK]),
         read_bytes=fetched(read),
-        offloaded_bytes=sum(values_bytes(chunk) for chunk in trained if chunk.index in host),
+        offloaded_bytes=sum(values_bytes(chunk) for chunk in trained[Tier.HOST] + trained[Tier.DISK]),
         summed_bytes=summed,
         kept_bytes=kept_bytes,
-        device_numel=updated(Tier.DEVICE),
-        host_numel=updated(Tier.HOST),
-        disk_numel=updated(Tier.DISK),
+        device_numel=sum(chunk.shard_numel for chunk in trained[Tier.DEVICE]),
+        host_numel=sum(chunk.shard_numel for chunk in trained[Tier.HOST]),
+        disk_numel=sum(chunk.shard_numel for chunk in trained[Tier.DISK]),
         disk_read_bytes=record + summed,
         disk_written_bytes=record + sum(paged_bytes(values_bytes(chunk)) for chunk in whole),
         collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in collective.items()),

@@ -7,7 +7,7 @@ Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache)
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -109,20 +109,21 @@ class Choice:
         return sum(self.plan.home(self.layout, chunk) is tier for chunk in self.layout.chunks)
 
 
-def solve(task: Task) -> Choice:
-    """The fastest plan that fits.
+def solve(task: Task, packings: "Packings | None" = None) -> Choice:
+    """The fastest plan that fits; `packings` are those of a problem that differs in memory alone.
 
     Raises:
         PlanError: no plan fits; the message has the missing bytes, the tier and a remedy.
     """
     found: dict[int, Choice] = {}
     shortages: list[dict[Tier, int]] = []
-    packings = [_Packing(task.profile, n) for n in chunk_lengths(task.profile.params)]
+    packings = packings or Packings(task)
+    packed = [packings.at(length) for length in packings.lengths]
     none, *others = _kept_counts(task)
 
     def search(regions: int) -> None:
         there = task.keeping(regions)
-        searches = [search for packing in packings for search in _searches(there, packing)]
+        searches = [search for packing in packed for search in _searches(there, packing)]
         best: Choice | None = None
         for search in searches:
             best = min((choice for choice in (best, search.best(best)) if choice is not None), key=_rank, default=None)
@@ -149,40 +150,46 @@ def _kept_counts(task: Task) -> list[int]:
     return list(dict.fromkeys([0, most, most // 2]))
 
 
-def device_bytes_for(task: Task) -> int:
-    """Device memory that a plan needs in the task's host memory and on its disk.
+def device_bytes_for(task: Task, packings: "Packings | None" = None) -> int:
+    """Device memory that a plan needs in the task's host memory and on its disk; `packings` as for `solve`.
 
     At most `Task.allowed_bytes` exactly if `solve` finds a plan; it is then such a plan's, and otherwise no more than
     that of any plan.
     """
     least: list[int] = []
-    bounds = [_Packing(task.profile, length, bound=True) for length in chunk_lengths(task.profile.params)]
-    packed = cache(partial(_Packing, task.profile))
+    packings = packings or Packings(task)
+    bounds = [_Packing(task, length, bound=True) for length in packings.lengths]
     for regions in _kept_counts(task):
         there = task.keeping(regions)
-        least.append(_device_bytes_for(there, bounds, packed) + task.allowed_bytes - there.allowed_bytes)
+        least.append(_device_bytes_for(there, bounds, packings) + task.allowed_bytes - there.allowed_bytes)
         if least[-1] <= task.allowed_bytes:
             break
     return min(least)
 
 
-def _device_bytes_for(task: Task, bounds: "Sequence[_Packing]", packed: "Callable[[int], _Packing]") -> int:
+def _device_bytes_for(task: Task, bounds: "Sequence[_Packing]", packings: "Packings") -> int:
     """As `device_bytes_for`, with the inputs of checkpointed regions where they are.
 
-    `bounds` are the packings without a step, `packed` gives the one with a step by its chunk length.
+    `bounds` are the packings without a step.
     """
     known = sorted((_least_device_bytes(task, packing), packing.chunk_numel) for packing in bounds)
     needed = [nbytes for nbytes, _ in known if nbytes > task.allowed_bytes][:1]
     for bound, length in known:
         if bound <= task.allowed_bytes:
-            needed.append(_least_device_bytes(task, packed(length)))
+            needed.append(_least_device_bytes(task, packings.at(length)))
             if needed[-1] <= task.allowed_bytes:
                 return needed[-1]
     return min(needed)
 
 
-def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[int] | None = None) -> Choice:
-    """The cost of `plan`, whether it fits or not.
+def price(
+    task: Task,
+    plan: Plan,
+    layout: Layout | None = None,
+    loads: Sequence[int] | None = None,
+    size: Footprint | None = None,
+) -> Choice:
+    """The cost of `plan`, whether it fits or not; what is known already may be given.
 
     Raises:
         PlanError: the plan cannot run: chunks too short, or rCache too small.
@@ -199,7 +206,7 @@ def price(task: Task, plan: Plan, layout: Layout | None = None, loads: Sequence[
         task=task,
         plan=plan,
         layout=layout,
-        size=task.footprint(plan, layout),
+        size=task.footprint(plan, layout) if size is None else size,
         moved=moved,
         seconds=cost.seconds(task.profile, moved, task.hardware, task.gpus, task.imbalance, task.accumulation),
         loads=tuple(loads),
@@ -297,27 +304,57 @@ class _Held:
 class _Packing:
     """The parameters in chunks of one length, and the step with them. The same in any memory."""
 
-    def __init__(self, profile: Profile, chunk_numel: int, *, bound: bool = False) -> None:
+    def __init__(self, task: Task, chunk_numel: int, *, bound: bool = False) -> None:
         """`bound`: blocks are counted as one, and none is for gradients. That is a lower bound of memory."""
-        self.chunk_numel = chunk_numel
-        layout = build_layout(profile.params, chunk_numel)
-        self._step_order = None if bound else profile.step_order
-        self.layout = layout if self._step_order is None else self._step_order.counted(layout)
-        self._steps: dict[int, tuple[Schedule, int, int]] = {}
-
-    @property
-    def bound(self) -> bool:
+        self.chunk_numel, self._task = chunk_numel, task
+        self.bound = bound
         """Whether there is no step."""
-        return self._step_order is None
+        self.layout = build_layout(task.profile.params, chunk_numel)
+        away = None if bound else self._stepped(self.layout)
+        if away is not None:
+            self.layout = replace(self.layout, open_gradients=away[2])
+        self.in_memory = list(self._by_device_chunks())
+        """Memory for each number of chunks on the device, from none to all, if none is on disk."""
+        self._in_place = list(accumulate((c.shards == 1 for c in reversed(self.layout.chunks)), initial=0))
+        """Chunks used in place for each number of chunks on the device."""
+        self._steps = {} if away is None else {0: away}
+        """By chunks used in place: (schedule, least blocks, most open gradients)."""
 
-    def step(self, device_chunks: int, cached: int) -> tuple[Schedule, int, int]:
-        """(schedule, least blocks, most open gradients) of the step with `cached` blocks in use at most."""
-        assert self._step_order is not None, "a bound counts no blocks"
-        if cached not in self._steps:
+    def homes(self, *, values_on_disk: bool = False) -> Homes:
+        """All chunks in host memory. `values_on_disk`: those that go to disk will have their values there too."""
+        task, tiers = self._task, [Tier.HOST] * len(self.layout.chunks)
+        ledger = Ledger(self.layout, tiers, moments=task.moments, staged=task.staged, values_on_disk=values_on_disk)
+        return Homes(ledger, len(tiers), len(tiers))
+
+    def _by_device_chunks(self) -> Iterator[_Held]:
+        homes = self.homes()
+        for on_device in range(len(self.layout.chunks), -1, -1):
+            homes.put(on_device, on_device)
+            cached = homes.ledger.cached
+            blocks = cached + (self.layout.open_gradients or 0) if cached else 0
+            yield _Held(*self._task.held_bytes(homes.ledger.footprint()), 0, None, blocks, homes.ledger.block_bytes)
+
+    def _stepped(self, layout: Layout) -> tuple[Schedule, int, int]:
+        schedule = self._task.profile.schedule(layout)
+        return schedule, schedule.least_blocks(), schedule.open_gradients()
+
+    def step(self, device_chunks: int) -> tuple[Schedule, int, int]:
+        """(schedule, least blocks, most open gradients) of the step with so many chunks on the device."""
+        assert not self.bound, "a bound counts no blocks"
+        in_place = self._in_place[device_chunks]
+        if in_place not in self._steps:
             plan = Plan.offload(rcache_blocks="all", device_chunks=device_chunks)
-            schedule = self._step_order.schedule(plan.place(self.layout))
-            self._steps[cached] = schedule, schedule.least_blocks(), schedule.open_gradients()
-        return self._steps[cached]
+            self._steps[in_place] = self._stepped(plan.place(self.layout))
+        return self._steps[in_place]
+
+
+class Packings:
+    """The parameters in chunks of every length to try. The same for all problems that differ in memory alone."""
+
+    def __init__(self, task: Task) -> None:
+        self.lengths = chunk_lengths(task.profile.params)
+        self.at = cache(partial(_Packing, task))
+        """The packing with a step by its chunk length, made once."""
 
 
 def _searches(task: Task, packing: _Packing) -> "Iterator[_Length]":
@@ -339,42 +376,34 @@ class _Length:
         """`values_on_disk`: chunks on disk have their values there too."""
         self._task, self._packing, self._whole = task, packing, values_on_disk
         self._layout = packing.layout
-        self.needs_disk = False
+        self.needs_disk = task.disk_bytes is not None and packing.in_memory[0].host_bytes > task.host_bytes
         """Whether host memory is too small, and there is a disk."""
-        self._held = list(self._by_device_chunks())
-        self._most_blocks = [held.most_blocks(task) for held in self._held]
+        self._fewest, self._full = (packing.homes(values_on_disk=values_on_disk) for _ in range(2))
+        self._held = cache(self._spilled)
+        """Memory by the number of chunks on the device."""
+        self._most_blocks = [
+            self._held(count).most_blocks(task) if held.device_bytes <= task.allowed_bytes else -1
+            for count, held in enumerate(packing.in_memory)
+        ]
         self._found: dict[int, Choice | None] = {}
 
-    def _by_device_chunks(self) -> Iterator[_Held]:
-        """For each number of chunks on the device, from none to all; these are the last ones in order of first use."""
-        homes, fewest, full = (self._in_host_memory() for _ in range(3))
-        for on_device in range(len(self._layout.chunks), -1, -1):
-            homes.put(on_device, on_device)
-            device, host = self._task.held_bytes(homes.ledger.footprint())
-            cached = homes.ledger.cached
-            blocks = cached + (self._layout.open_gradients or 0) if cached else 0
-            yield _Held(device, *self._spilled(on_device, host, fewest, full), blocks, homes.ledger.block_bytes)
+    def _spilled(self, device_chunks: int) -> _Held:
+        """Memory with so many chunks on the device, the last ones in order of first use, and as few on disk as host
+        memory requires, the last ones before those.
 
-    def _in_host_memory(self) -> Homes:
-        task, tiers = self._task, [Tier.HOST] * len(self._layout.chunks)
-        ledger = Ledger(self._layout, tiers, moments=task.moments, staged=task.staged, values_on_disk=self._whole)
-        return Homes(ledger, len(tiers), len(tiers))
-
-    def _spilled(self, on_device: int, host: int, fewest: Homes, full: Homes) -> tuple[int, int, int | None]:
-        """(host bytes, chunks on disk, missing disk bytes) if the chunks before `on_device` are not on the device.
-
-        Without a disk they take `host` bytes of host memory. The last of them go to disk, as few as host memory
-        requires. If that is impossible, no chunk is on disk, and host bytes are the least that the disk allows.
+        If that is impossible, no chunk is on disk, and host bytes are the least that the disk allows.
         """
-        task = self._task
-        if host <= task.host_bytes or task.disk_bytes is None:
-            return host, 0, None
-        self.needs_disk = True
-        size = fewest.spill(on_device, task.host_bytes, task.accumulation)
-        short = None if size is None else size.disk_bytes - task.disk_bytes
+        task, held = self._task, self._packing.in_memory[device_chunks]
+        on_device = len(self._layout.chunks) - device_chunks
+        if held.host_bytes <= task.host_bytes or task.disk_bytes is None:
+            return held
+        size = self._fewest.spill(on_device, task.host_bytes, task.accumulation)
         if size is not None and size.disk_bytes <= task.disk_bytes:
-            return task.held_bytes(size)[1], on_device - fewest.on_disk, 0
-        return min(host, task.held_bytes(full.fill(on_device, task.disk_bytes))[1]), 0, short
+            _, host = task.held_bytes(size)
+            return replace(held, host_bytes=host, disk_chunks=on_device - self._fewest.on_disk, disk_short_bytes=0)
+        _, host = task.held_bytes(self._full.fill(on_device, task.disk_bytes))
+        short = None if size is None else size.disk_bytes - task.disk_bytes
+        return replace(held, host_bytes=min(held.host_bytes, host), disk_short_bytes=short)
 
     def best(self, known: Choice | None = None) -> Choice | None:
         """The fastest plan with this chunk length that fits; None if none does, or none is faster than `known`."""
@@ -392,7 +421,7 @@ class _Length:
                 return fits[winner]
 
     def _grid(self) -> list[int]:
-        least, most = self._step(len(self._layout.chunks))[1], self._layout.most_blocks
+        least, most = self._packing.step(len(self._layout.chunks))[1], self._layout.most_blocks
         if most - least < _DENSE:
             return list(range(least, most + 1))
         return sorted({least + (most - least) * i // 16 for i in range(17)})
@@ -416,40 +445,39 @@ class _Length:
         if not fits:
             return
         count = fits[-1]
-        schedule, least, gradients = self._step(count)
+        schedule, least, gradients = self._packing.step(count)
         if blocks < least:
             return
-        cached: int | Literal["all"] = "all" if blocks >= self._held[count].cached else blocks
+        held = self._held(count)
+        cached: int | Literal["all"] = "all" if blocks >= held.cached else blocks
         if count == len(self._layout.chunks):
             plan = Plan(scatter=True, offloaded=False, rcache_blocks=cached, chunk_numel=self._packing.chunk_numel)
         else:
             plan = Plan.offload(
                 rcache_blocks=cached,
                 device_chunks=count,
-                disk_chunks=self._held[count].disk_chunks,
-                values_on_disk=self._whole and self._held[count].disk_chunks > 0,
+                disk_chunks=held.disk_chunks,
+                values_on_disk=self._whole and held.disk_chunks > 0,
                 chunk_numel=self._packing.chunk_numel,
             )
         plan = replace(plan, host_checkpoints=self._task.kept_regions)
         layout = replace(plan.place(self._layout), open_gradients=gradients)
-        priced = partial(price, self._task, plan, layout)
+        priced = partial(price, self._task, plan, layout, size=self._task.footprint(plan, layout))
         if known is None or _rank(priced(schedule.must_load)) < _rank(known):
             self._found[blocks] = priced(gathers(schedule, plan.blocks(layout)))
-
-    def _step(self, device_chunks: int) -> tuple[Schedule, int, int]:
-        """(schedule, least blocks, most open gradients) of the step with that many chunks on the device."""
-        return self._packing.step(device_chunks, self._held[device_chunks].cached)
 
     def shortages(self) -> Iterator[dict[Tier, int]]:
         """The missing bytes with the fewest blocks, for each number of chunks on the device."""
         chunks = len(self._layout.chunks)
-        for count, held in enumerate(self._held):
+        for count, held in enumerate(self._packing.in_memory):
+            if self._task.disk_bytes or held.device_bytes <= self._task.allowed_bytes:
+                held = self._held(count)
             if self._packing.bound:
                 yield held.missing(self._task, 1)
                 continue
-            missing = held.missing(self._task, self._step(chunks if count == chunks else 0)[1])
+            missing = held.missing(self._task, self._packing.step(chunks if count == chunks else 0)[1])
             if missing[Tier.DEVICE] > 0 >= held.missing(self._task, 1)[Tier.DEVICE]:
-                missing = held.missing(self._task, self._step(count)[1])  # chunks used in place may need fewer
+                missing = held.missing(self._task, self._packing.step(count)[1])  # chunks used in place may need fewer
             yield missing
 
     def least_device_bytes(self) -> int:

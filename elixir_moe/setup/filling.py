@@ -15,7 +15,7 @@ from torch import nn
 
 from elixir_moe.chunks.ledger import arrays_on_disk, values_bytes
 from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
-from elixir_moe.chunks.plan import Plan, Tier
+from elixir_moe.chunks.plan import Plan, Tier, reads_disk
 from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.errors import ConfigError, ElixirError, TierError
@@ -261,7 +261,7 @@ def open_files(
     """
     there = [chunk for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
     numels = [chunk.shard_numel for chunk in there if chunk.key.trainable]
-    sizes = [values_bytes(chunk) for chunk in there if plan.puts_values_on_disk(layout, chunk)]
+    sizes = [values_bytes(chunk) for chunk in there if reads_disk(chunk, Tier.DISK, values_on_disk=plan.values_on_disk)]
     if not there:
         return None, None
     assert plan.disk is not None, "checked with the other arguments"

@@ -205,9 +205,10 @@ def test_counts_are_those_of_trying_every_number_on_disk(seed: int) -> None:
     task = replace(rng.choice([drawn, with_little_host_memory])(rng), moments=rng.randint(0, 3))
     lengths = chunk_lengths(task.profile.params)
     for length, whole in product(rng.sample(lengths, min(3, len(lengths))), (False, True)):
-        packing = _Packing(task.profile, length)
-        for device_chunks, held in enumerate(_Length(task, packing, values_on_disk=whole)._held):
-            away = len(packing.layout.chunks) - device_chunks
+        packing = _Packing(task, length)
+        search = _Length(task, packing, values_on_disk=whole)
+        for device_chunks in rng.sample(range(len(packing.in_memory)), len(packing.in_memory)):
+            held, away = search._held(device_chunks), len(packing.layout.chunks) - device_chunks
             sizes = [bytes_of(task, packing.layout, device_chunks, count, whole) for count in range(away + 1)]
             hosts = [host for _, host, _ in sizes]
             fits = [count for count, host in enumerate(hosts) if host <= task.host_bytes]
