@@ -1,8 +1,8 @@
-"""What hooks cost the host: the CPU time of forward and backward of one small unit, beside plain torch.
+"""What hooks cost the host: the CPU time of forward and backward of one small unit, beside plain torch and FSDP2.
 
 Owns this measurement and its rows. The units are so small that kernels take no time, and only the thread that runs the
-model is timed: other ranks and the threads of gloo do not count. A row's `ours` less the peer's is what this library
-adds to each unit.
+model is timed: other ranks and the threads of gloo do not count. A row's `ours` less that of plain torch is what this
+library adds to each unit, and FSDP2's less that of plain torch what `fully_shard` adds to it.
 """
 
 import time
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
@@ -64,25 +65,40 @@ _PLANS = {
     "zero3, 3 blocks, checkpointed": (em.Plan.zero3(rcache_blocks=3, chunk_numel=_UNIT_NUMEL), True),
 }
 """By name: the plan, and whether each unit is checkpointed."""
+_FSDP = {"zero2": False, "zero3, 3 blocks": True}
+"""For the plans that FSDP2 has too: whether it reshards a unit after forward."""
 ROWS = tuple(f"hooks of a unit: {name}" for name in _PLANS)
 _PARTS = ("forward", "backward")
 
 
 def rows(name: str, quick: bool, _: Any, rounds: int) -> list[dict[str, Any]]:
-    """The rows called `name`, one for forward and one for backward. Collective."""
-    plan, checkpointed = _PLANS[name.split(": ")[1]]
+    """The rows called `name`, one for forward and one for backward of each peer. Collective."""
+    key = name.split(": ")[1]
+    plan, checkpointed = _PLANS[key]
     units = 4 if quick else _UNITS
-    mine, theirs = (_Model(units, checkpointed=checkpointed) for _ in range(2))
+    mine = _Model(units, checkpointed=checkpointed)
     mine, optimizer = em.wrap(mine, torch.optim.AdamW(mine.parameters(), lr=LEARNING_RATE), plan=plan)
+    peers = {"plain torch": _Model(units, checkpointed=checkpointed)}
+    if key in _FSDP:
+        peers["FSDP2"] = _fsdp(_Model(units, checkpointed=checkpointed), reshard_after_forward=_FSDP[key])
     found = []
-    for part, peer in enumerate(_PARTS):
-        what = {"name": name, "peer": f"plain torch, {peer}", "workload": f"{units} units of {_UNIT_NUMEL} parameters"}
+    for peer, theirs in peers.items():
         theirs_step = torch.optim.AdamW(theirs.parameters(), lr=LEARNING_RATE)
-        times = in_turn(_seconds(mine, optimizer, part), _seconds(theirs, theirs_step, part), rounds)
-        per_unit = [(mine / units, theirs / units) for mine, theirs in times]
-        found.append(race_row(what | {"ranks": dist.get_world_size(), "limit": None}, per_unit, "us"))
+        for part, shown in enumerate(_PARTS):
+            what = {"name": name, "peer": f"{peer}, {shown}", "workload": f"{units} units of {_UNIT_NUMEL} parameters"}
+            times = in_turn(_seconds(mine, optimizer, part), _seconds(theirs, theirs_step, part), rounds)
+            per_unit = [(mine / units, theirs / units) for mine, theirs in times]
+            found.append(race_row(what | {"ranks": dist.get_world_size(), "limit": None}, per_unit, "us"))
     optimizer.close()
     return found
+
+
+def _fsdp(model: _Model, *, reshard_after_forward: bool) -> nn.Module:
+    """Each unit sharded by itself; the model around them has no parameters of its own."""
+    mesh = em.init_mesh(device_type="cpu")["dp"]
+    for unit in model.units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    return fully_shard(model, mesh=mesh)
 
 
 def _seconds(model: nn.Module, optimizer: torch.optim.Optimizer, part: int) -> Callable[[int], float]:
