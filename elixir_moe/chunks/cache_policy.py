@@ -339,7 +339,8 @@ class CacheState:
             return None if sending else min(candidates, key=self._last_use.__getitem__, default=None)
         uses = self._next_use
         if position is not None:
-            uses = {chunk: self._schedule.next_use(chunk, position) for chunk in candidates}
+            next_use = self._schedule.next_use
+            uses = {c: use if (use := uses[c]) > position else next_use(c, position) for c in candidates}
             candidates.sort(key=self._next_use.__getitem__, reverse=True)
         farthest = max(candidates, key=uses.__getitem__, default=None)
         return None if sending and (farthest is None or uses[farthest] < NEVER) else farthest

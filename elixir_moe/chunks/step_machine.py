@@ -319,19 +319,22 @@ class StepMachine:
         """Records a complete gradient, which `take` stores: autograd has summed it over all uses of the parameter."""
         self.end_operator()
         more = self.past.unrecomputed
-        last = not any(unit.chooses or (more and more[unit]) for unit in self._owners[slot])
-        if last and self.backward is not None:
-            self._let_go_early(slot, self.backward)
+        owners = self._owners[slot]
+        for unit in owners:
+            if unit.chooses or (more and more[unit]):
+                take()
+                return
+        if self.backward is not None:
+            self._let_go_early(slot, owners, self.backward)
         take()
-        if last:
-            self._expect_no_more(slot)
+        self._expect_no_more(slot)
 
-    def _let_go_early(self, slot: ParamId, backward: Backward) -> None:
+    def _let_go_early(self, slot: ParamId, owners: Sequence[Unit], backward: Backward) -> None:
         """Ends the holds on units whose last missing gradient is this one: nothing reads their weights any more."""
         if slot in backward.landed:
             return
         backward.landed.add(slot)
-        for unit in self._owners[slot]:
+        for unit in owners:
             missing = backward.awaits[unit] = backward.awaits.get(unit, len(unit.slots)) - 1
             if not missing:
                 ended = [hold for hold in backward.holds if hold[1] is unit]

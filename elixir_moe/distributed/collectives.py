@@ -69,10 +69,11 @@ class Work:
 
     def _end(self) -> None:
         """Does what the host still has to do."""
-        while self._works:
+        if self._works:
             with Wait(self._what, self._ranks):
-                self._works[0].wait()
-            del self._works[0]  # not before: after an interrupt it is waited for again
+                while self._works:
+                    self._works[0].wait()
+                    del self._works[0]  # not before: after an interrupt it is waited for again
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()

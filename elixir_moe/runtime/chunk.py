@@ -81,15 +81,14 @@ class Gradients:
         """
         fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
         more: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, gradient in gradients:
-            adds = self._adds or index in self._landed
-            (more if adds else fresh).append((self._chunk.place_in(self._memory, index), gradient))
+        places = self._chunk.places_in(self._memory, [index for index, _ in gradients])
+        for (index, gradient), place in zip(gradients, places, strict=True):
+            (more if self._adds or index in self._landed else fresh).append((place, gradient))
             self._landed.add(index)
         if len(fresh) == 1:
             fresh[0][0].copy_(fresh[0][1])
         elif fresh:
-            places, values = zip(*fresh, strict=True)
-            foreach_copy_(list(places), list(values))
+            foreach_copy_([place for place, _ in fresh], [gradient for _, gradient in fresh])
         for place, gradient in more:
             place.add_(gradient)
 
@@ -100,9 +99,9 @@ class Gradients:
     def complete(self) -> torch.Tensor:
         """Zeroes elements without a gradient; returns the tensor to sum over the ranks, (numel,)."""
         if not self._adds:
-            for index in range(len(self._chunk.parameters)):
-                if index not in self._landed:
-                    self._chunk.place_in(self._memory, index).zero_()
+            missing = set(range(len(self._chunk.parameters))) - self._landed
+            for place in self._chunk.places_in(self._memory, missing):
+                place.zero_()
             for start, stop in self._chunk.gaps:
                 self._memory[start:stop].zero_()
         return self._wire
@@ -126,6 +125,8 @@ class Chunk:
         self.names = names
         self.label = f"chunk {spec.index} ({', '.join(names[:3])})"
         """For messages."""
+        self.group = spec.key.label
+        """The label of its chunk group, for statistics."""
         self.shard = shard
         self.communicator = communicator
         self.original_dtypes = [parameter.dtype for parameter in parameters]
@@ -184,17 +185,20 @@ class Chunk:
 
     # ---------------------------------------------------------------------------------------------------------- weights
 
-    def place_in(self, memory: torch.Tensor, index: int) -> torch.Tensor:
-        """The view of parameter `index` in a flat tensor, in the parameter's shape."""
-        shape, stride, start = self._shapes[index]
-        return torch.as_strided(memory, shape, stride, memory.storage_offset() + start)  # one operator, not two
+    def places_in(self, memory: torch.Tensor, indices: Iterable[int]) -> list[torch.Tensor]:
+        """The views of these parameters in a flat tensor, in the parameters' shapes."""
+        offset, places = memory.storage_offset(), []
+        for index in indices:
+            shape, stride, start = self._shapes[index]
+            places.append(memory.as_strided(shape, stride, offset + start))  # one operator, not two
+        return places
 
     def attach(self) -> None:
         """Makes the parameters views of the buffer."""
         if self.spec.residence is not ATTACHED:
             self._refuse_old_views()
         assert self.buffer is not None
-        self._show([self.place_in(self.buffer, index) for index in range(len(self.locals))])
+        self._show(self.places_in(self.buffer, range(len(self.locals))))
 
     def detach(self) -> None:
         """Makes the parameters placeholders and drops the buffer."""
@@ -213,8 +217,10 @@ class Chunk:
 
     def written(self) -> list[int]:
         """Indices of the parameters written in place since the last `store`."""
-        pairs = zip(self._versions, self._present_versions(), strict=True)
-        return [i for i, (then, now) in enumerate(pairs) if then != now]
+        present = self._present_versions()
+        if present == self._versions:
+            return []
+        return [i for i, (then, now) in enumerate(zip(self._versions, present, strict=True)) if then != now]
 
     def store(self, indices: Iterable[int]) -> None:
         """Copies this rank's part of these parameters from the buffer to the shard; `written` must be among them."""
@@ -229,7 +235,7 @@ class Chunk:
     def _store(self, index: int) -> None:
         assert self.buffer is not None
         self.frozen_sums.clear()
-        local, place = self.locals[index], self.place_in(self.buffer, index)
+        local, [place] = self.locals[index], self.places_in(self.buffer, [index])
         with DisableTorchFunctionSubclass():
             if local.data_ptr() != place.data_ptr():  # user code gave it other memory: ``parameter.data = …``
                 if local.shape != place.shape:
@@ -306,12 +312,12 @@ class Chunk:
 
     def _refuse_old_views(self) -> None:
         """Raises UsageError if a parameter was written while it was not gathered."""
-        for name, then, now in zip(self.names, self._versions, self._present_versions(), strict=True):
-            if then != now:
-                raise UsageError(
-                    f"parameter {name!r} was written through a view that was taken before its weights moved: write to "
-                    f"the parameter itself under torch.no_grad(), or inside `with em.unsharded(parameter, write=True)`"
-                )
+        for index in self.written():
+            raise UsageError(
+                f"parameter {self.names[index]!r} was written through a view that was taken before its weights moved: "
+                f"write to the parameter itself under torch.no_grad(), or inside `with em.unsharded(parameter, "
+                f"write=True)`"
+            )
 
     def _present_versions(self) -> list[int]:
         with DisableTorchFunctionSubclass():

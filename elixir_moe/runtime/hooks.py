@@ -176,7 +176,7 @@ class Hooks:
             self._begin()
         elif self._thread != threading.get_ident():
             raise UsageError("two threads run a wrapped model at once: let one wait for the other")
-        training = torch.is_grad_enabled() or any(call.training for call in self._calls[-1:])
+        training = torch.is_grad_enabled() or bool(self._calls and self._calls[-1].training)
         outermost = not self._calls and not recomputes
         call = Call(module, unit, training, recomputes, outermost)
         self._calls.append(call)  # before all that may fail: `_leave` undoes only what was done
@@ -216,10 +216,9 @@ class Hooks:
         self._phase.begin_call()
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
-        places = [place for place, call in enumerate(self._calls) if call.module is module]
-        if not places:
+        if all(call.module is not module for call in reversed(self._calls)):
             return  # it failed before `_enter` recorded it
-        while len(self._calls) > places[-1] + 1:  # torch runs no hooks of calls that an interrupt has ended
+        while self._calls[-1].module is not module:  # torch runs no hooks of calls that an interrupt has ended
             self._end(self._calls.pop())
         call = self._calls.pop()
         left = self._end(call)

@@ -36,18 +36,22 @@ class Packed:
         self.spec = None
         if type(tensor) not in _PLAIN:
             self.spec, tensor = spec_of(tensor), local_of(tensor)
-        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        assert chunk.buffer is not None
-        self.offset = int(tensor.storage_offset())
-        first = self.offset * tensor.itemsize // chunk.buffer.itemsize - int(chunk.buffer.storage_offset())
-        self.index = bisect_right(chunk.starts, first) - 1
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        buffer, dtype = chunk.buffer, tensor.dtype
+        assert buffer is not None
+        first, self.dtype = self.offset, None
+        if dtype is not buffer.dtype:  # user code views the bits of a weight
+            first, self.dtype = first * dtype.itemsize // buffer.itemsize, dtype
+        self.index = bisect_right(chunk.starts, first - buffer.storage_offset()) - 1
         self.version = chunk.version(self.index)
 
     def view(self) -> torch.Tensor:
         """The tensor, as a view of the weights where they are gathered now."""
-        assert self.chunk.buffer is not None
-        whole = self.chunk.buffer.view(self.dtype)
-        return wrap_local(whole.as_strided(self.size, self.stride, self.offset), self.spec)
+        buffer = self.chunk.buffer
+        assert buffer is not None
+        whole = buffer if self.dtype is None else buffer.view(self.dtype)
+        view = whole.as_strided(self.size, self.stride, self.offset)
+        return view if self.spec is None else wrap_local(view, self.spec)
 
 
 class SavedTensors:
@@ -96,11 +100,8 @@ class SavedTensors:
         return getattr(pack.func if isinstance(pack, partial) else pack, "__self__", None) is self
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        local = tensor if type(tensor) in _PLAIN else local_of(tensor)
-        ours = type(local) in _PLAIN or isinstance(local, nn.Parameter)  # others may have no storage of their own
-        if ours and local.layout is torch.strided:  # nor have sparse tensors
-            with DisableTorchFunctionSubclass():
-                address = local.untyped_storage().data_ptr()
+        address = _address_of(tensor)
+        if address is not None:
             chunk = self._scheduler.shown_at.get(address)
             if chunk is not None and chunk.buffer is not None and chunk.buffer.data_ptr() == address:
                 return Packed(chunk, tensor, self.updates)
@@ -121,16 +122,16 @@ class SavedTensors:
         return next((name for name, parameter in named if parameter is tensor or parameter is tensor._base), "unknown")
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is tuple:
+            tensor, version = packed
+            if tensor._version != version:
+                _refuse_written(tensor._version, version, tensor.shape)
+            return tensor
         if isinstance(packed, Away):
             assert self._checkpoints is not None
             tensor = self._checkpoints.bring_back(packed)
             if packed.written is not None:
                 _refuse_written(packed.written, packed.version, packed.size)
-            return tensor
-        if not isinstance(packed, Packed):
-            tensor, version = packed
-            if tensor._version != version:
-                _refuse_written(tensor._version, version, tensor.shape)
             return tensor
         self.check_current(packed.update)
         chunk = packed.chunk
@@ -159,6 +160,20 @@ class SavedTensors:
     def _leave_device(self) -> None:
         if self._checkpoints is not None:
             self._checkpoints.forget()
+
+
+def _address_of(tensor: torch.Tensor) -> int | None:
+    """The address of the storage of a tensor, for a DTensor of its local tensor; None if it may have none."""
+    if type(tensor) not in _PLAIN:
+        tensor = local_of(tensor)
+        if type(tensor) not in _PLAIN and not isinstance(tensor, nn.Parameter):
+            return None
+    if tensor.layout is not torch.strided:  # a sparse tensor
+        return None
+    if type(tensor) in _PLAIN:
+        return tensor.untyped_storage().data_ptr()
+    with DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
 
 
 def leave(hooks: saved_tensors_hooks) -> None:

@@ -561,8 +561,8 @@ class Scheduler:
             self.statistics.bytes_offloaded[chunk.shard.compute_tier.value] += reduced.nbytes
 
         communicator, spec = chunk.communicator, chunk.spec
-        widens, nbytes = spec.widens(staged=communicator.staged), spec.reduced_bytes(staged=communicator.staged)
-        staging = self._staging_for(chunk, spec.key.reduce_dtype) if widens else None
+        nbytes = spec.reduced_bytes(staged=communicator.staged)
+        staging = self._staging_for(chunk, spec.key.reduce_dtype) if nbytes > spec.nbytes else None
         if spec.shards == 1:
             if communicator.size > 1:
                 self._count(chunk, "all_reduce", 2 * nbytes)
@@ -682,7 +682,7 @@ class Scheduler:
         self._finish(chunk.leaving.synchronize if host else chunk.leaving.wait)
 
     def _count(self, chunk: Chunk, collective: str, nbytes: int) -> None:
-        self.statistics.collective_bytes[chunk.spec.key.label, collective] += nbytes
+        self.statistics.collective_bytes[chunk.group, collective] += nbytes
 
 
 _HERE = nullcontext()
