@@ -19,7 +19,7 @@ STOREYS: list[set[str]] = [
     {"kernels", "torch_private"},
     {"distributed"},
     {"parallel"},
-    {"moe"},
+    {"moe", "quantized"},
     {"models"},
     {"chunks.param_spec", "chunks.residence"},
     {"chunks.packing"},

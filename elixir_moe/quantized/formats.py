@@ -1,0 +1,275 @@
+"""The four formats of frozen weights in 4 or 8 bits: the shapes of their bytes, and the way there and back.
+
+Owns the arithmetic, in torch operators that run on any device and on tensors without data. Never touches a module.
+
+    name   codes (of a weight (..., out, in))       scales                                      bytes a weight
+    nf4    uint8 (..., out, in / 2), high nibble     fp32 (..., out, in / 64): the largest        0.5625
+           first: the index of a quantile            magnitude of 64 weights of a row
+    mxfp4  uint8 (..., out, in / 2), low nibble      uint8 (..., out, in / 32): the exponent,     0.53125
+           first: E2M1                               plus 127, of 32 weights of a row (E8M0)
+    fp8    float8_e4m3fn (..., out, in)              fp32 (..., ceil(out / 128), ceil(in / 128)): 1.0002
+                                                     the factor of a block of 128 x 128
+    int8   int8 (..., out, in)                       fp32 (..., out): the factor of a row         1 + 4 / in
+
+Leading dims are experts, and no block holds weights of two of them. A decoded weight is the product of code and scale
+in fp32, rounded once to the dtype asked for.
+Sources: QLoRA, appendix E, with the codes and scales of bitsandbytes (NF4); OCP Microscaling 1.0 (MXFP4), as gpt-oss
+ships it; DeepSeek-V3, 3.3 (FP8), whose `weight_scale_inv` the scales are.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elixir_moe.errors import ConfigError, nothing_called
+from elixir_moe.parallel.dataless import has_data
+
+SLICE_NUMEL = 1 << 22
+"""Weights that are encoded or decoded at a time: their temporaries are at most about five times 16 MiB."""
+NF4_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The value of each NF4 code, before its scale."""
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The value of each MXFP4 code, before its scale."""
+_E2M1_LARGEST, _E4M3_LARGEST, _INT8_LARGEST = 6.0, 448.0, 127.0
+_NF4_SMALLEST_SCALE = 1e-38
+"""bitsandbytes divides by no smaller scale."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheme:
+    """One format; `SCHEMES` has all by name. The scales of `shapes` and the codes belong to a contiguous weight."""
+
+    name: str
+    """What `quantize` calls it."""
+    block: tuple[int, int]
+    """Rows (outputs) and columns (inputs) that share a scale; 0 columns are a whole row."""
+    codes_a_byte: int
+    """2 where a byte has two weights of a row."""
+    codes_dtype: torch.dtype
+    scales_dtype: torch.dtype
+    ragged: bool
+    """Whether the last block of rows and of columns may be smaller."""
+    encode_rows: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """An fp32 weight (out, in) -> codes and scales."""
+    decode_rows: Callable[[Tensor, Tensor], Tensor]
+    """Codes and scales of a weight (out, in) -> the weight, fp32."""
+
+    def problem(self, shape: tuple[int, ...]) -> str | None:
+        """Why a weight of this shape cannot have the format; None if it can."""
+        columns = self.block[1] or 1
+        if len(shape) < 2:
+            return f"has the shape {tuple(shape)}: expected (..., outputs, inputs)"
+        if not self.ragged and shape[-1] % columns:
+            return (
+                f"has {shape[-1]} inputs: {self.name} needs a multiple of {columns}; leave it out with skip, or choose "
+                f"fp8 or int8"
+            )
+        return None
+
+    def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the codes of a weight."""
+        return (*shape[:-1], shape[-1] // self.codes_a_byte)
+
+    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scales of a weight."""
+        *experts, rows, columns = shape
+        if not self.block[1]:
+            return (*experts, rows)
+        return (*experts, math.ceil(rows / self.block[0]), math.ceil(columns / self.block[1]))
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """The bytes of a weight: of its codes and of its scales."""
+        codes = math.prod(self.codes_shape(shape)) * self.codes_dtype.itemsize
+        return codes + math.prod(self.scales_shape(shape)) * self.scales_dtype.itemsize
+
+    @torch.no_grad()
+    def encode(self, weight: Tensor, *, name: str = "weight") -> tuple[Tensor, Tensor]:
+        """Codes and scales of a weight (..., out, in) of any floating dtype, on its device.
+
+        Raises:
+            ConfigError: the shape is no multiple of the block, or a weight is not finite; it names the parameter.
+        """
+        shape = tuple(weight.shape)
+        if (problem := self.problem(shape)) is not None:
+            raise ConfigError(f"quantize: parameter {name!r} {problem}")
+        codes = torch.empty(self.codes_shape(shape), dtype=self.codes_dtype, device=weight.device)
+        scales = torch.empty(self.scales_shape(shape), dtype=self.scales_dtype, device=weight.device)
+        for part, its_codes, its_scales in self._slices(weight, codes, scales):
+            wide = part.float()
+            if has_data(wide) and not wide.isfinite().all():
+                raise ConfigError(
+                    f"quantize: parameter {name!r} has weights that are not finite: the checkpoint is damaged, or the "
+                    f"training it comes from has diverged"
+                )
+            new_codes, new_scales = self.encode_rows(wide)
+            its_codes.copy_(new_codes)
+            its_scales.copy_(new_scales)
+        return codes, scales
+
+    @torch.no_grad()
+    def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The weight, of `shape` (..., out, in) and a floating `dtype`, on the device of its codes.
+
+        Codes and scales may have any shape with the same elements, as checkpoints have them: gpt-oss's codes are
+        (experts, out, in / 32, 16), those of bitsandbytes (numel / 2, 1).
+        """
+        codes, scales = codes.reshape(self.codes_shape(shape)), scales.reshape(self.scales_shape(shape))
+        weight = torch.empty(shape, dtype=dtype, device=codes.device)
+        for part, its_codes, its_scales in self._slices(weight, codes, scales):
+            part.copy_(self.decode_rows(its_codes, its_scales))
+        return weight
+
+    def _slices(self, weight: Tensor, codes: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Views of whole blocks of rows of one expert, with about `SLICE_NUMEL` weights each."""
+        if 0 in weight.shape:
+            return []
+        rows, columns = weight.shape[-2:]
+        step = max(1, SLICE_NUMEL // columns // self.block[0]) * self.block[0]
+        weights, codes = weight.reshape(-1, rows, columns), codes.reshape(-1, *codes.shape[weight.dim() - 2 :])
+        scales = scales.reshape(-1, *scales.shape[weight.dim() - 2 :])
+        return [
+            (
+                weights[expert, begin : begin + step],
+                codes[expert, begin : begin + step],
+                scales[expert, begin // self.block[0] : math.ceil((begin + step) / self.block[0])],
+            )
+            for expert in range(len(weights))
+            for begin in range(0, rows, step)
+        ]
+
+
+def _nf4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """As bitsandbytes does: times the reciprocal of the scale, to the nearest value; ties go to the lower one."""
+    values = torch.tensor(NF4_VALUES, device=weight.device)
+    blocks = weight.unflatten(-1, (-1, 64))
+    scales = blocks.abs().amax(-1)
+    scaled = (blocks * (1.0 / scales.clamp(min=_NF4_SMALLEST_SCALE)).unsqueeze(-1)).clamp(-1, 1)
+    codes = torch.bucketize(scaled.flatten(-2), (values[:-1] + values[1:]) / 2, out_int32=True)
+    return codes[:, ::2] << 4 | codes[:, 1::2], scales
+
+
+def _nf4_decode(codes: Tensor, scales: Tensor) -> Tensor:
+    return (_pairs(codes, NF4_VALUES, high_first=True).unflatten(-1, (-1, 64)) * scales.unsqueeze(-1)).flatten(-2)
+
+
+def _mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """With the least exponent that clips no weight, to the nearest value; ties go to the even code."""
+    blocks = weight.unflatten(-1, (-1, 32))
+    fraction, exponent = torch.frexp(blocks.abs().amax(-1))  # fraction * 2^exponent, of which 6 is 0.75 * 2^3
+    exponent = torch.where(fraction <= _E2M1_LARGEST / 8, exponent - 3, exponent - 2).clamp(-127, 127)
+    scaled = torch.ldexp(blocks, -exponent.unsqueeze(-1)).flatten(-2)
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=weight.device)
+    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))  # these ties go up
+    codes = torch.bucketize(scaled.abs(), middles, out_int32=True) | scaled.signbit().int() << 3
+    return codes[:, ::2] | codes[:, 1::2] << 4, exponent + 127
+
+
+def _mxfp4_decode(codes: Tensor, scales: Tensor) -> Tensor:
+    bits = scales.int() << 23  # the exponent of a float of the same bias
+    bits = torch.where(scales == 0, 1 << 22, bits)  # 2^-127 is subnormal
+    factors = torch.where(scales == 255, math.nan, bits.view(torch.float32))
+    return (_pairs(codes, E2M1_VALUES, high_first=False).unflatten(-1, (-1, 32)) * factors.unsqueeze(-1)).flatten(-2)
+
+
+def _pairs(codes: Tensor, values: tuple[float, ...], *, high_first: bool) -> Tensor:
+    """Bytes (rows, n) of two codes each -> their values (rows, 2n), fp32, by a table of all bytes."""
+    table = torch.tensor(values, device=codes.device)
+    low, high = table.repeat(16), table.repeat_interleave(16)
+    pairs = torch.stack((high, low) if high_first else (low, high), -1)
+    return pairs.index_select(0, codes.flatten().int()).view(len(codes), -1)
+
+
+def _fp8_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = weight.shape
+    padded = F.pad(weight, (0, -columns % 128, 0, -rows % 128))
+    largest = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).abs().amax((1, 3))
+    scales = _factor(largest, _E4M3_LARGEST)
+    return (weight / _by_block(scales, rows, columns)).clamp(-_E4M3_LARGEST, _E4M3_LARGEST), scales
+
+
+def _fp8_decode(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes.float() * _by_block(scales, *codes.shape)
+
+
+def _by_block(scales: Tensor, rows: int, columns: int) -> Tensor:
+    """The scale of each weight, from those of blocks of 128 x 128."""
+    return scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+
+
+def _int8_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scales = _factor(weight.abs().amax(-1), _INT8_LARGEST)
+    return (weight / scales.unsqueeze(-1)).round().clamp(-_INT8_LARGEST, _INT8_LARGEST), scales
+
+
+def _int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes.float() * scales.unsqueeze(-1)
+
+
+def _factor(largest: Tensor, code: float) -> Tensor:
+    """What the largest `code` is multiplied by to give the largest weight; 1 where all weights are 0."""
+    scales = largest / code
+    return torch.where(scales > 0, scales, 1.0)
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme(
+            name="nf4",
+            block=(1, 64),
+            codes_a_byte=2,
+            codes_dtype=torch.uint8,
+            scales_dtype=torch.float32,
+            ragged=False,
+            encode_rows=_nf4_encode,
+            decode_rows=_nf4_decode,
+        ),
+        Scheme(
+            name="fp8",
+            block=(128, 128),
+            codes_a_byte=1,
+            codes_dtype=torch.float8_e4m3fn,
+            scales_dtype=torch.float32,
+            ragged=True,
+            encode_rows=_fp8_encode,
+            decode_rows=_fp8_decode,
+        ),
+        Scheme(
+            name="mxfp4",
+            block=(1, 32),
+            codes_a_byte=2,
+            codes_dtype=torch.uint8,
+            scales_dtype=torch.uint8,
+            ragged=False,
+            encode_rows=_mxfp4_encode,
+            decode_rows=_mxfp4_decode,
+        ),
+        Scheme(
+            name="int8",
+            block=(1, 0),
+            codes_a_byte=1,
+            codes_dtype=torch.int8,
+            scales_dtype=torch.float32,
+            ragged=True,
+            encode_rows=_int8_encode,
+            decode_rows=_int8_decode,
+        ),
+    )
+}
+"""The formats by name."""
+
+
+def scheme_called(name: str) -> Scheme:
+    """The format of this name. Raises ConfigError with the nearest name for another."""
+    if name not in SCHEMES:
+        raise nothing_called("scheme", str(name), SCHEMES)
+    return SCHEMES[name]
