@@ -27,6 +27,7 @@ from elixir_moe.parallel import megatron
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.parallel.rules import annotate
+from elixir_moe.quantized.convert import dequantize, quantize
 from elixir_moe.runtime.access import unsharded
 from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.setup.tiling import tile
@@ -60,6 +61,7 @@ __all__ = [
     "TierError",
     "UsageError",
     "annotate",
+    "dequantize",
     "expert_mesh",
     "full_state_dict",
     "init_mesh",
@@ -68,6 +70,7 @@ __all__ = [
     "load",
     "megatron",
     "models",
+    "quantize",
     "save",
     "save_pretrained",
     "sharded_init",

@@ -9,7 +9,7 @@ Owns the arithmetic, in torch operators that run on any device and on tensors wi
            first: E2M1                               plus 127, of 32 weights of a row (E8M0)
     fp8    float8_e4m3fn (..., out, in)              fp32 (..., ceil(out / 128), ceil(in / 128)): 1.0002
                                                      the factor of a block of 128 x 128
-    int8   int8 (..., out, in)                       fp32 (..., out): the factor of a row         1 + 4 / in
+    int8   int8 (..., out, in)                       fp32 (..., out, 1): the factor of a row      1 + 4 / in
 
 Leading dims are experts, and no block holds weights of two of them. A decoded weight is the product of code and scale
 in fp32, rounded once to the dtype asked for.
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from elixir_moe.errors import ConfigError, nothing_called
 from elixir_moe.parallel.dataless import has_data
+from elixir_moe.torch_private import DisableTorchFunctionSubclass
 
 SLICE_NUMEL = 1 << 22
 """Weights that are encoded or decoded at a time: their temporaries are at most about five times 16 MiB."""
@@ -82,9 +83,7 @@ class Scheme:
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scales of a weight."""
         *experts, rows, columns = shape
-        if not self.block[1]:
-            return (*experts, rows)
-        return (*experts, math.ceil(rows / self.block[0]), math.ceil(columns / self.block[1]))
+        return (*experts, math.ceil(rows / self.block[0]), math.ceil(columns / (self.block[1] or columns)))
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """The bytes of a weight: of its codes and of its scales."""
@@ -101,16 +100,11 @@ class Scheme:
         shape = tuple(weight.shape)
         if (problem := self.problem(shape)) is not None:
             raise ConfigError(f"quantize: parameter {name!r} {problem}")
-        codes = torch.empty(self.codes_shape(shape), dtype=self.codes_dtype, device=weight.device)
-        scales = torch.empty(self.scales_shape(shape), dtype=self.scales_dtype, device=weight.device)
+        codes = weight.new_empty(self.codes_shape(shape), dtype=self.codes_dtype)
+        scales = weight.new_empty(self.scales_shape(shape), dtype=self.scales_dtype)
         for part, its_codes, its_scales in self._slices(weight, codes, scales):
-            wide = part.float()
-            if has_data(wide) and not wide.isfinite().all():
-                raise ConfigError(
-                    f"quantize: parameter {name!r} has weights that are not finite: the checkpoint is damaged, or the "
-                    f"training it comes from has diverged"
-                )
-            new_codes, new_scales = self.encode_rows(wide)
+            check_finite(name, part)
+            new_codes, new_scales = self.encode_rows(part.float())
             its_codes.copy_(new_codes)
             its_scales.copy_(new_scales)
         return codes, scales
@@ -206,12 +200,12 @@ def _by_block(scales: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _int8_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    scales = _factor(weight.abs().amax(-1), _INT8_LARGEST)
-    return (weight / scales.unsqueeze(-1)).round().clamp(-_INT8_LARGEST, _INT8_LARGEST), scales
+    scales = _factor(weight.abs().amax(-1, keepdim=True), _INT8_LARGEST)
+    return (weight / scales).round().clamp(-_INT8_LARGEST, _INT8_LARGEST), scales
 
 
 def _int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.float() * scales.unsqueeze(-1)
+    return codes.float() * scales
 
 
 def _factor(largest: Tensor, code: float) -> Tensor:
@@ -266,6 +260,17 @@ SCHEMES: Mapping[str, Scheme] = {
     )
 }
 """The formats by name."""
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """Raises ConfigError, with the parameter's name, for a weight that has data and is not finite."""
+    with DisableTorchFunctionSubclass():  # a tensor of `sharded_init` would draw its values to answer
+        has_values = has_data(weight)
+    if has_values and not weight.isfinite().all():
+        raise ConfigError(
+            f"quantize: parameter {name!r} has weights that are not finite: the checkpoint is damaged, or the training "
+            f"it comes from has diverged"
+        )
 
 
 def scheme_called(name: str) -> Scheme:

@@ -69,8 +69,7 @@ def test_each_weight_becomes_the_nearest_value(name: str) -> None:
     if name == "mxfp4":
         scales = torch.exp2(scales.double() - 127).float()
     rows, columns = scheme.block
-    by_weight = scales.unsqueeze(-1) if not columns else scales
-    by_weight = by_weight.repeat_interleave(rows, 0).repeat_interleave(columns or 192, 1)[:256, :192]
+    by_weight = scales.repeat_interleave(rows, 0).repeat_interleave(columns or 192, 1)[:256, :192]
     shown = values.double() * by_weight.double().unsqueeze(-1)
     nearest = (shown - weight.double().unsqueeze(-1)).abs().amin(-1)
     # Beside the nearest value: the quotient and the product are each rounded to 24 bits.

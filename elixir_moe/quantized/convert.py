@@ -1,0 +1,250 @@
+"""`quantize` and `dequantize`: frozen weights become bytes, in place, and weights again.
+
+Owns the choice of weights and the messages. Nothing is changed before all of them have been checked.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from elixir_moe.errors import ConfigError, UsageError, meant
+from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.parallel.rules import pattern_of
+from elixir_moe.parallel.tiles import Tile, tile_of
+from elixir_moe.parallel.tiles import mark as mark_tile
+from elixir_moe.quantized.formats import Scheme, check_finite, scheme_called
+from elixir_moe.quantized.modules import become_plain, become_quantized, weights_of
+from elixir_moe.quantized.packed import SCALES, Packed, as_bytes, packed_in, packed_parameters
+
+M = TypeVar("M", bound=nn.Module)
+
+_NEVER = ("*lm_head*", "*embed*", "*router*", "*.gate", "*lora_*")
+"""Modules that stay as they are unless `targets` names them: they are small, or decide much."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A weight that can be quantised."""
+
+    module: nn.Module
+    attribute: str
+    parameter: nn.Parameter
+    name: str
+    """In the model."""
+
+    def matches(self, patterns: Sequence[str]) -> bool:
+        """Whether a pattern has the name of the parameter, or of its module."""
+        return any(fnmatchcase(name, p) for p in patterns for name in (self.name, self.name.rpartition(".")[0]))
+
+
+def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = None, skip: str | Sequence[str] = ()) -> M:
+    """Turns frozen weights into packed bytes and scales, in place; returns the model.
+
+    To be called before `wrap`, and before or after peft adds its adapters. Linear layers and Hugging Face's fused
+    experts can be quantised. Each product decodes the weight that it multiplies, in the dtype of its input, and its
+    backward decodes it again; gradients reach what is trained before and after. For `wrap` and everything after it the
+    weight is two frozen parameters of dtype uint8, the codes under the weight's own name and the scales under that
+    name with ``_scales``. On a model of `sharded_init` or on meta, the bytes are made when `wrap` makes the weights.
+
+    =======  ==================================  ==============
+    scheme   blocks that share a scale           bytes a weight
+    =======  ==================================  ==============
+    nf4      64 inputs of an output              0.5625
+    mxfp4    32 inputs of an output              0.53125
+    fp8      128 outputs x 128 inputs            1.0002
+    int8     all inputs of an output             1 + 4 / inputs
+    =======  ==================================  ==============
+
+    Args:
+        model: a model that is not wrapped.
+        scheme: "nf4", "mxfp4", "fp8" or "int8".
+        targets: shell patterns; weights are chosen whose name, or the name of whose module, matches one. By default
+            all frozen weights of linear layers and fused experts inside lists of blocks, but no embedding, router or
+            ``lm_head``; norms are never quantised.
+        skip: patterns of weights to leave as they are.
+
+    Raises:
+        ConfigError: the scheme is unknown; a pattern matches nothing; a chosen weight is trained, shared by modules,
+            annotated, not finite, or of a shape that is no multiple of the block; stacked experts belong to a module
+            that cannot be quantised. It names the parameters, and nothing has been changed.
+        UsageError: the model is wrapped.
+    """
+    _refuse_wrapped(model, "quantize")
+    form = scheme_called(scheme)
+    chosen = list(_chosen(model, _listed(targets), _listed(skip)))
+    tiles = {id(weight): _tiles(weight, form) for weight in chosen}
+    problems = [f"parameter {w.name!r} {problem}" for w in chosen if (problem := _problem(model, w, form))]
+    modules = {weight.module for weight in chosen}
+    for left in (w for w in _weights(model) if w.module in modules and all(w.name != c.name for c in chosen)):
+        problems.append(f"parameter {left.name!r} would stay as it is: quantise all stacks of its module, or none")
+    if problems:
+        raise ConfigError("quantize: " + "\n  ".join(problems))
+    for weight in chosen:
+        check_finite(weight.name, weight.parameter)
+    while chosen:  # each weight is let go before the next is read
+        weight = chosen.pop(0)
+        _pack(weight, form, tiles[id(weight)])
+    return model
+
+
+def dequantize(model: M, dtype: torch.dtype | None = None) -> M:
+    """Turns quantised weights into frozen weights of a floating dtype, in place; returns the model.
+
+    The weights are those that products used, so adapters trained on them can be merged without a further error. To
+    quantise the merged weights again loses up to half a step of the format in each weight, which may be more than what
+    was learnt.
+
+    Args:
+        model: a model that is not wrapped.
+        dtype: by default each weight's dtype before `quantize`.
+
+    Raises:
+        UsageError: the model is wrapped.
+    """
+    _refuse_wrapped(model, "dequantize")
+    for _, module, name, packed in list(packed_parameters(model)):
+        codes, scales = getattr(module, name), getattr(module, name + SCALES)
+        weight = packed.decode(codes, scales, dtype or packed.dtype)
+        weight = weight.transpose(-1, -2).contiguous() if packed.transposed else weight
+        delattr(module, name + SCALES)
+        setattr(module, name, nn.Parameter(weight, requires_grad=False))
+        if (tile := tile_of(codes)) is not None:
+            mark_tile(getattr(module, name), tile)
+    for module in model.modules():
+        if packed_in(module):
+            become_plain(module)
+    return model
+
+
+def _refuse_wrapped(model: nn.Module, verb: str) -> None:
+    if getattr(model, "_elixir", None) is not None:
+        raise UsageError(
+            f"{verb}() of a wrapped model: call em.{verb}(model) before em.wrap, and build the optimizer after it"
+        )
+
+
+def _listed(patterns: str | Sequence[str] | None) -> list[str] | None:
+    if patterns is None:
+        return None
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def _weights(model: nn.Module) -> Iterator[_Weight]:
+    for name, module in model.named_modules():
+        for attribute, parameter in weights_of(module).items():
+            if attribute not in packed_in(module):
+                yield _Weight(module, attribute, parameter, f"{name}.{attribute}".lstrip("."))
+
+
+def _chosen(model: nn.Module, targets: list[str] | None, skip: list[str] | None) -> Iterator[_Weight]:
+    """The weights to quantise. Raises ConfigError for a pattern that matches none, and if none is left."""
+    skip = skip or []
+    weights = list(_weights(model))
+    for pattern in (*(targets or ()), *skip):
+        if not any(weight.matches([pattern]) for weight in weights):
+            hint = meant(pattern.strip("*."), {part for weight in weights for part in weight.name.split(".")})
+            raise ConfigError(
+                f"quantize: {pattern!r} matches no weight of a linear layer or of fused experts; "
+                f"{f'{hint} ' if hint else ''}names are as {[weight.name for weight in weights[:3]]}"
+            )
+    if targets is None:
+        _refuse_unknown_experts(model, skip)
+    found = 0
+    for weight in weights:
+        by_default = _in_blocks(weight.name) and not weight.matches(_NEVER) and not weight.parameter.requires_grad
+        if (by_default if targets is None else weight.matches(targets)) and not weight.matches(skip):
+            found += 1
+            yield weight
+    if not found:
+        raise ConfigError(
+            f"quantize: {type(model).__name__} has no frozen weight to quantise: freeze the base first, as in "
+            f"model.requires_grad_(False), or name weights with targets"
+        )
+
+
+def _in_blocks(name: str) -> bool:
+    """Whether a parameter belongs to one of a list of modules."""
+    return any(part.isdecimal() for part in name.split("."))
+
+
+def _refuse_unknown_experts(model: nn.Module, skip: list[str]) -> None:
+    """Raises ConfigError for stacks of frozen weights that would stay as they are without a word."""
+    for name, module in model.named_modules():
+        if weights_of(module):
+            continue
+        for own, parameter in module.named_parameters(prefix=name, recurse=False):
+            plain = parameter.dim() == 3 and parameter.is_floating_point() and not parameter.requires_grad
+            if plain and _in_blocks(own) and not any(fnmatchcase(n, p) for p in skip for n in (own, name)):
+                raise ConfigError(
+                    f"quantize: parameter {own!r} is a stack of weights in a {type(module).__name__}, which is not "
+                    f"known as transformers' fused experts: name what to quantise with targets"
+                )
+
+
+def _problem(model: nn.Module, weight: _Weight, form: Scheme) -> str | None:
+    """Why a chosen weight cannot be quantised; None if it can."""
+    parameter = weight.parameter
+    if parameter.requires_grad:
+        return "is trained, and bytes have no gradient: freeze it with requires_grad_(False), or skip it"
+    if not parameter.is_floating_point():
+        return f"is of {parameter.dtype}: expected a floating dtype"
+    if is_dtensor(parameter) or pattern_of(parameter) is not None:
+        return "has a pattern already: quantise the model before em.annotate and before it is cut"
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return "has hooks, which expect the weight: remove them"
+    users = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
+    if len(users) > 1:
+        return f"is shared ({', '.join(map(repr, users))}): skip it"
+    if "forward" in vars(weight.module):
+        return "is in a module with a forward of its own, which reads the weight: skip it"
+    if (problem := form.problem(_logical(weight))) is not None:
+        return problem
+    if (tile := tile_of(parameter)) is not None and _tiles(weight, form) is None:
+        return (
+            f"has rows {tile.start} to {tile.stop} of {tile.rows}, which cuts blocks of {form.block[0]} rows: choose "
+            f"another size in em.tile, or another scheme"
+        )
+    return None
+
+
+def _logical(weight: _Weight) -> tuple[int, ...]:
+    """The shape (..., outputs, inputs)."""
+    shape = tuple(weight.parameter.shape)
+    return (*shape[:-2], shape[-1], shape[-2]) if _is_transposed(weight) else shape
+
+
+def _is_transposed(weight: _Weight) -> bool:
+    return bool(getattr(weight.module, "is_transposed", False))
+
+
+def _tiles(weight: _Weight, form: Scheme) -> tuple[Tile, Tile] | None:
+    """The tiles that codes and scales are if the weight is one; None if it is none, or cuts a block."""
+    tile = tile_of(weight.parameter)
+    if tile is None:
+        return None
+    if weight.parameter.dim() > 2:  # of experts
+        return tile, tile
+    block = form.block[0]
+    if tile.start % block or (tile.stop % block and tile.stop != tile.rows):
+        return None
+    start, stop, rows = (-(-number // block) for number in (tile.start, tile.stop, tile.rows))
+    return tile, Tile(start=start, stop=stop, rows=rows)
+
+
+def _pack(weight: _Weight, form: Scheme, tiles: tuple[Tile, Tile] | None) -> None:
+    """Puts codes and scales in the place of the weight."""
+    module, transposed = weight.module, _is_transposed(weight)
+    values = weight.parameter.detach()
+    values = values.transpose(-1, -2).contiguous() if transposed else values
+    packed = Packed(scheme=form.name, shape=tuple(values.shape), dtype=values.dtype, transposed=transposed)
+    pair = [nn.Parameter(as_bytes(part), False) for part in form.encode(values, name=weight.name)]
+    for parameter, tile in zip(pair, tiles or (), strict=False):
+        mark_tile(parameter, tile)
+    delattr(module, weight.attribute)
+    module.register_parameter(weight.attribute, pair[0])
+    module.register_parameter(weight.attribute + SCALES, pair[1])  # behind its codes, and so in their chunk
+    become_quantized(module, weight.attribute, packed)

@@ -1,0 +1,91 @@
+"""Products with quantised weights: what is multiplied is decoded for the product, and again for its backward.
+
+Owns the two autograd functions. They save the bytes alone, through torch's own way, so that saved-tensor hooks see
+them; no decoded weight outlives a product. Gradients reach inputs and biases; the weights are frozen.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from elixir_moe.quantized.packed import Packed
+
+
+def linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, packed: Packed) -> Tensor:
+    """As `F.linear`: (..., in) -> (..., out), in the dtype of `x`, or in autocast's."""
+    dtype = _computed_in(x)
+    return _Linear.apply(x.to(dtype), codes, scales, None if bias is None else bias.to(dtype), packed)
+
+
+def grouped_linear(rows: Tensor, codes: Tensor, scales: Tensor, counts: Sequence[int], packed: Packed) -> Tensor:
+    """(n, in) rows sorted by expert -> (n, out): each row times its expert's weight, (out, in).
+
+    One expert is decoded at a time, and none without rows. `counts` are the rows of each expert; further rows, whose
+    experts are elsewhere, give zeros.
+    """
+    return _GroupedLinear.apply(rows.to(_computed_in(rows)), codes, scales, list(counts), packed)
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x.dtype
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, packed: Packed) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.packed = packed
+        return F.linear(x, packed.decode(codes, scales, x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, (codes, scales) = grads[0], ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        for_x = for_bias = None
+        if ctx.needs_input_grad[0]:
+            weight = ctx.packed.decode(codes, scales, grad.dtype)
+            for_x = (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
+        if ctx.needs_input_grad[3]:
+            for_bias = rows.sum(0)
+        return for_x, None, None, for_bias, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, codes: Tensor, scales: Tensor, counts: list[int], packed: Packed) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.counts, ctx.packed, shape = counts, packed, packed.shape[-2:]
+        out = _rows(rows, sum(counts), shape[0])
+        begin = 0
+        for expert, count in enumerate(counts):
+            if count:
+                weight = packed.decode(codes[expert], scales[expert], rows.dtype, shape)
+                torch.mm(rows[begin : begin + count], weight.t(), out=out[begin : begin + count])
+                begin += count
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, (codes, scales) = grads[0], ctx.saved_tensors
+        shape = ctx.packed.shape[-2:]
+        out = _rows(grad, sum(ctx.counts), shape[1])
+        begin = 0
+        for expert, count in enumerate(ctx.counts):
+            if count:
+                weight = ctx.packed.decode(codes[expert], scales[expert], grad.dtype, shape)
+                torch.mm(grad[begin : begin + count], weight, out=out[begin : begin + count])
+                begin += count
+        return out, None, None, None, None
+
+
+def _rows(like: Tensor, used: int, columns: int) -> Tensor:
+    """Memory for (n, columns) of which the first `used` rows are written: zeros if there are others."""
+    size = len(like), columns
+    return like.new_empty(size) if len(like) == used else like.new_zeros(size)

@@ -1,0 +1,151 @@
+"""`quantize`: which weights become bytes, and that the model then computes what its decoded weights would."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import elixir_moe as em
+from elixir_moe.errors import ConfigError, UsageError
+from elixir_moe.quantized.formats import SCHEMES
+from elixir_moe.quantized.modules import QuantizedLinear
+
+NAMES = list(SCHEMES)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.up = nn.Linear(64, 192)
+        self.down = nn.Linear(192, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """A frozen base with a trained input and output layer and trained norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.lm_head = nn.Linear(64, 8)
+        for name in ("up", "down"):
+            for block in self.blocks:
+                getattr(block, name).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def model(dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(0)
+    return Model().to(dtype)
+
+
+def gradients(m: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("scheme", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_layer_computes_what_its_decoded_weight_would(scheme: str, dtype: torch.dtype) -> None:
+    """To the bit: both multiply the same numbers by the same products."""
+    packed = em.quantize(model(dtype), scheme)
+    plain = em.dequantize(copy.deepcopy(packed))
+    assert type(packed.blocks[0].up) is QuantizedLinear and type(plain.blocks[0].up) is nn.Linear
+    x = torch.randn(3, 5, 8, dtype=dtype)
+    for m in (packed, plain):
+        m(x).square().mean().backward()
+    assert torch.equal(packed(x), plain(x))
+    found, expected = gradients(packed), gradients(plain)
+    assert found.keys() == expected.keys() and "blocks.0.norm.weight" in found
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def test_the_choice_by_default_is_frozen_weights_in_blocks() -> None:
+    m = em.quantize(model(), "nf4")
+    assert {name for name, p in m.named_parameters() if p.dtype == torch.uint8} == {
+        f"blocks.{i}.{name}.weight{part}" for i in range(2) for name in ("up", "down") for part in ("", "_scales")
+    }
+    assert all(not p.requires_grad for p in m.parameters() if p.dtype == torch.uint8)
+    assert m.blocks[0].up.bias.dtype == torch.float32
+
+
+def test_bytes() -> None:
+    m = em.quantize(model().requires_grad_(False), "nf4")
+    packed = sum(p.nbytes for p in m.blocks.parameters() if p.dtype == torch.uint8)
+    assert packed <= 0.57 * sum(block.up.in_features * block.up.out_features * 2 for block in m.blocks)
+
+
+def test_targets_and_skip() -> None:
+    m = em.quantize(model().requires_grad_(False), "int8", targets=["*.up", "lm_head.weight"], skip="blocks.1.*")
+    assert [name for name, child in m.named_modules() if isinstance(child, QuantizedLinear)] == [
+        "blocks.0.up",
+        "lm_head",
+    ]
+
+
+def test_a_dtype_for_the_model_leaves_bytes_alone() -> None:
+    m = em.quantize(model(), "fp8")
+    before = m.blocks[0].up.weight_scales.clone()
+    m.to(torch.bfloat16)
+    assert torch.equal(m.blocks[0].up.weight_scales, before)
+    assert m(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_under_autocast_the_weight_is_decoded_in_its_dtype() -> None:
+    m = em.quantize(model(), "nf4")
+    plain = em.dequantize(copy.deepcopy(m), torch.bfloat16)
+    x = torch.randn(4, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = m.blocks[0].up(x)
+        assert found.dtype == torch.bfloat16 and torch.equal(found, plain.blocks[0].up(x))
+
+
+def test_only_bytes_are_kept_for_backward() -> None:
+    m = em.quantize(model(), "nf4")
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        m.blocks[0].up(torch.randn(4, 64, requires_grad=True))
+    assert {t.dtype for t in kept} == {torch.uint8}
+    assert {t.data_ptr() for t in kept} == {p.data_ptr() for p in (m.blocks[0].up.weight, m.blocks[0].up.weight_scales)}
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "says"),
+    [
+        (lambda m: None, {"scheme": "nf5"}, "did you mean 'nf4'"),
+        (lambda m: None, {"targets": "*.dwon"}, "matches no weight.*did you mean 'down'"),
+        (lambda m: None, {"skip": "*.gate"}, "'\\*.gate' matches no weight"),
+        (lambda m: m.requires_grad_(True), {"targets": "*.up"}, r"'blocks\.0\.up\.weight' is trained"),
+        (lambda m: m.requires_grad_(True), {}, "no frozen weight"),
+        (lambda m: m.requires_grad_(False), {"targets": "embed"}, r"'embed\.weight' has 8 inputs.*multiple of 64"),
+        (lambda m: m.blocks[1].up.weight.data.fill_(torch.nan), {}, r"'blocks\.1\.up\.weight'.*not finite"),
+        (lambda m: m.blocks[1].register_parameter("tied", m.blocks[1].up.weight), {}, "is shared"),
+        (lambda m: setattr(m.blocks[1], "stack", nn.Parameter(torch.ones(2, 64, 64), False)), {}, "'blocks.1.stack'"),
+    ],
+)
+def test_bad_input_changes_nothing(change: Any, arguments: dict[str, Any], says: str) -> None:
+    m = model()
+    change(m)
+    with pytest.raises(ConfigError, match=says):
+        em.quantize(m, **({"scheme": "nf4"} | arguments))
+    assert not any(p.dtype == torch.uint8 for p in m.parameters())
+
+
+def test_a_wrapped_model_is_refused() -> None:
+    em.init_mesh(device_type="cpu")
+    m = model()
+    wrapped, _ = em.wrap(m, torch.optim.AdamW(p for p in m.parameters() if p.requires_grad), plan=em.Plan.ddp())
+    for verb in (lambda: em.quantize(wrapped, "nf4"), lambda: em.dequantize(wrapped)):
+        with pytest.raises(UsageError, match=r"before em\.wrap"):
+            verb()
