@@ -118,7 +118,8 @@ def param_specs(
         model: the model they belong to.
         order: the model's parameters, each once.
         everywhere: the pattern of parameters that have none.
-        compute_dtype: the dtype of floating-point parameters whose pattern names none; None keeps each one's own.
+        compute_dtype: the dtype of floating-point parameters whose pattern names none; None keeps each one's own. All
+            others keep theirs, such as the bytes of quantised weights.
         reduce_dtype: the dtype of their sums over ranks, for parameters in this dtype whose pattern names none.
 
     Raises:
@@ -150,7 +151,8 @@ def _spec(
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> ParamSpec:
-    dtype = pattern.dtype or (compute_dtype if parameter.is_floating_point() else None) or parameter.dtype
+    computed_in = (pattern.dtype or compute_dtype) if parameter.is_floating_point() else None  # bytes stay bytes
+    dtype = computed_in or parameter.dtype
     if parameter.requires_grad and dtype not in TRAINED_IN:
         raise LayoutError(
             f"parameter {names[0]!r} would be trained in {dtype}, but master shards are float32: convert it, or pass "

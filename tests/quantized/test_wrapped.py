@@ -5,6 +5,7 @@ rank, and on several within `tests.support.parity`'s tolerance, for the order of
 """
 
 import gc
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,15 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.quantized.formats import SCHEMES
+from elixir_moe.quantized.modules import QuantizedExperts
+from elixir_moe.quantized.packed import packed_parameters
 from tests.support.cases import placed, with_further
 from tests.support.parity import LOSS_TOLERANCE
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
+ADAPTER_TOLERANCE = 3e-5
+"""Of an element and a step, as `tests.support.parity` derives it."""
 STEPS, ROWS, LENGTH, VOCAB = 3, 4, 6, 96
 SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -57,7 +62,9 @@ def adapted(model: nn.Module) -> nn.Module:
 
 def built(family: str, scheme: str, *, decoded: bool) -> nn.Module:
     model = em.quantize(base(family), scheme)
-    assert any(type(module).__name__.startswith("Quantized") and hasattr(module, "num_experts") for module in model.modules())
+    assert any(
+        type(module).__name__.startswith("Quantized") and hasattr(module, "num_experts") for module in model.modules()
+    )
     return adapted(em.dequantize(model) if decoded else model)
 
 
@@ -101,3 +108,76 @@ def run(family: str, scheme: str, plan: em.Plan, **options: Any) -> tuple[list[f
     del model, optimizer
     gc.collect()
     return (losses / dist.get_world_size()).tolist(), trained
+
+
+def test_the_oracle_is_met_on_one_rank(ranks: Ranks) -> None:
+    """Fused experts are decoded one at a time, in transformers' order of operations: the first loss is equal to the
+    bit. Later ones follow updates, whose square roots may differ by an ulp (`kernels.adam_step`)."""
+    for family, scheme in (("qwen3-moe", "nf4"), ("gpt-oss", "mxfp4")):
+        wanted, trained = plain(family, scheme)
+        ((found, state),) = ranks(1).run(run, family, scheme, PLANS["offload"])
+        assert found[0] == wanted[0]
+        assert found == pytest.approx(wanted, abs=LOSS_TOLERANCE)
+        assert all(torch.allclose(state[name], value, atol=3 * ADAPTER_TOLERANCE) for name, value in trained.items())
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", with_further(SCHEMES, ("nf4", "fp8")))
+def test_plans_agree_to_the_bit(scheme: str, world: int, ranks: Ranks) -> None:
+    family = "gpt-oss" if scheme == "mxfp4" else "qwen3-moe"
+    wanted, trained = plain(family, scheme)
+    first = None
+    for name, plan in PLANS.items():
+        for losses, state in ranks(world).run(run, family, scheme, plan):
+            first = first or (losses, state)
+            assert losses == first[0], name
+            assert all(torch.equal(value, first[1][key]) for key, value in state.items()), name
+    assert first is not None and first[0] == pytest.approx(wanted, abs=LOSS_TOLERANCE)
+    assert all(torch.allclose(first[1][name], value, atol=3 * ADAPTER_TOLERANCE) for name, value in trained.items())
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.bfloat16])
+def test_a_compute_dtype_leaves_bytes_and_scales_alone(compute_dtype: torch.dtype, ranks: Ranks) -> None:
+    (found,) = ranks(1).run(held, compute_dtype)
+    for name, (dtype, value) in found["state"].items():
+        assert dtype == found["before"][name].dtype, name
+        assert dtype != torch.uint8 or torch.equal(value, found["before"][name])
+    assert found["bytes"] <= 0.57 * found["weights"]
+
+
+def held(compute_dtype: torch.dtype | None) -> dict[str, Any]:
+    """(rank) The state of a wrapped model beside that before, and the bytes of its packed weights at home."""
+    model = built("qwen3-moe", "nf4", decoded=False)
+    weights = sum(math.prod(packed.shape) for _, _, _, packed in packed_parameters(model))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    patterns = {"*": em.Pattern(em.init_mesh(device_type="cpu"), replicate=("dp",), dtype=compute_dtype)}
+    em.annotate(model, patterns)
+    model, optimizer = em.wrap(model, optimizer_of(model), plan=em.Plan.zero3(), compute_dtype=compute_dtype)
+    steps(model, optimizer, 1)
+    state = em.full_state_dict(model, all_ranks=True)
+    chunks = [c for c in em.inspect(model).layout.chunks if c.key.dtype == torch.uint8]
+    found = {"before": before, "weights": weights, "bytes": sum(c.nbytes for c in chunks) * chunks[0].shards}
+    found["state"] = {name: (value.dtype, value) for name, value in state.items() if "lora" not in name}
+    optimizer.close()
+    return found
+
+
+def test_a_checkpoint_of_one_plan_goes_on_under_another(ranks: Ranks, tmp_path: Path) -> None:
+    for first, second in ranks(2).run(resumed, str(tmp_path)):
+        assert first == second
+
+
+def resumed(folder: str) -> tuple[list[float], list[float]]:
+    """(rank) The losses after a save, of the model that was saved and of another that has loaded it."""
+    found = []
+    for plan in (PLANS["zero3"], PLANS["disk"]):
+        model = built("qwen3-moe", "nf4", decoded=False)
+        model, optimizer = em.wrap(model, optimizer_of(model), plan=placed(plan))
+        if not found:
+            steps(model, optimizer)
+            em.save(folder + "/one", model, optimizer)
+        else:
+            em.load(folder + "/one", model, optimizer)
+        found.append([loss.item() for loss in steps(model, optimizer)])
+        optimizer.close()
+    return found[0], found[1]
