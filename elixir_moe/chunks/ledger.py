@@ -137,7 +137,7 @@ def needs(chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool) -
     if trainable and tier is not Tier.DEVICE:
         yield Kind.ARRIVING, Tier.HOST, values
     if residence is CACHED:
-        yield Kind.BLOCK, Tier.DEVICE, chunk.key.dtype.itemsize
+        yield Kind.BLOCK, Tier.DEVICE, chunk.block_itemsize
     elif residence is RESIDENT:
         yield Kind.RESIDENT, Tier.DEVICE, chunk.nbytes
         if trainable:

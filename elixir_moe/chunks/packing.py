@@ -37,6 +37,8 @@ LATENCY_BYTES = 1 << 24
 FINEST = 8
 """A model gets at least about this many chunks, even below `LATENCY_BYTES`: an rCache needs chunks to choose from."""
 _SEARCH_SPAN = 4
+_MOST_TOGETHER = 4
+"""Bytes of the widest elements that weights are trained in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +99,13 @@ class ChunkSpec:
     """Number of shards: the ranks of its group, or 1 if the plan does not scatter."""
     residence: Residence
     """Where its gathered weights are, and where its gradients land."""
+    width: int = 0
+    """Bytes of a block that the chunk needs for each of its C elements; 0 stands for those of its dtype."""
+
+    @property
+    def block_itemsize(self) -> int:
+        """`width`, in bytes."""
+        return self.width or self.key.dtype.itemsize
 
     @property
     def shard_numel(self) -> int:
@@ -162,7 +171,7 @@ class Layout:
     """C: elements of a block, one length for all chunk groups."""
     chunks: tuple[ChunkSpec, ...]
     block_itemsize: int
-    """Bytes per element of a block: the widest compute dtype of all chunks in the rCache."""
+    """Bytes per element of a block: the most that a chunk in the rCache needs (`ChunkSpec.block_itemsize`)."""
     open_gradients: int | None = None
     """The most chunks whose gradients have a block at once; None until counted (`chunks.step_order`)."""
 
@@ -174,7 +183,7 @@ class Layout:
     def with_in_place(self, indices: Collection[int]) -> "Layout":
         """A copy in which the chunks of `indices`, which are whole at home on the device, are used there."""
         chunks = tuple(replace(c, residence=c.residence_in_shard) if c.index in indices else c for c in self.chunks)
-        widest = max((chunk.key.dtype.itemsize for chunk in chunks if chunk.residence is CACHED), default=0)
+        widest = max((chunk.block_itemsize for chunk in chunks if chunk.residence is CACHED), default=0)
         return Layout(chunk_numel=self.chunk_numel if widest else 0, chunks=chunks, block_itemsize=max(widest, 1))
 
     @property
@@ -209,12 +218,14 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
     """
     chunk_numel = best_chunk_numel(params) if chunk_numel is None else chunk_numel
     chunks: list[ChunkSpec] = []
+    together = bytes_together(params)
     for key, residence, indices in _streams(params, chunk_numel):
         shards = len(key.ranks) if scatter else 1
+        most = chunk_numel * _elements_for_one(key, together)
         if residence is CACHED:
-            _check_fits(params, indices, chunk_numel)
+            _check_fits(params, indices, chunk_numel, most)
         sizes = [params[i].numel for i in indices]
-        for first, starts, used in _pack(sizes, chunk_numel if residence is CACHED else math.inf, _align(key)):
+        for first, starts, used in _pack(sizes, most if residence is CACHED else math.inf, _align(key)):
             slots = tuple(
                 Slot(param=indices[first + k], start=start, numel=sizes[first + k]) for k, start in enumerate(starts)
             )
@@ -223,11 +234,37 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
     chunks.sort(key=lambda chunk: chunk.slots[0].param)
     chunks = [replace(chunk, index=index) for index, chunk in enumerate(chunks)]
     cached = [chunk for chunk in chunks if chunk.residence is CACHED]
+    needed = [-(-chunk.numel // _elements_for_one(chunk.key, together)) for chunk in cached]
+    length = max(chunk_numel, *needed) if cached else 0
+    chunks = [
+        replace(chunk, width=-(-chunk.nbytes // length)) if chunk.residence is CACHED and chunk.numel > length else chunk
+        for chunk in chunks
+    ]
     return Layout(
-        chunk_numel=max((chunk_numel, *(chunk.numel for chunk in cached))) if cached else 0,
+        chunk_numel=length,
         chunks=tuple(chunks),
-        block_itemsize=max((chunk.key.dtype.itemsize for chunk in cached), default=1),
+        block_itemsize=max((chunk.block_itemsize for chunk in chunks if chunk.residence is CACHED), default=1),
     )
+
+
+def bytes_together(params: Sequence[ParamSpec]) -> int:
+    """How many elements of one byte, as those of quantised weights, count as one of the C elements of a chunk.
+
+    As many as fill an element of the widest chunk group beside them that is large enough for blocks: a block is as wide
+    as its widest chunk, and bytes would use a part of it.
+    """
+    plain = [p for p in params if not p.tied]
+    groups = group_parameters(plain)
+    wide = {key: [plain[i].numel for i in indices] for key, indices in groups.items() if key.dtype.itemsize > 1}
+    if len(wide) == len(groups):
+        return 1
+    narrow = max(p.numel for p in plain if p.key.dtype.itemsize == 1)
+    longest = max((*map(max, wide.values()), narrow // _MOST_TOGETHER))
+    return max((key.dtype.itemsize for key, sizes in wide.items() if sum(sizes) >= longest * FUSE_BELOW), default=1)
+
+
+def _elements_for_one(key: ChunkGroupKey, together: int) -> int:
+    return together if key.dtype.itemsize == 1 else 1
 
 
 def best_chunk_numel(params: Sequence[ParamSpec], *, stay: bool = False) -> int:
@@ -243,8 +280,9 @@ def best_chunk_numel(params: Sequence[ParamSpec], *, stay: bool = False) -> int:
         stay: chunk groups of a single rank are used in place on the device and need no block: they are left out,
             unless there is no other group. Experts are most of a mixture, but do not make its dense chunks longer.
     """
+    together = bytes_together(params)
     streams = [
-        _Stream([params[i].numel for i in indices if not params[i].tied], key)
+        _Stream([params[i].numel for i in indices if not params[i].tied], key, _elements_for_one(key, together))
         for key, indices in group_parameters(params).items()
     ]
     largest = max((size for stream in streams for size in stream.sizes), default=0)
@@ -261,14 +299,14 @@ def best_chunk_numel(params: Sequence[ParamSpec], *, stay: bool = False) -> int:
 
 
 class _Stream:
-    """The sizes of one chunk group, ready to be packed into chunks of many lengths."""
+    """The sizes of one chunk group, ready to be packed into chunks of many lengths; several elements count as one."""
 
-    def __init__(self, sizes: list[int], key: ChunkGroupKey) -> None:
-        self.sizes = sizes
+    def __init__(self, sizes: list[int], key: ChunkGroupKey, together: int) -> None:
+        self.sizes = sizes = [-(-size // together) for size in sizes]
         self.total = sum(sizes)
-        self.itemsize = key.dtype.itemsize
+        self.itemsize = key.dtype.itemsize * together
         self.ranks = len(key.ranks)
-        starts = list(accumulate((_round_up(size, _align(key)) for size in sizes), initial=0))
+        starts = list(accumulate((_round_up(size, _align(key) // together) for size in sizes), initial=0))
         self._starts = starts[:-1]
         self._stops = [start + size for start, size in zip(starts, sizes, strict=False)]
 
@@ -309,11 +347,13 @@ def _waste(streams: Sequence[_Stream], chunk_numel: int) -> float:
 
 def _streams(params: Sequence[ParamSpec], chunk_numel: int) -> Iterator[tuple[ChunkGroupKey, Residence, list[int]]]:
     """Yields (key, residence, parameter indices); each is packed into chunks of its own, in order of first use."""
+    together = bytes_together(params)
     for key, indices in group_parameters(params).items():
         tied = [i for i in indices if params[i].tied]
         rest = [i for i in indices if not params[i].tied]
         if rest:
-            small = sum(params[i].numel for i in rest) < chunk_numel * FUSE_BELOW
+            most = chunk_numel * _elements_for_one(key, together)
+            small = sum(params[i].numel for i in rest) < most * FUSE_BELOW
             yield key, RESIDENT if small else CACHED, rest
         if tied:
             yield key, RESIDENT, tied
@@ -333,12 +373,13 @@ def _pack(sizes: Sequence[int], limit: float, align: int) -> Iterator[tuple[int,
         yield first, starts, used
 
 
-def _check_fits(params: Sequence[ParamSpec], indices: Sequence[int], chunk_numel: int) -> None:
+def _check_fits(params: Sequence[ParamSpec], indices: Sequence[int], chunk_numel: int, most: int) -> None:
     largest = max((params[i] for i in indices), key=lambda p: p.numel)
-    if largest.numel > chunk_numel:
+    if largest.numel > most:
+        least = -(-largest.numel * chunk_numel // most)
         raise PlanError(
             f"parameter {largest.name!r} has {largest.numel} elements, more than chunk_numel={chunk_numel}: "
-            f"set chunk_numel to at least {largest.numel}, or leave it out"
+            f"set chunk_numel to at least {least}, or leave it out"
         )
 
 

@@ -129,7 +129,7 @@ class Pattern:
     divisor: int | None = field(default=None, kw_only=True)
     """Overrides the derived gradient divisor; needed where the axes' names do not tell who shares a batch."""
     dtype: torch.dtype | None = field(default=None, kw_only=True)
-    """Compute dtype of this parameter whatever `wrap` says; None follows `wrap`. Integers, bytes included, keep theirs."""
+    """Compute dtype of this parameter whatever `wrap` says; None follows `wrap`. Integers keep their own."""
     reduce_dtype: torch.dtype | None = field(default=None, kw_only=True)
     """Dtype in which gradients are summed over the ranks, or its name: fp32, or the compute dtype. None follows
     `Plan.reduce_dtype`, which says what either costs."""

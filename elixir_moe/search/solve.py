@@ -15,7 +15,7 @@ from typing import Literal
 
 from elixir_moe.chunks.cache_policy import Schedule, simulate
 from elixir_moe.chunks.ledger import Footprint, Ledger, footprint
-from elixir_moe.chunks.packing import ALIGN_BYTES, FUSE_BELOW, Layout, best_chunk_numel, build_layout
+from elixir_moe.chunks.packing import ALIGN_BYTES, FUSE_BELOW, Layout, best_chunk_numel, build_layout, bytes_together
 from elixir_moe.chunks.param_spec import ParamSpec, group_parameters
 from elixir_moe.chunks.plan import Plan, Tier, enough_text, size_text
 from elixir_moe.chunks.settle import Homes
@@ -235,13 +235,15 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
     A length between two candidates packs like the shorter one and only makes every block longer.
     """
     movable = [p for p in params if not p.tied]
-    largest = max((p.numel for p in movable), default=1)
+    together = bytes_together(params)
+    numels = [-(-p.numel // (together if p.key.dtype.itemsize == 1 else 1)) for p in movable]
+    largest = max(numels, default=1)
     alone = {len(key.ranks) == 1 for key in group_parameters(params)}
     defaults = {best_chunk_numel(params, stay=stay) for stay in ((False, True) if len(alone) > 1 else (False,))}
     lengths = {largest, *defaults}
     for key, indices in group_parameters(movable).items():
-        align = ALIGN_BYTES // key.dtype.itemsize
-        sizes = [movable[i].numel for i in indices]
+        align = ALIGN_BYTES // (together if key.dtype.itemsize == 1 else key.dtype.itemsize)
+        sizes = [numels[i] for i in indices]
         fused = int(sum(sizes) / FUSE_BELOW) + 1
         if largest < fused <= largest * _LENGTH_SPAN:
             lengths.add(fused)
@@ -256,8 +258,7 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
     most = max(_LENGTHS, _PARAMETERS // max(len(movable), 1))
     if len(lengths) <= most:
         return sorted(lengths)
-    sizes = [p.numel for p in movable]
-    return sorted({*sorted(lengths, key=lambda n: (_space(sizes, n), n))[: most - 3], largest, *defaults})
+    return sorted({*sorted(lengths, key=lambda n: (_space(numels, n), n))[: most - 3], largest, *defaults})
 
 
 def _space(sizes: Sequence[int], length: int) -> int:

@@ -62,9 +62,7 @@ def adapted(model: nn.Module) -> nn.Module:
 
 def built(family: str, scheme: str, *, decoded: bool) -> nn.Module:
     model = em.quantize(base(family), scheme)
-    assert any(
-        type(module).__name__.startswith("Quantized") and hasattr(module, "num_experts") for module in model.modules()
-    )
+    assert any(isinstance(module, QuantizedExperts) for module in model.modules())
     return adapted(em.dequantize(model) if decoded else model)
 
 
