@@ -2,20 +2,17 @@
 
 #include "adam.hpp"
 
-#include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "adam_kernel.hpp"
-#include "numa.hpp"
+#include "parts.hpp"
 
 namespace elixir {
 namespace {
 
-// A thread costs about 20 us to start and join, and this many elements (1.8 MB) keep one busy for some 200 us.
+// Elements of 28 bytes: 1.8 MB.
 constexpr std::size_t kMinPerThread = std::size_t{1} << 16;
 constexpr std::size_t kPageNumel = 2048;
 
@@ -53,37 +50,11 @@ Kernels kernels_of(Isa isa) {
     return {adam_scalar, norm_scalar};
 }
 
-std::size_t parts_of(std::size_t numel, int threads) {
-    return std::clamp<std::size_t>(numel / kMinPerThread, 1, static_cast<std::size_t>(std::max(threads, 1)));
-}
-
-// Calls work(part, begin, end) for all parts of `numel` elements. Each part but the last runs on its own thread, on a
-// processor near the part's memory. Threads are started per call: a pool would have to survive a fork, and would save
-// little.
-template <class StartOf, class AddressOf, class Work>
-void in_parts(std::size_t parts, std::size_t numel, const StartOf& start_of, const AddressOf& address_of,
-              const Work& work) {
-    std::vector<std::jthread> others;
-    others.reserve(parts - 1);
-    std::size_t part = 0;
-    try {
-        for (; part + 1 < parts; ++part) {
-            others.emplace_back([&, part, begin = start_of(part), end = start_of(part + 1)] {
-                run_near(address_of(begin));
-                work(part, begin, end);
-            });
-        }
-    } catch (const std::system_error&) {
-        // The system has no more threads: the caller's thread does the rest.
-    }
-    work(part, start_of(part), numel);
-}
-
 }  // namespace
 
 Isa best_isa() noexcept {
 #ifdef ELIXIR_X86
-    if (__builtin_cpu_supports("avx512f")) return Isa::avx512;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) return Isa::avx512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
         return Isa::avx2;
 #endif
@@ -94,7 +65,7 @@ void adam_step(const AdamArrays& arrays, const AdamSettings& settings, Isa isa, 
     const AdamConstants constants = constants_of(settings);
     AdamKernel* const kernel = kernels_of(isa).adam;
     const std::size_t n = arrays.numel;
-    const std::size_t parts = parts_of(n, threads);
+    const std::size_t parts = parts_of(n, threads, kMinPerThread);
     // Cut at whole pages of the smallest element type, so that no two threads share a cache line of an aligned array.
     const auto start_of = [=](std::size_t part) { return n / kPageNumel * part / parts * kPageNumel; };
     const auto address_of = [&](std::size_t begin) { return arrays.master + begin; };
@@ -105,7 +76,7 @@ void adam_step(const AdamArrays& arrays, const AdamSettings& settings, Isa isa, 
 double sum_of_squares(const void* grad, Dtype dtype, std::size_t numel, Isa isa, int threads) {
     NormKernel* const kernel = kernels_of(isa).norm;
     const std::size_t rows = numel / kNormRow;
-    const std::size_t parts = parts_of(numel, threads);
+    const std::size_t parts = parts_of(numel, threads, kMinPerThread);
     std::vector<double> sums(parts, 0.0);
     const auto start_of = [=](std::size_t part) { return rows * part / parts * kNormRow; };
     const std::size_t width = dtype == Dtype::float32 ? 4 : 2;

@@ -14,6 +14,7 @@
 #include <string>
 
 #include "adam.hpp"
+#include "decode.hpp"
 #include "ending.hpp"
 #include "numa.hpp"
 #include "tiles.hpp"
@@ -65,6 +66,16 @@ void same_length(const char* what, std::size_t found, std::size_t expected) {
     if (found == expected) return;
     throw std::invalid_argument(std::string(what) + " has " + std::to_string(found) + " elements, master has " +
                                 std::to_string(expected) + "; they must have equally many");
+}
+
+void of_length(const char* what, std::size_t found, std::size_t expected) {
+    if (found == expected) return;
+    throw std::invalid_argument(std::string(what) + " has " + std::to_string(found) + " elements, expected " +
+                                std::to_string(expected));
+}
+
+std::size_t blocks_in(std::size_t numel, std::size_t block) {
+    return numel / block + (numel % block != 0);
 }
 
 void adam_step(Floats master, Floats exp_avg, Floats exp_avg_sq, ConstArray grad, std::optional<Array> compute,
@@ -122,6 +133,74 @@ double sum_of_squares(ConstArray grad, int threads, const std::string& isa_name)
 }
 
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Codes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig>;
+using Scales = nb::ndarray<const float, nb::ndim<1>, nb::c_contig>;
+
+elixir::Dtype decoded_dtype(const Array& out) {
+    const elixir::Dtype dtype = dtype_of("out", out.dtype());
+    if (dtype == elixir::Dtype::float16) throw std::invalid_argument("out must be float32 or bfloat16");
+    return dtype;
+}
+
+void decode_nibbles(Codes codes, ConstArray scales, Scales values, Array out, std::size_t block, bool high_first,
+                    int threads, const std::string& isa_name) {
+    on_host("codes", codes);
+    on_host("scales", scales);
+    on_host("values", values);
+    on_host("out", out);
+    if (block == 0 || block % 32 != 0) {
+        throw std::invalid_argument("block is " + std::to_string(block) + "; it must be a multiple of 32");
+    }
+    if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + "; at least 1 is needed");
+    const bool e8m0 = scales.dtype() == nb::dtype<std::uint8_t>();
+    if (!e8m0 && scales.dtype() != nb::dtype<float>()) throw std::invalid_argument("scales must be float32 or uint8");
+    const std::size_t numel = out.size();
+    of_length("codes", codes.size(), blocks_in(numel, 2));
+    of_length("scales", scales.size(), blocks_in(numel, block));
+    of_length("values", values.size(), 16);
+    const elixir::Nibbles packed{
+        .codes = codes.data(),
+        .scales = e8m0 ? nullptr : static_cast<const float*>(scales.data()),
+        .exponents = e8m0 ? static_cast<const std::uint8_t*>(scales.data()) : nullptr,
+        .values = values.data(),
+        .block = block,
+        .high_first = high_first,
+        .numel = numel,
+    };
+    const elixir::Dtype dtype = decoded_dtype(out);
+    const elixir::Isa isa = isa_named(isa_name);
+    const nb::gil_scoped_release no_gil;
+    elixir::decode_nibbles(packed, out.data(), dtype, isa, threads);
+}
+
+void decode_octets(Codes codes, Scales scales, Array out, bool e4m3fn, std::size_t rows, std::size_t cols,
+                   std::size_t block_rows, std::size_t block_cols, int threads, const std::string& isa_name) {
+    on_host("codes", codes);
+    on_host("scales", scales);
+    on_host("out", out);
+    if (rows < 1 || cols < 1 || block_rows < 1 || block_cols < 1) {
+        throw std::invalid_argument("rows, cols, block_rows and block_cols must be at least 1");
+    }
+    if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + "; at least 1 is needed");
+    const std::size_t matrices = out.size() / rows / cols;
+    of_length("out", out.size(), matrices * rows * cols);
+    of_length("codes", codes.size(), out.size());
+    of_length("scales", scales.size(), matrices * blocks_in(rows, block_rows) * blocks_in(cols, block_cols));
+    const elixir::Octets packed{
+        .codes = codes.data(),
+        .scales = scales.data(),
+        .code = e4m3fn ? elixir::Octets::Code::e4m3fn : elixir::Octets::Code::int8,
+        .matrices = matrices,
+        .rows = rows,
+        .cols = cols,
+        .block_rows = block_rows,
+        .block_cols = block_cols,
+    };
+    const elixir::Dtype dtype = decoded_dtype(out);
+    const elixir::Isa isa = isa_named(isa_name);
+    const nb::gil_scoped_release no_gil;
+    elixir::decode_octets(packed, out.data(), dtype, isa, threads);
+}
 
 }  // namespace
 
@@ -150,6 +229,14 @@ NB_MODULE(_native, m) {
 
     m.def("sum_of_squares", &sum_of_squares, "grad"_a.noconvert(), nb::kw_only(), "threads"_a, "isa"_a = "",
           "The sum of squares of a gradient shard in host memory.");
+
+    m.def("decode_nibbles", &decode_nibbles, "codes"_a.noconvert(), "scales"_a.noconvert(), "values"_a.noconvert(),
+          "out"_a.noconvert(), nb::kw_only(), "block"_a, "high_first"_a, "threads"_a, "isa"_a = "",
+          "Codes of four bits in host memory, times the scale of their block.");
+
+    m.def("decode_octets", &decode_octets, "codes"_a.noconvert(), "scales"_a.noconvert(), "out"_a.noconvert(),
+          nb::kw_only(), "e4m3fn"_a, "rows"_a, "cols"_a, "block_rows"_a, "block_cols"_a, "threads"_a, "isa"_a = "",
+          "Codes of eight bits in host memory, times the scale of their block of a matrix.");
 
     m.def(
         "node_of", [](Bytes memory) { return elixir::node_of(memory.data()); }, "memory"_a.noconvert(),

@@ -45,5 +45,50 @@ def adam_step(
     """
 
 def sum_of_squares(grad: Tensor, *, threads: int, isa: str = "") -> float: ...
+def decode_nibbles(
+    codes: Tensor,
+    scales: Tensor,
+    values: Tensor,
+    out: Tensor,
+    *,
+    block: int,
+    high_first: bool,
+    threads: int,
+    isa: str = "",
+) -> None:
+    """Codes of four bits in host memory, times the scale of their block; see `elixir_moe.kernels.decode_nf4`.
+
+    Arrays are one-dimensional and contiguous. `codes` is uint8, half as long as `out`, rounded up. `scales` has one
+    element for each `block`, a multiple of 32, of `out`: float32, or uint8 for E8M0. `values` has what the 16 codes
+    stand for. `out` is float32 or bfloat16. The first of two elements is in the high or the low half of their byte.
+
+    Raises:
+        TypeError: an array is not one-dimensional and contiguous, or `codes` or `values` has another dtype.
+        ValueError: a length, another dtype, `block`, `threads` or `isa` is not as described.
+    """
+
+def decode_octets(
+    codes: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    *,
+    e4m3fn: bool,
+    rows: int,
+    cols: int,
+    block_rows: int,
+    block_cols: int,
+    threads: int,
+    isa: str = "",
+) -> None:
+    """Codes of eight bits in host memory, E4M3 or int8, times the scale of their block of a matrix.
+
+    Arrays are one-dimensional and contiguous: those of matrices of `rows` x `cols` elements one after another. `codes`
+    is uint8, `scales` float32, one for each block of `block_rows` x `block_cols`, and `out` float32 or bfloat16.
+
+    Raises:
+        TypeError: an array is not one-dimensional and contiguous, or `codes` or `scales` has another dtype.
+        ValueError: a length, another dtype, a size, `threads` or `isa` is not as described.
+    """
+
 def node_of(memory: Tensor) -> int:
     """The NUMA node that the first page of `memory`, uint8, lies on; -1 where there is one node, or nobody tells."""

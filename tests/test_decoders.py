@@ -1,0 +1,270 @@
+"""The decoders of quantised weights: every instruction set against the scalar one, and all against plain torch.
+
+Plain torch here is the formula of each format, one line, in fp32 and rounded by `Tensor.to`. Instruction sets agree to
+the bit. With torch, NaNs agree as NaNs: torch's own vectors give them other payloads than its scalar code does.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from elixir_moe import _native, kernels
+
+ISAS = ["scalar", "avx2", "avx512"]
+ISAS = ISAS[: ISAS.index(_native.cpu_features()) + 1]
+DTYPES = [torch.bfloat16, torch.float32]
+NASTY = [0.0, -0.0, 1.0, -3.7, 1e-45, 2.0**-126, 2.0**-133, 1e-39, 3.3e38, -3.3e38, math.inf, -math.inf, math.nan]
+"""Scales: zeros, subnormals of both dtypes, and what overflows."""
+LENGTHS = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 1000, 4096 + 37]
+MATRICES = [(1, 1), (1, 300), (3, 7), (128, 128), (127, 129), (130, 259), (256, 64), (0, 5), (4, 0)]
+
+
+def drawn_scales(*shape: int, seed: int = 0) -> Tensor:
+    """Scales over all magnitudes, with the nasty ones among them."""
+    draw = torch.Generator().manual_seed(seed)
+    scales = torch.randn(shape, generator=draw) * torch.randint(-130, 127, shape, generator=draw).float().exp2()
+    nasty = torch.tensor(NASTY)[torch.randint(len(NASTY), shape, generator=draw)]
+    return torch.where(torch.rand(shape, generator=draw) < 0.3, nasty, scales)
+
+
+def drawn_bytes(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def plain_nibbles(
+    codes: Tensor, scales: Tensor, values: tuple[float, ...], block: int, numel: int, high: bool
+) -> Tensor:
+    """The loop over elements that a reader believes at sight."""
+    found = []
+    for i in range(numel):
+        byte = int(codes[i // 2])
+        code = byte >> 4 if (i % 2 == 0) == high else byte & 15
+        found.append(torch.tensor(values[code]) * scales[i // block])
+    return torch.stack(found) if found else torch.empty(0)
+
+
+def plain_matrix(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+    """As above, of one matrix of float8_e4m3fn or int8."""
+    rows, cols = codes.shape
+    index = torch.arange(rows)[:, None] // block, torch.arange(cols)[None] // block
+    return codes.float() * scales[index]
+
+
+def bits_of(array: Tensor) -> Tensor:
+    return array.contiguous().view(torch.int32 if array.dtype == torch.float32 else torch.int16)
+
+
+def assert_same(found: Tensor, wanted: Tensor) -> None:
+    """Equal bits, any NaN for a NaN."""
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(bits_of(found)[~found.isnan()], bits_of(wanted)[~wanted.isnan()])
+
+
+class Guarded:
+    """An output at an odd place within a larger tensor, around which nobody may write."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        numel = math.prod(shape)
+        self.whole = torch.full((numel + 8,), -7.0, dtype=dtype)
+        self.out = self.whole[3 : 3 + numel].view(shape)
+
+    def check(self) -> None:
+        surroundings = torch.cat((self.whole[:3], self.whole[3 + self.out.numel() :]))
+        assert torch.equal(surroundings, torch.full_like(surroundings, -7.0))
+
+
+def on_each_isa(decode: Callable[..., None], shape: tuple[int, ...], dtype: torch.dtype, **settings: Any) -> Tensor:
+    """What all instruction sets write, after a check that it is the same."""
+    found = []
+    for isa in ISAS:
+        for threads in (1, 3):
+            guarded = Guarded(shape, dtype)
+            decode(guarded.out.view(-1), isa=isa, threads=threads, **settings)
+            guarded.check()
+            found.append(guarded.out.clone())
+            assert torch.equal(bits_of(found[0]), bits_of(found[-1])), isa
+    return found[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_nf4_is_its_formula(numel: int, dtype: torch.dtype) -> None:
+    codes, scales = drawn_bytes(-(-numel // 2), seed=numel), drawn_scales(-(-numel // 64), seed=numel)
+    wanted = plain_nibbles(codes, scales, kernels.NF4_VALUES, 64, numel, True).to(dtype)
+
+    def decode(out: Tensor, **settings: Any) -> None:
+        values = torch.tensor(kernels.NF4_VALUES)
+        _native.decode_nibbles(codes, scales, values, out, block=64, high_first=True, **settings)
+
+    assert_same(on_each_isa(decode, (numel,), dtype), wanted)
+    out = torch.empty(numel, dtype=dtype)
+    kernels.decode_nf4(codes, scales, out)
+    assert_same(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mxfp4_is_its_formula_for_all_exponents(dtype: torch.dtype) -> None:
+    """256 rows of one block, each with another exponent; all pairs of codes are among them."""
+    codes, exponents = drawn_bytes(256, 16), torch.arange(256, dtype=torch.uint8).view(256, 1)
+    codes.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
+    scales = exponents.view(torch.float8_e8m0fnu).float().view(-1)
+    assert scales[0] == 2.0**-127 and scales[127] == 1 and scales[255].isnan()
+    wanted = plain_nibbles(codes.view(-1), scales, kernels.E2M1_VALUES, 32, 8192, False).to(dtype).view(256, 32)
+
+    def decode(out: Tensor, **settings: Any) -> None:
+        values = torch.tensor(kernels.E2M1_VALUES)
+        flat = codes.view(-1), exponents.view(-1), values
+        _native.decode_nibbles(*flat, out, block=32, high_first=False, **settings)
+
+    assert_same(on_each_isa(decode, (256, 32), dtype), wanted)
+    out = torch.empty(256, 32, dtype=dtype)
+    kernels.decode_mxfp4(codes, exponents, out)
+    assert_same(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", MATRICES)
+def test_fp8_is_its_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Of two matrices with blocks that end at ragged borders; all 256 codes are among them where there is room."""
+    rows, cols = shape
+    codes = drawn_bytes(2, *shape, seed=rows)
+    codes.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)[: codes.numel()]
+    scales = drawn_scales(2, -(-rows // 128), -(-cols // 128), seed=cols)
+    fp8 = codes.view(torch.float8_e4m3fn)
+    wanted = torch.stack([plain_matrix(fp8[i], scales[i], 128) for i in range(2)]).to(dtype)
+    out = torch.empty(2, *shape, dtype=dtype)
+    kernels.decode_fp8(fp8, scales, out)
+    assert_same(out, wanted)
+    if not codes.numel():
+        return
+
+    def decode(out: Tensor, **settings: Any) -> None:
+        sizes = {"rows": rows, "cols": cols, "block_rows": 128, "block_cols": 128}
+        _native.decode_octets(codes.view(-1), scales.view(-1), out, e4m3fn=True, **sizes, **settings)
+
+    assert_same(on_each_isa(decode, (2, *shape), dtype), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_codes_of_fp8_are_torchs(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(1, 256)
+    out = torch.empty(1, 256, dtype=dtype)
+    kernels.decode_fp8(codes, torch.ones(1, 2), out)
+    assert_same(out, codes.to(dtype))
+    assert out.isnan().sum() == 2 and out[0, 0x80].signbit() and out[0, 1] == 2.0**-9
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", MATRICES)
+def test_int8_is_its_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    rows, cols = shape
+    codes, scales = drawn_bytes(*shape, seed=cols).view(torch.int8), drawn_scales(rows, seed=cols)
+    wanted = (codes.float() * scales[:, None]).to(dtype)
+    out = torch.empty(shape, dtype=dtype)
+    kernels.decode_int8(codes, scales, out)
+    assert_same(out, wanted)
+    if not codes.numel():
+        return
+
+    def decode(out: Tensor, **settings: Any) -> None:
+        sizes = {"rows": rows, "cols": cols, "block_rows": 1, "block_cols": cols}
+        _native.decode_octets(codes.view(torch.uint8).view(-1), scales, out, e4m3fn=False, **sizes, **settings)
+
+    assert_same(on_each_isa(decode, shape, dtype), wanted)
+
+
+CASES: dict[str, Callable[[torch.dtype, tuple[int, int]], tuple[Any, ...]]] = {
+    "nf4": lambda dtype, shape: (
+        kernels.decode_nf4,
+        drawn_bytes(math.prod(shape) // 2),
+        drawn_scales(-(-math.prod(shape) // 64)),
+    ),
+    "mxfp4": lambda dtype, shape: (
+        kernels.decode_mxfp4,
+        drawn_bytes(shape[0], shape[1] // 2),
+        drawn_bytes(shape[0], shape[1] // 32),
+    ),
+    "fp8": lambda dtype, shape: (
+        kernels.decode_fp8,
+        drawn_bytes(*shape).view(torch.float8_e4m3fn),
+        drawn_scales(-(-shape[0] // 128), -(-shape[1] // 128)),
+    ),
+    "int8": lambda dtype, shape: (
+        kernels.decode_int8,
+        drawn_bytes(*shape).view(torch.int8),
+        drawn_scales(shape[0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", CASES)
+def test_without_the_native_module_and_on_other_devices_torch_gives_the_same(
+    scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In slices, whose ends fall on no end of the arrays."""
+    shape = (300, 160)
+    decode, codes, scales = CASES[scheme](dtype, shape)
+    native, torchs = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    decode(codes, scales, native)
+    monkeypatch.setattr(kernels, "_native", None)
+    monkeypatch.setattr(kernels, "TORCH_SLICE_NUMEL", 1 << 13)
+    decode(codes, scales, torchs)
+    assert_same(torchs, native)
+
+
+@pytest.mark.parametrize("scheme", CASES)
+def test_fake_tensors_decode_to_fake_tensors(scheme: str) -> None:
+    decode, codes, scales = CASES[scheme](torch.bfloat16, (128, 64))
+    with FakeTensorMode() as fake:
+        out = torch.empty(128, 64, dtype=torch.bfloat16)
+        decode(fake.from_tensor(codes), fake.from_tensor(scales), out)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change", "message"),
+    [
+        ("nf4", lambda c, s, o: (c, s.double(), o), "scales is torch.float64, expected torch.float32"),
+        ("nf4", lambda c, s, o: (c[:-1], s, o), "codes has 4095 elements, expected 4096"),
+        ("nf4", lambda c, s, o: (c, s[1:], o), "scales has 127 elements, expected 128"),
+        ("nf4", lambda c, s, o: (c, s, o.half()), "out is torch.float16, expected torch.bfloat16 or torch.float32"),
+        ("nf4", lambda c, s, o: (c, s, o.t()), "out must be contiguous"),
+        ("nf4", lambda c, s, o: (c, s.to("meta"), o), "scales is on meta, out on cpu"),
+        ("mxfp4", lambda c, s, o: (c, s, o.view(-1, 16)), "last dimension must be a multiple of 32"),
+        ("fp8", lambda c, s, o: (c, s, o.view(-1)), "at least two dimensions"),
+        ("fp8", lambda c, s, o: (c.view(torch.uint8), s, o), "codes is torch.uint8, expected torch.float8_e4m3fn"),
+        ("fp8", lambda c, s, o: (c, s.t().contiguous(), o), r"scales has shape \(1, 2\), expected \(2, 1\)"),
+        ("int8", lambda c, s, o: (c, s.view(2, -1), o), r"scales has shape \(2, 64\), expected \(128,\)"),
+    ],
+)
+def test_arrays_that_do_not_match_are_named(scheme: str, change: Callable[..., Any], message: str) -> None:
+    shape = (256, 64) if scheme == "fp8" else (128, 64)
+    decode, codes, scales = CASES[scheme](torch.bfloat16, shape)
+    with pytest.raises(ValueError, match=message):
+        decode(*change(codes, scales, torch.empty(shape, dtype=torch.bfloat16)))
+
+
+def test_the_native_module_checks_what_would_be_read_past_its_end() -> None:
+    values, out = torch.tensor(kernels.NF4_VALUES), torch.empty(64)
+    codes, scales = drawn_bytes(32), torch.ones(1)
+    settings = {"block": 64, "high_first": True, "threads": 1}
+    for arrays, message in [
+        ((codes[:-1], scales, values, out), "codes has 31 elements, expected 32"),
+        ((codes, scales[:0], values, out), "scales has 0 elements, expected 1"),
+        ((codes, scales, values[:15], out), "values has 15 elements, expected 16"),
+        ((codes, scales.double(), values, out), "scales must be float32 or uint8"),
+        ((codes, scales, values, out.half()), "out must be float32 or bfloat16"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            _native.decode_nibbles(*arrays, **settings)
+    with pytest.raises(ValueError, match="block is 48"):
+        _native.decode_nibbles(codes, scales, values, out, block=48, high_first=True, threads=1)
+    sizes = {"e4m3fn": True, "rows": 3, "cols": 21, "block_rows": 128, "block_cols": 128, "threads": 1}
+    with pytest.raises(ValueError, match="out has 64 elements, expected 63"):
+        _native.decode_octets(drawn_bytes(64), scales, out, **sizes)
