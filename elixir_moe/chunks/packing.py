@@ -237,7 +237,9 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
     needed = [-(-chunk.numel // _elements_for_one(chunk.key, together)) for chunk in cached]
     length = max(chunk_numel, *needed) if cached else 0
     chunks = [
-        replace(chunk, width=-(-chunk.nbytes // length)) if chunk.residence is CACHED and chunk.numel > length else chunk
+        replace(chunk, width=-(-chunk.nbytes // length))
+        if chunk.residence is CACHED and chunk.numel > length
+        else chunk
         for chunk in chunks
     ]
     return Layout(

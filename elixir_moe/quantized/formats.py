@@ -1,6 +1,7 @@
 """The four formats of frozen weights in 4 or 8 bits: the shapes of their bytes, and the way there and back.
 
-Owns the arithmetic, in torch operators that run on any device and on tensors without data. Never touches a module.
+Owns the encoding, in torch operators that run on any device and on tensors without data; `kernels` decodes. Never
+touches a module.
 
     name   codes (of a weight (..., out, in))       scales                                      bytes a weight
     nf4    uint8 (..., out, in / 2), high nibble     fp32 (..., out, in / 64): the largest        0.5625
@@ -25,22 +26,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elixir_moe import kernels
 from elixir_moe.errors import ConfigError, nothing_called
+from elixir_moe.kernels import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, NF4_VALUES
 from elixir_moe.parallel.dataless import has_data
-from elixir_moe.torch_private import DisableTorchFunctionSubclass
+from elixir_moe.torch_private import DisableTorchFunction
 
 SLICE_NUMEL = 1 << 22
-"""Weights that are encoded or decoded at a time: their temporaries are at most about five times 16 MiB."""
-NF4_VALUES = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-"""The value of each NF4 code, before its scale."""
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The value of each MXFP4 code, before its scale."""
+"""Weights that are encoded at a time: their temporaries are at most about five times 16 MiB."""
 _E2M1_LARGEST, _E4M3_LARGEST, _INT8_LARGEST = 6.0, 448.0, 127.0
+_DECODED_TO = (torch.bfloat16, torch.float32)
 _NF4_SMALLEST_SCALE = 1e-38
 """bitsandbytes divides by no smaller scale."""
 
@@ -61,8 +56,8 @@ class Scheme:
     """Whether the last block of rows and of columns may be smaller."""
     encode_rows: Callable[[Tensor], tuple[Tensor, Tensor]]
     """An fp32 weight (out, in) -> codes and scales."""
-    decode_rows: Callable[[Tensor, Tensor], Tensor]
-    """Codes and scales of a weight (out, in) -> the weight, fp32."""
+    decode_into: Callable[[Tensor, Tensor, Tensor], None]
+    """Codes and scales of a weight (..., out, in) are decoded into a third tensor, bf16 or fp32."""
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
         """Why a weight of this shape cannot have the format; None if it can."""
@@ -117,10 +112,10 @@ class Scheme:
         (experts, out, in / 32, 16), those of bitsandbytes (numel / 2, 1).
         """
         codes, scales = codes.reshape(self.codes_shape(shape)), scales.reshape(self.scales_shape(shape))
-        weight = torch.empty(shape, dtype=dtype, device=codes.device)
-        for part, its_codes, its_scales in self._slices(weight, codes, scales):
-            part.copy_(self.decode_rows(its_codes, its_scales))
-        return weight
+        written = dtype if dtype in _DECODED_TO else torch.float32
+        weight = torch.empty(shape, dtype=written, device=codes.device)
+        self.decode_into(codes.contiguous(), scales.contiguous(), weight)
+        return weight.to(dtype)
 
     def _slices(self, weight: Tensor, codes: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Views of whole blocks of rows of one expert, with about `SLICE_NUMEL` weights each."""
@@ -144,20 +139,16 @@ class Scheme:
 def _nf4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     """As bitsandbytes does: times the reciprocal of the scale, to the nearest value; ties go to the lower one."""
     values = torch.tensor(NF4_VALUES, device=weight.device)
-    blocks = weight.unflatten(-1, (-1, 64))
+    blocks = weight.unflatten(-1, (-1, NF4_BLOCK))
     scales = blocks.abs().amax(-1)
     scaled = (blocks * (1.0 / scales.clamp(min=_NF4_SMALLEST_SCALE)).unsqueeze(-1)).clamp(-1, 1)
     codes = torch.bucketize(scaled.flatten(-2), (values[:-1] + values[1:]) / 2, out_int32=True)
     return codes[:, ::2] << 4 | codes[:, 1::2], scales
 
 
-def _nf4_decode(codes: Tensor, scales: Tensor) -> Tensor:
-    return (_pairs(codes, NF4_VALUES, high_first=True).unflatten(-1, (-1, 64)) * scales.unsqueeze(-1)).flatten(-2)
-
-
 def _mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     """With the least exponent that clips no weight, to the nearest value; ties go to the even code."""
-    blocks = weight.unflatten(-1, (-1, 32))
+    blocks = weight.unflatten(-1, (-1, MXFP4_BLOCK))
     fraction, exponent = torch.frexp(blocks.abs().amax(-1))  # fraction * 2^exponent, of which 6 is 0.75 * 2^3
     exponent = torch.where(fraction <= _E2M1_LARGEST / 8, exponent - 3, exponent - 2).clamp(-127, 127)
     scaled = torch.ldexp(blocks, -exponent.unsqueeze(-1)).flatten(-2)
@@ -167,36 +158,17 @@ def _mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes[:, ::2] | codes[:, 1::2] << 4, exponent + 127
 
 
-def _mxfp4_decode(codes: Tensor, scales: Tensor) -> Tensor:
-    bits = scales.int() << 23  # the exponent of a float of the same bias
-    bits = torch.where(scales == 0, 1 << 22, bits)  # 2^-127 is subnormal
-    factors = torch.where(scales == 255, math.nan, bits.view(torch.float32))
-    return (_pairs(codes, E2M1_VALUES, high_first=False).unflatten(-1, (-1, 32)) * factors.unsqueeze(-1)).flatten(-2)
-
-
-def _pairs(codes: Tensor, values: tuple[float, ...], *, high_first: bool) -> Tensor:
-    """Bytes (rows, n) of two codes each -> their values (rows, 2n), fp32, by a table of all bytes."""
-    table = torch.tensor(values, device=codes.device)
-    low, high = table.repeat(16), table.repeat_interleave(16)
-    pairs = torch.stack((high, low) if high_first else (low, high), -1)
-    return pairs.index_select(0, codes.flatten().int()).view(len(codes), -1)
-
-
 def _fp8_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
-    padded = F.pad(weight, (0, -columns % 128, 0, -rows % 128))
-    largest = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).abs().amax((1, 3))
+    padded = F.pad(weight, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
+    largest = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK)).abs().amax((1, 3))
     scales = _factor(largest, _E4M3_LARGEST)
     return (weight / _by_block(scales, rows, columns)).clamp(-_E4M3_LARGEST, _E4M3_LARGEST), scales
 
 
-def _fp8_decode(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.float() * _by_block(scales, *codes.shape)
-
-
 def _by_block(scales: Tensor, rows: int, columns: int) -> Tensor:
     """The scale of each weight, from those of blocks of 128 x 128."""
-    return scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
 
 
 def _int8_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,8 +176,8 @@ def _int8_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales).round().clamp(-_INT8_LARGEST, _INT8_LARGEST), scales
 
 
-def _int8_decode(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.float() * scales
+def _int8_decode(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
+    kernels.decode_int8(codes, scales.squeeze(-1), weight)
 
 
 def _factor(largest: Tensor, code: float) -> Tensor:
@@ -219,33 +191,33 @@ SCHEMES: Mapping[str, Scheme] = {
     for scheme in (
         Scheme(
             name="nf4",
-            block=(1, 64),
+            block=(1, NF4_BLOCK),
             codes_a_byte=2,
             codes_dtype=torch.uint8,
             scales_dtype=torch.float32,
             ragged=False,
             encode_rows=_nf4_encode,
-            decode_rows=_nf4_decode,
+            decode_into=kernels.decode_nf4,
         ),
         Scheme(
             name="fp8",
-            block=(128, 128),
+            block=(FP8_BLOCK, FP8_BLOCK),
             codes_a_byte=1,
             codes_dtype=torch.float8_e4m3fn,
             scales_dtype=torch.float32,
             ragged=True,
             encode_rows=_fp8_encode,
-            decode_rows=_fp8_decode,
+            decode_into=kernels.decode_fp8,
         ),
         Scheme(
             name="mxfp4",
-            block=(1, 32),
+            block=(1, MXFP4_BLOCK),
             codes_a_byte=2,
             codes_dtype=torch.uint8,
             scales_dtype=torch.uint8,
             ragged=False,
             encode_rows=_mxfp4_encode,
-            decode_rows=_mxfp4_decode,
+            decode_into=kernels.decode_mxfp4,
         ),
         Scheme(
             name="int8",
@@ -255,7 +227,7 @@ SCHEMES: Mapping[str, Scheme] = {
             scales_dtype=torch.float32,
             ragged=True,
             encode_rows=_int8_encode,
-            decode_rows=_int8_decode,
+            decode_into=_int8_decode,
         ),
     )
 }
@@ -264,7 +236,7 @@ SCHEMES: Mapping[str, Scheme] = {
 
 def check_finite(name: str, weight: Tensor) -> None:
     """Raises ConfigError, with the parameter's name, for a weight that has data and is not finite."""
-    with DisableTorchFunctionSubclass():  # a tensor of `sharded_init` would draw its values to answer
+    with DisableTorchFunction():  # a tensor of `sharded_init` would draw its values to answer
         has_values = has_data(weight)
     if has_values and not weight.isfinite().all():
         raise ConfigError(

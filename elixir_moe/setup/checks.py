@@ -14,6 +14,7 @@ from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.errors import ConfigError, LayoutError
 from elixir_moe.optim.accepted import check_optimizer, is_adam
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.quantized.packed import packed_in, packed_parameters
 from elixir_moe.runtime.access import ShardedParameter
 from elixir_moe.runtime.model_spec import TRAINED_IN
 from elixir_moe.setup.drawing import computed_from, record_of
@@ -59,7 +60,8 @@ def check_arguments(
         if any(kind.__name__ in _PACKED for kind in type(tensor).__mro__):
             raise ConfigError(
                 f"{name!r} is a {type(tensor).__name__}, whose bytes are packed by bitsandbytes: load the model in "
-                f"bf16, without load_in_4bit or load_in_8bit, and train it, or LoRA on it, under a plan"
+                f"bf16, without load_in_4bit or load_in_8bit, and freeze it; em.quantize(model, 'nf4') then makes the "
+                f"codes and scales of load_in_4bit, em.quantize(model, 'int8') 8 bits"
             )
     _check_listing(model)
     check_optimizer(optimizer)
@@ -106,6 +108,7 @@ def check_modules(model: nn.Module) -> None:
     """Raises ConfigError for modules whose forward bypasses autograd or hooks, for adapters that peft has left out, and
     for tensors that share a parameter's memory."""
     _check_targets(model)
+    _check_adapted_bytes(model)
     check_sharing(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
@@ -131,6 +134,11 @@ def _check_targets(model: Any) -> None:
                 f"gradients are in shards, and step() clears them; train LoRA, whose rank is fixed"
                 f"{', or leave use_asa out' * (kind == 'ADAMSS')}"
             )
+        if getattr(config, "use_dora", False) and any(packed_parameters(model)):
+            raise ConfigError(
+                f"adapter {adapter!r} has use_dora=True, which reads the weights of the base, and those are packed: "
+                f"leave it out, or quantise other layers alone (em.quantize(..., skip=...))"
+            )
         found = getattr(model.base_model, "targeted_parameter_names", ())
         for target in getattr(config, "target_parameters", None) or ():
             if not any(f".{name}".endswith(f".{target}") for name in found):
@@ -138,6 +146,19 @@ def _check_targets(model: Any) -> None:
                 raise ConfigError(
                     f"target_parameters of adapter {adapter!r} has {target!r}, which the model has not, so that peft "
                     f"trains nothing there: correct it, or leave it out; names are as {some}"
+                )
+
+
+def _check_adapted_bytes(model: nn.Module) -> None:
+    """Raises ConfigError for adapters that peft would add to the bytes of a weight."""
+    for name, module in model.named_modules():
+        if isinstance(own := getattr(module, "parameter_name", None), str) and hasattr(module, "get_base_layer"):
+            packed = packed_in(module.get_base_layer())  # type: ignore[operator]
+            if own in packed:
+                raise ConfigError(
+                    f"{name!r} has adapters (target_parameters) on {own!r}, which is packed as {packed[own].scheme}: "
+                    f"peft adds them to the weight itself. Adapt linear layers (target_modules), or leave these "
+                    f"weights as they are, as in em.quantize(..., skip='*experts*')"
                 )
 
 

@@ -27,6 +27,7 @@ from elixir_moe.errors import CheckpointError, UsageError
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.plain_state import computed, keys_of, modules_with_extra_state, persistent_buffers
 from elixir_moe.parallel.rules import UNCUT, logical_box, logical_shape, named_tensors, names_of, pattern_of
+from elixir_moe.quantized.packed import packed_parameters
 from elixir_moe.state.full import full_parameters
 from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
@@ -270,8 +271,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
     Raises:
         UsageError: the model is not wrapped, its parameters or buffers have changed since `wrap`, its state dict has
-            extra state or tensors that a hook computes, or, on several ranks, peft would save what it computes from the
-            model (prompt learning).
+            extra state or tensors that a hook computes, its weights are quantised, or, on several ranks, peft would
+            save what it computes from the model (prompt learning).
         CheckpointError: rank 0 cannot write; raised on every rank.
     """
     wrapped = require_wrapped(model, "save_pretrained", "; a plain one has its own")
@@ -280,6 +281,11 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
     if hasattr(model, "peft_config"):
         _save_adapters(model, wrapped, folder)
         return
+    for name, _, _, packed in packed_parameters(model):
+        raise UsageError(
+            f"{name!r} is packed as {packed.scheme}, in a form that from_pretrained does not read: em.save keeps the "
+            f"bytes, and of a peft model save_pretrained writes the adapters alone"
+        )
     _refuse_more_than_tensors(model, wrapped)
     writers: list[_Writer] = []
 
@@ -335,7 +341,8 @@ def refuse_merges(model: Any) -> None:
         raise UsageError(
             "adapters of a wrapped model cannot be merged or taken off: em.save_pretrained(model, folder) writes them. "
             "Then, in one process with the base in memory, PeftModel.from_pretrained(base, folder).merge_and_unload() "
-            "merges them, and save_pretrained of the result writes the merged model"
+            "merges them, and save_pretrained of the result writes the merged model. A base that was quantised here is "
+            "read in bf16 for that; to quantise the merged weights again may lose more than was learnt"
         )
 
     if hasattr(model, "peft_config"):

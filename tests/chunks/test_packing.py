@@ -153,6 +153,38 @@ def test_blocks_are_as_wide_as_the_widest_cached_chunk() -> None:
     assert wide.waste_fraction == 0.25, "bytes, not elements: half of the bf16 chunk's block is empty"
 
 
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
+def test_bytes_fill_blocks_as_wide_as_those_of_other_chunks(wide: torch.dtype) -> None:
+    """Bytes of quantised weights beside an embedding and a head: as many as fill an element count as one."""
+    rest, packed = (replace(KEY, dtype=dtype, trainable=False) for dtype in (wide, torch.uint8))
+    small = replace(KEY, dtype=torch.float64)  # a few adapters have a chunk of their own, and no say
+    params = [param(8192, rest), *(param(4096, packed) for _ in range(16)), param(8192, rest), param(8, small)]
+    layout = build_layout(params)
+    check_bytes(layout, params)
+    assert layout.block_bytes == layout.chunk_numel * wide.itemsize
+    assert len([c for c in layout.cached if c.key == packed]) == 16 * 4096 // layout.block_bytes
+    assert layout.waste_fraction < 0.01
+    for chunk in layout.cached:  # without the others, which lie in place, blocks are no wider than bytes need
+        alone = layout.with_in_place({c.index for c in layout.cached if c.key != packed})
+        assert max(c.nbytes for c in alone.cached) <= alone.block_bytes <= layout.block_bytes, chunk
+
+
+def check_bytes(layout: Layout, params: list[ParamSpec]) -> None:
+    """Every parameter is in one chunk, and every cached chunk in a block."""
+    assert sorted(slot.param for chunk in layout.chunks for slot in chunk.slots) == list(range(len(params)))
+    assert all(chunk.nbytes <= layout.block_bytes for chunk in layout.cached)
+
+
+def test_a_parameter_of_bytes_may_be_longer_than_the_chunks_of_others() -> None:
+    rest, packed = (replace(KEY, dtype=dtype, trainable=False) for dtype in (torch.bfloat16, torch.uint8))
+    params = [*(param(1024, rest) for _ in range(4)), param(2048, packed), param(2048, packed)]
+    layout = build_layout(params, 1024)
+    check_bytes(layout, params)
+    assert layout.block_bytes == 2048
+    with pytest.raises(PlanError, match="set chunk_numel to at least 1024"):
+        build_layout(params, 1000)
+
+
 def test_a_parameter_longer_than_a_chunk_is_named() -> None:
     params = [param(LINE, name="small"), param(9 * LINE + 1, name="layer.big")]
     with pytest.raises(PlanError, match=rf"'layer\.big' has {9 * LINE + 1} elements.*at least {9 * LINE + 1}"):

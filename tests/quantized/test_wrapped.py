@@ -4,8 +4,10 @@ The losses of one world are equal to the bit among plans. Beside the oracle, whi
 rank, and on several within `tests.support.parity`'s tolerance, for the order of sums over ranks.
 """
 
+import contextlib
 import gc
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,3 +181,71 @@ def resumed(folder: str) -> tuple[list[float], list[float]]:
         found.append([loss.item() for loss in steps(model, optimizer)])
         optimizer.close()
     return found[0], found[1]
+
+
+def test_a_model_without_memory_is_quantised_when_it_is_drawn(ranks: Ranks) -> None:
+    (plain, drawn), *_ = ranks(1).run(drawn_beside_plain)
+    assert plain.keys() == drawn.keys()
+    for name, value in plain.items():
+        assert torch.equal(drawn[name], value), name
+
+
+def drawn_beside_plain() -> tuple[dict[str, Tensor], ...]:
+    """(rank) The state of a quantised model that had its weights before `wrap`, and of one that had none."""
+    states = []
+    for around in (contextlib.nullcontext, em.sharded_init):
+        with around():
+            model = adapted(em.quantize(base(), "nf4"))
+        model, optimizer = em.wrap(model, optimizer_of(model), plan=em.Plan.zero3())
+        states.append(em.full_state_dict(model))
+        optimizer.close()
+    return tuple(states)
+
+
+def test_what_cannot_be_kept_or_adapted_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    for says, expected in zip(ranks(1).run(refused, str(tmp_path))[0], REFUSED, strict=True):
+        assert re.search(expected, says), says
+
+
+REFUSED = (
+    r"'model\.layers\.0\.self_attn\.q_proj\.weight' is packed as nf4.*em\.save keeps",
+    r"adapters \(target_parameters\) on 'gate_up_proj', which is packed as nf4",
+    r"use_dora=True, which reads the weights of the base",
+    r"A base that was quantised here is read in bf16",
+)
+
+
+def refused(folder: str) -> list[str]:
+    """(rank) The messages."""
+    said = []
+    em.init_mesh(device_type="cpu")
+    model = em.quantize(base(), "nf4")
+    model.lm_head.requires_grad_(True)
+    model, optimizer = em.wrap(model, optimizer_of(model), plan=em.Plan.zero3())
+    with pytest.raises(em.UsageError) as error:
+        em.save_pretrained(model, folder)
+    said.append(str(error.value))
+    optimizer.close()
+    for scheme, settings in (
+        ("nf4", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
+        ("int8", {"target_modules": ["q_proj"], "use_dora": True}),
+    ):
+        model = peft.get_peft_model(em.quantize(base(), scheme), peft.LoraConfig(r=4, **settings))
+        with pytest.raises(em.ConfigError) as refusal:
+            em.wrap(model, optimizer_of(model), plan=em.Plan.zero3())
+        said.append(str(refusal.value))
+    model = built("qwen3-moe", "nf4", decoded=False)
+    model, optimizer = em.wrap(model, optimizer_of(model), plan=em.Plan.zero3())
+    with pytest.raises(em.UsageError) as error:
+        model.merge_and_unload()
+    optimizer.close()
+    return [*said, str(error.value)]
+
+
+def test_adapters_are_merged_into_decoded_weights() -> None:
+    """`em.dequantize` first: the merged model computes what the adapted one did, but for the order of a sum."""
+    model = built("qwen3-moe", "nf4", decoded=False)
+    before = model(input_ids=batch(0)).logits
+    merged = em.dequantize(model).merge_and_unload()
+    assert not any(p.dtype == torch.uint8 for p in merged.parameters())
+    torch.testing.assert_close(merged(input_ids=batch(0)).logits, before, rtol=1e-4, atol=1e-5)
