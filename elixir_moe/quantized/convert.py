@@ -50,14 +50,13 @@ def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = Non
     weight is two frozen parameters of dtype uint8, the codes under the weight's own name and the scales under that
     name with ``_scales``. On a model of `sharded_init` or on meta, the bytes are made when `wrap` makes the weights.
 
-    =======  ==================================  ==============
-    scheme   blocks that share a scale           bytes a weight
-    =======  ==================================  ==============
-    nf4      64 inputs of an output              0.5625
-    mxfp4    32 inputs of an output              0.53125
-    fp8      128 outputs x 128 inputs            1.0002
-    int8     all inputs of an output             1 + 4 / inputs
-    =======  ==================================  ==============
+    ::
+
+        scheme   weights that share a scale   bytes a weight
+        nf4      64 inputs of an output       0.5625
+        mxfp4    32 inputs of an output       0.53125
+        fp8      128 outputs x 128 inputs     1.0002
+        int8     all inputs of an output      1 + 4 / inputs
 
     Args:
         model: a model that is not wrapped.

@@ -249,3 +249,52 @@ def test_adapters_are_merged_into_decoded_weights() -> None:
     merged = em.dequantize(model).merge_and_unload()
     assert not any(p.dtype == torch.uint8 for p in merged.parameters())
     torch.testing.assert_close(merged(input_ids=batch(0)).logits, before, rtol=1e-4, atol=1e-5)
+
+
+def test_tiles_are_quantised_one_by_one(ranks: Ranks) -> None:
+    """Names and bytes are those of whole weights, and so are losses, but for the order of sums in gradients."""
+    whole, tiled = ranks(1).run(tiled_beside_whole)[0]
+    assert whole[1].keys() == tiled[1].keys()
+    assert all(torch.equal(value, tiled[1][name]) for name, value in whole[1].items())
+    assert tiled[0] == pytest.approx(whole[0], abs=LOSS_TOLERANCE)
+
+
+def tiled_beside_whole() -> list[tuple[list[float], dict[str, Tensor]]]:
+    """(rank) Losses and frozen state of a quantised model, whole and in tiles."""
+    found = []
+    for tiles in (False, True):
+        model = em.tile(base(), at_most=40_000) if tiles else base()
+        model = adapted(em.quantize(model, "nf4"))
+        model, optimizer = em.wrap(model, optimizer_of(model), plan=em.Plan.zero3())
+        losses = [loss.item() for loss in steps(model, optimizer)]
+        state = em.full_state_dict(model)
+        found.append((losses, {name: value for name, value in state.items() if "lora" not in name}))
+        optimizer.close()
+    return found
+
+
+def test_under_a_searched_plan_and_activation_checkpoints(ranks: Ranks) -> None:
+    """The step is traced without data, and regions run again decode again."""
+    plain, *others = ranks(1).run(checkpointed)[0]
+    for other in others:
+        assert other == pytest.approx(plain, abs=LOSS_TOLERANCE)
+
+
+def checkpointed() -> list[list[float]]:
+    """(rank) Losses under a preset, with checkpoints, and under `Plan.auto`."""
+    found = []
+    for number, plan in enumerate((em.Plan.zero3(), em.Plan.offload(), em.Plan.auto(own_loss, batch(0)))):
+        model = built("qwen3-moe", "nf4", decoded=False)
+        if number:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable()
+        model, optimizer = em.wrap(model, optimizer_of(model), plan=plan)
+        found.append([loss.item() for loss in steps(model, optimizer)])
+        optimizer.close()
+    return found
+
+
+def own_loss(model: Any, rows: Tensor) -> Tensor:
+    """The loss of a batch."""
+    loss: Tensor = model(input_ids=rows, labels=rows).loss
+    return loss
