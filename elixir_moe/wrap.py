@@ -88,7 +88,8 @@ def wrap(
         weights: a folder of safetensors, as `save_pretrained` and Hugging Face write them, that every rank can read.
             Parameters and buffers of a model made under ``torch.device("meta")`` are read from it straight into their
             shards; no rank ever holds more than one parameter besides. Of a peft model made under `sharded_init` the
-            base is read, and the adapters are drawn.
+            base is read, and the adapters are drawn. Weights that the folder has in FP8 or MXFP4 stay bytes, as after
+            `em.quantize`; they must be frozen.
 
     Returns:
         The model and a `ShardedOptimizer` with the same `param_groups`.
@@ -102,7 +103,8 @@ def wrap(
             shares a parameter's memory; or an argument is wrong.
         TierError: device memory, host memory or the disk is too small; before anything is allocated, if free memory
             tells.
-        CheckpointError: `weights` lacks a tensor that the model has on meta, or has it in another shape.
+        CheckpointError: `weights` lacks a tensor that the model has on meta, or has it in another shape. ConfigError
+            if its `quantization_config` names a format that is not known, or quantises what is trained.
     """
 
     prepare_process()
@@ -156,6 +158,10 @@ def _wrapped(
         check_data(model, weights, step)
 
     raise_on_all_ranks("checked the model", check_model)
+    pretrained = None if weights is None else Pretrained(model, weights)
+    if pretrained is not None:
+        made.callback(pretrained.unpack)
+        raise_on_all_ranks("made place for the folder's bytes", pretrained.pack)
 
     # 2. Describe the model and settle its plan.
     decided = decide(made, model, optimizer, plan, sample, step, compute_dtype, device)
@@ -163,7 +169,6 @@ def _wrapped(
     moments, staged, communicators = decided.moments, decided.staged, decided.communicators
 
     # 3. Make files, process groups and memory: all ranks, or none.
-    pretrained = None if weights is None else Pretrained(model, weights)
     ledger = Ledger.of(plan, layout, moments=moments, staged=staged, beside=decided.beside)
     size = ledger.footprint(plan.blocks(layout))
     check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))

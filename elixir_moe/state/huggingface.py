@@ -2,7 +2,8 @@
 
 Owns both directions. No rank holds more of the full model at once than one chunk and the sources of one tensor.
 Names and shapes in files are the model's own, or those that `transformers` registers for its class: mixtures have one
-tensor per expert in files, and one per layer in memory.
+tensor per expert in files, and one per layer in memory. Weights that files have as bytes stay bytes (`shipped`), and
+those of a model that `em.quantize` has changed on meta become bytes one after another.
 """
 
 import json
@@ -10,7 +11,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,13 +24,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
-from elixir_moe.errors import CheckpointError, UsageError
+from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.plain_state import computed, keys_of, modules_with_extra_state, persistent_buffers
-from elixir_moe.parallel.rules import UNCUT, logical_box, logical_shape, named_tensors, names_of, pattern_of
-from elixir_moe.quantized.packed import packed_parameters
+from elixir_moe.parallel.rules import UNCUT, attach, logical_box, logical_shape, named_tensors, names_of, pattern_of
+from elixir_moe.parallel.tiles import tile_of
+from elixir_moe.quantized.formats import scheme_called
+from elixir_moe.quantized.modules import become_plain, become_quantized, weights_of
+from elixir_moe.quantized.packed import SCALES, Packed, as_bytes, packed_parameters
 from elixir_moe.state.full import full_parameters
 from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
+from elixir_moe.state.shipped import Halves, halves_in, scheme_of_folder
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 from elixir_moe.torch_private import DisableTorchFunctionSubclass, swap_tensors
 
@@ -51,6 +56,19 @@ class _Source:
     """The converter's name for its result."""
 
 
+_Places = dict[Tensor, tuple[nn.Module, str]]
+"""{weight: its module, its name there}."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """What a parameter of bytes is: the codes or the scales of a quantised weight."""
+
+    packed: Packed
+    codes: nn.Parameter
+    is_scales: bool
+
+
 class Pretrained:
     """The weights in a folder for the parameters and buffers that a model has on meta.
 
@@ -60,20 +78,114 @@ class Pretrained:
 
     Raises:
         CheckpointError: the folder cannot be read, lacks a weight, or has it in another shape.
+        ConfigError: its weights are bytes in a format that is not known.
     """
 
     def __init__(self, model: nn.Module, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(os.path.expanduser(folder))
+        self._given = model
         self._model: Any = base_of(model)
         self._files: dict[str, Any] = {}
         self._sources: dict[str, _Source] = {}
+        self._shipped: dict[str, Halves] = {}
+        self._scheme: str | None
+        self._packed_here: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
+        self._encoded: tuple[nn.Parameter, tuple[Tensor, Tensor]] | None = None
+        self._look_at_model()
+        self._reading = Deferred("read their weights", error=CheckpointError)
+        (self._scheme, *_) = raise_on_all_ranks("read the folder's config", lambda: scheme_of_folder(self._folder))
+        raise_on_all_ranks("opened a folder of weights", self._open, error=CheckpointError)
+
+    def _look_at_model(self) -> None:
+        model = self._given
         self._names = names_in_base(model)
         if self._model is model:
             keys = keys_of(model)
             for names in self._names.values():  # hooks of the state dict may give a tensor other names
                 names += [key for key, name in keys.items() if name == names[0] and key not in names]
-        self._reading = Deferred("read their weights", error=CheckpointError)
-        raise_on_all_ranks("opened a folder of weights", self._open, error=CheckpointError)
+        self._halves: dict[Tensor, _Half] = {}
+        for _, module, own, packed in packed_parameters(model):
+            codes, scales = getattr(module, own), getattr(module, own + SCALES)
+            self._halves |= {codes: _Half(packed, codes, False), scales: _Half(packed, codes, True)}
+
+    def pack(self) -> None:
+        """Makes the weights on meta that the folder has as bytes frozen parameters of those bytes, in place.
+
+        Raises:
+            ConfigError: such a weight is trained, cut, shared, or of a module that cannot multiply bytes. It names all
+                of them, and nothing has been changed.
+        """
+        if self._scheme is None:
+            return
+        form = scheme_called(self._scheme)
+        places: _Places = {p: (m, name) for m in self._model.modules() for name, p in weights_of(m).items()}
+        chosen = [t for t in self._names if t.is_meta and t not in self._halves and self._is_shipped(t)]
+        problems = [f"{self._names[t][0]!r} {why}" for t in chosen if (why := self._problem(t, places)) is not None]
+        problems += [
+            f"{self._names[t][0]!r} is {half.packed.scheme} in the model: leave em.quantize out for it"
+            for t, half in self._halves.items()
+            if t.is_meta and not half.is_scales and self._is_shipped(t) and half.packed.scheme != self._scheme
+        ]
+        if problems:
+            raise ConfigError(f"{self._folder}: its weights are {self._scheme}: " + "\n  ".join(problems))
+        for tensor in chosen:
+            assert isinstance(tensor, nn.Parameter), "weights_of has parameters alone"
+            module, own = places[tensor]
+            former = torch.empty_like(tensor)
+            packed = _packed_like(module, tensor, form.name)
+            shapes = (
+                (form.codes_shape(packed.shape), form.codes_dtype),
+                (form.scales_shape(packed.shape), form.scales_dtype),
+            )
+            codes, scales = (as_bytes(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in shapes)
+            self._packed_here.append((module, own, tensor, former))
+            replace_data(tensor, codes)
+            del module._parameters[own]  # both to the end, side by side
+            module.register_parameter(own, tensor)
+            module.register_parameter(own + SCALES, nn.Parameter(scales, requires_grad=False))
+            if (pattern := pattern_of(tensor)) is not None:
+                attach(module._parameters[own + SCALES], pattern)  # type: ignore[arg-type]
+            become_quantized(module, own, packed)
+        self._look_at_model()
+
+    def unpack(self) -> None:
+        """Undoes `pack`: the weights are on meta again, without data."""
+        while self._packed_here:
+            module, own, parameter, former = self._packed_here.pop()
+            delattr(module, own + SCALES)
+            replace_data(parameter, former)
+            if "packed" in vars(module):
+                become_plain(module)
+
+    def _problem(self, tensor: Tensor, places: _Places) -> str | None:
+        """Why a weight cannot be the bytes that the folder has; None if it can."""
+        if tensor not in places:
+            return "is not the weight of a linear layer or of fused experts: nothing else multiplies bytes"
+        if tensor.requires_grad:
+            return "is trained, and bytes have no gradient: freeze it with requires_grad_(False) before the optimizer"
+        if (pattern_of(tensor) or UNCUT).shard or is_dtensor(tensor) or tile_of(tensor) is not None:
+            return "is cut: leave its pattern, em.tile or tensor parallelism out"
+        if len([name for name, p in self._given.named_parameters(remove_duplicate=False) if p is tensor]) > 1:
+            return "is shared by modules, which bytes cannot be"
+        source = self._source(tensor)
+        assert source is not None and self._scheme is not None
+        missing = [key for key, _ in source.keys if key not in self._shipped]
+        if missing:
+            return f"is made of bytes and of {missing[0]!r}, which is none"
+        form, shape = scheme_called(self._scheme), _packed_like(places[tensor][0], tensor, self._scheme).shape
+        if (why := form.problem(shape)) is not None:
+            return why
+        if len({pattern for _, pattern in source.keys}) > 1:  # one behind the other, as gate and up projections are
+            codes = [self._shipped[key].codes for key, _ in source.keys]
+            rows = {self._files[key].get_slice(key).get_shape()[0] for key in codes}
+            if any(number % form.block[0] for number in rows):
+                return f"is made of tensors of {sorted(rows)} rows, which cut blocks of {form.block[0]}"
+        return None
+
+    def _is_shipped(self, tensor: Tensor) -> bool:
+        """Whether the folder has it as bytes."""
+        source = self._source(tensor)
+        return source is not None and any(key in self._shipped for key, _ in source.keys)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether `tensor` comes from the folder; if not, it is an adapter's."""
@@ -89,6 +201,8 @@ class Pretrained:
 
     def _read(self, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter or buffer that was on meta."""
+        if tensor in self._halves:
+            return self._bytes(tensor)[logical_box(tensor)]
         name = self._found(tensor)
         assert name is not None, f"{self._names[tensor]} was found when the folder was opened"
         source, part = self._sources[name], logical_box(tensor)
@@ -96,14 +210,55 @@ class Pretrained:
             key = source.keys[0][0]
             value: Tensor = self._files[key].get_slice(key)[part or ...]
             return value
+        whole = self._made(name, self._stored)
+        if whole.shape != logical_shape(tensor):
+            raise CheckpointError(_unlike(name, tuple(whole.shape), logical_shape(tensor)))
+        return whole[part]
+
+    def _stored(self, key: str) -> Tensor:
+        value: Tensor = self._files[key].get_tensor(key)
+        return value
+
+    def _made(self, name: str, load: Callable[[str], Tensor]) -> Tensor:
+        """The whole tensor called `name`; `load` reads a tensor of the files."""
+        source = self._sources[name]
+        if source.converter is None:
+            return load(source.keys[0][0])
         converter = deepcopy(source.converter)
         for key, matched in source.keys:
-            converter.add_tensor(source.first, key, matched, lambda key=key: self._files[key].get_tensor(key))
+            converter.add_tensor(source.first, key, matched, partial(load, key))
         made = converter.convert(source.first, model=self._model, config=self._model.config)[name]
         whole: Tensor = made[0] if isinstance(made, list) else made
-        if whole.shape != logical_shape(tensor):
-            raise CheckpointError(_unlike(name, tuple(whole.shape), tensor))
-        return whole[part]
+        return whole
+
+    def _bytes(self, tensor: Tensor) -> Tensor:
+        """The whole of a parameter of bytes: as the folder has it, or made of the folder's weight."""
+        half = self._halves[tensor]
+        packed, name = half.packed, self._found(half.codes)
+        assert name is not None, f"{self._names[half.codes]} was found when the folder was opened"
+        form = scheme_called(packed.scheme)
+        if not self._is_shipped(half.codes):
+            if self._encoded is None or self._encoded[0] is not half.codes:
+                weight = self._made(name, self._stored)
+                if weight.shape != _shape_before(packed):
+                    raise CheckpointError(_unlike(name, tuple(weight.shape), _shape_before(packed)))
+                weight = weight.transpose(-1, -2).contiguous() if packed.transposed else weight
+                self._encoded = half.codes, form.encode(weight, name=name)
+            return as_bytes(self._encoded[1][half.is_scales])
+        if half.is_scales:
+            dtype, shape = form.scales_dtype, form.scales_shape(packed.shape)
+            value = self._made(name, lambda key: self._stored(self._shipped[key].scales).to(dtype))
+        else:
+            dtype, shape = form.codes_dtype, form.codes_shape(packed.shape)
+            value = self._made(name, lambda key: as_bytes(self._stored(self._shipped[key].codes)))
+        # gpt-oss's codes have a dim for blocks; a bfloat16 factor of FP8 is an fp32 one
+        like = as_bytes(torch.empty(shape, dtype=dtype, device="meta")).shape
+        made = as_bytes(value.contiguous())
+        if made.shape[: len(shape) - 1] != like[:-1] or made.numel() != like.numel():
+            raise CheckpointError(
+                _unlike(f"the {'scales' if half.is_scales else 'codes'} of {name}", tuple(made.shape), tuple(like))
+            )
+        return made.reshape(like)
 
     def fill_buffers(self) -> None:
         """Takes all buffers off meta: read from the folder if it has them, else computed by the model. Collective."""
@@ -139,7 +294,9 @@ class Pretrained:
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise CheckpointError(f"{self._folder}: no readable {INDEX} or {SINGLE} with its parts: {error}") from error
         named = {name: tensor for tensor, names in self._names.items() for name in names}
-        self._sources = _sources(self._model, self._files, named)
+        self._shipped = {} if self._scheme is None else halves_in(self._files, self._scheme)
+        keys = self._files.keys() - {key for halves in self._shipped.values() for key in halves} | self._shipped.keys()
+        self._sources = _sources(self._model, keys, named)
         problems = []
         for tensor, names in self._names.items():
             source = self._source(tensor)
@@ -150,16 +307,22 @@ class Pretrained:
                 problems.append(f"{names[0]!r} has a pattern with a view: read the weights before the model is cut")
             elif tensor.is_meta and source is None and not made:
                 problems.append(f"{names[0]!r} is on meta and not in the folder: make it on the CPU")
-            elif tensor.is_meta and source is not None and source.converter is None:
+            elif tensor.is_meta and source is not None and source.converter is None and not self._is_shipped(tensor):
                 key = source.keys[0][0]
-                shape = tuple(self._files[key].get_slice(key).get_shape())
-                if shape != logical_shape(tensor):
-                    problems.append(_unlike(names[0], shape, tensor))
+                stored = self._files[key].get_slice(key)
+                shape = tuple(stored.get_shape())
+                half = self._halves.get(tensor)
+                wanted = logical_shape(tensor) if half is None else _shape_before(half.packed)
+                if shape != wanted:
+                    problems.append(_unlike(names[0], shape, wanted))
+                elif stored.get_dtype().startswith("F8"):
+                    problems.append(f"{names[0]!r} is {stored.get_dtype()} in the folder, which has no scales for it")
         if problems:
             raise CheckpointError(f"{self._folder}: " + "\n  ".join(problems))
 
     def _found(self, tensor: Tensor) -> str | None:
-        """The name under which the folder has `tensor`; None if it has not."""
+        """The name under which the folder has `tensor`, or the weight whose bytes it is; None if it has not."""
+        tensor = self._halves[tensor].codes if tensor in self._halves else tensor
         return next((name for name in self._names[tensor] if name in self._sources), None)
 
     def _source(self, tensor: Tensor) -> _Source | None:
@@ -167,8 +330,22 @@ class Pretrained:
         return None if name is None else self._sources[name]
 
 
-def _unlike(name: str, found: tuple[int, ...], tensor: Tensor) -> str:
-    return f"{name!r} is {found} in the folder and {logical_shape(tensor)} in the model"
+def _unlike(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    return f"{name!r} is {found} in the folder and {wanted} in the model"
+
+
+def _shape_before(packed: Packed) -> tuple[int, ...]:
+    """The shape that a weight had in the model before it was bytes."""
+    *experts, rows, columns = packed.shape
+    return (*experts, columns, rows) if packed.transposed else packed.shape
+
+
+def _packed_like(module: nn.Module, weight: Tensor, scheme: str) -> Packed:
+    """What a weight of a module is once its bytes are there."""
+    transposed = bool(getattr(module, "is_transposed", False))
+    shape = tuple(weight.shape)
+    shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+    return Packed(scheme=scheme, shape=shape, dtype=weight.dtype, transposed=transposed)
 
 
 def leave_meta(parameter: nn.Parameter) -> None:
@@ -237,9 +414,10 @@ def _sources(model: nn.Module, keys: Iterable[str], known: dict[str, Tensor]) ->
 
 def _make(model: Any, buffers: list[Tensor]) -> None:
     """Lets `transformers` initialise `buffers` only: it skips tensors that are marked, and cannot change tensors on
-    meta."""
+    meta. Bytes on meta, which it cannot draw, are marked, too."""
     new = {id(buffer) for buffer in buffers}
-    done: list[Any] = [t for _, t in named_tensors(model) if not t.is_meta and id(t) not in new]
+    tensors = [tensor for _, tensor in named_tensors(model) if id(tensor) not in new]
+    done: list[Any] = [t for t in tensors if not (t.is_meta and t.is_floating_point())]
     for tensor in done:
         tensor._is_hf_initialized = True
     for module in model.modules():

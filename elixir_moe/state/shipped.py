@@ -1,0 +1,86 @@
+"""Quantised checkpoints as they are shipped: which weights of a folder are bytes, and where codes and scales are.
+
+Owns the `quantization_config` of such folders and the names in their files. Reads no weight.
+
+    quant_method   codes                                 scales
+    fp8            X, float8_e4m3fn (out, in)            X_scale_inv, fp32 or bf16, (out / 128, in / 128), rounded up
+    mxfp4          X_blocks, uint8 (E, out, in/32, 16)   X_scales, uint8 (E, out, in / 32)
+
+DeepSeek and Qwen publish the first, gpt-oss is the second.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.quantized.formats import SCHEMES
+
+_SUFFIXES: Mapping[str, tuple[str, str]] = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales")}
+"""What the name of a weight gets in files, for its codes and for its scales."""
+_FP8_SETTINGS: Mapping[str, Any] = {
+    "weight_block_size": list(SCHEMES["fp8"].block),
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+}
+"""What a config may say of FP8."""
+
+
+class Halves(NamedTuple):
+    """The names in files of one quantised weight."""
+
+    codes: str
+    scales: str
+
+
+def scheme_of(config: Mapping[str, Any], where: object) -> str | None:
+    """The scheme that a ``config.json`` names for its weights; None if they are not quantised.
+
+    Raises:
+        ConfigError: the weights have a format that is not known here.
+    """
+    texts = config.get("text_config")
+    found = config.get("quantization_config") or (texts.get("quantization_config") if isinstance(texts, dict) else None)
+    if not found:
+        return None
+    method = found.get("quant_method")
+    if method not in _SUFFIXES:
+        raise ConfigError(
+            f"{where}: quantization_config has quant_method={method!r}; weights are read as shipped in the formats "
+            f"{', '.join(_SUFFIXES)}: take a checkpoint in one of them, or one in bf16 and em.quantize"
+        )
+    for name, expected in _FP8_SETTINGS.items() if method == "fp8" else ():
+        if found.get(name, expected) != expected:
+            raise ConfigError(
+                f"{where}: quantization_config has {name}={found[name]!r}; of {method}, {name}={expected!r} is read: "
+                f"take a checkpoint with it, or one in bf16 and em.quantize"
+            )
+    return str(method)
+
+
+def scheme_of_folder(folder: Path) -> str | None:
+    """As `scheme_of`, of the folder's ``config.json``; None without one.
+
+    Raises:
+        ConfigError: the weights have a format that is not known here.
+        CheckpointError: the file is no JSON object.
+    """
+    path = folder / "config.json"
+    if not path.exists():
+        return None
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: expected a JSON object: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(config).__name__}")
+    return scheme_of(config, path)
+
+
+def halves_in(keys: Iterable[str], scheme: str) -> dict[str, Halves]:
+    """{name of the weight: its names in files} of all weights that are bytes there."""
+    known = set(keys)
+    codes, scales = _SUFFIXES[scheme]
+    stems = {key.removesuffix(scales) for key in known if key.endswith(scales)}
+    return {stem: Halves(stem + codes, stem + scales) for stem in sorted(stems) if stem + codes in known}

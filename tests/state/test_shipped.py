@@ -1,0 +1,238 @@
+"""Quantised checkpoints in the layouts in which they are shipped: the bytes in the files are the bytes in the shards.
+
+Folders are made here as their makers publish them: FP8 mixtures with one tensor per expert and factors in bfloat16,
+gpt-oss's stacks with a dim for blocks. The oracle is plain PyTorch with the decoded weights.
+"""
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import elixir_moe as em
+from elixir_moe.quantized.formats import SCHEMES
+from elixir_moe.quantized.packed import SCALES, packed_parameters
+from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, optimizer_of, steps
+from tests.support.cases import placed
+from tests.support.parity import LOSS_TOLERANCE
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32, "max_position_embeddings": 32}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2, "intermediate_size": 128}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+def config_of(scheme: str) -> Any:
+    if scheme == "fp8":
+        made = hf.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=128)
+    else:
+        made = hf.GptOssConfig(**SIZES, num_local_experts=4)
+    made._experts_implementation = "grouped_mm"
+    return made
+
+
+def built(scheme: str) -> nn.Module:
+    torch.manual_seed(3)
+    kind = hf.Qwen3MoeForCausalLM if scheme == "fp8" else hf.GptOssForCausalLM
+    return kind(config_of(scheme)).requires_grad_(False)
+
+
+def shipped(scheme: str, folder: Path) -> nn.Module:
+    """Writes the folder of a small model; returns the model with the decoded weights."""
+    model, form, tensors = built(scheme), SCHEMES[scheme], dict[str, Tensor]()
+    for name, weight in model.state_dict().items():
+        if scheme == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+            codes, scales = form.encode(weight.transpose(1, 2).contiguous())
+            tensors |= {f"{name}_blocks": codes.unflatten(-1, (-1, 16)), f"{name}_scales": scales}
+            weight.copy_(form.decode(codes, scales, (*codes.shape[:2], weight.shape[1]), weight.dtype).transpose(1, 2))
+        elif scheme == "fp8" and ".experts." in name:
+            for expert, stack in enumerate(weight):
+                parts = stack.chunk(2) if "gate_up" in name else [stack]
+                for which, part in zip(("gate", "up") if len(parts) == 2 else ("down",), parts, strict=True):
+                    key = f"{name.rpartition('.')[0]}.{expert}.{which}_proj.weight"
+                    part.copy_(_fp8(tensors, key, part))
+        elif scheme == "fp8" and name.endswith("_proj.weight"):
+            weight.copy_(_fp8(tensors, name, weight))
+        else:
+            tensors[name] = weight.clone()
+    save_file(tensors, folder / "model.safetensors")
+    config = model.config.to_dict() | {"quantization_config": FP8 if scheme == "fp8" else MXFP4}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def _fp8(tensors: dict[str, Tensor], key: str, weight: Tensor) -> Tensor:
+    """Adds codes and factors, which are rounded to bfloat16, to the files; returns the decoded weight."""
+    factors = SCHEMES["fp8"].encode(weight)[1].bfloat16()
+    wide = factors.float().repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)[:, : weight.shape[1]]
+    codes = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+    tensors |= {key: codes, f"{key}_scale_inv": factors}
+    return codes.float() * wide
+
+
+def empty(scheme: str) -> nn.Module:
+    """The model without data, frozen, with adapters that `wrap` draws."""
+    with em.sharded_init():
+        model = built(scheme)
+        return with_adapters(model)
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    torch.manual_seed(8)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def wrapped(scheme: str, folder: Path, plan: em.Plan) -> tuple[nn.Module, Any]:
+    model = empty(scheme)
+    return em.wrap(model, optimizer_of(model), plan=placed(plan), weights=folder)
+
+
+def trained(scheme: str, folder: Path, plan: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """(rank) The mean losses, what was trained, and the bytes in the shards after it."""
+    model, optimizer = wrapped(scheme, folder, PLANS[plan])
+    losses = torch.stack([loss.double() for loss in steps(model, optimizer)])
+    dist.all_reduce(losses)
+    state = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    packed = {name + end for name, *_ in packed_parameters(model) for end in ("", SCALES)}
+    del model, optimizer
+    gc.collect()
+    found = {name: value for name, value in state.items() if "lora" in name}
+    return (losses / dist.get_world_size()).tolist(), found, {name: state[name] for name in packed}
+
+
+@pytest.mark.parametrize(("world", "plan"), [(1, "zero3"), (1, "offload"), (2, "zero3"), (2, "disk")])
+@pytest.mark.parametrize("scheme", ["fp8", "mxfp4"])
+def test_shipped_bytes_are_trained_on_as_they_are(
+    scheme: str, world: int, plan: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    oracle = with_adapters(shipped(scheme, tmp_path))
+    found = ranks(world).run(trained, scheme, tmp_path, plan)
+    losses = [loss.item() for loss in steps(oracle, optimizer_of(oracle))]
+    wanted = {name: p.detach() for name, p in oracle.named_parameters() if p.requires_grad}
+    form = SCHEMES[scheme]
+    weights = dict(oracle.named_parameters())
+    for mean, adapters, packed in found:
+        assert mean == pytest.approx(losses, rel=LOSS_TOLERANCE)
+        assert adapters.keys() == wanted.keys()
+        for name, value in adapters.items():
+            torch.testing.assert_close(value, wanted[name], rtol=0, atol=len(losses) * ADAPTER_TOLERANCE)
+        assert len(packed) == 2 * (2 * 4 + 2 * 2 if scheme == "fp8" else 2 * 2)
+        for name in [name for name in packed if not name.endswith(SCALES)]:
+            weight = weights[name].detach()
+            weight = weight if scheme == "fp8" else weight.transpose(1, 2)
+            codes, scales = (packed[name + end] for end in ("", SCALES))
+            decoded = form.decode(
+                codes.view(form.codes_dtype), scales.view(form.scales_dtype), tuple(weight.shape), weight.dtype
+            )
+            assert torch.equal(decoded, weight), name
+
+
+def without_data(scheme: str) -> nn.Module:
+    with torch.device("meta"):
+        return built(scheme)
+
+
+def refused(scheme: str, folder: Path, change: str) -> tuple[str, str, bool]:
+    """(rank) The error, and whether the model is as it was."""
+    model = without_data(scheme)
+    if change == "trained":
+        model.model.layers[1].self_attn.q_proj.requires_grad_(True)
+    if change == "quantised otherwise":
+        em.quantize(model, "int8", targets="*.0.self_attn.q_proj")
+    model.lm_head.requires_grad_(True)
+    before = {name: (id(p), tuple(p.shape), p.dtype, type(p)) for name, p in model.named_parameters()}
+    kinds = [type(module) for module in model.modules()]
+    plan = em.Plan.zero3(chunk_numel=1) if change == "later" else em.Plan.zero3()
+    try:
+        optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+        em.wrap(model, optimizer, plan=plan, weights=folder)
+    except em.ElixirError as error:
+        after = {name: (id(p), tuple(p.shape), p.dtype, type(p)) for name, p in model.named_parameters()}
+        return type(error).__name__, str(error), (before, kinds) == (after, [type(m) for m in model.modules()])
+    raise AssertionError("not refused")
+
+
+def edited(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ("trained", "ConfigError", "'model.layers.1.self_attn.q_proj.weight' is trained, and bytes have no gradient"),
+        ("quantised otherwise", "ConfigError", "'model.layers.0.self_attn.q_proj.weight' is int8 in the model"),
+        ("later", "PlanError", "chunk"),
+    ],
+)
+def test_what_bytes_cannot_be_is_refused_and_nothing_is_changed(
+    change: str, kind: str, message: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Also where a later step of `wrap` fails."""
+    shipped("fp8", tmp_path)
+    (found,) = ranks(1).run(refused, "fp8", tmp_path, change)
+    assert (found[0], found[2]) == (kind, True), found
+    assert message in found[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method='awq'; weights are read as shipped in the formats fp8, mxfp4"),
+        ({"weight_block_size": [1, 32]}, "weight_block_size=[1, 32]; of fp8, weight_block_size=[128, 128] is read"),
+        ({"activation_scheme": "static"}, "activation_scheme='static'"),
+    ],
+)
+def test_formats_that_are_not_known_are_named(
+    changes: dict[str, Any], message: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    shipped("fp8", tmp_path)
+    edited(tmp_path, **changes)
+    (found,) = ranks(1).run(refused, "fp8", tmp_path, "")
+    assert found[0] == "ConfigError" and message in found[1] and found[2], found
+
+
+def test_codes_without_scales_are_no_weights(ranks: Ranks, tmp_path: Path) -> None:
+    shipped("fp8", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (found,) = ranks(1).run(refused, "fp8", tmp_path, "")
+    assert found[0] == "CheckpointError" and "q_proj.weight' is F8_E4M3 in the folder" in found[1], found
+
+
+def quantised_while_read(folder: Path) -> dict[str, Tensor]:
+    """(rank) The bytes of a model that is quantised on meta and read from full weights."""
+    model = without_data("mxfp4")
+    em.quantize(model, "nf4")
+    model.lm_head.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.lm_head.parameters())
+    model, optimizer = em.wrap(model, optimizer, plan=em.Plan.offload(), weights=folder)
+    state = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    return {name + end: state[name + end] for name, *_ in packed_parameters(model) for end in ("", SCALES)}
+
+
+def test_full_weights_become_bytes_while_they_are_read(ranks: Ranks, tmp_path: Path) -> None:
+    """Those that `em.quantize` makes of the same weights in memory; stacks of gpt-oss are transposed."""
+    model = built("mxfp4")
+    save_file({name: weight.clone() for name, weight in model.state_dict().items()}, tmp_path / "model.safetensors")
+    wanted = dict(em.quantize(model, "nf4").named_parameters())
+    for found in ranks(2).run(quantised_while_read, tmp_path):
+        assert len(found) == 2 * 2 * (4 + 2)
+        for name, value in found.items():
+            assert torch.equal(value, wanted[name]), name
