@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.errors import ConfigError, UsageError
+from elixir_moe.parallel.tiles import Tile, tile_of
 from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.quantized.modules import QuantizedLinear
 
@@ -109,6 +110,21 @@ def test_under_autocast_the_weight_is_decoded_in_its_dtype() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = m.blocks[0].up(x)
         assert found.dtype == torch.bfloat16 and torch.equal(found, plain.blocks[0].up(x))
+
+
+def test_tiles_are_quantised_where_they_cut_no_block() -> None:
+    whole, tiled = model(), em.tile(model(), at_most=25_000)
+    assert type(tiled.blocks[0].up).__name__ == "TiledLinear"
+    with pytest.raises(ConfigError, match="has rows 0 to 96 of 192, which cuts blocks of 128"):
+        em.quantize(tiled, "fp8")
+    em.quantize(tiled, "nf4")
+    em.quantize(whole, "nf4")
+    tiles = [tile_of(p) for p in (tiled.blocks[0].up.tile_1.weight, tiled.blocks[0].up.tile_1.weight_scales)]
+    assert tiles == [Tile(start=96, stop=192, rows=192)] * 2
+    assert torch.equal(tiled.blocks[0].up.tile_1.weight, whole.blocks[0].up.weight[96:])
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(tiled(x), whole(x))
+    assert tile_of(em.dequantize(tiled).blocks[0].up.tile_0.weight) == Tile(start=0, stop=96, rows=192)
 
 
 def test_only_bytes_are_kept_for_backward() -> None:

@@ -263,7 +263,7 @@ def tiled_beside_whole() -> list[tuple[list[float], dict[str, Tensor]]]:
     """(rank) Losses and frozen state of a quantised model, whole and in tiles."""
     found = []
     for tiles in (False, True):
-        model = em.tile(base(), at_most=40_000) if tiles else base()
+        model = em.tile(base(), at_most=140_000) if tiles else base()
         model = adapted(em.quantize(model, "nf4"))
         model, optimizer = em.wrap(model, optimizer_of(model), plan=em.Plan.zero3())
         losses = [loss.item() for loss in steps(model, optimizer)]
