@@ -256,11 +256,11 @@ def bytes_together(params: Sequence[ParamSpec]) -> int:
     as its widest chunk, and bytes would use a part of it.
     """
     plain = [p for p in params if not p.tied]
+    narrow = max((p.numel for p in plain if p.key.dtype.itemsize == 1), default=0)
+    if not narrow:
+        return 1
     groups = group_parameters(plain)
     wide = {key: [plain[i].numel for i in indices] for key, indices in groups.items() if key.dtype.itemsize > 1}
-    if len(wide) == len(groups):
-        return 1
-    narrow = max(p.numel for p in plain if p.key.dtype.itemsize == 1)
     longest = max((*map(max, wide.values()), narrow // _MOST_TOGETHER))
     return max((key.dtype.itemsize for key, sizes in wide.items() if sum(sizes) >= longest * FUSE_BELOW), default=1)
 

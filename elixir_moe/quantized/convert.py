@@ -44,11 +44,12 @@ class _Weight:
 def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = None, skip: str | Sequence[str] = ()) -> M:
     """Turns frozen weights into packed bytes and scales, in place; returns the model.
 
-    To be called before `wrap`, and before or after peft adds its adapters. Linear layers and Hugging Face's fused
-    experts can be quantised. Each product decodes the weight that it multiplies, in the dtype of its input, and its
-    backward decodes it again; gradients reach what is trained before and after. For `wrap` and everything after it the
-    weight is two frozen parameters of dtype uint8, the codes under the weight's own name and the scales under that
-    name with ``_scales``. On a model of `sharded_init` or on meta, the bytes are made when `wrap` makes the weights.
+    To be called before `wrap`, and before or after peft adds its adapters. Layers of class `nn.Linear` and Hugging
+    Face's fused experts can be quantised. Each product decodes the weight that it multiplies, in the dtype of its
+    input, and its backward decodes it again; gradients reach what is trained before and after. For `wrap` and
+    everything after it the weight is two frozen parameters of dtype uint8, the codes under the weight's own name and
+    the scales under that name with ``_scales``. On a model of `sharded_init` or on meta, the bytes are made when `wrap`
+    makes the weights.
 
     ::
 

@@ -114,7 +114,7 @@ def become_quantized(module: nn.Module, name: str, packed: Packed) -> None:
     if isinstance(module, nn.Linear):
         module.__class__ = QuantizedLinear
     elif not isinstance(module, QuantizedExperts):
-        module.__class__ = _quantized(type(module))
+        module.__class__ = _quantized(type(module))  # type: ignore[arg-type]  # a class can be hashed
 
 
 def become_plain(module: nn.Module) -> None:
