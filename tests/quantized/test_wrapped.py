@@ -1,7 +1,7 @@
 """A quantised base under every plan: LoRA of small mixtures, beside plain PyTorch with the decoded weights.
 
-The losses of one world are equal to the bit among plans. Beside the oracle, which is one process: to the bit on one
-rank, and on several within `tests.support.parity`'s tolerance, for the order of sums over ranks.
+The losses of one world are equal to the bit among plans that reduce alike. Beside the oracle, which is one process:
+to the bit on one rank, and on several within `tests.support.parity`'s tolerance, for the order of sums over ranks.
 """
 
 import contextlib
@@ -126,14 +126,16 @@ def test_the_oracle_is_met_on_one_rank(ranks: Ranks) -> None:
 def test_plans_agree_to_the_bit(scheme: str, world: int, ranks: Ranks) -> None:
     family = "gpt-oss" if scheme == "mxfp4" else "qwen3-moe"
     wanted, trained = plain(family, scheme)
-    first = None
+    found: dict[bool, tuple[list[float], dict[str, Tensor]]] = {}
     for name, plan in PLANS.items():
         for losses, state in ranks(world).run(run, family, scheme, plan):
-            first = first or (losses, state)
+            # gloo's all-reduce under ddp sums more than two ranks in another order than a scattered reduction
+            first = found.setdefault(plan.scatter or world < 3, (losses, state))
             assert losses == first[0], name
             assert all(torch.equal(value, first[1][key]) for key, value in state.items()), name
-    assert first is not None and first[0] == pytest.approx(wanted, abs=LOSS_TOLERANCE)
-    assert all(torch.allclose(first[1][name], value, atol=3 * ADAPTER_TOLERANCE) for name, value in trained.items())
+    for losses, state in found.values():
+        assert losses == pytest.approx(wanted, abs=LOSS_TOLERANCE)
+        assert all(torch.allclose(state[name], value, atol=3 * ADAPTER_TOLERANCE) for name, value in trained.items())
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.bfloat16])
@@ -152,7 +154,10 @@ def held(compute_dtype: torch.dtype | None) -> dict[str, Any]:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     patterns = {"*": em.Pattern(em.init_mesh(device_type="cpu"), replicate=("dp",), dtype=compute_dtype)}
     em.annotate(model, patterns)
-    model, optimizer = em.wrap(model, optimizer_of(model), plan=em.Plan.zero3(), compute_dtype=compute_dtype)
+    model, optimizer = em.wrap(model, optimizer_of(model), plan=em.Plan.offload(), compute_dtype=compute_dtype)
+    size, now = em.inspect(model).footprint, em.inspect(model).held_bytes
+    assert now["host"] == size.host_bytes
+    assert now["device"] == size.device_bytes
     steps(model, optimizer, 1)
     state = em.full_state_dict(model, all_ranks=True)
     chunks = [c for c in em.inspect(model).layout.chunks if c.key.dtype == torch.uint8]
