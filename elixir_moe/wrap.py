@@ -40,7 +40,7 @@ from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.units import build_units
 from elixir_moe.setup.agreement import check_alike, check_device_memory, check_host_memory
-from elixir_moe.setup.checks import check_arguments, check_data, check_disk, check_modules
+from elixir_moe.setup.checks import check_adapted_bytes, check_arguments, check_data, check_disk, check_modules
 from elixir_moe.setup.deciding import close_all, decide
 from elixir_moe.setup.drawing import plain_on_meta
 from elixir_moe.setup.filling import Passage, build_chunks, open_files, settle_buffers
@@ -162,6 +162,7 @@ def _wrapped(
     if pretrained is not None:
         made.callback(pretrained.unpack)
         raise_on_all_ranks("made place for the folder's bytes", pretrained.pack)
+        raise_on_all_ranks("checked the folder's bytes", lambda: check_adapted_bytes(model))
 
     # 2. Describe the model and settle its plan.
     decided = decide(made, model, optimizer, plan, sample, step, compute_dtype, device)

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 
 from elixir_moe.chunks.plan import Plan, Tier, size_text
 from elixir_moe.cli.largest import LARGEST
-from elixir_moe.cli.tasks import DTYPES, reserve_of, task_of
+from elixir_moe.cli.tasks import DTYPES, UNQUANTIZED, quantized_as, reserve_of, task_of
 from elixir_moe.errors import PlanError
 from elixir_moe.models.adapters import Lora
 from elixir_moe.models.presets import Planned
@@ -103,7 +103,9 @@ def _summary(asked: Asked, helps: Sequence[str]) -> str:
 def _to_paste(asked: Asked, choice: Choice) -> str:
     """The calls that train with the plan."""
     tiles = "" if asked.tiles is None else f'em.tile(model, at_most="{asked.tiles}")  # before the optimizer; then: '
-    return tiles + wrap_line(choice.plan, asked.known.dtype)
+    scheme = asked.known.quantize
+    packed = "" if scheme in (None, UNQUANTIZED) else f'em.quantize(model, "{scheme}")  # before the optimizer; then: '
+    return packed + tiles + wrap_line(choice.plan, asked.known.dtype)
 
 
 def _disk(asked: Asked) -> Iterator[str]:
@@ -143,11 +145,14 @@ def plan_line(plan: Plan) -> str:
 
 def _question(asked: Asked) -> str:
     known, params = asked.known, asked.task.profile.params
-    whole = sum(p.numel for p in params) or 1
+    scheme = quantized_as(known)
+    whole = asked.task.profile.parameters if scheme else sum(p.numel for p in params) or 1
     trained = sum(p.numel for p in params if p.key.trainable)
     of_rank = "" if whole == asked.task.profile.parameters else " of a rank"
     what = "all parameters" if trained == whole else f"{trained:,} of {whole:,} parameters{of_rank}"
-    how = "" if known.lora is None else f" ({Lora.parse(known.lora)})"
+    how = (
+        "" if known.lora is None else f" ({Lora.parse(known.lora)}{f', frozen weights in {scheme}' if scheme else ''})"
+    )
     checkpoints = "of every layer recomputed" if known.checkpointing == "layers" else "kept"
     step = "1 backward" if known.accumulation == 1 else f"{known.accumulation} backwards"
     return (

@@ -22,6 +22,7 @@ from elixir_moe.cli.largest import LARGEST, run_largest
 from elixir_moe.cli.tasks import (
     DTYPES,
     OPTIMIZERS,
+    UNQUANTIZED,
     machine_bytes,
     model_of,
     pretended_ranks,
@@ -32,6 +33,7 @@ from elixir_moe.cli.tasks import (
 from elixir_moe.errors import ConfigError, PlanError, nothing_called
 from elixir_moe.models import presets
 from elixir_moe.models.presets import Planned
+from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.search import cost, estimate, gpus, strategies, zero_infinity
 from elixir_moe.search.explain import explain
 from elixir_moe.search.hardware import Hardware
@@ -80,6 +82,11 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--batch", type=int, metavar="B", help="sequences of one GPU; by default 1")
     verb.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence; by default 1024")
     verb.add_argument("--lora", metavar="WORDS", help="train adapters of peft: r=16,targets=all-linear,experts")
+    verb.add_argument(
+        "--quantize",
+        choices=(*SCHEMES, UNQUANTIZED),
+        help="frozen weights under --lora, as em.quantize; by default as the config's quantization_config says",
+    )
     verb.add_argument("--freeze", metavar="PATTERNS", help="names of parameters not to train, with *, by commas")
     verb.add_argument(
         "--checkpointing",

@@ -6,10 +6,13 @@ Owns the construction of the model without data, on ranks that do not exist, and
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.chunks.plan import size_bytes, size_text
@@ -18,9 +21,12 @@ from elixir_moe.models import presets
 from elixir_moe.models.adapters import Lora, freeze
 from elixir_moe.models.presets import Planned
 from elixir_moe.parallel.mesh import init_mesh
+from elixir_moe.quantized.convert import quantize
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.solve import Task
 from elixir_moe.search.trace import trace
+from elixir_moe.setup.checks import check_adapted_bytes
+from elixir_moe.state.shipped import config_in, patterns_of, scheme_of
 from elixir_moe.torch_private import fake_store
 
 
@@ -55,6 +61,8 @@ OPTIMIZERS = {
 }
 """{optimizer: fp32 values that it keeps per element}, as `optim.accepted.moments_of` counts them."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+UNQUANTIZED = "none"
+"""What `--quantize` is given for weights in full, however the checkpoint is shipped."""
 _RESERVE, _RESERVE_RANK = 6 * 2**30, 3 * 2**30
 """Host memory that is not planned for, by default: for the system, and for Python, torch and the driver of each rank.
 Assumed, and at most a quarter of the memory."""
@@ -104,13 +112,52 @@ def model_of(
     sizes |= {"stretch": seq is not None, "checkpointing": known.checkpointing == "layers"}
     if known.model is None:
         lora = None if known.lora is None else Lora.parse(known.lora)
-        given = presets.huggingface_model(known.config, **sizes, lora=lora)
+        given = presets.huggingface_model(known.config, **sizes, lora=lora, quantize=partial(_quantize, known))
+        check_adapted_bytes(given.model)
+    elif known.quantize not in (None, UNQUANTIZED):
+        raise ConfigError("--quantize: frozen weights are quantised: give --hf and --lora instead of --model")
     elif known.lora is not None:
         raise ConfigError(f"--lora: peft adapts Hugging Face models: give --hf instead of --model {known.model}")
     else:
         given = presets.named_model(known.model, **sizes, mesh=mesh)
     freeze(given.model, known.freeze.split(",") if known.freeze else [])
     return given
+
+
+def quantized_as(known: argparse.Namespace) -> str | None:
+    """The scheme of the frozen weights: the one that is asked for, or the one in which the checkpoint is shipped.
+
+    Raises:
+        ConfigError: the checkpoint's format is not known.
+    """
+    if known.quantize is not None:
+        return None if known.quantize == UNQUANTIZED else str(known.quantize)
+    path = _config_file(known)
+    return None if path is None else scheme_of(config_in(path), path)
+
+
+def _quantize(known: argparse.Namespace, model: nn.Module) -> None:
+    """Makes bytes of the weights that are to be. Raises ConfigError if nothing is frozen."""
+    scheme = quantized_as(known)
+    if scheme is None:
+        return
+    if known.lora is None:
+        said = f"--quantize {scheme}" if known.quantize else f"{known.config} has weights in {scheme}"
+        raise ConfigError(
+            f"{said}: what is quantised is frozen, so adapters must be trained: add --lora, or --quantize "
+            f"{UNQUANTIZED} for weights in full"
+        )
+    path = _config_file(known)
+    shipped = {} if known.quantize or path is None else patterns_of(config_in(path), scheme, model)
+    quantize(model.requires_grad_(False), scheme, **shipped)
+
+
+def _config_file(known: argparse.Namespace) -> Path | None:
+    """The config that is given; None for a named model."""
+    if known.config is None:
+        return None
+    path = Path(known.config)
+    return path / "config.json" if path.is_dir() else path
 
 
 def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch: int, seq: int) -> Task:

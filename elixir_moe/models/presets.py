@@ -161,6 +161,7 @@ def huggingface_model(
     stretch: bool = False,
     checkpointing: bool = True,
     lora: Lora | None = None,
+    quantize: Callable[[nn.Module], object] | None = None,
 ) -> Planned:
     """The causal language model that a Hugging Face ``config.json`` describes.
 
@@ -168,6 +169,7 @@ def huggingface_model(
         path: the file, or its directory.
         batch, seq, layers, stretch, checkpointing: as in `named_model`.
         lora: the adapters that are trained instead of the model's own parameters.
+        quantize: what is done to the model before it gets its adapters.
 
     Raises:
         ConfigError: transformers is not installed, or the file is not the config of such a model, or `seq` is longer
@@ -197,6 +199,8 @@ def huggingface_model(
     model.train()
     with torch.device("meta"), _Undrawn(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of old names and unused defaults within the two libraries
+        if quantize is not None:
+            quantize(model)
         if lora is not None:
             model = adapted(model, lora)
         if checkpointing and model.supports_gradient_checkpointing:

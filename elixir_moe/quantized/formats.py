@@ -97,6 +97,8 @@ class Scheme:
             raise ConfigError(f"quantize: parameter {name!r} {problem}")
         codes = weight.new_empty(self.codes_shape(shape), dtype=self.codes_dtype)
         scales = weight.new_empty(self.scales_shape(shape), dtype=self.scales_dtype)
+        if weight.is_meta and type(weight) is Tensor:  # of no `sharded_init`: nothing will ever be computed from it
+            return codes, scales
         for part, its_codes, its_scales in self._slices(weight, codes, scales):
             check_finite(name, part)
             new_codes, new_scales = self.encode_rows(part.float())
@@ -114,7 +116,8 @@ class Scheme:
         codes, scales = codes.reshape(self.codes_shape(shape)), scales.reshape(self.scales_shape(shape))
         written = dtype if dtype in _DECODED_TO else torch.float32
         weight = torch.empty(shape, dtype=written, device=codes.device)
-        self.decode_into(codes.contiguous(), scales.contiguous(), weight)
+        if has_data(weight):  # a trace would follow many small operators for each expert of each layer
+            self.decode_into(codes.contiguous(), scales.contiguous(), weight)
         return weight.to(dtype)
 
     def _slices(self, weight: Tensor, codes: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:

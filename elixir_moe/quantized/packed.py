@@ -5,6 +5,7 @@ saves and loads parameters sees two frozen parameters of dtype uint8: the comput
 them alone, and codes and scales of one weight lie in one chunk, side by side.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -53,3 +54,11 @@ def packed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, P
     for name, module in model.named_modules():
         for own, packed in packed_in(module).items():
             yield f"{name}.{own}".lstrip("."), module, own, packed
+
+
+def weights_behind(model: nn.Module) -> dict[nn.Parameter, int]:
+    """{a parameter of bytes: the weights that its codes are; none for scales}, for whoever counts a model's size."""
+    found: dict[nn.Parameter, int] = {}
+    for _, module, own, packed in packed_parameters(model):
+        found |= {getattr(module, own): math.prod(packed.shape), getattr(module, own + SCALES): 0}
+    return found

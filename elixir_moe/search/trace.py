@@ -26,6 +26,7 @@ from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.dtensor import local_of, placed_as
 from elixir_moe.parallel.pattern import Pattern, RankMesh
 from elixir_moe.parallel.rules import logical_numel
+from elixir_moe.quantized.packed import weights_behind
 from elixir_moe.runtime.model_spec import param_specs
 from elixir_moe.runtime.units import Parts, find_parts
 from elixir_moe.search import megatron_dataless
@@ -69,6 +70,7 @@ def trace(
     everywhere = Pattern(RankMesh.world(world, rank), replicate=("dp",))
     dtypes = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
     specs = param_specs(model, model.parameters(), everywhere=everywhere, **dtypes)
+    behind = weights_behind(model)
     listed = list(specs.values())
     parts = find_parts(model)
     cuts = [] if whole else cuts_of(model)
@@ -90,7 +92,7 @@ def trace(
         order=tuple(order),
         parts=part_specs,
         events=step_events,
-        parameters=sum(logical_numel(p) for p in specs),
+        parameters=sum(behind.get(p, logical_numel(p)) for p in specs),
         tokens=_tokens(sample) if tokens is None else tokens,
         flops=sum(event.flops for event in events),
         traffic_bytes=sum(event.traffic for event in events),

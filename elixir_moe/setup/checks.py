@@ -108,7 +108,7 @@ def check_modules(model: nn.Module) -> None:
     """Raises ConfigError for modules whose forward bypasses autograd or hooks, for adapters that peft has left out, and
     for tensors that share a parameter's memory."""
     _check_targets(model)
-    _check_adapted_bytes(model)
+    check_adapted_bytes(model)
     check_sharing(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
@@ -149,7 +149,7 @@ def _check_targets(model: Any) -> None:
                 )
 
 
-def _check_adapted_bytes(model: nn.Module) -> None:
+def check_adapted_bytes(model: nn.Module) -> None:
     """Raises ConfigError for adapters that peft would add to the bytes of a weight."""
     for name, module in model.named_modules():
         if isinstance(own := getattr(module, "parameter_name", None), str) and hasattr(module, "get_base_layer"):

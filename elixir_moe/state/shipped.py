@@ -11,11 +11,15 @@ DeepSeek and Qwen publish the first, gpt-oss is the second.
 
 import json
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.quantized.formats import SCHEMES
+from elixir_moe.quantized.modules import weights_of
 
 _SUFFIXES: Mapping[str, tuple[str, str]] = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales")}
 """What the name of a weight gets in files, for its codes and for its scales."""
@@ -40,8 +44,7 @@ def scheme_of(config: Mapping[str, Any], where: object) -> str | None:
     Raises:
         ConfigError: the weights have a format that is not known here.
     """
-    texts = config.get("text_config")
-    found = config.get("quantization_config") or (texts.get("quantization_config") if isinstance(texts, dict) else None)
+    found = _quantization(config)
     if not found:
         return None
     method = found.get("quant_method")
@@ -59,6 +62,21 @@ def scheme_of(config: Mapping[str, Any], where: object) -> str | None:
     return str(method)
 
 
+def patterns_of(config: Mapping[str, Any], scheme: str, model: nn.Module) -> dict[str, list[str]]:
+    """What `em.quantize` is given for the weights of `model` that a checkpoint with this config has as bytes."""
+    if scheme == "mxfp4":
+        return {"targets": ["*.experts"]}
+    listed = _quantization(config).get("modules_to_not_convert") or ()
+    names = [name for name, module in model.named_modules() if weights_of(module)]
+    return {"skip": [f"*{left}" for left in listed if any(fnmatchcase(name, f"*{left}") for name in names)]}
+
+
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    texts = config.get("text_config")
+    found = config.get("quantization_config") or (texts.get("quantization_config") if isinstance(texts, dict) else None)
+    return found or {}
+
+
 def scheme_of_folder(folder: Path) -> str | None:
     """As `scheme_of`, of the folder's ``config.json``; None without one.
 
@@ -67,15 +85,18 @@ def scheme_of_folder(folder: Path) -> str | None:
         CheckpointError: the file is no JSON object.
     """
     path = folder / "config.json"
-    if not path.exists():
-        return None
+    return scheme_of(config_in(path), path) if path.exists() else None
+
+
+def config_in(path: Path) -> dict[str, Any]:
+    """The contents of a ``config.json``. Raises CheckpointError if the file is no JSON object."""
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: expected a JSON object: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(config).__name__}")
-    return scheme_of(config, path)
+    return config
 
 
 def halves_in(keys: Iterable[str], scheme: str) -> dict[str, Halves]:

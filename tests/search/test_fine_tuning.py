@@ -44,16 +44,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPE},
 }
 LORA = {"mixture": "r=4,targets=all-linear,experts", "dense": "r=4"}
+WIDE = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "nf4": CONFIGS["mixture"] | WIDE | {"moe_intermediate_size": 64},
+    "mxfp4": {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **WIDE}
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "quantization_config": {"quant_method": "mxfp4"}},
+}
+"""By scheme; gpt-oss's config names it."""
 
 
 def asked(folder: Path, name: str, lora: bool, *further: str) -> argparse.Namespace:
     """The arguments of `elixir-moe plan` for one of the models."""
     path = folder / "config.json"
-    path.write_text(json.dumps(CONFIGS[name]))
+    path.write_text(json.dumps(QUANTIZED.get(name) or CONFIGS[name]))
     given = ["--hf", str(path), "--gpu", "rtx-4090", "--batch", str(ROWS), "--seq", str(SEQ), *further]
     parser = argparse.ArgumentParser()
     add_plan(parser)
-    return parser.parse_args([*given, *(["--lora", LORA[name]] if lora else [])])
+    return parser.parse_args([*given, *(["--lora", LORA.get(name, "r=4,targets=q_proj,v_proj")] if lora else [])])
 
 
 def task_asked(known: argparse.Namespace) -> Task:
@@ -63,7 +70,7 @@ def task_asked(known: argparse.Namespace) -> Task:
     return replace(task, staged=True)
 
 
-def real(path: str, lora: str | None, dtype: torch.dtype, checkpointing: bool) -> Any:
+def real(path: str, lora: str | None, dtype: torch.dtype, checkpointing: bool, scheme: str | None = None) -> Any:
     """The model as a user builds it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -71,6 +78,8 @@ def real(path: str, lora: str | None, dtype: torch.dtype, checkpointing: bool) -
     config = AutoConfig.from_pretrained(path)
     config.use_cache = False
     model: Any = AutoModelForCausalLM.from_config(config).to(dtype).train()
+    if scheme is not None:
+        em.quantize(model.requires_grad_(False), scheme, targets=["*.experts"] if scheme == "mxfp4" else None)
     if lora is not None:
         model = adapted(model, Lora.parse(lora))
     if checkpointing:
@@ -123,9 +132,11 @@ PLANS = {
 """By the tier that must have something; the search itself chooses in the last test."""
 
 
-def held(plan: em.Plan, path: str, lora: str | None, dtype: str, accumulation: int) -> dict[str, int]:
+def held(
+    plan: em.Plan, path: str, lora: str | None, dtype: str, accumulation: int, scheme: str | None = None
+) -> dict[str, int]:
     """(rank) The bytes held by tier in the last backward of two steps under the plan."""
-    model, kind = real(path, lora, DTYPES[dtype], True), DTYPES[dtype]
+    model, kind = real(path, lora, DTYPES[dtype], True, scheme), DTYPES[dtype]
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     plan = placed(plan)
     model, optimizer = em.wrap(model, optimizer, plan=plan, step=loss_of, sample=tokens(), compute_dtype=kind)
@@ -168,6 +179,44 @@ def test_bytes_are_those_that_a_run_holds(
     assert wanted[home] > 0
     for found in ranks(world).run(held, plan, known.config, known.lora, dtype, accumulation):
         assert found == wanted
+
+
+PACKED = [(scheme, home, world) for scheme in QUANTIZED for home in PLANS for world in (1, 2)]
+
+
+@pytest.mark.parametrize(("scheme", "home", "world"), with_further(PACKED, (("nf4", "disk", 1), ("mxfp4", "host", 2))))
+def test_bytes_of_a_quantised_base_are_those_that_a_run_holds(
+    scheme: str, home: str, world: int, tmp_path: Path, ranks: Ranks
+) -> None:
+    further = ("--gpus", str(world), *(("--quantize", scheme) if scheme == "nf4" else ()))
+    known = asked(tmp_path, scheme, True, *further)
+    task = task_asked(known)
+    plan = replace(PLANS[home], chunk_numel=1 << 15)
+    wanted = predicted_of(price(task, plan))
+    assert wanted[home] > 0
+    for found in ranks(world).run(held, plan, known.config, known.lora, "bf16", 1, scheme):
+        assert found == wanted
+    full = task_asked(asked(tmp_path, scheme, True, *further[:2], "--quantize", "none"))
+    assert task.profile.parameters == full.profile.parameters, "weights are counted, not bytes"
+    assert sum(wanted.values()) < sum(predicted_of(price(full, plan)).values())
+
+
+def test_adapters_of_quantised_experts_are_refused_as_wrap_does(tmp_path: Path) -> None:
+    known = asked(tmp_path, "nf4", False, "--quantize", "nf4", "--lora", "r=4,targets=q_proj,experts")
+    with pytest.raises(em.ConfigError, match=r"experts' has adapters \(target_parameters\)"):
+        task_asked(known)
+
+
+@pytest.mark.parametrize(
+    ("name", "further", "message"),
+    [
+        ("nf4", ("--quantize", "nf4"), "--quantize nf4: what is quantised is frozen, so adapters must be trained"),
+        ("mxfp4", (), "has weights in mxfp4: what is quantised is frozen"),
+    ],
+)
+def test_what_is_quantised_is_frozen(name: str, further: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(em.ConfigError, match=message):
+        task_asked(asked(tmp_path, name, False, *further))
 
 
 @pytest.mark.slow

@@ -215,10 +215,10 @@ def test_codes_without_scales_are_no_weights(ranks: Ranks, tmp_path: Path) -> No
     assert found[0] == "CheckpointError" and "q_proj.weight' is F8_E4M3 in the folder" in found[1], found
 
 
-def quantised_while_read(folder: Path) -> dict[str, Tensor]:
-    """(rank) The bytes of a model that is quantised on meta and read from full weights."""
-    model = without_data("mxfp4")
-    em.quantize(model, "nf4")
+def quantised_while_read(folder: Path, drawn: bool) -> dict[str, Tensor]:
+    """(rank) The bytes of a model that is quantised on meta, or under `sharded_init`, and read from full weights."""
+    with em.sharded_init() if drawn else torch.device("meta"):
+        model = em.quantize(built("mxfp4"), "nf4")
     model.lm_head.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.lm_head.parameters())
     model, optimizer = em.wrap(model, optimizer, plan=em.Plan.offload(), weights=folder)
@@ -227,12 +227,13 @@ def quantised_while_read(folder: Path) -> dict[str, Tensor]:
     return {name + end: state[name + end] for name, *_ in packed_parameters(model) for end in ("", SCALES)}
 
 
-def test_full_weights_become_bytes_while_they_are_read(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("drawn", [False, True])
+def test_full_weights_become_bytes_while_they_are_read(drawn: bool, ranks: Ranks, tmp_path: Path) -> None:
     """Those that `em.quantize` makes of the same weights in memory; stacks of gpt-oss are transposed."""
     model = built("mxfp4")
     save_file({name: weight.clone() for name, weight in model.state_dict().items()}, tmp_path / "model.safetensors")
     wanted = dict(em.quantize(model, "nf4").named_parameters())
-    for found in ranks(2).run(quantised_while_read, tmp_path):
+    for found in ranks(2).run(quantised_while_read, tmp_path, drawn):
         assert len(found) == 2 * 2 * (4 + 2)
         for name, value in found.items():
             assert torch.equal(value, wanted[name]), name
