@@ -5,13 +5,13 @@ saves and loads parameters sees two frozen parameters of dtype uint8: the comput
 them alone, and codes and scales of one weight lie in one chunk, side by side.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from elixir_moe.parallel.rules import logical_numel
 from elixir_moe.quantized.formats import scheme_called
 
 SCALES = "_scales"
@@ -60,5 +60,6 @@ def weights_behind(model: nn.Module) -> dict[nn.Parameter, int]:
     """{a parameter of bytes: the weights that its codes are; none for scales}, for whoever counts a model's size."""
     found: dict[nn.Parameter, int] = {}
     for _, module, own, packed in packed_parameters(model):
-        found |= {getattr(module, own): math.prod(packed.shape), getattr(module, own + SCALES): 0}
+        codes, scales = getattr(module, own), getattr(module, own + SCALES)
+        found |= {codes: logical_numel(codes) * scheme_called(packed.scheme).codes_a_byte, scales: 0}  # a tile's own
     return found

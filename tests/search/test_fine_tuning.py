@@ -191,7 +191,7 @@ def test_bytes_of_a_quantised_base_are_those_that_a_run_holds(
     further = ("--gpus", str(world), *(("--quantize", scheme) if scheme == "nf4" else ()))
     known = asked(tmp_path, scheme, True, *further)
     task = task_asked(known)
-    plan = replace(PLANS[home], chunk_numel=1 << 15)
+    plan = replace(PLANS[home], chunk_numel=1 << 16)
     wanted = predicted_of(price(task, plan))
     assert wanted[home] > 0
     for found in ranks(world).run(held, plan, known.config, known.lora, "bf16", 1, scheme):
@@ -203,7 +203,7 @@ def test_bytes_of_a_quantised_base_are_those_that_a_run_holds(
 
 def test_adapters_of_quantised_experts_are_refused_as_wrap_does(tmp_path: Path) -> None:
     known = asked(tmp_path, "nf4", False, "--quantize", "nf4", "--lora", "r=4,targets=q_proj,experts")
-    with pytest.raises(em.ConfigError, match=r"experts' has adapters \(target_parameters\)"):
+    with pytest.raises(em.ConfigError, match=r"experts.* has adapters"):
         task_asked(known)
 
 
