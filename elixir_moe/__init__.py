@@ -21,6 +21,7 @@ from elixir_moe.errors import (
     UsageError,
 )
 from elixir_moe.inspect import Inspection, inspect
+from elixir_moe.linear_cross_entropy import linear_cross_entropy
 from elixir_moe.moe.layer import MoE
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
@@ -67,6 +68,7 @@ __all__ = [
     "init_mesh",
     "inspect",
     "latest",
+    "linear_cross_entropy",
     "load",
     "megatron",
     "models",

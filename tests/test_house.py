@@ -19,7 +19,7 @@ STOREYS: list[set[str]] = [
     {"kernels", "torch_private"},
     {"distributed"},
     {"parallel"},
-    {"moe", "quantized"},
+    {"moe", "quantized", "linear_cross_entropy"},
     {"models"},
     {"chunks.param_spec", "chunks.residence"},
     {"chunks.packing"},

@@ -1,0 +1,398 @@
+"""The cross-entropy of a linear head without its logits.
+
+Owns `linear_cross_entropy`: the head's products and their gradients, a chunk of tokens at a time. Knows nothing of
+ranks, chunks of parameters or plans: a weight that is sharded is gathered because these are functions that read it.
+
+    whole head   one product for the logits; their gradient is used at once for those of tokens and weight, so that
+                 backward only scales them and needs no weight
+    tiled head   each tile gives its part of the sum of exponentials, and computes its logits again in backward, so
+                 that one tile is gathered at a time
+
+Shape letters: N tokens with a label, d width, V vocabulary. Source: Cut Your Losses (2411.09009) for the idea.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
+
+from elixir_moe.errors import ConfigError
+from elixir_moe.parallel.dataless import has_data
+from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.parallel.tiles import tile_of
+from elixir_moe.torch_private import keeps_graph
+
+_CHUNK_BYTES = 64 * 2**20
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor | nn.Module,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    chunk_bytes: int = _CHUNK_BYTES,
+) -> Tensor:
+    """The loss ``F.cross_entropy(hidden @ weight.T + bias, labels)`` without the logits as a whole; () fp32.
+
+    Labels are not shifted. Tokens whose label is `ignore_index` cost no product. Logits, their sums and the gradient of
+    the weight are in fp32, and products take their operands in the weight's dtype. A head that scales its logits is
+    served by ``hidden * scale``. Without a single label, the mean is nan and gradients are zero, as in torch.
+
+    The weight may belong to a wrapped model, under any plan: it is gathered for the call, and not for backward.
+
+    Args:
+        hidden: (..., d), what the head is given.
+        weight: (V, d); or the head itself, a Linear or an Embedding, tiled by `em.tile` or not.
+        labels: (...) integers from 0 to V - 1, or `ignore_index`.
+        bias: (V,); that of a head is found by itself.
+        ignore_index: the label of tokens that do not count.
+        label_smoothing: as in `torch.nn.functional.cross_entropy`.
+        softcap: logits become ``softcap * tanh(logits / softcap)``, as in Gemma's heads.
+        reduction: the mean over tokens that count, or their sum.
+        chunk_bytes: most bytes of logits at once. Two such buffers exist.
+
+    Raises:
+        ConfigError: a shape, dtype or setting is wrong; a label is outside of the vocabulary; `weight` is a module that
+            does more than a product (one with adapters, say), or a DTensor.
+    """
+    tiles = _tiles_of(weight, bias)
+    head = _Head(label_smoothing=label_smoothing, softcap=softcap, chunk_bytes=chunk_bytes)
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"linear_cross_entropy: reduction={reduction!r}: expected 'mean' or 'sum'")
+    vocabulary = sum(len(tile) for tile, _ in tiles)
+    _check_shapes(hidden, labels, tiles)
+    rows, kept = _with_labels(hidden.flatten(0, -2), labels.flatten(), vocabulary, ignore_index)
+    total = _whole(rows, *tiles[0], kept, head) if len(tiles) == 1 else _tiled(rows, tiles, kept, head)
+    if reduction == "sum":
+        return total
+    return total / len(kept) if len(kept) else total + torch.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Head:
+    """What happens to logits."""
+
+    label_smoothing: float
+    softcap: float | None
+    chunk_bytes: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing <= 1:
+            raise ConfigError(f"linear_cross_entropy: label_smoothing={self.label_smoothing}: expected 0 to 1")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ConfigError(f"linear_cross_entropy: softcap={self.softcap}: expected a number above 0, or None")
+        if self.chunk_bytes < 1:
+            raise ConfigError(f"linear_cross_entropy: chunk_bytes={self.chunk_bytes}: expected at least 1")
+
+
+_Part = tuple[Tensor, Tensor | None]
+"""Consecutive rows of the head's weight, and of its bias."""
+
+
+def _tiles_of(weight: Tensor | nn.Module, bias: Tensor | None) -> list[_Part]:
+    """The parts of a head, in their order."""
+    found: list[Any]
+    if isinstance(weight, nn.Module):
+        if bias is not None:
+            raise ConfigError("linear_cross_entropy: a head has its own bias: leave bias= out, or give its weight")
+        parts = [child for child in weight.children() if any(map(tile_of, child.parameters(recurse=False)))] or [weight]
+        if any(type(part) not in (nn.Linear, nn.Embedding) for part in parts):
+            raise ConfigError(
+                f"linear_cross_entropy of a head {type(weight).__name__}: expected a Linear or an Embedding, tiled or "
+                f"not; a module with adapters or another forward computes its own logits"
+            )
+        found = [(part.weight, getattr(part, "bias", None)) for part in parts]
+    else:
+        found = [(weight, bias)]
+    if any(is_dtensor(part) for part, _ in found):
+        raise ConfigError(
+            "linear_cross_entropy of a head that is a DTensor: give the local rows of a head that is whole"
+        )
+    return found
+
+
+def _check_shapes(hidden: Tensor, labels: Tensor, tiles: Sequence[_Part]) -> None:
+    if hidden.dim() < 1 or hidden.shape[:-1] != labels.shape:
+        raise ConfigError(
+            f"linear_cross_entropy: hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)}: expected (..., d) "
+            f"and (...)"
+        )
+    if labels.dtype not in _INTEGERS:
+        raise ConfigError(f"linear_cross_entropy: labels are {labels.dtype}: expected integers")
+    for weight, bias in tiles:
+        if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+            raise ConfigError(
+                f"linear_cross_entropy: weight {tuple(weight.shape)}: expected (vocabulary, {hidden.shape[-1]}), as "
+                f"hidden is {tuple(hidden.shape)}"
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ConfigError(f"linear_cross_entropy: bias {tuple(bias.shape)}: expected ({len(weight)},)")
+
+
+def _with_labels(hidden: Tensor, labels: Tensor, vocabulary: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """(N, d) tokens and (N,) int64 labels that count. The host waits for the device. Raises ConfigError."""
+    labels = labels.to(hidden.device, torch.int64)
+    if not (has_data(labels) and has_data(hidden)):
+        return hidden, labels
+    places = (labels != ignore_index).nonzero().squeeze(1)
+    kept = labels if len(places) == len(labels) else labels[places]
+    wrong = ((kept < 0) | (kept >= vocabulary)).nonzero()
+    if len(wrong):
+        place = int(places[wrong[0, 0]])
+        raise ConfigError(
+            f"linear_cross_entropy: label {int(labels[place])} of token {place} ({len(wrong)} such labels): expected 0 "
+            f"to {vocabulary - 1}, the head's rows, or ignore_index={ignore_index}"
+        )
+    return (hidden if kept is labels else hidden.index_select(0, places)), kept
+
+
+# --------------------------------------------------------------------------------------------------------- whole head
+
+
+def _whole(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head) -> Tensor:
+    """() sum of the losses of all tokens."""
+    if has_torch_function((weight, bias)):  # a parameter of a wrapped model is gathered, and this called again
+        return handle_torch_function(_whole, (weight, bias), rows, weight, bias, labels, head)  # type: ignore[no-any-return]
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, weight, bias))
+    total: Tensor = _Whole.apply(rows, weight, bias, labels, head, wanted)
+    return total
+
+
+class _Whole(torch.autograd.Function):
+    """The sum of all losses. Gradients are computed in forward, where the logits are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head, wanted: bool
+    ) -> Tensor:
+        needs = [wanted and need for need in ctx.needs_input_grad[:3]]
+        sums = _Gradients.of(rows, weight, needs)
+        losses = rows.new_empty(len(rows), dtype=sums.dtype)
+        smooth = head.label_smoothing
+        with torch.autocast(rows.device.type, enabled=False):
+            for part, chunk in _chunks(rows, weight, bias, labels, head):
+                sum_of_exp, picked, total = chunk.statistics()
+                losses[part] = sum_of_exp - (1 - smooth) * picked
+                if smooth:
+                    losses[part] -= total * (smooth / len(weight))
+                if any(needs):
+                    ones = torch.ones_like(sum_of_exp)
+                    chunk.to_gradient(sum_of_exp, ones, (smooth - 1) * ones, (-smooth / len(weight)) * ones)
+                    sums.add(chunk.logits, rows[part], part, weight, head.chunk_bytes)
+        ctx.save_for_backward(sums.rows, sums.weight, sums.bias)
+        ctx.dtypes = [None if t is None else t.dtype for t in (rows, weight, bias)]
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        again = keeps_graph()  # then another backward wants the same sums
+        scaled: list[Tensor | None] = []
+        for sums, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            if sums is None:
+                scaled.append(None)
+            else:
+                scaled.append((sums * grads[0] if again else sums.mul_(grads[0])).to(dtype))
+        return *scaled, None, None, None
+
+
+# --------------------------------------------------------------------------------------------------------- tiled head
+
+
+def _tiled(rows: Tensor, tiles: Sequence[_Part], labels: Tensor, head: _Head) -> Tensor:
+    """As `_whole`: the sums of exponentials of all tiles are joined."""
+    first, found = 0, []
+    rows = rows.to(_wide(rows))  # whose gradients are summed over tiles
+    for weight, bias in tiles:
+        found.append(_tile(rows, weight, bias, labels - first, head))
+        first += len(weight)
+    sums, picked, totals = (torch.stack(parts) for parts in zip(*found, strict=True))
+    losses = sums.logsumexp(0) - (1 - head.label_smoothing) * picked.sum(0)
+    if head.label_smoothing:
+        losses = losses - totals.sum(0) * (head.label_smoothing / first)
+    return losses.sum()
+
+
+def _tile(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head) -> tuple[Tensor, ...]:
+    """As `_Chunk.statistics`, of all tokens."""
+    if has_torch_function((weight, bias)):
+        return handle_torch_function(_tile, (weight, bias), rows, weight, bias, labels, head)  # type: ignore[no-any-return]
+    found: tuple[Tensor, ...] = _Tile.apply(rows, weight, bias, labels, head)
+    return found
+
+
+class _Tile(torch.autograd.Function):
+    """What `_tile` returns. Logits are computed again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head
+    ) -> tuple[Tensor, ...]:
+        found = rows.new_empty(3, len(rows), dtype=_wide(weight))
+        with torch.autocast(rows.device.type, enabled=False):
+            for part, chunk in _chunks(rows, weight, bias, labels, head):
+                for row, values in zip(found, chunk.statistics(), strict=True):
+                    row[part] = values
+        sums, picked, totals = found
+        ctx.save_for_backward(rows, weight, bias, labels, sums)
+        ctx.head = head
+        return sums.clone(), picked.clone(), totals.clone()  # views of one tensor would be one output to autograd
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, bias, labels, sums = ctx.saved_tensors
+        found = _Gradients.of(rows, weight, ctx.needs_input_grad[:3])
+        for part, chunk in _chunks(rows, weight, bias, labels, ctx.head):
+            chunk.to_gradient(sums[part], *(grad[part] for grad in grads))
+            found.add(chunk.logits, rows[part], part, weight, ctx.head.chunk_bytes)
+        made = zip((found.rows, found.weight, found.bias), (rows, weight, bias), strict=True)
+        return *(None if grad is None else grad.to(of.dtype) for grad, of in made), None, None
+
+
+# ------------------------------------------------------------------------------------------------------------- chunks
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The dtype of sums: fp32, or fp64 of fp64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """The logits of some tokens."""
+
+    logits: Tensor
+    """(n, V) fp32."""
+    spare: Tensor
+    """Memory as large as the logits."""
+    labels: Tensor
+    """(n,), counted from the first row of this part of the head."""
+    head: _Head
+
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(n,) each: logarithm of the sum of exponentials, logit of the label or 0 if it is not here, sum of logits."""
+        most = self.logits.amax(1, keepdim=True)
+        torch.sub(self.logits, most, out=self.spare).exp_()
+        sums = self.spare.sum(1).log_().add_(most.squeeze(1))
+        columns, inside = self._columns()
+        picked = self.logits.gather(1, columns).squeeze(1).where(inside, 0.0)
+        return sums, picked, self.logits.sum(1) if self.head.label_smoothing else torch.zeros_like(sums)
+
+    def to_gradient(self, sums: Tensor, of_sums: Tensor, of_picked: Tensor, of_totals: Tensor) -> None:
+        """Turns logits into their gradient, given `sums` of `statistics` and the gradients of what it returned."""
+        if self.head.softcap is not None:  # the derivative of the cap, before its logits are gone
+            torch.div(self.logits, self.head.softcap, out=self.spare).square_().neg_().add_(1.0)
+        grad = self.logits.sub_(sums.unsqueeze(1)).exp_().mul_(of_sums.unsqueeze(1))
+        columns, inside = self._columns()
+        grad.scatter_add_(1, columns, of_picked.where(inside, 0.0).unsqueeze(1))
+        if self.head.label_smoothing:
+            grad.add_(of_totals.unsqueeze(1))
+        if self.head.softcap is not None:
+            grad.mul_(self.spare)
+
+    def _columns(self) -> tuple[Tensor, Tensor]:
+        """((n, 1) column of each label, (n,) whether it has one here)."""
+        inside = (self.labels >= 0) & (self.labels < self.logits.shape[1])
+        return self.labels.where(inside, 0).unsqueeze(1), inside
+
+
+def _chunks(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head
+) -> Iterator[tuple[slice, _Chunk]]:
+    """The tokens' places and logits, chunk by chunk, in the same memory."""
+    size = max(1, head.chunk_bytes // max(1, len(weight) * _wide(weight).itemsize))
+    memory = [rows.new_empty(min(size, len(rows)), len(weight), dtype=_wide(weight)) for _ in range(2)]
+    for start in range(0, len(rows), size):
+        part = slice(start, min(start + size, len(rows)))
+        logits, spare = (half[: part.stop - start] for half in memory)
+        _to_logits(rows[part].to(weight.dtype), weight, logits, head.chunk_bytes)
+        if bias is not None:
+            logits.add_(bias)
+        if head.softcap is not None:
+            logits.div_(head.softcap).tanh_().mul_(head.softcap)
+        yield part, _Chunk(logits, spare, labels[part], head)
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """Sums of gradients; None for what needs none."""
+
+    dtype: torch.dtype
+    rows: Tensor | None
+    """(N, d), in the tokens' dtype; fp32 for fp16, which might overflow before a loss scale undoes it."""
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, rows: Tensor, weight: Tensor, needs: Sequence[bool]) -> "_Gradients":
+        wide = _wide(weight)
+        of_rows = wide if rows.dtype is torch.float16 else rows.dtype
+        return cls(
+            wide,
+            torch.empty_like(rows, dtype=of_rows) if needs[0] else None,
+            weight.new_zeros(weight.shape, dtype=wide) if needs[1] else None,
+            weight.new_zeros(len(weight), dtype=wide) if needs[2] else None,
+        )
+
+    def add(self, grad: Tensor, rows: Tensor, part: slice, weight: Tensor, most_bytes: int) -> None:
+        """Adds what the (n, V) gradient of the logits of `rows`, the tokens at `part`, gives."""
+        if self.bias is not None:
+            self.bias += grad.sum(0)
+        if grad.is_cuda:  # products take both operands in one dtype
+            grad = grad.to(weight.dtype)
+        if self.rows is not None:
+            _to_tokens(grad, weight, self.rows[part], most_bytes)
+        if self.weight is None:
+            return
+        rows = rows.to(weight.dtype)
+        if weight.dtype == self.dtype:
+            self.weight.addmm_(grad.t(), rows)
+            return
+        for block in _blocks(weight, most_bytes):  # a product cannot add to a sum of a wider dtype
+            self.weight[block] += _wide_product(grad[:, block].t(), rows)
+
+
+def _blocks(weight: Tensor, most_bytes: int) -> Iterator[slice]:
+    """Rows of the weight whose bytes in the dtype of sums are at most `most_bytes`."""
+    size = max(1, most_bytes // max(1, weight.shape[1] * _wide(weight).itemsize))
+    for start in range(0, len(weight), size):
+        yield slice(start, min(start + size, len(weight)))
+
+
+def _to_logits(rows: Tensor, weight: Tensor, out: Tensor, most_bytes: int) -> None:
+    """Writes the (n, V) product of tokens and weight to `out`."""
+    if weight.dtype == out.dtype:
+        torch.mm(rows, weight.t(), out=out)
+        return
+    for block in _blocks(weight, most_bytes):
+        out[:, block] = _wide_product(rows, weight[block].t())
+
+
+def _to_tokens(grad: Tensor, weight: Tensor, out: Tensor, most_bytes: int) -> None:
+    """Writes the (n, d) product of the gradient of logits and the weight to `out`."""
+    if weight.dtype == out.dtype == grad.dtype:
+        torch.mm(grad, weight, out=out)
+        return
+    sums = out.new_zeros(out.shape, dtype=_wide(weight))
+    for block in _blocks(weight, most_bytes):
+        sums += _wide_product(grad[:, block], weight[block])
+    out.copy_(sums)
+
+
+def _wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` of 16-bit numbers, in fp32; a CPU has no such product, so its operands are widened."""
+    wide = torch.promote_types(_wide(left), _wide(right))
+    if left.is_cuda and left.dtype == right.dtype != wide:
+        return torch.mm(left, right, out_dtype=wide)
+    return left.to(wide) @ right.to(wide)
