@@ -95,6 +95,11 @@ class _Head:
             raise ConfigError(f"linear_cross_entropy: chunk_bytes={self.chunk_bytes}: expected at least 1")
 
 
+def check_head(head: nn.Module) -> None:
+    """Raises ConfigError unless `head` is a Linear or an Embedding, tiled or not."""
+    _tiles_of(head, None)
+
+
 _Part = tuple[Tensor, Tensor | None]
 """Consecutive rows of the head's weight, and of its bias."""
 

@@ -154,10 +154,11 @@ def _question(asked: Asked) -> str:
         "" if known.lora is None else f" ({Lora.parse(known.lora)}{f', frozen weights in {scheme}' if scheme else ''})"
     )
     checkpoints = "of every layer recomputed" if known.checkpointing == "layers" else "kept"
+    loss = ", without logits" if known.loss == "fused" else ""
     step = "1 backward" if known.accumulation == 1 else f"{known.accumulation} backwards"
     return (
         f"Asked: {what} are trained{how} with {known.optimizer} in {known.dtype}; {known.batch} x {known.seq} tokens a "
-        f"GPU and backward, {step} a step, activations {checkpoints} (--checkpointing {known.checkpointing})."
+        f"GPU and backward, {step} a step, activations {checkpoints} (--checkpointing {known.checkpointing}){loss}."
     )
 
 

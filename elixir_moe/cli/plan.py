@@ -94,6 +94,12 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         default="layers",
         help="recompute each layer in backward, or keep all",
     )
+    verb.add_argument(
+        "--loss",
+        choices=("whole", "fused"),
+        default="whole",
+        help="of all logits, or without them, by em.linear_cross_entropy; by default whole",
+    )
     verb.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards in a step; by default 1")
     verb.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="by default adamw")
     verb.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of weights and products; by default bf16")

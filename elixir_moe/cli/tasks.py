@@ -109,7 +109,7 @@ def model_of(
         layers: layers instead of the model's own number.
     """
     sizes: dict[str, Any] = {"batch": batch or known.batch, "seq": seq or known.seq, "layers": layers}
-    sizes |= {"stretch": seq is not None, "checkpointing": known.checkpointing == "layers"}
+    sizes |= {"stretch": seq is not None, "checkpointing": known.checkpointing == "layers", "loss": known.loss}
     if known.model is None:
         lora = None if known.lora is None else Lora.parse(known.lora)
         given = presets.huggingface_model(known.config, **sizes, lora=lora, quantize=partial(_quantize, known))

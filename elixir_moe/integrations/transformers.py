@@ -9,7 +9,7 @@ training resumes on any number of ranks.
 """
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import Trainer, TrainerCallback
@@ -20,6 +20,7 @@ from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.integrations.accelerate import CHECKPOINT, ElixirAccelerator, save_over
 from elixir_moe.integrations.routers import Routers, busiest
+from elixir_moe.models.without_logits import WithoutLogits
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.huggingface import save_pretrained
 from elixir_moe.state.wrapped import Wrapped
@@ -64,6 +65,7 @@ class ElixirMixin(_Trainer):
         plan: Plan | AutoPlan | None = None,
         wrap: dict[str, Any] | None = None,
         routers: dict[str, Any] | None = None,
+        loss: Literal["whole", "fused"] = "whole",
         **kwargs: Any,
     ) -> None:
         """As the trainer's own constructor.
@@ -76,6 +78,8 @@ class ElixirMixin(_Trainer):
             routers: arguments of `integrations.routers.Routers`, or {}, to log the load of a mixture's experts:
                 ``router_busiest`` is the busiest expert's tokens in multiples of an even share, for each router and
                 the worst of them.
+            loss: "fused" computes the loss of a causal language model without its logits, by `linear_cross_entropy`,
+                label smoothing included. Evaluations that want logits (`compute_metrics`, `predict`) have them.
 
         Raises:
             ConfigError: a setting of the trainer contradicts this library.
@@ -90,6 +94,55 @@ class ElixirMixin(_Trainer):
         self.routers = None if routers is None else Routers(self.model, **routers)
         if self.routers is not None:
             self.add_callback(_AfterStep(self.routers))
+        self._fuses, self._wants_logits = loss == "fused", False
+        self._without_logits: WithoutLogits | None = None
+        if self._fuses:
+            self._refuse_other_losses()
+            if self.model is not None:
+                self._fused(self.model)
+
+    def _refuse_other_losses(self) -> None:
+        """Raises ConfigError if something else than Trainer computes the loss."""
+        kinds = type(self).__mro__
+        behind = kinds[kinds.index(ElixirMixin) + 1 :]
+        whose = next((kind for kind in behind if "compute_loss" in vars(kind)), None)
+        if whose is not Trainer:
+            name = type(self).__name__ if whose is None else whose.__name__
+            raise ConfigError(f"loss='fused' of a {name}, which computes a loss of its own: leave loss= out")
+        if self.compute_loss_func is not None:
+            raise ConfigError("loss='fused' with compute_loss_func=: that function expects logits; leave one out")
+
+    def _fused(self, model: torch.nn.Module) -> WithoutLogits:
+        found, self._without_logits = self._without_logits, None
+        if found is None or found.model is not model:  # model_init= makes several
+            found = WithoutLogits(model, label_smoothing=self.args.label_smoothing_factor)
+        self._without_logits = found
+        return found
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """As Trainer's; without logits where `loss` says so and nobody wants them."""
+        if not self._fuses or (return_outputs and self._wants_logits) or "labels" not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        smoother = self.label_smoother
+        self.label_smoother: Any = None  # the loss smooths
+        try:
+            with self._fused(model)():
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self.label_smoother = smoother
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any
+    ) -> Any:
+        """As Trainer's."""
+        self._wants_logits = not prediction_loss_only
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As Trainer's, with the load of routers beside each loss."""

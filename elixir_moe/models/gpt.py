@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.linear_cross_entropy import linear_cross_entropy
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.moe.experts import MLP, GroupedExperts
 from elixir_moe.moe.layer import MoE
@@ -32,9 +33,11 @@ class GPTOutput(NamedTuple):
     """The result of a forward."""
 
     logits: Tensor
-    """(B, S, V), in the model's dtype."""
+    """(B, S, V), in the model's dtype; (B, 0, V) with labels."""
     aux_loss: Tensor
     """() fp32: auxiliary losses of all mixture layers, times their coefficients; 0 for a dense model."""
+    loss: Tensor | None = None
+    """() fp32: mean cross-entropy of the labels, if there are any."""
 
 
 class Attention(nn.Module):
@@ -135,8 +138,11 @@ class GPT(nn.Module):
             if isinstance(module, GroupedExperts):
                 module.reset_parameters(std_in=std, std_out=std_out)
 
-    def forward(self, tokens: Tensor) -> GPTOutput:
-        """(B, S) int64 tokens, S at most ``config.seq_len`` -> logits of each next token, and the auxiliary loss."""
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> GPTOutput:
+        """(B, S) int64 tokens, S at most ``config.seq_len`` -> logits of each next token, and the auxiliary loss.
+
+        With (B, S) `labels`, which are those of each next token, their loss is computed in the place of logits.
+        """
         if tokens.shape[1] > self.config.seq_len:
             raise ConfigError(f"{tokens.shape[1]} tokens are longer than the model's seq_len={self.config.seq_len}")
         x = self.dropout(self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device)))
@@ -144,7 +150,11 @@ class GPT(nn.Module):
         for block in self.blocks:
             x, block_loss = self._run(block, x)
             aux_loss = aux_loss + block_loss
-        return GPTOutput(self.head(self.norm(x)), aux_loss)
+        x = self.norm(x)
+        if labels is None:
+            return GPTOutput(self.head(x), aux_loss)
+        none = x.new_empty(len(x), 0, self.config.vocab_size)
+        return GPTOutput(none, aux_loss, linear_cross_entropy(x, self.head, labels))
 
     def _run(self, block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.config.checkpoint == "none" or not torch.is_grad_enabled():
@@ -179,8 +189,15 @@ class Meshes:
 
 def lm_loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Mean cross-entropy of each next token, in fp32, plus the model's auxiliary loss; batch is (B, S + 1) int64."""
-    logits, aux_loss = model(batch[:, :-1])
+    logits, aux_loss = model(batch[:, :-1])[:2]
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten()) + aux_loss
+
+
+def lm_loss_without_logits(model: nn.Module, batch: Tensor) -> Tensor:
+    """As `lm_loss`, by `linear_cross_entropy`."""
+    output = model(batch[:, :-1], labels=batch[:, 1:])
+    loss: Tensor = output.loss + output.aux_loss
+    return loss
 
 
 def gpt_patterns(model: GPT) -> dict[str, Pattern]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,11 @@ from torch.overrides import TorchFunctionMode
 from elixir_moe.errors import ConfigError, nothing_called
 from elixir_moe.models.adapters import Lora, adapted
 from elixir_moe.models.config import GPTConfig, gpt_config
-from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss, lm_loss_without_logits
+from elixir_moe.models.without_logits import WithoutLogits
 from elixir_moe.parallel.rules import annotate
 
+Loss = Literal["whole", "fused"]
 GPT2 = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b")
 OPT = {
     "opt-2.7b": (32, 2560, 32),
@@ -81,6 +83,7 @@ def named_model(
     layers: int | None = None,
     stretch: bool = False,
     checkpointing: bool = True,
+    loss: Loss = "whole",
 ) -> Planned:
     """The model called `name`.
 
@@ -92,6 +95,7 @@ def named_model(
         layers: another number of layers, of a dense model.
         stretch: give the model the positions that `seq` needs.
         checkpointing: recompute the activations of every layer in backward.
+        loss: of all logits, or by `linear_cross_entropy`.
 
     Raises:
         ConfigError: no model has that name; the nearest is suggested. Or `seq` is longer than it allows.
@@ -139,17 +143,20 @@ def named_model(
         config = replace(config, seq_len=max(seq, config.seq_len))
     if seq > config.seq_len:
         raise ConfigError(f"seq={seq}: {name} has {config.seq_len} positions, choose at most that many")
-    return of_config(name, config, batch=batch, seq=seq, mesh=mesh)
+    return of_config(name, config, batch=batch, seq=seq, mesh=mesh, loss=loss)
 
 
-def of_config(name: str, config: GPTConfig, *, batch: int, seq: int, mesh: DeviceMesh | None = None) -> Planned:
+def of_config(
+    name: str, config: GPTConfig, *, batch: int, seq: int, mesh: DeviceMesh | None = None, loss: Loss = "whole"
+) -> Planned:
     """As `named_model`, for a GPT of any configuration."""
     with torch.device("meta"), _Undrawn():
         model = GPT(config, mesh)
         sample = torch.empty(batch, seq + 1, dtype=torch.int64)
     if mesh is not None:
         annotate(model, gpt_patterns(model))
-    return Planned(name=name, model=model, step=lm_loss, sample=sample, positions=config.seq_len, ahead=1)
+    step = lm_loss if loss == "whole" else lm_loss_without_logits
+    return Planned(name=name, model=model, step=step, sample=sample, positions=config.seq_len, ahead=1)
 
 
 def huggingface_model(
@@ -162,12 +169,13 @@ def huggingface_model(
     checkpointing: bool = True,
     lora: Lora | None = None,
     quantize: Callable[[nn.Module], object] | None = None,
+    loss: Loss = "whole",
 ) -> Planned:
     """The causal language model that a Hugging Face ``config.json`` describes.
 
     Args:
         path: the file, or its directory.
-        batch, seq, layers, stretch, checkpointing: as in `named_model`.
+        batch, seq, layers, stretch, checkpointing, loss: as in `named_model`.
         lora: the adapters that are trained instead of the model's own parameters.
         quantize: what is done to the model before it gets its adapters.
 
@@ -206,7 +214,8 @@ def huggingface_model(
         if checkpointing and model.supports_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sample = torch.empty(batch, seq, dtype=torch.int64, device="meta")
-    return Planned(name=str(path), model=model, step=_causal_loss, sample=sample, positions=positions)
+    step = _causal_loss if loss == "whole" else _causal_loss_without_logits
+    return Planned(name=str(path), model=model, step=step, sample=sample, positions=positions)
 
 
 def _resized(path: str, config: Any, seq: int, layers: int | None, *, stretch: bool) -> None:
@@ -227,6 +236,11 @@ def _causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     with _one_text_a_row():
         loss: Tensor = model(input_ids=tokens, labels=tokens).loss
     return loss
+
+
+def _causal_loss_without_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    with WithoutLogits(model)():
+        return _causal_loss(model, tokens)
 
 
 @contextmanager

@@ -167,6 +167,8 @@ class RunConfig:
     """Micro-batches that each rank runs per optimizer step."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of forward and backward; master weights and moments are always fp32."""
+    loss: Literal["whole", "fused"] = "whole"
+    """whole: the cross-entropy of all logits; fused: the same without logits, by em.linear_cross_entropy."""
     seed: Annotated[int, Check("0 or more, below 2**62", lambda seed: 0 <= seed < 2**62)] = 0
     """Seed of weights, samples, dropout and the text sample."""
     eval_every: Annotated[int, at_least(1)] = 100

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.kernels import sum_of_squares
-from elixir_moe.models.gpt import GPT, Meshes, generate, gpt_patterns, lm_loss
+from elixir_moe.models.gpt import GPT, Meshes, generate, gpt_patterns, lm_loss, lm_loss_without_logits
 from elixir_moe.moe.layer import LayerRanks, MoE
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.linear import CutLinear
@@ -72,6 +72,7 @@ class Training:
         self.config, self.text = config, text
         self.mesh: DeviceMesh | None = mesh
         self.identity = identity(config, text)
+        self._loss = lm_loss if config.run.loss == "whole" else lm_loss_without_logits
         self.ranks = mesh.size()
         self.replica, self.replicas = mesh.get_local_rank("dp"), mesh.size(0)  # ranks of one tp group share their rows
         self.device = torch.device(mesh.device_type)
@@ -98,7 +99,7 @@ class Training:
         return wrap(
             model,
             _adamw(model, self.config.optimizer),
-            plan=self.config.plan.plan(lm_loss, sample, self.config.run.accumulation),
+            plan=self.config.plan.plan(self._loss, sample, self.config.run.accumulation),
             compute_dtype=_DTYPES[self.config.run.dtype],
         )
 
@@ -110,7 +111,7 @@ class Training:
         progress.batch = progress.next_batch()
         losses = []
         for micro_batch in self._batch().chunk(progress.accumulation):
-            loss = lm_loss(self.model, rows_of(micro_batch, self.replica, self.replicas).to(self.device))
+            loss = self._loss(self.model, rows_of(micro_batch, self.replica, self.replicas).to(self.device))
             (self.optimizer.scale(loss) / progress.accumulation).backward()
             losses.append(loss.detach())
         return torch.stack(losses).mean().item()

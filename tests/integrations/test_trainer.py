@@ -73,6 +73,7 @@ def trained(
     peft: bool = False,
     resume: bool = False,
     stop: int = 0,
+    loss: str = "whole",
     **settings: Any,
 ) -> dict[str, Any]:
     """A run of ours with a plan, of the plain Trainer without; `stop`: it dies after so many steps."""
@@ -92,7 +93,7 @@ def trained(
             report_to=[], disable_tqdm=True, **{"save_strategy": "no", **settings},
         )  # fmt: skip
         kind: Any = Trainer if plan is None else ElixirTrainer
-        given = {} if plan is None else {"plan": plan}
+        given = {} if plan is None else {"plan": plan, "loss": loss}
         model = adapted() if peft else mixture()
         evaluated = data()[:16]
         trainer = kind(model, arguments, train_dataset=data(), eval_dataset=evaluated, callbacks=[Dies()], **given)
