@@ -8,7 +8,9 @@ user code, and `ShardedParameter` otherwise. torch passes every function on a sh
     a function that reads (``F.linear(x, p)``)       the parameter is gathered for the call
     an in-place operator (``p.mul_()``, `nn.init`)   the same, and the written values are stored in the shards
     ``p.data``, ``p.detach()``                       a read-only copy
-    an address (``numpy()``, ``data_ptr()``)         an error that names `em.unsharded`
+    an address (``numpy()``, ``data_ptr()``)         in a forward, backward or autograd function, the parameter is held
+                                                     for as long as that runs; elsewhere an error that names
+                                                     `em.unsharded`
     shape, dtype and other metadata                  answered without a gather
 
 No operator is patched and no mode is set. The owner of the parameters (`hooks`) gathers them.
@@ -102,6 +104,7 @@ class ParamAccess:
         *,
         unshard_for_call: Callable[[list[nn.Parameter]], AbstractContextManager[None]],
         unshard_for_block: Callable[[list[nn.Parameter], bool], AbstractContextManager[None]],
+        lend: Callable[[nn.Parameter], bool],
         keep_exactly: Callable[[nn.Parameter, torch.Tensor], None],
         has_gradient: Callable[[nn.Parameter], bool],
         name_of: Callable[[nn.Parameter], str],
@@ -112,12 +115,15 @@ class ParamAccess:
             parameters: all parameters to guard.
             unshard_for_call: a context in which the given parameters can be read, and written in place.
             unshard_for_block: the same; if its second argument is true, any kind of write is kept.
+            lend: holds a parameter for as long as what asks for its address runs; returns False if nobody knows how
+                long that is.
             keep_exactly: stores values of more bits than the parameter has, which it was just given.
             has_gradient: whether the library holds a gradient of the parameter that ``parameter.grad`` does not show.
             name_of: the parameter's name in messages.
         """
         self.unshard_for_call = unshard_for_call
         self.unshard_for_block = unshard_for_block
+        self.lend = lend
         self.keep_exactly = keep_exactly
         self.has_gradient = has_gradient
         self.name_of = name_of
@@ -180,7 +186,10 @@ class ShardedParameter(nn.Parameter):
             return value
         if name in _ADDRESSING:
             owner = next(_guarded((*args, *kwargs.values())))
-            _refuse_address(name, f"parameter {_access_of(owner).name_of(owner)!r}")
+            if not _access_of(owner).lend(owner):
+                _refuse_address(name, f"parameter {_access_of(owner).name_of(owner)!r}")
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         with ExitStack() as stack:
             for access, parameters in _by_access(_guarded((*args, *kwargs.values()))).items():
                 stack.enter_context(access.unshard_for_call(parameters))
@@ -252,8 +261,8 @@ class ReadOnly(torch.Tensor):
 def unsharded(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Iterator[None]:
     """A context in which parameters of a wrapped model are plain ones: gathered whole, with an address. Collective.
 
-    Reads need it only for addresses (`numpy()`, DLPack, ``.data``, an autograd function with kernels of its own), since
-    any function gathers the parameters it reads. The forward of a parameter's own module does not need it.
+    Reads need it only for addresses (`numpy()`, DLPack, ``.data``) outside of forwards and autograd functions: any
+    function gathers the parameters it reads. The forward of a parameter's own module does not need it.
     Parameters that are gathered together need blocks of the rCache together; do large models module by module.
 
     Args:
@@ -301,9 +310,8 @@ def read_only(tensor: torch.Tensor) -> torch.Tensor:
 def _refuse_address(name: str, owner: str) -> NoReturn:
     raise UsageError(
         f"{name} of {owner}, whose memory is another chunk's as soon as it is not in use: read a clone() of it, or "
-        f"take the address inside `with em.unsharded(parameter):`. Apply an autograd function whose kernels take "
-        f"addresses inside it, too, and have it keep the parameter by ctx.save_for_backward. What is written there is "
-        f"kept inside `with em.unsharded(parameter, write=True)`"
+        f"take the address inside `with em.unsharded(parameter):`, or in an autograd function. What is written there "
+        f"is kept inside `with em.unsharded(parameter, write=True)`"
     )
 
 

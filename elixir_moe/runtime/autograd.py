@@ -3,8 +3,10 @@
 Owns `Hook`, which torch.compile does not trace and which cannot be copied.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +30,20 @@ class Hook:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy()
+
+
+_APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__
+
+
+def in_function() -> bool:
+    """Whether the caller runs inside the forward of an autograd function.
+
+    Torch hands ``Function.apply`` to no tensor subclass and to no mode: only its frame tells.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
 
 
 def in_backward() -> bool:

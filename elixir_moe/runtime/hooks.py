@@ -13,6 +13,8 @@ Recompute. A forward inside backward (activation checkpointing) holds its chunks
 Elsewhere. A function that reads a parameter outside its running unit borrows it: the chunk is gathered for the call.
            Inside a forward, such a read has a position like a unit's, so that its gradient is waited for. Outside of
            one it packs what autograd saves under every plan, since no unit holds the parameter in backward.
+Addresses. A parameter whose address is asked for is lent to what runs: to the innermost call, to an autograd function
+           outside of calls until the next call or backward, and in backward until the next operator.
 Reset.     What a call, read or backward has begun and not ended (`phase`) is given up by the next outermost call or
            read, `zero_grad` or `step`.
 """
@@ -22,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -37,7 +39,7 @@ from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import placed_like
 from elixir_moe.parallel.plain_state import unparametrized
 from elixir_moe.runtime.access import ParamAccess, Switch
-from elixir_moe.runtime.autograd import Hook, hook_outputs, in_backward
+from elixir_moe.runtime.autograd import Hook, hook_outputs, in_backward, in_function
 from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
 from elixir_moe.runtime.phase import READABLE
@@ -49,6 +51,7 @@ from elixir_moe.torch_private import (
     at_end_of_backward,
     interpreter,
     keeps_graph,
+    running_node,
     will_execute,
 )
 
@@ -70,6 +73,12 @@ class Call:
     """The end of the call must let its unit go."""
     saving: saved_tensors_hooks | None = None
     """The hooks that the end of the call must remove."""
+    lent: "list[Loan]" = field(default_factory=list)
+    """What the end of the call must let go."""
+
+
+Loan = tuple[Unit, bool]
+"""The reader of a parameter whose address is in use, and `tracked` as in `Scheduler.unshard`."""
 
 
 class _Carrier:
@@ -126,11 +135,14 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         """Of the hooks on modules."""
         self._calls: list[Call] = []
+        self._lent: list[Loan] = []
+        """To autograd functions outside of calls."""
         self._thread = 0
         self._access = ParamAccess(
             self._slot_of,
             unshard_for_call=self._unshard_for_call,
             unshard_for_block=self._unshard_for_block,
+            lend=self._lend,
             keep_exactly=lambda parameter, values: scheduler.keep_exactly(*self._slot_of[parameter], values),
             has_gradient=lambda parameter: self._slot_of[parameter] in scheduler.used,
             name_of=self.name_of,
@@ -212,6 +224,8 @@ class Hooks:
             )
         if self._phase.unfinished:
             self.reset()
+        if self._lent and not in_function():
+            self._return(self._lent)
         self._thread = threading.get_ident()
         self._phase.begin_call()
 
@@ -235,6 +249,7 @@ class Hooks:
     def _end(self, call: Call) -> int:
         """Lets the unit of a call go and removes its hooks, whether it finished or not; returns its exit's position."""
         left = 0
+        self._return(call.lent)
         if call.held and call.unit is not None:
             if call.recomputes:
                 self.machine.leave_again(call.unit)
@@ -307,6 +322,37 @@ class Hooks:
                 )
             self._refuse_unseen(before)
 
+    def _lend(self, parameter: nn.Parameter) -> bool:
+        """As `ParamAccess` describes it."""
+        slot = self._slot_of[parameter]
+        if in_backward():
+            self._begin_backward()
+            self.machine.unpack(slot[0], running_node())
+            return True
+        call = self._calls[-1] if self._calls else None
+        if call is None:
+            if not in_function():
+                return False
+            self._begin()
+        tracked = call is not None and call.training
+        reader = self.machine.reader((slot,), partial(self._read_of, [parameter]))
+        if tracked:
+            self.machine.read(reader, inside=True)
+        else:
+            self._carrier.hold(reader, tracked=False)
+        (self._lent if call is None else call.lent).append((reader, tracked))
+        if call is None:
+            self._phase.end_call()
+        return True
+
+    def _return(self, lent: list[Loan]) -> None:
+        """Ends the loans in `lent`, which is empty then."""
+        while lent:
+            reader, tracked = lent.pop()
+            for index in reader.chunks:
+                self._scheduler.keep_writes(self._scheduler.chunks[index])
+            self._carrier.let_go(reader, tracked=tracked)
+
     def _refuse_unseen(self, before: dict[ParamId, tuple[int, int]]) -> None:
         for slot, (version, values) in before.items():
             now = self._scheduler.fingerprint(*slot)
@@ -337,6 +383,10 @@ class Hooks:
         keep_graph = keeps_graph()
         self.machine.begin(left, keep_graph=keep_graph, accumulates=self._accumulates)
         at_end_of_backward(self._end_backward)
+        lent = [index for reader, _ in self._lent for index in reader.chunks]
+        self._return(self._lent)
+        for index in lent:  # the function whose backward runs first may have asked already
+            self.machine.unpack(index, running_node())
 
     def _run_landings_last(self) -> None:
         """Moves our hooks on gradients behind all others, which must run before the gradient is taken away."""
@@ -432,6 +482,7 @@ class Hooks:
 
     def abandon(self) -> None:
         """Gives up interrupted forwards and a failed backward."""
+        self._return(self._lent)
         if self._phase.unfinished or self._calls:
             self.reset()
 
@@ -440,6 +491,7 @@ class Hooks:
         self._phase.tear()
         self._scheduler.reset()
         self._saved.forget()
+        self._lent.clear()
         while self._calls:
             call = self._calls.pop()
             if call.saving is not None:

@@ -186,6 +186,10 @@ def reads_heard(
             finally:
                 access.close(switches)
 
+    def lend(parameter: nn.Parameter) -> bool:
+        with read([parameter]):
+            return True
+
     def name_of(parameter: nn.Parameter) -> str:
         named = ((type(module), name, p) for module, _ in parts for name, p in module.named_parameters())
         return next(f"{kind.__name__}.{name}" for kind, name, p in named if p is parameter)
@@ -194,6 +198,7 @@ def reads_heard(
         dict.fromkeys(p for _, parameters in parts for p in parameters),
         unshard_for_call=unshard_for_call,
         unshard_for_block=lambda parameters, write: unshard_for_call(parameters),
+        lend=lend,
         keep_exactly=lambda *_: None,
         has_gradient=lambda _: False,
         name_of=name_of,

@@ -8,7 +8,6 @@ of at most 1), each rank its own part, and steps of SGD with lr 1e-2 carry that 
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -22,7 +21,6 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
-from elixir_moe.runtime.access import ShardedParameter
 from tests.runtime.test_habits import D, Layer, Net, adamw, mean_square, rows_of, sgd
 from tests.support.cases import with_further
 from tests.support.parity import assert_alike, trained
@@ -165,17 +163,11 @@ class AtAddressByName(KeptByName):
         return grad @ at_address(ctx.weight), grad.t() @ ctx.x
 
 
-def lent(weight: nn.Parameter) -> AbstractContextManager[None]:
-    """A context in which a weight has an address."""
-    return em.unsharded(weight) if isinstance(weight, ShardedParameter) else nullcontext()
-
-
 class Lends(Layer):
     """Hands its children's weights to a kernel: the first one as it is, and a copy of the second."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with lent(self.up.weight):
-            h = AtAddress.apply(self.norm(x), self.up.weight)
+        h = AtAddress.apply(self.norm(x), self.up.weight)
         return x + self.gain * AtAddress.apply(F.gelu(h + self.up.bias), self.down.weight.clone())
 
 
@@ -208,9 +200,7 @@ class AddressesReentrant(Addresses):
 
 def with_kernel(model: Any, rows: Tensor) -> Tensor:
     """A loss that hands the last weight to a kernel, too."""
-    out = model(rows)
-    with lent(model.last.weight):
-        out = AtAddress.apply(out, model.last.weight)
+    out = AtAddressByName.apply(AtAddress.apply(model(rows), model.last.weight), model.last.weight)
     return (out - rows.flip(1)).pow(2).mean()
 
 
@@ -435,44 +425,6 @@ def test_case(name: str, every: bool, ranks: Ranks, alone: None) -> None:
     for found in (train_all(name, here), *ranks(2).run(train_all, name, apart)):
         for plan, result in found.items():
             assert_alike(result, wanted, plan, case.tolerance, rel=max(1e-5, case.tolerance * 10))
-
-
-class Takes(Layer):
-    """Hands a weight of its child's to a kernel."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + AtAddress.apply(x, self.up.weight)[:, :D]
-
-
-def by_name(model: Any) -> Tensor:
-    rows = torch.ones(2, D, requires_grad=True)
-    with em.unsharded(model.last.weight):
-        out: Tensor = AtAddressByName.apply(rows, model.last.weight)
-    return out
-
-
-TAKEN: dict[str, tuple[type[nn.Module], str, Callable[[Any], Tensor]]] = {
-    "in another module": (Takes, r"layers\.2\.up\.weight", lambda model: model(torch.ones(2, D))),
-    "in the loss": (Layer, r"last\.weight", lambda model: AtAddress.apply(torch.ones(2, D), model.last.weight)),
-    "in backward, kept as an attribute": (Layer, r"last\.weight", by_name),
-}
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("how", TAKEN)
-def test_a_kernel_gets_no_address_of_a_weight_that_may_leave(how: str) -> None:
-    """The error names the weight and what to write, and the model goes on."""
-    kind, name, loss = TAKEN[how]
-    model = Net()
-    model.layers[2] = kind()
-    model, optimizer = em.wrap(model, adamw(model), plan=PLANS["small"])
-    says = name + r"'.*`with em\.unsharded\(parameter\):`.*autograd function.*save_for_backward"
-    with pytest.raises(em.UsageError, match=says):
-        loss(model).sum().backward()
-    optimizer.zero_grad()
-    model.last(torch.ones(2, D)).sum().backward()
-    optimizer.step()
-    optimizer.close()
 
 
 def decay_of_each_group(wrapped: bool) -> dict[str, torch.Tensor]:
