@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "adam_kernel.hpp"
+#include "narrow_kernel.hpp"
 #include "parts.hpp"
 
 namespace elixir {
@@ -31,6 +32,7 @@ AdamConstants constants_of(const AdamSettings& s) {
     c.beta2 = static_cast<float>(s.beta2);
     c.one_minus_beta2 = static_cast<float>(1.0 - s.beta2);
     c.sqrt_correction2 = static_cast<float>(std::pow(correction2, 0.5));
+    c.one_over_sqrt_correction2 = static_cast<float>(1.0 / std::pow(correction2, 0.5));
     c.eps = static_cast<float>(s.eps);
     c.neg_step_size = static_cast<float>(-(s.lr / correction1));
     return c;
@@ -39,15 +41,16 @@ AdamConstants constants_of(const AdamSettings& s) {
 struct Kernels {
     AdamKernel* adam;
     NormKernel* norm;
+    NarrowKernel* narrow;
 };
 
 Kernels kernels_of(Isa isa) {
 #ifdef ELIXIR_X86
-    if (isa == Isa::avx512) return {adam_avx512, norm_avx512};
-    if (isa == Isa::avx2) return {adam_avx2, norm_avx2};
+    if (isa == Isa::avx512) return {adam_avx512, norm_avx512, narrow_avx512};
+    if (isa == Isa::avx2) return {adam_avx2, norm_avx2, narrow_avx2};
 #endif
     (void)isa;
-    return {adam_scalar, norm_scalar};
+    return {adam_scalar, norm_scalar, narrow_scalar};
 }
 
 }  // namespace
@@ -69,6 +72,19 @@ void adam_step(const AdamArrays& arrays, const AdamSettings& settings, Isa isa, 
     // Cut at whole pages of the smallest element type, so that no two threads share a cache line of an aligned array.
     const auto start_of = [=](std::size_t part) { return n / kPageNumel * part / parts * kPageNumel; };
     const auto address_of = [&](std::size_t begin) { return arrays.master + begin; };
+    in_parts(parts, n, start_of, address_of,
+             [&](std::size_t, std::size_t begin, std::size_t end) { kernel(arrays, constants, begin, end); });
+}
+
+void narrow_step(const NarrowArrays& arrays, const AdamSettings& settings, Isa isa, int threads) {
+    const AdamConstants constants = constants_of(settings);
+    NarrowKernel* const kernel = kernels_of(isa).narrow;
+    const std::size_t n = arrays.numel;
+    const std::size_t parts = parts_of(n, threads, kMinPerThread);
+    static_assert(kPageNumel % kCodeBlock == 0);
+    const auto start_of = [=](std::size_t part) { return n / kPageNumel * part / parts * kPageNumel; };
+    const std::size_t width = arrays.weight_dtype == Dtype::float32 ? 4 : 2;
+    const auto address_of = [&](std::size_t begin) { return static_cast<const char*>(arrays.weight) + begin * width; };
     in_parts(parts, n, start_of, address_of,
              [&](std::size_t, std::size_t begin, std::size_t end) { kernel(arrays, constants, begin, end); });
 }

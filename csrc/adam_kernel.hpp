@@ -18,6 +18,7 @@ struct AdamConstants {
     float beta2;
     float one_minus_beta2;
     float sqrt_correction2;
+    float one_over_sqrt_correction2;  // for narrow state
     float eps;
     float neg_step_size;
 };

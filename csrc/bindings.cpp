@@ -16,6 +16,7 @@
 #include "adam.hpp"
 #include "decode.hpp"
 #include "ending.hpp"
+#include "narrow.hpp"
 #include "numa.hpp"
 #include "tiles.hpp"
 
@@ -123,6 +124,84 @@ void adam_step(Floats master, Floats exp_avg, Floats exp_avg_sq, ConstArray grad
     elixir::adam_step(arrays, settings, isa, threads);
 }
 
+using Codes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig>;
+
+bool is_bytes(nb::dlpack::dtype dtype) {
+    return dtype == nb::dtype<std::uint8_t>();
+}
+
+elixir::Moments moments_of(const char* what, nb::dlpack::dtype dtype) {
+    if (is_bytes(dtype)) return elixir::Moments::code;
+    const elixir::Dtype found = dtype_of(what, dtype);
+    if (found == elixir::Dtype::float16) throw std::invalid_argument(std::string(what) + " is float16");
+    return found == elixir::Dtype::float32 ? elixir::Moments::float32 : elixir::Moments::bfloat16;
+}
+
+void narrow_step(Array weight, Array exp_avg, Array exp_avg_sq, std::optional<Codes> exponents_avg,
+                 std::optional<Codes> exponents_sq, ConstArray grad, std::optional<Array> compute, std::uint32_t key0,
+                 std::uint32_t key1, std::uint32_t first, double lr, double beta1, double beta2, double eps,
+                 double weight_decay, std::int64_t step, double grad_scale, bool decoupled, bool maximize, int threads,
+                 const std::string& isa_name) {
+    const std::size_t numel = weight.size();
+    on_host("weight", weight);
+    on_host("exp_avg", exp_avg);
+    on_host("exp_avg_sq", exp_avg_sq);
+    on_host("grad", grad);
+    if (compute) on_host("compute", *compute);
+    same_length("exp_avg", exp_avg.size(), numel);
+    same_length("exp_avg_sq", exp_avg_sq.size(), numel);
+    same_length("grad", grad.size(), numel);
+    if (compute) same_length("compute", compute->size(), numel);
+    if (step < 1) throw std::invalid_argument("step is " + std::to_string(step) + "; the first step is 1");
+    if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + "; at least 1 is needed");
+    const elixir::Moments moments = moments_of("exp_avg", exp_avg.dtype());
+    if (moments_of("exp_avg_sq", exp_avg_sq.dtype()) != moments) {
+        throw std::invalid_argument("exp_avg and exp_avg_sq have different dtypes");
+    }
+    const std::size_t blocks = (numel + elixir::kCodeBlock - 1) / elixir::kCodeBlock;
+    for (const auto* exponents : {&exponents_avg, &exponents_sq}) {
+        if (exponents->has_value() != (moments == elixir::Moments::code) ||
+            (exponents->has_value() && (*exponents)->size() != blocks)) {
+            throw std::invalid_argument("codes need an exponent for each " + std::to_string(elixir::kCodeBlock) +
+                                        " elements, and nothing else has any");
+        }
+        if (exponents->has_value()) on_host("exponents", **exponents);
+    }
+    const elixir::NarrowArrays arrays{
+        .weight = weight.data(),
+        .exp_avg = exp_avg.data(),
+        .exp_avg_sq = exp_avg_sq.data(),
+        .exponents_avg = exponents_avg ? exponents_avg->data() : nullptr,
+        .exponents_sq = exponents_sq ? exponents_sq->data() : nullptr,
+        .grad = grad.data(),
+        .compute = compute ? compute->data() : nullptr,
+        .weight_dtype = dtype_of("weight", weight.dtype()),
+        .moments = moments,
+        .grad_dtype = dtype_of("grad", grad.dtype()),
+        .compute_dtype = compute ? dtype_of("compute", compute->dtype()) : elixir::Dtype::none,
+        .numel = numel,
+        .key = {key0, key1},
+        .first = first,
+    };
+    if (arrays.weight_dtype == elixir::Dtype::float16 || arrays.compute_dtype == elixir::Dtype::float32) {
+        throw std::invalid_argument("weight is float32 or bfloat16, and compute bfloat16, float16 or None");
+    }
+    const elixir::AdamSettings settings{
+        .lr = lr,
+        .beta1 = beta1,
+        .beta2 = beta2,
+        .eps = eps,
+        .weight_decay = weight_decay,
+        .step = step,
+        .grad_scale = grad_scale,
+        .decoupled = decoupled,
+        .maximize = maximize,
+    };
+    const elixir::Isa isa = isa_named(isa_name);
+    const nb::gil_scoped_release no_gil;
+    elixir::narrow_step(arrays, settings, isa, threads);
+}
+
 double sum_of_squares(ConstArray grad, int threads, const std::string& isa_name) {
     on_host("grad", grad);
     if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + "; at least 1 is needed");
@@ -226,6 +305,12 @@ NB_MODULE(_native, m) {
           "grad"_a.noconvert(), "compute"_a.noconvert().none(), nb::kw_only(), "lr"_a, "beta1"_a, "beta2"_a, "eps"_a,
           "weight_decay"_a, "step"_a, "grad_scale"_a, "decoupled"_a, "maximize"_a, "threads"_a, "isa"_a = "",
           "One Adam or AdamW step on a shard in host memory, in place and in one pass.");
+
+    m.def("narrow_step", &narrow_step, "weight"_a.noconvert(), "exp_avg"_a.noconvert(), "exp_avg_sq"_a.noconvert(),
+          "exponents_avg"_a.noconvert().none(), "exponents_sq"_a.noconvert().none(), "grad"_a.noconvert(),
+          "compute"_a.noconvert().none(), nb::kw_only(), "key0"_a, "key1"_a, "first"_a, "lr"_a, "beta1"_a, "beta2"_a,
+          "eps"_a, "weight_decay"_a, "step"_a, "grad_scale"_a, "decoupled"_a, "maximize"_a, "threads"_a, "isa"_a = "",
+          "One Adam or AdamW step on a shard whose state has fewer bytes than float, in place and in one pass.");
 
     m.def("sum_of_squares", &sum_of_squares, "grad"_a.noconvert(), nb::kw_only(), "threads"_a, "isa"_a = "",
           "The sum of squares of a gradient shard in host memory.");

@@ -44,6 +44,35 @@ def adam_step(
             `threads` or `isa` is out of range.
     """
 
+def narrow_step(
+    weight: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exponents_avg: Tensor | None,
+    exponents_sq: Tensor | None,
+    grad: Tensor,
+    compute: Tensor | None,
+    *,
+    key0: int,
+    key1: int,
+    first: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float,
+    decoupled: bool,
+    maximize: bool,
+    threads: int,
+    isa: str = "",
+) -> None:
+    """One Adam or AdamW step on a shard whose state has fewer bytes than float; see `elixir_moe.kernels.narrow_step`.
+
+    Moments are float32, bfloat16, or uint8 with exponents. The rest is as for `adam_step`.
+    """
+
 def sum_of_squares(grad: Tensor, *, threads: int, isa: str = "") -> float: ...
 def decode_nibbles(
     codes: Tensor,

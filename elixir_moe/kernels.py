@@ -5,8 +5,11 @@ state. The compute shard is written in the same pass as the master shard, which 
 at six bytes a step.
 """
 
+import hashlib
 import os
 from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypedDict, Unpack
 
 import torch
@@ -50,6 +53,8 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 """What the codes of MXFP4 stand for (OCP Microscaling Formats, 5.3.3)."""
 NF4_BLOCK, MXFP4_BLOCK, FP8_BLOCK = 64, 32, 128
 """Elements that share a scale; for FP8 in both dimensions of a matrix."""
+CODE_BLOCK = 256
+"""Elements of a block of codes, which share an exponent."""
 
 _CORES_FOR_TWO = 8
 """Cores of a rank from which on two are left to launching: autograd launches on a thread of its own, and so does NCCL.
@@ -267,6 +272,247 @@ def _check(name: str, array: Tensor, master: Tensor, dtypes: tuple[torch.dtype, 
         raise ValueError(f"{name} has {found}, master has {master.numel()} on {master.device}; they must agree")
     if array.dtype not in dtypes:
         raise ValueError(f"{name} is {array.dtype}, expected {' or '.join(map(str, dtypes))}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """The place of a run of elements among all random bits of stochastic rounding.
+
+    Bits depend on this and on the element's index alone, so they are the same however a parameter is cut.
+    """
+
+    key: tuple[int, int]
+    """Two words of 32 bits: of the seed, the parameter and the step."""
+    first: int = 0
+    """The index of the first element, modulo 2^32."""
+
+    @classmethod
+    def of(cls, seed: int, parameter: str, step: int, first: int) -> "Rounding":
+        """The rounding of a parameter's elements from number `first` on, one of its `windows`."""
+        window, low = divmod(first, _WINDOW)
+        digest = hashlib.blake2b(f"{seed}/{step}/{window}/{parameter}".encode(), digest_size=8).digest()
+        return cls((int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")), low)
+
+    def words(self, start: int, numel: int, device: torch.device) -> Tensor:
+        """The random words of `numel` elements from number `start` of the run on, int64 below 2^32 (csrc/narrow.hpp).
+
+        Source: the 32-bit finaliser "lowbias32" of C. Wellons.
+        """
+        x = torch.arange(self.first + start, self.first + start + numel, device=device) % _WINDOW ^ self.key[0]
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) % _WINDOW ^ self.key[1]
+        x = ((x ^ (x >> 15)) * 0x846CA68B) % _WINDOW
+        return x ^ (x >> 16)
+
+
+_WINDOW = 1 << 32
+
+
+def windows(first: int, numel: int, *, coded: bool) -> list[tuple[int, int]]:
+    """(start, stop) of the parts of a run from element `first` of a parameter on, each with random bits of its own.
+
+    A part ends at a multiple of 2^32, or, `coded`, behind the block of codes that has it.
+    """
+    step = CODE_BLOCK if coded else 1
+    cuts = range((first // _WINDOW + 1) * _WINDOW - first, numel, _WINDOW)
+    ends = [0, *(-(-cut // step) * step for cut in cuts), numel]
+    return [(start, stop) for start, stop in pairwise(ends) if start < stop]
+
+
+def _to_bfloat16(x: Tensor, random: Tensor | None, *, above_zero: bool = False) -> Tensor:
+    """fp32 values in bf16, rounded with 16 `random` bits each or to the nearest. `above_zero`: what is not 0 stays."""
+    if random is None:
+        found = x.to(torch.bfloat16)
+    else:
+        found = ((x.view(torch.int32) + random.int()) >> 16).to(torch.int16).view(torch.bfloat16)
+    if above_zero:
+        least = torch.ones((), dtype=torch.int16, device=x.device).view(torch.bfloat16)
+        found = torch.where((x != 0) & (found == 0), least, found)
+    return found
+
+
+def _base_of(exponents: Tensor, most: int) -> Tensor:
+    """The step below the first code of each block, (blocks, 1)."""
+    return (8 * exponents.int() + 7 - most).clamp_(min=0).unsqueeze(1)
+
+
+def _in_blocks(values: Tensor) -> Tensor:
+    """Flat values as (blocks, `CODE_BLOCK`), with zeros behind the last."""
+    rest = -values.numel() % CODE_BLOCK
+    padded = torch.cat((values, values.new_zeros(rest))) if rest else values
+    return padded.view(-1, CODE_BLOCK)
+
+
+def encode(values: Tensor, codes: Tensor, exponents: Tensor, *, signed: bool, random: Tensor | None = None) -> None:
+    """Writes flat values as `codes` of 8 bits, uint8, and an exponent for each block, as csrc/narrow.hpp says.
+
+    Args:
+        values: floats; of a second moment, not `signed`, none is below 0.
+        codes: as many.
+        exponents: uint8, one for each `CODE_BLOCK` elements; the last block may be shorter.
+        signed: whether these are first moments.
+        random: 20 random bits for each element, int64; None rounds to the nearest.
+    """
+    bits = values.float().view(torch.int32)
+    low = (1 << 19) if random is None else random.int()
+    q = _in_blocks(((bits & 0x7FFFFFFF) + low) >> 20)
+    top = q.amax(dim=1) >> 3
+    steps = (q - _base_of(top, 127 if signed else 255)).view(-1)[: values.numel()]
+    if signed:
+        size = steps.clamp_(min=0)
+        found = torch.where(size == 0, 0, size | ((bits >> 24) & 128))
+    else:
+        found = torch.where(bits == 0, 0, steps.clamp_(min=1))
+    codes.copy_(found)
+    exponents.copy_(top)
+
+
+def decode(codes: Tensor, exponents: Tensor, *, signed: bool, first: int = 0) -> Tensor:
+    """The values of codes, bf16, which holds each of them exactly; `first` is the first one's place in its block."""
+    most = 127 if signed else 255
+    place = torch.arange(first, first + codes.numel(), device=codes.device) // CODE_BLOCK
+    size = (codes & most).int()
+    words = torch.where(size == 0, 0, (size + _base_of(exponents, most)[place, 0]) << 4)
+    if signed:
+        words |= (codes & 128).int() << 8
+    return words.to(torch.int16).view(torch.bfloat16)
+
+
+Moment = Tensor | tuple[Tensor, Tensor]
+"""A moment of a shard: fp32 or bf16 values, or codes and their exponents, both uint8."""
+
+
+def narrow_step(
+    weight: Tensor,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
+    grad: Tensor,
+    compute: Tensor | None,
+    rounding: Rounding,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float | Tensor = 1.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+    threads: int | None = None,
+    skip: Tensor | None = None,
+) -> None:
+    """`adam_step` on a shard whose weight or moments have fewer bytes than fp32, rounded stochastically.
+
+    The arithmetic, in fp32, and what each array keeps of it are in csrc/narrow.hpp: the same bits on every device. On
+    the CPU the native kernel does it in one pass, elsewhere torch's operators do it on slices in fp32.
+
+    Args:
+        weight: The shard's weight, fp32 or bf16, shape (numel,), contiguous. Updated in place.
+        exp_avg: The first moment. Updated in place.
+        exp_avg_sq: The second moment, of the same kind. Updated in place.
+        grad: The gradient shard, float32, bfloat16 or float16. Only read.
+        compute: Where the new fp32 weight goes, rounded to the nearest, as in `adam_step`; not for a weight in bf16,
+            which is itself sent.
+        rounding: The random bits of this run.
+        lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, maximize, threads, skip: As in `adam_step`.
+    """
+    settings: _Settings = {
+        "lr": lr,
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "step": step,
+        "grad_scale": grad_scale,
+        "decoupled": decoupled,
+        "maximize": maximize,
+    }
+    if _native is None or weight.device.type != "cpu":
+        _torch_narrow(weight, exp_avg, exp_avg_sq, grad, compute, rounding, skip, settings)
+        return
+    assert skip is None and not isinstance(grad_scale, Tensor), "the host knows both numbers of a step of its own"
+    avg, avg_exponents = exp_avg if isinstance(exp_avg, tuple) else (exp_avg, None)
+    sq, sq_exponents = exp_avg_sq if isinstance(exp_avg_sq, tuple) else (exp_avg_sq, None)
+
+    def given(array: Tensor | None) -> object:
+        return None if array is None else to_dlpack(array.detach())
+
+    _native.narrow_step(
+        *map(given, (weight, avg, sq, avg_exponents, sq_exponents, grad, compute)),  # type: ignore[arg-type]
+        key0=rounding.key[0],
+        key1=rounding.key[1],
+        first=rounding.first,
+        **settings,  # type: ignore[arg-type]  # a number, as asserted
+        threads=torch.get_num_threads() if threads is None else threads,
+    )
+
+
+@torch.no_grad()
+def _torch_narrow(
+    weight: Tensor,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
+    grad: Tensor,
+    compute: Tensor | None,
+    rounding: Rounding,
+    skip: Tensor | None,
+    settings: _Settings,
+) -> None:
+    """The same step with torch's operators, on any device: those of csrc/narrow.hpp, one after another."""
+    for start in range(0, weight.numel(), TORCH_SLICE_NUMEL):
+        part = slice(start, min(start + TORCH_SLICE_NUMEL, weight.numel()))
+        before = weight[part].float(), _widened(exp_avg, part, signed=True), _widened(exp_avg_sq, part, signed=False)
+        p, m, v = _updated(*before, grad[part].float(), settings)
+        if skip is not None:  # what was read is on the grids, where it is rounded to itself
+            p, m, v = (torch.where(skip == 1, old, new) for old, new in zip(before, (p, m, v), strict=True))
+        words = rounding.words(start, part.stop - start, weight.device)
+        weight[part] = _to_bfloat16(p, words & 0xFFFF) if weight.dtype == torch.bfloat16 else p
+        if compute is not None:
+            compute[part] = p.to(compute.dtype)
+        coded = isinstance(exp_avg, tuple)
+        _leave(exp_avg, part, m, words & 0xFFFFF if coded else words >> 8 & 0xFFFF, signed=True)
+        _leave(exp_avg_sq, part, v, words >> 12 if coded else words >> 16, signed=False)
+
+
+def _updated(p: Tensor, m: Tensor, v: Tensor, g: Tensor, s: _Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Weight and moments after the step, fp32; every operation is rounded by itself, and scalars are once."""
+
+    def once(x: float) -> float:
+        return torch.tensor(x, dtype=torch.float32, device="cpu").item()
+
+    g = g * s["grad_scale"] if isinstance(s["grad_scale"], Tensor) else g * once(s["grad_scale"])
+    g = -g if s["maximize"] else g
+    if s["weight_decay"] and not s["decoupled"]:
+        g = g + p * once(s["weight_decay"])
+    if s["decoupled"]:
+        p = p * once(1.0 - s["lr"] * s["weight_decay"])
+    weight = once(1.0 - s["beta1"])
+    m = m + (g - m) * weight if abs(weight) < 0.5 else g + (g - m) * once(weight - 1.0)
+    v = v * once(s["beta2"]) + (g * once(1.0 - s["beta2"])) * g
+    denominator = v.sqrt() * once(1.0 / (1.0 - s["beta2"] ** s["step"]) ** 0.5) + once(s["eps"])
+    return p + m * once(-(s["lr"] / (1.0 - s["beta1"] ** s["step"]))) / denominator, m, v
+
+
+def _blocks(part: slice) -> slice:
+    """The exponents of elements that begin at a block."""
+    return slice(part.start // CODE_BLOCK, -(-part.stop // CODE_BLOCK))
+
+
+def _widened(moment: Moment, part: slice, *, signed: bool) -> Tensor:
+    """A part of a moment in fp32: a copy."""
+    if isinstance(moment, tuple):
+        return decode(moment[0][part], moment[1][_blocks(part)], signed=signed).float()
+    return moment[part].to(torch.float32, copy=True)
+
+
+def _leave(moment: Moment, part: slice, values: Tensor, random: Tensor, *, signed: bool) -> None:
+    """Writes a part of a moment."""
+    if isinstance(moment, tuple):
+        encode(values, moment[0][part], moment[1][_blocks(part)], signed=signed, random=random)
+    elif moment.dtype == torch.bfloat16:
+        moment[part] = _to_bfloat16(values, random, above_zero=not signed)
+    else:
+        moment[part] = values
 
 
 @torch.no_grad()
