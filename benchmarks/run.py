@@ -28,6 +28,8 @@ THREADS = 1
 HOST_ROW = "unshard + release of a gathered chunk"
 HOST_LIMIT_MICROSECONDS = 10.0
 ADAM_ROW = "CPU Adam, bf16 in, bf16 out"
+NARROW_ROW = "CPU Adam, bf16 master and int8 moments"
+NARROW_LIMIT = 0.7
 ADAM_PEERS = {"DeepSpeedCPUAdam and its casts": 0.75, "an in-place stream of the same bytes": 1.15}
 """And the ratios to stay at or below."""
 
@@ -176,6 +178,9 @@ def _adam_rows(quick: bool, _: Workload, rounds: int) -> list[dict[str, Any]]:
         shard = adam.Shard(numel)
         other = adam.deepspeed(adam.Shard(numel)) if against_deepspeed else adam.stream(numel)
         rows.append(race_row(what, adam.race(adam.ours(shard), other, 3 * rounds)))
+    what = {"name": NARROW_ROW, "peer": ADAM_ROW, "workload": f"{numel} parameters", "ranks": 1, "limit": NARROW_LIMIT}
+    state = adam.Shard(numel)
+    rows.append(race_row(what, adam.race(adam.narrow(state), adam.ours(state), 3 * rounds)))
     return rows
 
 

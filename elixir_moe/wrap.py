@@ -40,7 +40,14 @@ from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.units import build_units
 from elixir_moe.setup.agreement import check_alike, check_device_memory, check_host_memory
-from elixir_moe.setup.checks import check_adapted_bytes, check_arguments, check_data, check_disk, check_modules
+from elixir_moe.setup.checks import (
+    check_adapted_bytes,
+    check_arguments,
+    check_data,
+    check_disk,
+    check_modules,
+    check_precision,
+)
 from elixir_moe.setup.deciding import close_all, decide
 from elixir_moe.setup.drawing import plain_on_meta
 from elixir_moe.setup.filling import Passage, build_chunks, open_files, settle_buffers
@@ -113,6 +120,7 @@ def wrap(
     def check() -> None:
         check_arguments(model, optimizer, plan, sample, step, compute_dtype)
         check_disk(plan, optimizer)
+        check_precision(plan, optimizer)
         watch()
 
     raise_on_all_ranks("checked what wrap was given", check) if dist.is_initialized() else check()
@@ -213,7 +221,8 @@ def _wrapped(
         hooks = Hooks(model, units, scheduler, placeholder, checkpoints)
         made.callback(hooks.remove)
         everyone = communicators.get(described.ranks) if streams.asynchronous and not groups.has_stages else None
-        return scheduler, checkpoints, hooks, ShardedOptimizer(optimizer, scheduler, hooks, groups, files, everyone)
+        sharded = ShardedOptimizer(optimizer, scheduler, hooks, groups, files, everyone, seed=plan.rounding_seed)
+        return scheduler, checkpoints, hooks, sharded
 
     scheduler, checkpoints, hooks, sharded = made_on_all_ranks("built what moves weights", build)
     weakref.finalize(

@@ -116,16 +116,16 @@ _Need = tuple[Kind, Tier, int]
 def needs(chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool) -> Iterator[_Need]:
     """All that one rank needs for a chunk at home in `tier`.
 
-    A reduced gradient takes the place of the values where a separate master exists, and memory of its own in fp32: both
-    are the chunk's second shard. Several fp32 gradients are summed there too. On disk they are not: without a master in
-    memory, the weights must stay in that place.
+    A reduced gradient takes the place of the values where a separate master exists, and memory of its own where the
+    values are the master: both are the chunk's second shard. Several fp32 gradients are summed there too. On disk they
+    are not: without a master in memory, the weights must stay in that place.
     """
     trainable, numel, values = chunk.key.trainable, chunk.shard_numel, values_bytes(chunk)
     whole = reads_disk(chunk, tier, values_on_disk=values_on_disk)
     residence = chunk.residence_in_shard if tier is Tier.DEVICE and chunk.shards == 1 else chunk.residence
     if not whole:
-        memory = 4 * (1 + moments) * numel if trainable and tier is not Tier.DISK else 0
-        yield Kind.SHARD, tier.of_compute, values + memory
+        memory = second_bytes(chunk) + moments * chunk.key.precision.moment_bytes(numel)
+        yield Kind.SHARD, tier.of_compute, values + (memory if trainable and tier is not Tier.DISK else 0)
     if trainable and not whole and (tier is Tier.DISK or chunk.key.dtype != torch.float32):
         yield Kind.SUMS, tier.of_compute, 4 * numel
     if trainable and tier is Tier.DISK:
@@ -164,7 +164,7 @@ class Ledger:
         Args:
             layout: the chunks.
             tiers: the tier of each chunk.
-            moments: fp32 values the optimizer keeps per element; 2 for Adam.
+            moments: values the optimizer keeps per element; 2 for Adam.
             staged: whether reductions run over gloo.
             beside: whether sums in host memory run beside backward, as with a GPU; by default if reductions do not run
                 over gloo.
@@ -331,6 +331,11 @@ def spill_buffer_bytes(numels: Sequence[int], arrays: int) -> int:
 def values_bytes(chunk: ChunkSpec) -> int:
     """Bytes of one rank's values of a chunk, and of its gradient shard."""
     return chunk.shard_numel * chunk.key.dtype.itemsize
+
+
+def second_bytes(chunk: ChunkSpec) -> int:
+    """Bytes of a trainable chunk's second shard in memory: its master, or a gradient where values are the master."""
+    return values_bytes(chunk) if chunk.key.master_in_values else 4 * chunk.shard_numel
 
 
 def paged_bytes(nbytes: int) -> int:

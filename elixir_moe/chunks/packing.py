@@ -9,8 +9,10 @@ A chunk of three parameters in a group of N = 4 ranks, in a block of the rCache 
     |== parameter 0 ==|..|====== parameter 1 ======|.|======= parameter 2 =======|..|........|
                        ^ parameters start on 64 bytes            zeros up to numel ^  ^ not sent, not stored
 
-`numel` is rounded up so that all shards are equal and start on 64 bytes. Only `numel` elements are stored at home and
-sent. The rest of the block is unused, because all groups share one block length; `waste_fraction` counts it.
+`numel` is rounded up so that all shards are equal and start on 64 bytes. Where moments are codes, parameters and shards
+start on whole blocks of codes: so no shard cuts a block, and codes do not depend on the number of ranks. Only `numel`
+elements are stored at home and sent. The rest of the block is unused, because all groups share one block length;
+`waste_fraction` counts it.
 Sources: Elixir v1, sections IV-A (grouping, fused small groups) and V (fully symmetric partitioning); v2, A.2.
 """
 
@@ -25,6 +27,7 @@ import torch
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, group_parameters
 from elixir_moe.chunks.residence import ATTACHED, CACHED, IN_PLACE, RESIDENT, Residence
 from elixir_moe.errors import PlanError
+from elixir_moe.kernels import CODE_BLOCK
 
 ALIGN_BYTES = 64
 """Parameters and shards start on a cache line, as in torch's own allocator; no kernel needs more."""
@@ -386,7 +389,7 @@ def _check_fits(params: Sequence[ParamSpec], indices: Sequence[int], chunk_numel
 
 
 def _align(key: ChunkGroupKey) -> int:
-    return ALIGN_BYTES // key.dtype.itemsize
+    return CODE_BLOCK if key.precision.moments == "int8" else ALIGN_BYTES // key.dtype.itemsize
 
 
 def _round_up(n: int, multiple: int) -> int:

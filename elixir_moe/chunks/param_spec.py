@@ -1,18 +1,65 @@
 """Which parameters may share a chunk: the chunk groups.
 
-Owns `ParamSpec`, which is all that the pure part of the package knows about a parameter, and the key that sorts
-parameters into chunk groups. Two parameters share a chunk group if one collective can serve both: the same ranks,
-compute dtype, trainability, gradient divisor and dtype of the sum. The key has the identity of the ranks, never their
-number: two process groups of equal size are different.
+Owns `ParamSpec`, which is all that the pure part of the package knows about a parameter, the key that sorts parameters
+into chunk groups, and the precision of their optimizer's state. Two parameters share a chunk group if one collective
+can serve both, and one layout their state: the same ranks, compute dtype, trainability, gradient divisor, dtype of the
+sum and precision. The key has the identity of the ranks, never their number: two process groups of equal size are
+different.
 Source: Elixir v1, sections IV-A ("parameters with different DP groups can not communicate together").
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
+from typing import Literal
 
 import torch
+
+from elixir_moe.kernels import CODE_BLOCK
+
+Master = Literal["fp32", "bf16"]
+Moments = Literal["fp32", "bf16", "int8"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """How the optimizer's state of a parameter is stored. What is narrower than fp32 is rounded stochastically."""
+
+    master: Master = "fp32"
+    """bf16: there is no master besides the compute shard, in which the update writes the weight."""
+    moments: Moments = "fp32"
+    """int8: codes of 8 bits, and for each `CODE_BLOCK` elements an exponent of 8 bits (csrc/narrow.hpp)."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether anything is narrower than fp32."""
+        return (self.master, self.moments) != ("fp32", "fp32")
+
+    def moment_bytes(self, numel: int) -> int:
+        """Bytes of one moment of a shard of `numel` elements."""
+        widths = {"fp32": 4, "bf16": 2, "int8": 1}
+        return widths[self.moments] * numel + (-(-numel // CODE_BLOCK) if self.moments == "int8" else 0)
+
+
+WIDE = Precision()
+"""The state that torch's optimizers keep."""
+_ROUTERS = {"gate", "router"}
+"""Names of the modules that send tokens to experts: those of this library and of Hugging Face's mixtures."""
+
+
+def takes_narrow_state(name: str, shape: Sequence[int], chosen: Sequence[str] | None) -> bool:
+    """Whether a parameter's state is as the plan's `master` and `moments` say; else it is fp32.
+
+    It is for parameters whose names match one of `chosen`, with ``*`` for anything. None chooses the matrices of
+    repeated blocks: parameters with two or more dims and a number in their names, but for routers. Norms and biases
+    have one dim, embeddings and heads no number.
+    """
+    if chosen is not None:
+        return any(fnmatchcase(name, pattern) for pattern in chosen)
+    parts = name.split(".")
+    return len(shape) > 1 and any(part.isdecimal() for part in parts) and not _ROUTERS.intersection(parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=False)
@@ -29,6 +76,13 @@ class ChunkGroupKey:
     """The divisor of summed gradients (`Pattern.gradient_divisor`)."""
     reduce_dtype: torch.dtype = torch.float32
     """The dtype in which gradients are summed over the ranks: fp32, or `dtype`."""
+    precision: Precision = WIDE
+    """How the optimizer's state is stored."""
+
+    @property
+    def master_in_values(self) -> bool:
+        """Whether the compute shard is the only weight at home, so that no gradient may take its place."""
+        return self.trainable and (self.dtype == torch.float32 or self.precision.master == "bf16")
 
     @property
     def label(self) -> str:
@@ -36,7 +90,8 @@ class ChunkGroupKey:
         frozen = "" if self.trainable else " frozen"
         summed = "" if self.reduce_dtype == torch.float32 else " narrow sums"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"ranks {_ranges(self.ranks)} /{self.divisor} {dtype}{frozen}{summed}"
+        state = f" {self.precision.master}+{self.precision.moments}" if self.precision.is_narrow else ""
+        return f"ranks {_ranges(self.ranks)} /{self.divisor} {dtype}{frozen}{summed}{state}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,14 +11,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import nn
 
 from elixir_moe.chunks.cache_policy import LOOKAHEAD
 from elixir_moe.chunks.packing import ChunkSpec, Layout, best_chunk_numel, build_layout
-from elixir_moe.chunks.param_spec import ParamSpec
+from elixir_moe.chunks.param_spec import Master, Moments, ParamSpec, Precision
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.parallel.pattern import is_whole, reduction_dtype
 
@@ -117,6 +117,25 @@ def _path(name: str, path: str | os.PathLike[str] | None) -> str | None:
         raise ConfigError(f"{name}={path!r}: its __fspath__ gives no path: {error}; give a text") from error
 
 
+_NARROW_ON_DISK = (
+    "master={!r} and moments={!r} are for state in memory: leave the disk out, or keep both in fp32, as the disk does"
+)
+
+
+def check_precision(master: Any, moments: Any) -> None:
+    """Raises PlanError for what is no precision of a master or of moments."""
+    for name, value, known in (("master", master, get_args(Master)), ("moments", moments, get_args(Moments))):
+        if value not in known:
+            raise PlanError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
+
+
+def _names(name: str, given: Any) -> tuple[str, ...]:
+    """Names as a tuple. Raises PlanError for anything else."""
+    if not isinstance(given, (tuple, list)) or not given or not all(isinstance(one, str) for one in given):
+        raise PlanError(f"{name}={given!r}: expected names of parameters, such as ('layers.*.weight',), or None")
+    return tuple(given)
+
+
 _WHOLE_NUMBERS: tuple[tuple[str, int, tuple[object, ...]], ...] = (
     ("rcache_blocks", 1, ("all", None)),
     ("rcache_bytes", 0, (None,)),
@@ -127,6 +146,7 @@ _WHOLE_NUMBERS: tuple[tuple[str, int, tuple[object, ...]], ...] = (
     ("chunk_numel", 1, (None,)),
     ("prefetch", 0, ()),
     ("host_checkpoints", 0, ("all",)),
+    ("rounding_seed", 0, ()),
 )
 """(field, smallest number, other allowed values)."""
 
@@ -177,6 +197,18 @@ class Plan:
     host_checkpoints: int | Literal["all"] = 0
     """Activation checkpoints in host memory: of how many checkpointed regions of a forward, the first ones, or "all".
     Inputs that autograd has computed are copied there during forward, and back during backward; others stay."""
+    master: Master = "fp32"
+    """How weights are kept for the update, of the parameters with narrow state. bf16: the compute shard is the master,
+    and is rounded stochastically. They must be computed in bf16."""
+    moments: Moments = "fp32"
+    """How Adam's moments are kept, of the same parameters: fp32, bf16, or int8, codes of 8 bits and a byte for each 256
+    elements; the narrow ones rounded stochastically."""
+    narrow_state: tuple[str, ...] | None = None
+    """Names of the parameters whose state is as `master` and `moments` say, with ``*`` as in `em.annotate`; all others
+    keep fp32. None: the matrices of repeated blocks, but no routers (`takes_narrow_state`)."""
+    rounding_seed: int = 0
+    """Seed of stochastic rounding. Random bits follow from it, the parameter's name, its number of updates and the
+    element alone: equal seeds give equal weights under every plan and on any number of ranks."""
     explanation: str = field(default="", compare=False, repr=False)
     """Why a search chose this plan; ignored in comparisons and left out of the JSON."""
 
@@ -191,6 +223,13 @@ class Plan:
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{also}")
         object.__setattr__(self, "disk", _folder(self.disk))
         object.__setattr__(self, "reduce_dtype", reduction_dtype("reduce_dtype", self.reduce_dtype))
+        check_precision(self.master, self.moments)
+        if self.narrow_state is not None:
+            object.__setattr__(self, "narrow_state", _names("narrow_state", self.narrow_state))
+        if self.narrow_state is not None and not self.precision.is_narrow:
+            raise PlanError("narrow_state means nothing with master='fp32' and moments='fp32': leave it out")
+        if self.precision.is_narrow and (self.disk is not None or self.disk_chunks):
+            raise PlanError(_NARROW_ON_DISK.format(self.master, self.moments))
         for name in ("device_chunks", "device_bytes", "disk_chunks", "host_bytes", "disk"):
             if getattr(self, name) not in (0, None) and not self.offloaded:
                 raise PlanError(
@@ -210,10 +249,19 @@ class Plan:
             raise PlanError(f"disk={self.disk!r} means nothing with disk_chunks=0: leave one of them out")
 
     @classmethod
-    def ddp(cls, *, reduce_dtype: torch.dtype | str | None = None) -> Self:
+    def ddp(
+        cls, *, reduce_dtype: torch.dtype | str | None = None, master: Master = "fp32", moments: Moments = "fp32"
+    ) -> Self:
         """Parameters and optimizer state replicated, gradients all-reduced: [False, False, inf]."""
         summed = reduction_dtype("reduce_dtype", reduce_dtype)
-        return cls(scatter=False, offloaded=False, rcache_blocks="all", reduce_dtype=summed)
+        return cls(
+            scatter=False,
+            offloaded=False,
+            rcache_blocks="all",
+            reduce_dtype=summed,
+            master=master,
+            moments=moments,
+        )
 
     @classmethod
     def zero2(
@@ -222,6 +270,8 @@ class Plan:
         chunk_numel: int | None = None,
         reduce_dtype: torch.dtype | str | None = None,
         host_checkpoints: int | Literal["all"] = 0,
+        master: Master = "fp32",
+        moments: Moments = "fp32",
     ) -> Self:
         """Chunks scattered, gathered once a step and kept until the update: [True, False, inf]."""
         return cls(
@@ -231,6 +281,8 @@ class Plan:
             chunk_numel=chunk_numel,
             reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
             host_checkpoints=host_checkpoints,
+            master=master,
+            moments=moments,
         )
 
     @classmethod
@@ -242,6 +294,8 @@ class Plan:
         chunk_numel: int | None = None,
         reduce_dtype: torch.dtype | str | None = None,
         host_checkpoints: int | Literal["all"] = 0,
+        master: Master = "fp32",
+        moments: Moments = "fp32",
     ) -> Self:
         """Chunks scattered, gathered through the rCache: [True, False, C].
 
@@ -250,7 +304,7 @@ class Plan:
                 that a step needs, plus room to gather ahead.
             rcache_blocks: the same as a number of blocks.
             chunk_numel: chunk length C in elements; by default the smallest length with little waste.
-            reduce_dtype, host_checkpoints: the fields of these names.
+            reduce_dtype, host_checkpoints, master, moments: the fields of these names.
         """
         return cls(
             scatter=True,
@@ -260,6 +314,8 @@ class Plan:
             chunk_numel=chunk_numel,
             reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
             host_checkpoints=host_checkpoints,
+            master=master,
+            moments=moments,
         )
 
     @classmethod
@@ -278,6 +334,8 @@ class Plan:
         chunk_numel: int | None = None,
         reduce_dtype: torch.dtype | str | None = None,
         host_checkpoints: int | Literal["all"] = 0,
+        master: Master = "fp32",
+        moments: Moments = "fp32",
     ) -> Self:
         """Like `zero3`, with the state of chunks at home in host memory: [True, True, C].
 
@@ -294,7 +352,7 @@ class Plan:
             verify: keep checksums of everything written to disk, and compare them on every read.
             rcache: device memory for gathered chunks, as in `zero3`.
             rcache_blocks, device_chunks, disk_chunks: numbers of blocks and chunks, instead of sizes.
-            chunk_numel, reduce_dtype, host_checkpoints: as in `zero3`.
+            chunk_numel, reduce_dtype, host_checkpoints, master, moments: as in `zero3`.
         """
         if disk_chunks is None and disk is None:
             disk_chunks = 0
@@ -313,6 +371,8 @@ class Plan:
             chunk_numel=chunk_numel,
             reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
             host_checkpoints=host_checkpoints,
+            master=master,
+            moments=moments,
         )
 
     @staticmethod
@@ -326,6 +386,8 @@ class Plan:
         disk: str | os.PathLike[str] | None = None,
         verify: bool = False,
         reduce_dtype: torch.dtype | str | None = None,
+        master: Master = "fp32",
+        moments: Moments = "fp32",
     ) -> "AutoPlan":
         """Lets `wrap` search for the fastest plan that fits, by tracing one step without data (docs/planning.md).
 
@@ -341,7 +403,7 @@ class Plan:
             disk: folder for chunks on disk, used if host memory is too small; None allows none on disk. Values of
                 trainable chunks go there (`values_on_disk`) only where host memory is too small for them too.
             verify: as in `offload`.
-            reduce_dtype: the field of that name; the search counts its bytes.
+            reduce_dtype, master, moments: the fields of these names; the search counts their bytes.
         """
         return AutoPlan(
             step=step,
@@ -352,6 +414,8 @@ class Plan:
             disk=_path("disk", disk),
             verify=verify,
             reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
+            master=master,
+            moments=moments,
         )
 
     def __str__(self) -> str:
@@ -417,6 +481,11 @@ class Plan:
         on_device = max(0, len(layout.chunks) - self.device_chunks) if self.offloaded else 0
         return max(0, on_device - (self.disk_chunks or 0)), on_device
 
+    @property
+    def precision(self) -> Precision:
+        """`master` and `moments` together."""
+        return Precision(master=self.master, moments=self.moments)
+
     def home(self, layout: Layout, chunk: ChunkSpec) -> Tier:
         """The tier of a chunk's long-lived state."""
         return tier_at(chunk.index, *self.bounds(layout))
@@ -434,8 +503,18 @@ class AutoPlan:
     disk: str | None
     verify: bool
     reduce_dtype: torch.dtype | None = None
+    master: Master = "fp32"
+    moments: Moments = "fp32"
+
+    @property
+    def precision(self) -> Precision:
+        """`master` and `moments` together."""
+        return Precision(master=self.master, moments=self.moments)
 
     def __post_init__(self) -> None:
+        check_precision(self.master, self.moments)
+        if self.precision.is_narrow and self.disk is not None:
+            raise PlanError(_NARROW_ON_DISK.format(self.master, self.moments))
         if not callable(self.step):
             raise PlanError(f"step={self.step!r}: expected a function of model and batch")
         if self.sample is None:

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.chunks.ledger import HELD_HEAD, held_line, held_rows
+from elixir_moe.chunks.param_spec import Master, Moments
 from elixir_moe.chunks.plan import Tier, size_text
 from elixir_moe.cli.answer import Answer, Asked, answered, tokens_per_second
 from elixir_moe.cli.largest import LARGEST, run_largest
@@ -103,6 +104,8 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards in a step; by default 1")
     verb.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="by default adamw")
     verb.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of weights and products; by default bf16")
+    verb.add_argument("--master", choices=get_args(Master), default="fp32", help="how weights are kept for the update")
+    verb.add_argument("--moments", choices=get_args(Moments), default="fp32", help="how Adam's moments are kept")
     verb.add_argument("--details", action="store_true", help="also show the plan's chunks, rCache, tiers and seconds")
     verb.add_argument(
         "--thorough",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from elixir_moe.chunks.param_spec import Precision
 from elixir_moe.chunks.plan import size_bytes, size_text
 from elixir_moe.errors import ConfigError
 from elixir_moe.models import presets
@@ -163,12 +164,19 @@ def _config_file(known: argparse.Namespace) -> Path | None:
 def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch: int, seq: int) -> Task:
     """The planning problem of a step of the model on `batch` sequences of `seq` tokens on the machine."""
     given = given.resampled(batch, seq)
+    precision = Precision(master=known.master, moments=known.moments)
+    if precision.is_narrow and known.optimizer not in ("adam", "adamw"):
+        raise ConfigError(f"--master and --moments are for adam and adamw, not for --optimizer {known.optimizer}")
+    if precision.is_narrow and known.disk_size is not None:
+        raise ConfigError("--master and --moments are for state in memory: leave --disk-size out, or both of them")
+    adam = known.optimizer in ("adam", "adamw") and not precision.is_narrow
     profile = trace(
         given.model,
         given.step,
         given.sample,
         world=known.gpus,
         compute_dtype=DTYPES[known.dtype],
+        precision=precision,
         tokens=batch * seq,
     )
     reserved = reserve_of(known, hardware) // min(known.gpus, hardware.gpus_per_node)
@@ -178,7 +186,7 @@ def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch
         gpus=known.gpus,
         capacity_bytes=machine_bytes("--budget", known.budget) or hardware.gpu_bytes,
         host_bytes=hardware.host_bytes_per_rank(known.gpus) - reserved,
-        disk_bytes=hardware.disk_bytes_per_rank(known.gpus) if known.optimizer in ("adam", "adamw") else None,
+        disk_bytes=hardware.disk_bytes_per_rank(known.gpus) if adam else None,
         moments=OPTIMIZERS[known.optimizer],
         imbalance=known.imbalance,
         accumulation=known.accumulation,

@@ -14,7 +14,7 @@ from elixir_moe.chunks.plan import Tier, reads_disk
 from elixir_moe.memory.disk import Spill
 from elixir_moe.memory.disk_values import ValuesFile, WhollySpilled
 from elixir_moe.memory.gate import Gate
-from elixir_moe.memory.gradient_sum import SumInMemory, SumOnDisk
+from elixir_moe.memory.gradient_sum import SumApart, SumInMemory, SumOnDisk
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import LOCKED_BYTES, Slab
@@ -57,7 +57,7 @@ def build_shards(
         if not reads_disk(spec, tier, values_on_disk=values_on_disk):
             want(spec, tier.of_compute, spec.key.dtype)
         if spec.key.trainable and tier is not Tier.DISK:
-            want(spec, tier, torch.float32)
+            want(spec, tier, spec.key.dtype if spec.key.master_in_values else torch.float32)
     slabs = {
         (tier, dtype, travels): deque(Slab(numel, dtype, tier, device, travels=travels) for numel in numels)
         for (tier, dtype, travels), numels in wanted.items()
@@ -93,6 +93,9 @@ def build_shards(
             return ShardState(
                 spec, tier, ValuesInMemory(own, gate), gate, SumInMemory(None, gate, adder), spilled=spilled
             )
+        if spec.key.precision.master == "bf16":
+            gradient = take(spec, tier, spec.key.dtype)
+            return ShardState(spec, tier, ValuesInMemory(own, gate), gate, SumApart(gradient, gate, adder))
         master = take(spec, tier, torch.float32)
         if spec.key.dtype == torch.float32:  # the master is what a gather sends, and the other memory is for gradients
             source, sink = ValuesInMemory(master, gate), SumInMemory(own, gate, adder)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from elixir_moe.kernels import CODE_BLOCK, decode, encode
 from elixir_moe.memory.disk import Spilled
 from elixir_moe.memory.gate import Gate
 
@@ -59,6 +60,43 @@ class InMemory:
 
     def __getitem__(self, part: slice) -> "InMemory":
         return replace(self, tensor=self.tensor[part])
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Codes of a moment, read and written as the bf16 values that they stand for.
+
+    bf16 holds each of them exactly, and a value that was read is written as the same code: so a checkpoint has no
+    blocks, and fits every layout.
+    """
+
+    codes: torch.Tensor
+    exponents: torch.Tensor
+    """Of the blocks with these codes."""
+    signed: bool
+    """Whether this is a first moment."""
+    gate: Gate
+    first: int = 0
+    """The place of the first code in its block."""
+    dtype = torch.bfloat16
+
+    def read(self) -> torch.Tensor:
+        """As `Elements.read`; a copy."""
+        self.gate.wait_for_update()
+        return decode(self.codes, self.exponents, signed=self.signed, first=self.first)
+
+    def write(self, values: torch.Tensor) -> None:
+        """As `Elements.write`; other values are rounded to the nearest."""
+        self.gate.wait_for_update()
+        assert not self.first, "blocks of codes are written as a whole"
+        encode(values.to(self.codes.device), self.codes, self.exponents, signed=self.signed)
+
+    def __getitem__(self, part: slice) -> "Coded":
+        start, stop, _ = part.indices(len(self.codes))
+        stop = max(start, stop)
+        low, high = self.first + start, self.first + stop
+        exponents = self.exponents[low // CODE_BLOCK : -(-high // CODE_BLOCK)]
+        return replace(self, codes=self.codes[start:stop], exponents=exponents, first=low % CODE_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)

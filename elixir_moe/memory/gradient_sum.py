@@ -66,6 +66,31 @@ class SumInMemory:
         return None
 
 
+class SumApart(SumInMemory):
+    """A first gradient in 16 bits in memory of its own, where the values are the master and must stay; an fp32 sum in
+    memory from the second gradient of a step on, which then takes all of them."""
+
+    def __init__(self, own: torch.Tensor, gate: Gate, beside: HostSums | None) -> None:
+        super().__init__(None, gate, beside)
+        self.own = own
+        """The gradient, as long as there is no sum."""
+
+    def place(self, values: torch.Tensor | None) -> torch.Tensor | None:
+        """As `SumInMemory.place`: the memory of its own, until there is a sum."""
+        return self.own if self.total is None else None
+
+    def add(self, reduced: torch.Tensor, *, first: bool, told: Told) -> None:
+        """As `SumInMemory.add`."""
+        if self.total is None:
+            assert not first, "a first gradient has a place"
+            self.begin(self.own)
+        super().add(reduced, first=first, told=told)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """As `SumInMemory.read`."""
+        return self.own[start:stop] if self.total is None else super().read(start, stop)
+
+
 class SumOnDisk:
     """An fp32 sum on disk, beside master and moments."""
 

@@ -8,6 +8,7 @@ ranks. No property blocks; methods that block say so.
     chunk                      values              master         a first gradient is in   several are summed in
     frozen                     memory, or disk     -              -                        -
     fp32                       memory              the values     the sum                  memory, from the start
+    bf16, and so its master    memory              the values     memory of its own        memory, from the first time
     16 bits; any on disk       memory              memory, disk   the values' place        memory, from the first time
     with `values_on_disk`      disk                disk           the sum                  disk
 
@@ -27,7 +28,7 @@ from elixir_moe.kernels import sum_of_squares
 from elixir_moe.memory.disk import Spilled
 from elixir_moe.memory.elements import Elements, InMemory, OnDisk
 from elixir_moe.memory.gate import Gate
-from elixir_moe.memory.gradient_sum import SumInMemory, SumOnDisk
+from elixir_moe.memory.gradient_sum import SumApart, SumInMemory, SumOnDisk
 from elixir_moe.memory.values import ValuesInMemory, ValuesOnDisk
 
 
@@ -139,7 +140,7 @@ class ShardState:
         return self.source.take()
 
     def weights(self) -> Elements:
-        """The weights that a checkpoint keeps: fp32 masters, or the values of a frozen chunk."""
+        """The weights that a checkpoint keeps: masters, or the values of a frozen chunk."""
         if self.spilled is not None:
             return OnDisk(self.spilled, 0, 0, self.spec.shard_numel, self.gate)
         return self.source.elements() if self.master is None else InMemory(self.master, self.gate)
@@ -183,9 +184,10 @@ class ShardState:
         return self.contents in (GRADIENT, SUM, STALE_SUM)
 
     @property
-    def in_values_place(self) -> bool:
-        """Whether the gradient is in the place of the values, so that the host reads it before the next gather."""
-        return self.contents is GRADIENT
+    def gradient_moves(self) -> bool:
+        """Whether a second gradient, or a gather, makes the host read the gradient to begin a sum with it."""
+        apart = isinstance(self.sink, SumApart) and self.sink.total is None
+        return self.contents is GRADIENT or (apart and self.has_gradient)
 
     @property
     def sum_memory(self) -> torch.Tensor:
@@ -326,7 +328,8 @@ class ShardState:
     def _tensors(self) -> list[torch.Tensor]:
         total = None if self.sink is None else self.sink.total
         apart = self.master if self._has_apart else None
-        return [tensor for tensor in (self.source.memory, apart, total) if tensor is not None]
+        own = self.sink.own if isinstance(self.sink, SumApart) else None
+        return [tensor for tensor in (self.source.memory, apart, own, total) if tensor is not None]
 
 
 def _write_master(kept: Elements, written: torch.Tensor) -> torch.Tensor:

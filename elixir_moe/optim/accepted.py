@@ -4,6 +4,7 @@ Owns the trial of an optimizer on small tensors, the copy of an optimizer for ot
 torch's own optimizers.
 """
 
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from copy import copy
@@ -19,6 +20,13 @@ from elixir_moe.parallel.dtensor import local_of
 
 _WHOLE_TENSOR = {"LBFGS", "Adafactor", "SparseAdam", "Muon"}
 """Optimizers of torch whose update of an element depends on other elements."""
+
+_IN_BLOCKS = {"bitsandbytes", "torchao"}
+"""Packages of optimizers in 8 or 4 bits."""
+_INSTEAD = (
+    "torch.optim.AdamW with moments='int8' in the plan, whose blocks are cut from the logical parameter, and "
+    "master='bf16' for weights of 16 bits"
+)
 
 _TRIED_NUMEL = 2**17
 """Elements of the trial tensor that shows an optimizer's state; 8-bit optimizers keep blocks from 4096 elements on."""
@@ -49,6 +57,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "checkpoint of em.save, by em.load"
         )
     kind = type(optimizer)
+    package = kind.__module__.partition(".")[0]
+    if package in _IN_BLOCKS and re.search(r"\dbit|Fp8", kind.__name__):
+        raise ConfigError(
+            f"{kind.__name__} of {package} keeps its state in blocks of the tensors that it is given, and a rank holds "
+            f"pieces of them, so that its blocks would depend on the ranks: use {_INSTEAD}"
+        )
     whole = [base.__name__ for base in kind.__mro__ if base.__name__ in _WHOLE_TENSOR]
     ours = kind.__module__.startswith("torch.optim")
     if not whole and not ours:
@@ -74,8 +88,8 @@ def check_kept(optimizer: torch.optim.Optimizer, state: dict[str, Any], piece: t
         form = f"a {found.dtype} tensor of shape {tuple(found.shape)}" if plain else f"a {type(found).__name__}"
         raise ConfigError(
             f"{type(optimizer).__name__} keeps {name!r}, {form}, for {piece.numel()} elements of a parameter: only "
-            f"plain tensors with a value for each element can be cut between ranks and saved. Use torch.optim.AdamW "
-            f"with em.Plan.offload, which has the moments in host memory or, with disk_chunks, on disk"
+            f"plain tensors with a value for each element can be cut between ranks and saved. Use {_INSTEAD}; or "
+            f"em.Plan.offload, which has fp32 moments in host memory or, with disk_chunks, on disk"
         )
 
 

@@ -60,8 +60,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: ControlGroups,
         files: Sequence[DiskFile],
         on_device: Communicator | None = None,
+        *,
+        seed: int = 0,
     ) -> None:
-        """`on_device`: of all ranks of the model, if nothing but the norm would make the host wait for the device."""
+        """`on_device`: of all ranks of the model, if nothing but the norm would make the host wait for the device.
+        `seed`: of stochastic rounding.
+        """
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
         self.state = _StateInShards()  # type: ignore[assignment]
@@ -74,9 +78,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._chunks = [chunk for chunk in scheduler.chunks if chunk.spec.key.trainable]
         self._parameters = [p for chunk in self._chunks for p in chunk.parameters]
         self._frozen = [p for chunk in scheduler.chunks if not chunk.spec.key.trainable for p in chunk.parameters]
-        pieces = trained_pieces(self._chunks, self.param_groups)
+        pieces = trained_pieces(self._chunks, self.param_groups, hooks.name_of)
         self._pieces = {chunk.spec.index: mine for chunk, mine in zip(self._chunks, pieces, strict=True)}
-        self._update = update_for(inner, self._chunks, pieces, self.param_groups)
+        self._update = update_for(inner, self._chunks, pieces, self.param_groups, seed)
         there = bool(self._chunks) and all(chunk.shard.tier is Tier.DEVICE for chunk in self._chunks)
         if not there or not isinstance(self._update, AdamUpdate) or (on_device is not None and on_device.staged):
             on_device = None

@@ -2,25 +2,32 @@
 
 Owns the two ways to update the pieces of a shard. `torch.optim.Adam` and `AdamW` run in one pass over a run of pieces:
 it reads the gradient in the dtype of its reduction, unscales it, and writes the values along with the master. Any other
-elementwise optimizer runs as it is, on one tensor for each piece. Never decides whether or when to update.
+elementwise optimizer runs as it is, on one tensor for each piece. Adam's state may be narrower than fp32, as the
+chunk's key says: then a run is one piece, whose random bits depend on its place in the logical parameter. Never decides
+whether or when to update.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from operator import mul
 from typing import Any
 
 import torch
 from torch import nn
 
 from elixir_moe.chunks.packing import Piece
-from elixir_moe.kernels import adam_step, host_threads
-from elixir_moe.memory.elements import Elements, InMemory, OnDisk
+from elixir_moe.kernels import CODE_BLOCK, Moment, Rounding, adam_step, host_threads, narrow_step, windows
+from elixir_moe.memory.elements import Coded, Elements, InMemory, OnDisk
+from elixir_moe.memory.gate import Gate
 from elixir_moe.memory.slabs import allocation, host_zeros
 from elixir_moe.optim.accepted import check_kept, is_adam, like
 from elixir_moe.parallel.dtensor import local_of
+from elixir_moe.parallel.rules import UNCUT, pattern_of
+from elixir_moe.parallel.tiles import tile_of, whole_shape
 from elixir_moe.runtime.chunk import Chunk
 
 
@@ -32,6 +39,10 @@ class TrainedPiece:
     piece: Piece
     group: int
     """Index into `param_groups`."""
+    name: str = ""
+    """The parameter's first name in the model."""
+    first: int = 0
+    """The number of the piece's first element in the logical parameter."""
     steps: int = 0
     """Updates so far, for Adam's bias correction."""
 
@@ -50,16 +61,15 @@ class _Run:
 class AdamUpdate:
     """Adam and AdamW: flat moments beside each master shard, one pass for each run of pieces."""
 
-    def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> None:
-        self._groups = groups
-        self._state: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]], seed: int) -> None:
+        self._groups, self._seed = groups, seed
+        self._state: dict[int, tuple[Moment, Moment]] = {}
         """(exp_avg, exp_avg_sq) of each chunk whose master is in memory."""
         for chunk in chunks:
-            master = chunk.shard.master
-            if master is not None:
-                with allocation(2 * master.nbytes, f"the moments of {chunk.label}", chunk.shard.tier):
-                    exp_avg, exp_avg_sq = _moment(master, chunk.device), _moment(master, chunk.device)
-                self._state[chunk.spec.index] = exp_avg, exp_avg_sq
+            if chunk.shard.spilled is None:
+                nbytes = 2 * chunk.spec.key.precision.moment_bytes(chunk.spec.shard_numel)
+                with allocation(nbytes, f"the moments of {chunk.label}", chunk.shard.tier):
+                    self._state[chunk.spec.index] = _moment(chunk), _moment(chunk)
 
     def prepare(
         self,
@@ -78,8 +88,8 @@ class AdamUpdate:
         home = chunk.shard
         home.gate.finish_sum()
         compute = home.values_shard
-        runs = []
-        for start, stop, group, steps in _runs(pieces, used):
+
+        def run(start: int, stop: int, group: int, steps: int) -> _Run:
             chosen = (options or self._groups)[group]
             beta1, beta2 = chosen["betas"]
             settings = {
@@ -96,13 +106,31 @@ class AdamUpdate:
                 "threads": host_threads(chunk.device) if home.spilled is None else 1,
             }
             gradient = None if home.gradient_comes_along else home.gradient(start, stop)
-            runs.append(_Run(start=start, stop=stop, gradient=gradient, settings=settings))
+            return _Run(start=start, stop=stop, gradient=gradient, settings=settings)
+
         unused = [] if compute is None else [(p.piece.start, p.piece.stop) for p in pieces if p.parameter not in used]
+        if chunk.spec.key.precision.is_narrow:
+            rounded = [
+                (run(p.piece.start + start, p.piece.start + stop, p.group, p.steps), self._rounding(p, start))
+                for p in pieces
+                if p.parameter in used
+                for start, stop in windows(p.first, p.piece.numel, coded=chunk.spec.key.precision.moments == "int8")
+            ]
+            weight = home.shown if home.master is None else home.master
+            return partial(
+                _at_once, partial(_narrow_adam, rounded, unused, compute, weight, self._state[chunk.spec.index])
+            )
+        runs = [run(*alike) for alike in _runs(pieces, used)]
         work = partial(_adam, runs, unused, compute)
         if home.spilled is not None:
             return partial(home.spilled.change, work)
         assert home.master is not None
-        return partial(_at_once, partial(work, 0, [home.master, *self._state[chunk.spec.index]]))
+        exp_avg, exp_avg_sq = self._state[chunk.spec.index]
+        return partial(_at_once, partial(work, 0, [home.master, exp_avg, exp_avg_sq]))  # type: ignore[list-item]
+
+    def _rounding(self, trained: TrainedPiece, start: int) -> Rounding:
+        """The random bits of a piece's elements from `start` on in its next update."""
+        return Rounding.of(self._seed, trained.name, trained.steps + 1, trained.first + start)
 
     def state(self, chunk: Chunk, trained: TrainedPiece) -> dict[str, Any]:
         """The state of a piece by name: flat elements, or one value for all of it."""
@@ -112,7 +140,10 @@ class AdamUpdate:
             return {"exp_avg": OnDisk(spilled, 1, *ends, gate), "exp_avg_sq": OnDisk(spilled, 2, *ends, gate)}
         here = trained.piece.here
         exp_avg, exp_avg_sq = self._state[chunk.spec.index]
-        return {"exp_avg": InMemory(exp_avg[here], gate), "exp_avg_sq": InMemory(exp_avg_sq[here], gate)}
+        return {
+            "exp_avg": _elements(exp_avg, gate, signed=True)[here],
+            "exp_avg_sq": _elements(exp_avg_sq, gate, signed=False)[here],
+        }
 
     def replace_state(
         self, chunk: Chunk, trained: TrainedPiece, dtypes: dict[str, torch.dtype], values: dict[str, Any]
@@ -124,17 +155,58 @@ class AdamUpdate:
 
     def state_bytes(self, chunk: Chunk) -> int:
         """Bytes in memory of a chunk's state."""
-        return sum(t.nbytes for t in self._state.get(chunk.spec.index, ()))
+        return sum(t.nbytes for moment in self._state.get(chunk.spec.index, ()) for t in _arrays(moment))
 
     def finish(self) -> None:
         """Called when every chunk has had its update."""
 
 
-def _moment(master: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Zeros like `master`; in host memory touched first by the threads that touched that one."""
-    if master.device.type == "cpu":
-        return host_zeros(master.numel(), master.dtype, host_threads(device))
-    return torch.zeros_like(master)
+def _moment(chunk: Chunk) -> Moment:
+    """Zeros for a moment of a chunk; in host memory touched first by the threads that touched the weights."""
+    numel, device = chunk.spec.shard_numel, chunk.shard.shown.device
+
+    def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if device.type == "cpu":
+            return host_zeros(numel, dtype, host_threads(chunk.device))
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    if chunk.spec.key.precision.moments == "int8":
+        return zeros(numel, torch.uint8), zeros(-(-numel // CODE_BLOCK), torch.uint8)
+    return zeros(numel, torch.bfloat16 if chunk.spec.key.precision.moments == "bf16" else torch.float32)
+
+
+def _arrays(moment: Moment) -> Sequence[torch.Tensor]:
+    return moment if isinstance(moment, tuple) else (moment,)
+
+
+def _elements(moment: Moment, gate: Gate, *, signed: bool) -> Elements:
+    return Coded(*moment, signed, gate) if isinstance(moment, tuple) else InMemory(moment, gate)
+
+
+def _part(moment: Moment, start: int, stop: int) -> Moment:
+    """The elements `start` to `stop` of a moment; codes begin at a block."""
+    if isinstance(moment, tuple):
+        return moment[0][start:stop], moment[1][start // CODE_BLOCK : -(-stop // CODE_BLOCK)]
+    return moment[start:stop]
+
+
+def _narrow_adam(
+    runs: list[tuple[_Run, Rounding]],
+    unused: list[tuple[int, int]],
+    compute: torch.Tensor | None,
+    weight: torch.Tensor,
+    moments: tuple[Moment, Moment],
+) -> None:
+    """As `_adam`, of a whole shard with narrow state."""
+    for run, rounding in runs:
+        here, ends = slice(run.start, run.stop), (run.start, run.stop)
+        assert run.gradient is not None, "narrow state is in memory"
+        shown = None if compute is None else compute[here]
+        exp_avg, exp_avg_sq = (_part(moment, *ends) for moment in moments)
+        narrow_step(weight[here], exp_avg, exp_avg_sq, run.gradient, shown, rounding, **run.settings)
+    for start, stop in unused:
+        assert compute is not None
+        compute[start:stop] = weight[start:stop]
 
 
 def _adam(
@@ -278,24 +350,47 @@ def update_for(
     chunks: Sequence[Chunk],
     pieces: list[list[TrainedPiece]],
     groups: list[dict[str, Any]],
+    seed: int,
 ) -> AdamUpdate | ElementwiseUpdate:
-    """The update for the user's optimizer."""
+    """The update for the user's optimizer; `seed` is that of stochastic rounding."""
     if is_adam(inner):
-        return AdamUpdate(chunks, groups)
+        return AdamUpdate(chunks, groups, seed)
     return ElementwiseUpdate(inner, pieces, chunks, groups)
 
 
-def trained_pieces(chunks: Sequence[Chunk], groups: list[dict[str, Any]]) -> list[list[TrainedPiece]]:
+def trained_pieces(
+    chunks: Sequence[Chunk], groups: list[dict[str, Any]], name_of: Callable[[nn.Parameter], str]
+) -> list[list[TrainedPiece]]:
     """The pieces of each chunk's shard on this rank that the optimizer updates, in order."""
     group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
     return [
         [
-            TrainedPiece(parameter=parameter, piece=piece, group=group_of[parameter])
-            for parameter, piece in zip(chunk.parameters, chunk.pieces, strict=True)
+            TrainedPiece(
+                parameter=parameter,
+                piece=piece,
+                group=group_of[parameter],
+                name=name_of(parameter),
+                first=_first_of(parameter, tuple(local.shape)) + piece.offset,
+            )
+            for parameter, local, piece in zip(chunk.parameters, chunk.locals, chunk.pieces, strict=True)
             if piece.numel and parameter in group_of
         ]
         for chunk in chunks
     ]
+
+
+def _first_of(parameter: nn.Parameter, shape: tuple[int, ...]) -> int:
+    """The number of the first element of this rank's slice, of `shape`, in the logical parameter.
+
+    The elements behind it have the next numbers, also where the slice is cut on another dim than the first and has
+    others between: their random bits depend on the degree of that cut, as the order of sums in its products does.
+    """
+    pattern, tile, before = pattern_of(parameter) or UNCUT, tile_of(parameter), 0
+    if tile is not None:  # its rows are consecutive elements of the whole slice
+        before, shape = tile.start * math.prod(shape[1:]), whole_shape(parameter)
+    grid = pattern.grid_shape(shape)
+    strides = [math.prod(grid[dim + 1 :]) for dim in range(len(grid))]
+    return before + sum(map(mul, pattern.local_offset(shape), strides))
 
 
 def _runs(pieces: list[TrainedPiece], used: set[nn.Parameter]) -> Iterator[tuple[int, int, int, int]]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from elixir_moe.chunks.cache_policy import Schedule, advice
 from elixir_moe.chunks.packing import Layout
-from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, trainable_of
+from elixir_moe.chunks.param_spec import WIDE, ChunkGroupKey, ParamSpec, Precision, takes_narrow_state, trainable_of
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.chunks.step_order import StepEvent, StepOrder, by_first_use
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
@@ -71,20 +71,28 @@ def describe(
     parts: Parts,
     events: Sequence[StepEvent],
     compute_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
+    plan: Plan,
 ) -> ModelSpec:
     """The description of `model`, whose `parts` and `events` number parameters as ``model.parameters()`` gives them.
 
-    The `events` are those of a step, or of its forward alone.
+    The `events` are those of a step, or of its forward alone. Of the `plan` count the dtype of sums and the precision
+    of state.
 
     Raises:
         LayoutError, ConfigError: as `param_specs`; also if no trainable parameter is computed in `reduce_dtype`.
     """
+    reduce_dtype = plan.reduce_dtype
     registered, everywhere = list(model.parameters()), replicated_everywhere()
     order, part_specs, events = by_first_use(parts.specs, events, len(registered))
     parameters = tuple(registered[i] for i in order)
     specs = param_specs(
-        model, parameters, everywhere=everywhere, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
+        model,
+        parameters,
+        everywhere=everywhere,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        precision=plan.precision,
+        narrow_state=plan.narrow_state,
     )
     computed_in = dict.fromkeys(spec.key.dtype for spec in specs.values() if spec.key.trainable)
     if reduce_dtype not in (None, torch.float32, *computed_in) and computed_in:
@@ -111,6 +119,8 @@ def param_specs(
     everywhere: Pattern,
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
+    precision: Precision = WIDE,
+    narrow_state: Sequence[str] | None = None,
 ) -> dict[nn.Parameter, ParamSpec]:
     """The specs of the model's parameters, in `order`; a parameter with several names is tied.
 
@@ -121,10 +131,13 @@ def param_specs(
         compute_dtype: the dtype of floating-point parameters whose pattern names none; None keeps each one's own. All
             others keep theirs, such as the bytes of quantised weights.
         reduce_dtype: the dtype of their sums over ranks, for parameters in this dtype whose pattern names none.
+        precision: that of the state of parameters with narrow state.
+        narrow_state: which these are, as in the plan.
 
     Raises:
         LayoutError: a trainable parameter would be trained in a dtype that has no fp32 master.
-        ConfigError: a pattern's `reduce_dtype` is neither fp32 nor the compute dtype.
+        ConfigError: a pattern's `reduce_dtype` is neither fp32 nor the compute dtype; the state is narrow and no
+            parameter has it; or a parameter whose master is to be bf16 is computed in another dtype.
     """
     names = names_of(model)
     ranks: dict[int, tuple[int, ...]] = {}  # found once a pattern: there may be thousands of ranks
@@ -134,7 +147,25 @@ def param_specs(
         if id(pattern) not in ranks:
             ranks[id(pattern)] = pattern.replicate_ranks
         found[p] = _spec(p, names[p], pattern, ranks[id(pattern)], compute_dtype, reduce_dtype)
+        if precision.is_narrow and p.requires_grad and takes_narrow_state(names[p][0], found[p].shape, narrow_state):
+            found[p] = replace(found[p], key=_narrowed(found[p], precision))
+    trainable = [spec.name for spec in found.values() if spec.key.trainable]
+    if precision.is_narrow and trainable and not any(spec.key.precision.is_narrow for spec in found.values()):
+        raise ConfigError(
+            f"the plan has master={precision.master!r} and moments={precision.moments!r}, and no trainable parameter "
+            f"has state like that ({narrow_state or 'matrices of repeated blocks'}); names are as {trainable[:3]}: say "
+            f"which with dataclasses.replace(plan, narrow_state=(...))"
+        )
     return found
+
+
+def _narrowed(spec: ParamSpec, precision: Precision) -> ChunkGroupKey:
+    if precision.master == "bf16" and spec.key.dtype != torch.bfloat16:
+        raise ConfigError(
+            f"master='bf16': parameter {spec.name!r} is computed in {spec.key.dtype}, and its compute shard is to be "
+            f"the master: wrap with compute_dtype=torch.bfloat16, or leave the parameter out with narrow_state"
+        )
+    return replace(spec.key, precision=precision)
 
 
 def ranks_of(model: nn.Module, everywhere: Pattern) -> tuple[int, ...]:

@@ -678,7 +678,7 @@ class Scheduler:
         """Orders the current stream behind the chunk's last reduction; the host too if it will read the gradient."""
         if chunk.leaving is None:
             return
-        host = chunk.shard.tier is not Tier.DEVICE and chunk.shard.in_values_place
+        host = chunk.shard.tier is not Tier.DEVICE and chunk.shard.gradient_moves
         self._finish(chunk.leaving.synchronize if host else chunk.leaving.wait)
 
     def _count(self, chunk: Chunk, collective: str, nbytes: int) -> None:

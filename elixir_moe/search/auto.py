@@ -167,6 +167,7 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
         rank=dist.get_rank(),
         compute_dtype=request.compute_dtype,
         reduce_dtype=request.wanted.reduce_dtype,
+        precision=request.wanted.precision,
     )
     return Task(
         profile=profile,
@@ -174,7 +175,7 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
         gpus=world,
         capacity_bytes=room.device_bytes,
         host_bytes=room.host_bytes,
-        disk_bytes=room.disk_bytes if request.adam else None,
+        disk_bytes=room.disk_bytes if request.adam and not request.wanted.precision.is_narrow else None,
         moments=request.moments,
         staged=request.staged,
         accumulation=request.wanted.accumulation,

@@ -16,7 +16,7 @@ from typing import Literal
 from elixir_moe.chunks.cache_policy import Schedule, simulate
 from elixir_moe.chunks.ledger import Footprint, Ledger, footprint
 from elixir_moe.chunks.packing import ALIGN_BYTES, FUSE_BELOW, Layout, best_chunk_numel, build_layout, bytes_together
-from elixir_moe.chunks.param_spec import ParamSpec, group_parameters
+from elixir_moe.chunks.param_spec import WIDE, ParamSpec, group_parameters
 from elixir_moe.chunks.plan import Plan, Tier, enough_text, size_text
 from elixir_moe.chunks.settle import Homes
 from elixir_moe.errors import PlanError
@@ -140,7 +140,9 @@ def solve(task: Task, packings: "Packings | None" = None) -> Choice:
                 search(regions)
     if not found:
         raise PlanError(_why_not(task, shortages))
-    return min(found.values(), key=_rank)
+    best = min(found.values(), key=_rank)
+    precision = next((p.key.precision for p in task.profile.params if p.key.precision.is_narrow), WIDE)
+    return replace(best, plan=replace(best.plan, master=precision.master, moments=precision.moments))
 
 
 def _kept_counts(task: Task) -> list[int]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elixir_moe.chunks.param_spec import ParamSpec
+from elixir_moe.chunks.param_spec import WIDE, ParamSpec, Precision
 from elixir_moe.chunks.step_order import Happening, StepEvent, by_first_use
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.memory.slabs import bytes_of
@@ -47,6 +47,7 @@ def trace(
     rank: int = 0,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    precision: Precision = WIDE,
     tokens: int | None = None,
     whole: bool = False,
 ) -> Profile:
@@ -60,6 +61,7 @@ def trace(
         rank: the rank to trace.
         compute_dtype: as in `wrap`.
         reduce_dtype: as in the plan.
+        precision: of the plan's narrow state.
         tokens: tokens of this rank's batch; by default the elements of the first integer tensor in `sample`.
         whole: trace every layer, identical or not.
 
@@ -68,7 +70,7 @@ def trace(
             the model.
     """
     everywhere = Pattern(RankMesh.world(world, rank), replicate=("dp",))
-    dtypes = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
+    dtypes: dict[str, Any] = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype, "precision": precision}
     specs = param_specs(model, model.parameters(), everywhere=everywhere, **dtypes)
     behind = weights_behind(model)
     listed = list(specs.values())

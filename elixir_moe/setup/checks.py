@@ -104,6 +104,15 @@ def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def check_precision(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError if the optimizer cannot keep its state as the plan says."""
+    if plan.precision.is_narrow and not is_adam(optimizer):
+        raise ConfigError(
+            f"master={plan.master!r} and moments={plan.moments!r} are for Adam and AdamW of torch, without amsgrad; "
+            f"this is {type(optimizer).__name__}: use one of them, or leave both out of the plan"
+        )
+
+
 def check_modules(model: nn.Module) -> None:
     """Raises ConfigError for modules whose forward bypasses autograd or hooks, for adapters that peft has left out, and
     for tensors that share a parameter's memory."""

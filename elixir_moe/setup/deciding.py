@@ -7,6 +7,7 @@ the step, moves no weight. The search is imported where it is needed: a plan tha
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +43,7 @@ class Decided:
     schedule: Schedule
     """The requests of a step to the rCache."""
     moments: int
-    """fp32 values the optimizer keeps per element."""
+    """Values the optimizer keeps per element."""
     staged: bool
     """Reductions run over gloo."""
     beside: bool
@@ -94,9 +95,7 @@ def decide(
         made.callback(close_all, communicators.values())
         prediction = Prediction(*forecast(model, request))
         plan, events = prediction.forecast.plan, prediction.forecast.events
-    described = made_on_all_ranks(
-        "described the model", lambda: describe(model, parts, events, compute_dtype, plan.reduce_dtype)
-    )
+    described = made_on_all_ranks("described the model", partial(describe, model, parts, events, compute_dtype, plan))
     agree_on(plan, described)
     plan = settled(
         plan,

@@ -22,14 +22,15 @@ from elixir_moe.train import settings
 from elixir_moe.train.data import VOCABULARY, ByteText
 
 _MEANINGFUL: dict[str, tuple[str, ...]] = {
-    "ddp": ("reduce_dtype",),
-    "zero2": ("chunk_numel", "reduce_dtype", "host_checkpoints"),
-    "zero3": ("rcache", "rcache_blocks", "chunk_numel", "reduce_dtype", "host_checkpoints"),
+    "ddp": ("reduce_dtype", "master", "moments"),
+    "zero2": ("chunk_numel", "reduce_dtype", "host_checkpoints", "master", "moments"),
+    "zero3": ("rcache", "rcache_blocks", "chunk_numel", "reduce_dtype", "host_checkpoints", "master", "moments"),
     "offload": (
         *("device", "host", "disk", "values_on_disk", "verify", "rcache"),
         *("rcache_blocks", "device_chunks", "disk_chunks", "chunk_numel", "reduce_dtype", "host_checkpoints"),
+        *("master", "moments"),
     ),
-    "auto": ("hardware", "budget", "disk", "verify", "reduce_dtype"),
+    "auto": ("hardware", "budget", "disk", "verify", "reduce_dtype", "master", "moments"),
 }
 """By kind of plan: the settings it takes, which are the arguments of the `Plan` preset of that name."""
 _SIZES = ("rcache", "device", "host", "budget")
@@ -95,6 +96,10 @@ class PlanConfig:
     host_checkpoints: int | Literal["all"] | None = None
     """Number of layers, the first ones, whose inputs go to host memory where model.checkpoint recomputes them (zero2,
     zero3, offload), or all; null: none."""
+    master: Literal["fp32", "bf16"] | None = None
+    """Master weights of the layers' matrices: fp32, or bf16, rounded stochastically; null: fp32."""
+    moments: Literal["fp32", "bf16", "int8"] | None = None
+    """Moments of the layers' matrices: fp32, bf16 or int8 (codes of 8 bits); null: fp32."""
 
     def __post_init__(self) -> None:
         for name in {name for names in _MEANINGFUL.values() for name in names}:

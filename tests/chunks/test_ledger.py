@@ -140,14 +140,23 @@ def drawn_plan(rng: random.Random, folder: str) -> Plan:
     )
 
 
-def held_and_planned(folder: str, seeds: Iterable[int]) -> Iterator[tuple[int, dict[str, int], dict[str, int]]]:
-    """For each seed: what a model holds on this rank after two steps, and what the ledger of its plan says."""
+def held_and_planned(
+    folder: str, seeds: Iterable[int], narrow: bool = False
+) -> Iterator[tuple[int, dict[str, int], dict[str, int]]]:
+    """For each seed: what a model holds on this rank after two steps, and what the ledger of its plan says.
+
+    `narrow`: with master weights or moments in fewer bytes, which are in memory.
+    """
     for seed in seeds:
         rng = random.Random(seed)
         torch.manual_seed(seed)
         model: nn.Module = Net(rng)
         plan, backwards, dtype = drawn_plan(rng, folder), rng.randint(1, 3), rng.choice([FP32, BF16])
-        adam = plan.disk is not None or rng.random() < 0.8
+        adam = narrow or plan.disk is not None or rng.random() < 0.8
+        if narrow:
+            master, moments = rng.choice([("bf16", "int8"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "int8")])
+            memory = {"disk": None, "disk_chunks": 0, "values_on_disk": False}
+            plan, dtype = replace(plan, **memory, master=master, moments=moments), BF16
         inner = torch.optim.AdamW if adam else torch.optim.SGD
         model, optimizer = em.wrap(
             model, inner([p for p in model.parameters() if p.requires_grad], lr=1e-3), plan=plan, compute_dtype=dtype
@@ -165,9 +174,11 @@ def held_and_planned(folder: str, seeds: Iterable[int]) -> Iterator[tuple[int, d
         optimizer.close()
 
 
-def compared(folder: str, seeds: Iterable[int]) -> list[tuple[int, dict[str, int], dict[str, int]]]:
+def compared(
+    folder: str, seeds: Iterable[int], narrow: bool = False
+) -> list[tuple[int, dict[str, int], dict[str, int]]]:
     """(rank) As `held_and_planned`."""
-    return list(held_and_planned(folder, seeds))
+    return list(held_and_planned(folder, seeds, narrow))
 
 
 QUICK = [0, 1, 4, 5, 10, 14, 17, 21, 25, 34, 35, 48, 53, 59]
@@ -178,6 +189,13 @@ QUICK = [0, 1, 4, 5, 10, 14, 17, 21, 25, 34, 35, 48, 53, 59]
 @pytest.mark.parametrize("seeds", with_further([QUICK, list(range(100))], [QUICK]), ids=["quick", "further"])
 def test_the_ledger_is_what_is_held(world: int, seeds: list[int], ranks: Ranks, tmp_path: Any) -> None:
     for found in ranks(world).run(compared, str(tmp_path), seeds):
+        for seed, held, planned in found:
+            assert held == planned, seed
+
+
+@pytest.mark.parametrize("seeds", with_further([QUICK[:8], list(range(100))], [QUICK[:8]]), ids=["quick", "further"])
+def test_narrow_state_is_what_is_held(seeds: list[int], ranks: Ranks, tmp_path: Any) -> None:
+    for found in ranks(2).run(compared, str(tmp_path), seeds, narrow=True):
         for seed, held, planned in found:
             assert held == planned, seed
 

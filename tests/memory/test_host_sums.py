@@ -129,7 +129,7 @@ def test_values_keep_their_place_and_wait_for_no_sum(sums: HostSums) -> None:
     shard.updated()
     Copy.ended.clear()
     shard.add_gradient(gradient(torch.bfloat16, 2))
-    assert shard.values() is shard.shown and not shard.in_values_place
+    assert shard.values() is shard.shown and not shard.gradient_moves
     adding = shard.gate._adding
     assert adding is not None and not adding.done()
 

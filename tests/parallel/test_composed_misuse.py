@@ -212,8 +212,26 @@ KEPT = {
 def test_optimizers_whose_state_cannot_be_cut_are_named(kind: type[torch.optim.Optimizer]) -> None:
     """Also where the model is too small for the blocks: whether an optimizer is served does not depend on it."""
     model = model_of()
-    said = rf"{kind.__name__} keeps {KEPT[kind]}.*torch\.optim\.AdamW .*em\.Plan\.offload"
+    said = rf"{kind.__name__} keeps {KEPT[kind]}.*torch\.optim\.AdamW .*moments='int8'.*em\.Plan\.offload"
     with pytest.raises(ConfigError, match=said):
+        em.wrap(model, kind(model.parameters()), plan=PLAN)
+
+
+@pytest.mark.parametrize(
+    "package, name",
+    [
+        ("bitsandbytes.optim.adamw", "PagedAdamW8bit"),
+        ("torchao.optim.adam", "AdamW4bit"),
+        ("torchao.optim", "AdamWFp8"),
+    ],
+)
+def test_optimizers_in_fewer_bits_are_refused_by_name(package: str, name: str) -> None:
+    """Neither package is there: their classes are told by where they come from, before they are tried."""
+    model = model_of()
+    kind = type(name, (torch.optim.AdamW,), {"__module__": package})
+    with pytest.raises(
+        ConfigError, match=rf"{name} of {package.partition('.')[0]} .*torch\.optim\.AdamW .*moments='int8'"
+    ):
         em.wrap(model, kind(model.parameters()), plan=PLAN)
 
 

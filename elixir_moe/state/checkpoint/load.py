@@ -32,7 +32,7 @@ from elixir_moe.state.checkpoint.manifest import (
     SavedPiece,
 )
 from elixir_moe.state.checkpoint.rng import read_random_states, seed_new_rank, set_random_states
-from elixir_moe.state.checkpoint.save import UPDATES, settle_earlier
+from elixir_moe.state.checkpoint.save import CODES, UPDATES, settle_earlier
 from elixir_moe.state.checkpoint.shard_ranges import Box, Span, overlap
 from elixir_moe.state.checkpoint.storage import MANIFEST, path_of, read_manifest, verify
 from elixir_moe.state.checkpoint.tensors import Files
@@ -69,7 +69,9 @@ class _Todo:
     extra: Any
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptimizer) -> Any:
+def load(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptimizer, *, convert_state: bool = False
+) -> Any:
     """Restores model, optimizer and random generators from the checkpoint `path`; returns its `extra`.
 
     World size, meshes, degrees of parallelism, plan and compute dtype may all differ from those of the save. The
@@ -81,11 +83,14 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
         model: a wrapped model with the same parameters.
         optimizer: the optimizer that `wrap` returned with the model, of the same class and with the same param_groups.
             A parameter that was frozen in the save and is trainable now keeps its present optimizer state.
+        convert_state: load master weights and moments of another precision than the plan's (`Plan.master`,
+            `Plan.moments`) too, rounded to the nearest. By default that is an error.
 
     Raises:
         CheckpointError: on all ranks, with nothing changed: a file is damaged, missing, a link or of another version; a
-            parameter or buffer is missing, unknown, or has another shape; another optimizer was saved; or it was saved
-            with ``frozen=False``, and the frozen weights of the model are not those of the save.
+            parameter or buffer is missing, unknown, or has another shape; another optimizer was saved, or its state in
+            another precision; or it was saved with ``frozen=False``, and the frozen weights of the model are not those
+            of the save.
         UsageError: model or optimizer are not wrapped, or parameters or buffers have changed since `wrap`.
     """
     wrapped = wrapped_of(model, optimizer)
@@ -109,7 +114,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptim
     files = Files(directory)
     raise_on_all_ranks(
         "looked up all parameters in a checkpoint",
-        lambda: todo.append(_look_up(manifests[0], files, directory, model, wrapped)),
+        lambda: todo.append(_look_up(manifests[0], files, directory, model, wrapped, convert_state)),
         control,
         error=CheckpointError,
     )
@@ -145,6 +150,7 @@ def _look_up(
     directory: Path,
     model: nn.Module,
     wrapped: Wrapped,
+    convert_state: bool,
 ) -> _Todo:
     where = str(directory / MANIFEST)
     holdings = list(held_pieces(wrapped))
@@ -156,6 +162,8 @@ def _look_up(
     if any(chunk.spec.key.trainable for chunk in wrapped.scheduler.chunks):
         _check_optimizer(manifest, wrapped, directory)
     present = [held for held in holdings if held.span.numel and held.name in manifest.parameters]
+    if not convert_state:
+        _check_precisions(present, manifest, wrapped.kept, directory)
     moves = [_move(held, manifest.parameters[held.name], files, directory, wrapped.kept) for held in present]
     rank = dist.get_rank()
     sources = []
@@ -279,6 +287,28 @@ def _check_optimizer(manifest: Manifest, wrapped: Wrapped, directory: Path) -> N
             )
 
 
+def _check_precisions(present: list[HeldPiece], manifest: Manifest, state: OptimizerState, directory: Path) -> None:
+    """Raises CheckpointError if Adam's state of a parameter is of another precision than in the save."""
+    for held in present:
+        entry, key = manifest.parameters[held.name], held.chunk.spec.key
+        if not (key.trainable and entry.trainable and state.keeps_always_the_same and entry.pieces):
+            continue
+        saved, now = _precision_of(entry.pieces[0]), key.precision
+        if saved != (now.master, now.moments):
+            raise CheckpointError(
+                f"{directory}: the state of parameter {held.name!r} was saved with master={saved[0]!r} and "
+                f"moments={saved[1]!r}, the plan has master={now.master!r} and moments={now.moments!r} for it: give "
+                f"the plan those of the save, or convert with em.load(..., convert_state=True)"
+            )
+
+
+def _precision_of(piece: SavedPiece) -> tuple[str, str]:
+    """(master, moments) of Adam's state in a save, in the plan's words."""
+    names = {"F32": "fp32", "BF16": "bf16"}
+    master, moments = (str(piece.state.get(name)) for name in (WEIGHT, "exp_avg"))
+    return names.get(master, master), "int8" if CODES in piece.scalars else names.get(moments, moments)
+
+
 def _move(held: HeldPiece, entry: ParameterRecord, files: Files, directory: Path, state: OptimizerState) -> _Move:
     parts = [(piece, pairs) for piece in entry.pieces if (pairs := list(overlap(*_in_one_grid(held, entry, piece))))]
     first = parts[0][0]
@@ -355,7 +385,7 @@ def _fill(move: _Move, files: Files, state: OptimizerState) -> None:
     held.chunk.frozen_sums.clear()
     kept = {WEIGHT: held.values}
     if len(move.names) > 1 or (held.chunk.spec.key.trainable and UPDATES in first.scalars):
-        values = {name: decode(value, name) for name, value in first.scalars.items() if name != UPDATES}
+        values = {name: decode(value, name) for name, value in first.scalars.items() if name not in (UPDATES, CODES)}
         dtypes = {name: DTYPES[first.state[name]] for name in move.names if name != WEIGHT}
         kept |= state.replace(held.parameter, dtypes, values)
         trained = state.piece_of(held.parameter)
@@ -363,7 +393,9 @@ def _fill(move: _Move, files: Files, state: OptimizerState) -> None:
         trained.steps = first.scalars[UPDATES]
     shard = held.chunk.shard
     for name in move.names:
-        place = kept[name].read()
+        saved = DTYPES[first.state[name]]
+        same = kept[name].dtype == saved
+        place = kept[name].read() if same else torch.empty(held.span.numel, dtype=saved, device="cpu")
         for piece, pairs in move.parts:
             read = files.read(piece.file, piece.key(held.name, name))
             for here, there in pairs:

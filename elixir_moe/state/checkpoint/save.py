@@ -34,7 +34,7 @@ from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.kernels import work_on
-from elixir_moe.memory.elements import InMemory, OnDisk
+from elixir_moe.memory.elements import Coded, InMemory, OnDisk
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.optim.state import OptimizerState
 from elixir_moe.parallel.pattern import is_whole
@@ -71,6 +71,8 @@ from elixir_moe.state.wrapped import Wrapped
 
 UPDATES = "updates"
 """Name of the number of updates in a piece's scalars."""
+CODES = "codes"
+"""Name, in the same place, of what says that moments were codes of 8 bits: the file has the values they stand for."""
 
 
 class Saving:
@@ -416,8 +418,9 @@ class _Contents:
             scalars[UPDATES] = trained.steps
             inside = slice(written.here.start - held.here.start, written.here.stop - held.here.start)
             for name, value in state.of(held.parameter).items():
-                if isinstance(value, (InMemory, OnDisk)):
+                if isinstance(value, (Coded, InMemory, OnDisk)):
                     kept[name] = value[inside]
+                    scalars |= {CODES: True} if isinstance(value, Coded) else {}
                 else:
                     scalars[name] = encode(value, f"{name!r}, kept by the optimizer for {held.name!r},")
         dtypes = {name: name_of(elements.dtype, held.name) for name, elements in kept.items()}
