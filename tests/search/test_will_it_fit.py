@@ -293,6 +293,33 @@ def test_qwen3_30b_with_lora_on_one_rtx_4090(tmp_path: Path, capsys: pytest.Capt
     assert "too little host memory" in full["reason"]
 
 
+@pytest.mark.slow
+def test_qwen3_30b_with_six_bytes_a_parameter_on_one_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All weights are trained on a card of 32 GB with 192 GiB of host memory, which 14 bytes a parameter exceed."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    asked = ["--hf", str(tmp_path), "--gpu", "rtx-5090", "--host-memory", "192 GiB"]
+    found = said(capsys, *asked, "--master", "bf16", "--moments", "int8")
+    held = sum(row["shard_bytes"] for row in found["groups"])
+    narrow = sum(row["numel"] for row in found["groups"] if row["chunk_group"].endswith("bf16+int8"))
+    assert found["feasible"] and found["plan"]["master"] == "bf16" and found["plan"]["moments"] == "int8"
+    assert narrow > 0.97 * found["parameters"]
+    assert held == pytest.approx(6.0079 * narrow + 14 * (found["parameters"] - narrow), rel=1e-3)
+    assert "too little host memory" in said(capsys, *asked, code=2)["reason"]
+
+
+def test_narrow_state_is_planned_and_pasted(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--hf", mixture, "--gpu", "rtx-4090", "--seq", "64"]
+    found = said(capsys, *asked, "--master", "bf16", "--moments", "int8")
+    plan = em.Plan.from_json(json.dumps(found["plan"]))
+    assert (plan.master, plan.moments) == ("bf16", "int8")
+    assert "master='bf16', moments='int8'" in line(found, "To paste")
+    rows = {row["chunk_group"].endswith("bf16+int8"): row for row in found["groups"]}
+    assert rows[True]["numel"] > rows[False]["numel"]
+    for wrong in (["--optimizer", "sgd"], ["--disk-size", "1 TB"]):
+        assert main(["plan", *asked, "--moments", "int8", *wrong]) == 2
+        assert "--moments" in capsys.readouterr().err
+
+
 def test_the_answer_for_people_is_one_line(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "--hf", mixture, "--gpu", "rtx-4090", "--seq", "64"]
     assert main(asked) == 0
