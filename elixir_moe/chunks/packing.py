@@ -126,6 +126,11 @@ class ChunkSpec:
         overwritten = self.key.trainable and self.key.dtype != torch.float32
         return IN_PLACE if overwritten else ATTACHED
 
+    @property
+    def shows_only_weights(self) -> bool:
+        """Whether gathered parameters view the only weights at home: a write to them changes these, without a copy."""
+        return self.residence.in_shard and (self.key.master_in_values or not self.key.trainable)
+
     def widens(self, *, staged: bool) -> bool:
         """Whether gradients are widened to fp32 before they are reduced; `staged`: over gloo.
 

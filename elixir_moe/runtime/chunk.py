@@ -263,7 +263,7 @@ class Chunk:
 
         The first look after a gather only remembers checksums. Everything stays on the device, and nobody waits for it.
         """
-        if self.spec.residence is ATTACHED or self.buffer is None:
+        if self.spec.shows_only_weights or self.buffer is None:
             return
         before, self.checksums = self.checksums, self._present_checksums()
         if before is not None:

@@ -298,3 +298,50 @@ def test_matrices_of_blocks_are_narrow_unless_others_are_chosen() -> None:
     found = [name for name, shape in shapes.items() if takes_narrow_state(name, shape, None)]
     assert found == ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate_proj.weight"]
     assert [name for name, shape in shapes.items() if takes_narrow_state(name, shape, ("lm_*",))] == ["lm_head.weight"]
+
+
+# ------------------------------------------------------------------------------------------------------ cut parameters
+
+
+class Experts(nn.Module):
+    """A stack of matrices, of which each rank has a part."""
+
+    def __init__(self, part: slice) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList([nn.Module()])
+        self.layers[0].weight = nn.Parameter((torch.randn(4, 8, 32) / 8).to(BF16)[part].clone())
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.layers[0].weight.float() * gradient).sum()
+
+
+def of_experts(ep: int, state: dict[str, str]) -> Tensor:
+    """(rank) This rank's part of the weight after three steps, in each of which its gradient is `batch`'s."""
+    mesh = em.init_mesh(device_type="cpu")
+    place, world = dist.get_rank() % ep, dist.get_world_size()
+    part = slice(4 // ep * place, 4 // ep * (place + 1))
+    model: Any = Experts(part)
+    em.annotate(model, {"*": em.Pattern(em.expert_mesh(mesh, ep=ep), replicate=("edp",), shard={"ep": 0})})
+    model, optimizer = em.wrap(
+        model, torch.optim.AdamW(model.parameters(), **SETTINGS), plan=em.Plan.zero3(**state), device="cpu"
+    )
+    for step in range(3):
+        gradient = batch(step, 0)[0, :1024].view(4, 8, 32)[part]
+        model(gradient * (ep if world > 1 else 1)).backward()  # each expert's ranks sum, and all ranks' number divides
+        optimizer.step()
+        optimizer.zero_grad()
+    with em.unsharded(model):
+        found = model.layers[0].weight.detach().clone()
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("state", STATES[:2], ids=str)
+def test_experts_have_the_bits_of_their_place_in_the_stack(state: tuple[str, str], ranks: Ranks) -> None:
+    """A part of the stack is a whole number of blocks of codes; its random bits are numbered within the stack."""
+    given = dict(zip(("master", "moments"), state, strict=True))
+    (whole,) = ranks(1).run(of_experts, 1, given)
+    found = ranks(2).run(of_experts, 2, given)
+    assert torch.equal(torch.cat(found), whole)
+    assert not torch.equal(whole, Experts(slice(None)).layers[0].weight)

@@ -11,9 +11,9 @@ shared memory, and could outlive the training. The thread has its own process gr
 of the training's.
 
 Before an asynchronous `save` returns, it copies everything that user code can change unnoticed: buffers, and weights
-that stay attached. Anything else changes only by an update, a load, or a user's write that is brought home; each of
-these waits until the thread has copied everything (`ShardState.wait_for_reader`). Updates of the last step may still
-run when `save` is called: the thread waits for them, one shard at a time (`Elements.read`).
+that parameters view at home. Anything else changes only by an update, a load, or a user's write that is brought home;
+each of these waits until the thread has copied everything (`ShardState.wait_for_reader`). Updates of the last step may
+still run when `save` is called: the thread waits for them, one shard at a time (`Elements.read`).
 """
 
 import os
@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.kernels import work_on
@@ -428,7 +427,7 @@ class _Contents:
         for name, elements in kept.items():
             key = piece.key(held.name, name)
             self._items.append(Item(key=key, dtype=dtypes[name], shape=(written.span.numel,), tensor=elements.read))
-            if name == WEIGHT and held.chunk.spec.residence is ATTACHED:
+            if name == WEIGHT and held.chunk.spec.shows_only_weights:
                 self._may_change.append(key)
         yield piece
 
