@@ -754,8 +754,10 @@ class Machine:
         for room in ("memory.shard_state", "memory.disk_values"):
             set_to(import_module(f"elixir_moe.{room}"), "sum_of_squares", sum_of_squares)
         set_to(import_module("elixir_moe.optim.shard_update"), "adam_step", adam_step)
-        set_to(  # it asks where the master is, and here all memory is a CPU's
-            import_module("elixir_moe.optim.shard_update"), "_moment", lambda master, device: torch.zeros_like(master)
+        set_to(  # it asks where the weights are, and here all memory is a CPU's
+            import_module("elixir_moe.optim.shard_update"),
+            "_moment",
+            lambda chunk: torch.zeros_like(chunk.shard.master),
         )
         for room in ("optim.optimizer", "optim.early", "moe.dispatch", "moe.experts"):
             set_to(import_module(f"elixir_moe.{room}"), "begin_to_host", begin_to_host)
