@@ -124,7 +124,7 @@ void adam_step(Floats master, Floats exp_avg, Floats exp_avg_sq, ConstArray grad
     elixir::adam_step(arrays, settings, isa, threads);
 }
 
-using Codes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig>;
+using Exponents = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig>;
 
 bool is_bytes(nb::dlpack::dtype dtype) {
     return dtype == nb::dtype<std::uint8_t>();
@@ -137,11 +137,11 @@ elixir::Moments moments_of(const char* what, nb::dlpack::dtype dtype) {
     return found == elixir::Dtype::float32 ? elixir::Moments::float32 : elixir::Moments::bfloat16;
 }
 
-void narrow_step(Array weight, Array exp_avg, Array exp_avg_sq, std::optional<Codes> exponents_avg,
-                 std::optional<Codes> exponents_sq, ConstArray grad, std::optional<Array> compute, std::uint32_t key0,
-                 std::uint32_t key1, std::uint32_t first, double lr, double beta1, double beta2, double eps,
-                 double weight_decay, std::int64_t step, double grad_scale, bool decoupled, bool maximize, int threads,
-                 const std::string& isa_name) {
+void narrow_step(Array weight, Array exp_avg, Array exp_avg_sq, std::optional<Exponents> exponents_avg,
+                 std::optional<Exponents> exponents_sq, ConstArray grad, std::optional<Array> compute,
+                 std::uint32_t key0, std::uint32_t key1, std::uint32_t first, double lr, double beta1, double beta2,
+                 double eps, double weight_decay, std::int64_t step, double grad_scale, bool decoupled, bool maximize,
+                 int threads, const std::string& isa_name) {
     const std::size_t numel = weight.size();
     on_host("weight", weight);
     on_host("exp_avg", exp_avg);
