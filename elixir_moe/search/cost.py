@@ -109,7 +109,8 @@ def traffic(
         staged: whether reductions run over gloo.
         kept_bytes: inputs of checkpointed regions in host memory.
     """
-    gathers = Counter([*loads, *(chunk.index for chunk in layout.chunks if chunk.residence is not CACHED)])
+    own = (chunk.index for chunk in layout.chunks if chunk.residence is not CACHED and chunk.key.trainable)
+    gathers = Counter([*loads, *own])  # frozen chunks with memory of their own stay gathered
     bounds = plan.bounds(layout)
     at: dict[Tier, list[ChunkSpec]] = {tier: [] for tier in Tier}
     for chunk in layout.chunks:
