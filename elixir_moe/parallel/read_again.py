@@ -13,9 +13,9 @@ from torch import Tensor, nn
 _MARK = "_elixir_saves_none"
 
 
-def mark_saving_none(module: nn.Module) -> None:
-    """Records that autograd saves none of the module's own parameters."""
-    setattr(module, _MARK, True)
+def mark_saving_none(module: nn.Module, marked: bool = True) -> None:
+    """Records whether autograd saves none of the module's own parameters."""
+    setattr(module, _MARK, marked)
 
 
 def saves_none(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 
 from elixir_moe.errors import ConfigError, UsageError, meant
 from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.parallel.read_again import mark_saving_none
 from elixir_moe.parallel.rules import pattern_of
 from elixir_moe.parallel.tiles import Tile, tile_of
 from elixir_moe.parallel.tiles import mark as mark_tile
@@ -248,3 +249,5 @@ def _pack(weight: _Weight, form: Scheme, tiles: tuple[Tile, Tile] | None) -> Non
     module.register_parameter(weight.attribute, pair[0])
     module.register_parameter(weight.attribute + SCALES, pair[1])  # behind its codes, and so in their chunk
     become_quantized(module, weight.attribute, packed)
+    if tiles is not None:
+        mark_saving_none(module)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dataless import even_counts, has_data
+from elixir_moe.parallel.read_again import LinearReadAgain, mark_saving_none, saves_none
 from elixir_moe.quantized.packed import SCALES, Packed
 from elixir_moe.quantized.products import grouped_linear, linear
 
@@ -38,7 +39,7 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of `x`."""
-        return linear(x, self.weight, self.weight_scales, self.bias, self.packed["weight"])
+        return linear(x, self.weight, self.weight_scales, self.bias, self.packed["weight"], again=saves_none(self))
 
     def extra_repr(self) -> str:
         """The text that `print` shows."""
@@ -74,7 +75,8 @@ class QuantizedExperts(nn.Module):
         return out[place].view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
     def _product(self, name: str, rows: Tensor, experts: Tensor, counts: list[int]) -> Tensor:
-        out = grouped_linear(rows, getattr(self, name), getattr(self, name + SCALES), counts, self.packed[name])
+        pair = getattr(self, name), getattr(self, name + SCALES)
+        out = grouped_linear(rows, *pair, counts, self.packed[name], again=saves_none(self))
         bias = getattr(self, f"{name}_bias", None)
         return out if bias is None else out + bias[experts]
 
@@ -88,7 +90,7 @@ class QuantizedExperts(nn.Module):
 
 def is_linear(module: nn.Module) -> bool:
     """Whether the weight of a module is read by `nn.Linear`'s own forward alone."""
-    return isinstance(module, nn.Linear) and type(module) in (nn.Linear, QuantizedLinear)
+    return isinstance(module, nn.Linear) and type(module) in (nn.Linear, LinearReadAgain, QuantizedLinear)
 
 
 def is_fused_experts(module: nn.Module) -> bool:
@@ -120,7 +122,11 @@ def become_quantized(module: nn.Module, name: str, packed: Packed) -> None:
 def become_plain(module: nn.Module) -> None:
     """Undoes `become_quantized`."""
     del module.packed
-    module.__class__ = nn.Linear if isinstance(module, nn.Linear) else type(module).__mro__[2]
+    if isinstance(module, nn.Linear):
+        module.__class__ = LinearReadAgain if saves_none(module) else nn.Linear
+    else:
+        module.__class__ = type(module).__mro__[2]
+        mark_saving_none(module, False)
 
 
 @cache

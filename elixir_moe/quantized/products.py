@@ -1,7 +1,8 @@
 """Products with quantised weights: what is multiplied is decoded for the product, and again for its backward.
 
 Owns the two autograd functions. They save the bytes alone, through torch's own way, so that saved-tensor hooks see
-them; no decoded weight outlives a product. Gradients reach inputs and biases; the weights are frozen.
+them, or read them again in backward; no decoded weight outlives a product. Gradients reach inputs and biases; the
+weights are frozen.
 """
 
 from collections.abc import Sequence
@@ -13,24 +14,29 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from elixir_moe.parallel.dataless import has_data
+from elixir_moe.parallel.read_again import ReadAgain
 from elixir_moe.quantized.packed import Packed
 
 
-def linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, packed: Packed) -> Tensor:
-    """As `F.linear`: (..., in) -> (..., out), in the dtype of `x`, or in autocast's."""
+def linear(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, packed: Packed, *, again: bool = False
+) -> Tensor:
+    """As `F.linear`: (..., in) -> (..., out), in the dtype of `x`, or in autocast's. `again`: nothing is saved."""
     dtype = _computed_in(x)
-    return _Linear.apply(x.to(dtype), codes, scales, None if bias is None else bias.to(dtype), packed)
+    return _Linear.apply(x.to(dtype), codes, scales, None if bias is None else bias.to(dtype), packed, again)
 
 
-def grouped_linear(rows: Tensor, codes: Tensor, scales: Tensor, counts: Sequence[int], packed: Packed) -> Tensor:
+def grouped_linear(
+    rows: Tensor, codes: Tensor, scales: Tensor, counts: Sequence[int], packed: Packed, *, again: bool = False
+) -> Tensor:
     """(n, in) rows sorted by expert -> (n, out): each row times its expert's weight, (out, in).
 
     One expert is decoded at a time, and none without rows. `counts` are the rows of each expert; further rows, whose
-    experts are elsewhere, give zeros.
+    experts are elsewhere, give zeros. `again`: nothing is saved.
     """
     if not has_data(rows):  # of products of one size, a trace needs no more than their sum
         counts = [sum(counts)]
-    return _GroupedLinear.apply(rows.to(_computed_in(rows)), codes, scales, list(counts), packed)
+    return _GroupedLinear.apply(rows.to(_computed_in(rows)), codes, scales, list(counts), packed, again)
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
@@ -38,17 +44,30 @@ def _computed_in(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x.dtype
 
 
+def _keep(ctx: Any, codes: Tensor, scales: Tensor, again: bool) -> None:
+    """Keeps the bytes for `_kept`: saved, or to be read from the parameters again."""
+    ctx.save_for_backward(*(() if again else (codes, scales)))
+    ctx.again = (ReadAgain(codes), ReadAgain(scales)) if again else ()
+
+
+def _kept(ctx: Any) -> tuple[Tensor, Tensor]:
+    codes, scales = [part.values() for part in ctx.again] or ctx.saved_tensors
+    return codes, scales
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, packed: Packed) -> Tensor:
-        ctx.save_for_backward(codes, scales)
+    def forward(
+        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, packed: Packed, again: bool
+    ) -> Tensor:
+        _keep(ctx, codes, scales, again)
         ctx.packed = packed
         return F.linear(x, packed.decode(codes, scales, x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, (codes, scales) = grads[0], ctx.saved_tensors
+        grad, (codes, scales) = grads[0], _kept(ctx)
         rows = grad.reshape(-1, grad.shape[-1])
         for_x = for_bias = None
         if ctx.needs_input_grad[0]:
@@ -56,13 +75,15 @@ class _Linear(torch.autograd.Function):
             for_x = (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[3]:
             for_bias = rows.sum(0)
-        return for_x, None, None, for_bias, None
+        return for_x, None, None, for_bias, None, None
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, codes: Tensor, scales: Tensor, counts: list[int], packed: Packed) -> Tensor:
-        ctx.save_for_backward(codes, scales)
+    def forward(
+        ctx: Any, rows: Tensor, codes: Tensor, scales: Tensor, counts: list[int], packed: Packed, again: bool
+    ) -> Tensor:
+        _keep(ctx, codes, scales, again)
         ctx.counts, ctx.packed, shape = counts, packed, packed.shape[-2:]
         out = _rows(rows, sum(counts), shape[0])
         begin = 0
@@ -76,7 +97,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, (codes, scales) = grads[0], ctx.saved_tensors
+        grad, (codes, scales) = grads[0], _kept(ctx)
         shape = ctx.packed.shape[-2:]
         out = _rows(grad, sum(ctx.counts), shape[1])
         begin = 0
@@ -85,7 +106,7 @@ class _GroupedLinear(torch.autograd.Function):
                 weight = ctx.packed.decode(codes[expert], scales[expert], grad.dtype, shape)
                 torch.mm(grad[begin : begin + count], weight, out=out[begin : begin + count])
                 begin += count
-        return out, None, None, None, None
+        return out, None, None, None, None, None
 
 
 def _rows(like: Tensor, used: int, columns: int) -> Tensor:
