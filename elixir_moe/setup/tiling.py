@@ -43,7 +43,8 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
     stay those of the whole parameters. Hooks of a tiled module run as before, with the tiled module for the whole one.
 
     Backward reads a tile's weight anew, so a region of activation checkpointing holds a few tiles at a time too. Only
-    Hugging Face's fused experts save theirs: such a region holds all their tiles while its backward runs.
+    Hugging Face's fused experts save theirs, unless they are quantised: such a region holds all their tiles while its
+    backward runs.
 
     Args:
         model: a model that is not wrapped; parameters may be on meta.

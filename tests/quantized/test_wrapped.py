@@ -258,22 +258,32 @@ def test_adapters_are_merged_into_decoded_weights() -> None:
 
 def test_tiles_are_quantised_one_by_one(ranks: Ranks) -> None:
     """Names and bytes are those of whole weights, and so are losses, but for the order of sums in gradients."""
-    whole, tiled = ranks(1).run(tiled_beside_whole)[0]
-    assert whole[1].keys() == tiled[1].keys()
-    assert all(torch.equal(value, tiled[1][name]) for name, value in whole[1].items())
-    assert tiled[0] == pytest.approx(whole[0], abs=LOSS_TOLERANCE)
+    whole, *others = ranks(1).run(tiled_beside_whole)[0]
+    for losses, state, _ in others:
+        assert whole[1].keys() == state.keys()
+        assert all(torch.equal(value, state[name]) for name, value in whole[1].items())
+        assert losses == pytest.approx(whole[0], abs=LOSS_TOLERANCE)
+    (_, _, blocks), (_, _, in_regions) = others
+    assert in_regions <= blocks + 1, "backward reads tiles anew: a region that runs again need not hold all of them"
 
 
-def tiled_beside_whole() -> list[tuple[list[float], dict[str, Tensor]]]:
-    """(rank) Losses and frozen state of a quantised model, whole and in tiles."""
+def tiled_beside_whole() -> list[tuple[list[float], dict[str, Tensor], int]]:
+    """(rank) Losses, frozen state and blocks of a quantised model: whole, in tiles, and with these in regions."""
     found = []
-    for tiles in (False, True):
-        model = em.tile(base(), at_most=140_000) if tiles else base()
+    for tiles, regions in ((False, False), (True, False), (True, True)):
+        model: Any = em.tile(base(), at_most=140_000) if tiles else base()
         model = adapted(em.quantize(model, "nf4"))
-        model, optimizer = em.wrap(model, optimizer_of(model), plan=em.Plan.zero3())
+        if regions:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable()
+        plan = em.Plan.zero3(chunk_numel=40_000)
+        model, optimizer = em.wrap(model, optimizer_of(model), plan=plan, step=own_loss, sample=batch(0))
         losses = [loss.item() for loss in steps(model, optimizer)]
         state = em.full_state_dict(model)
-        found.append((losses, {name: value for name, value in state.items() if "lora" not in name}))
+        seen = em.inspect(model)
+        assert seen.statistics.cache.off_schedule == seen.statistics.blocks_replaced == 0
+        frozen = {name: value for name, value in state.items() if "lora" not in name}
+        found.append((losses, frozen, seen.plan.blocks(seen.layout)))
         optimizer.close()
     return found
 
