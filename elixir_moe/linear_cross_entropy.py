@@ -23,6 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.dataless import has_data
 from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.parallel.read_again import LinearReadAgain
 from elixir_moe.parallel.tiles import tile_of
 from elixir_moe.torch_private import keeps_graph
 
@@ -111,7 +112,7 @@ def _tiles_of(weight: Tensor | nn.Module, bias: Tensor | None) -> list[_Part]:
         if bias is not None:
             raise ConfigError("linear_cross_entropy: a head has its own bias: leave bias= out, or give its weight")
         parts = [child for child in weight.children() if any(map(tile_of, child.parameters(recurse=False)))] or [weight]
-        if any(type(part) not in (nn.Linear, nn.Embedding) for part in parts):
+        if any(type(part) not in (nn.Linear, LinearReadAgain, nn.Embedding) for part in parts):
             raise ConfigError(
                 f"linear_cross_entropy of a head {type(weight).__name__}: expected a Linear or an Embedding, tiled or "
                 f"not; a module with adapters or another forward computes its own logits"
