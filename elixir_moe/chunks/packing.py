@@ -233,11 +233,11 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
         if residence is CACHED:
             _check_fits(params, indices, chunk_numel, most)
         sizes = [params[i].numel for i in indices]
-        for first, starts, used in _pack(sizes, most if residence is CACHED else math.inf, _align(key)):
+        for first, starts, used in _pack(sizes, most if residence is CACHED else math.inf, alignment(key)):
             slots = tuple(
                 Slot(param=indices[first + k], start=start, numel=sizes[first + k]) for k, start in enumerate(starts)
             )
-            numel = _round_up(max(used, 1), shards * _align(key))  # at least 1, even if all parameters are empty
+            numel = _round_up(max(used, 1), shards * alignment(key))  # at least 1, even if all parameters are empty
             chunks.append(ChunkSpec(index=-1, key=key, slots=slots, numel=numel, shards=shards, residence=residence))
     chunks.sort(key=lambda chunk: chunk.slots[0].param)
     chunks = [replace(chunk, index=index) for index, chunk in enumerate(chunks)]
@@ -316,7 +316,7 @@ class _Stream:
         self.total = sum(sizes)
         self.itemsize = key.dtype.itemsize * together
         self.ranks = len(key.ranks)
-        starts = list(accumulate((_round_up(size, _align(key) // together) for size in sizes), initial=0))
+        starts = list(accumulate((_round_up(size, alignment(key) // together) for size in sizes), initial=0))
         self._starts = starts[:-1]
         self._stops = [start + size for start, size in zip(starts, sizes, strict=False)]
 
@@ -393,7 +393,8 @@ def _check_fits(params: Sequence[ParamSpec], indices: Sequence[int], chunk_numel
         )
 
 
-def _align(key: ChunkGroupKey) -> int:
+def alignment(key: ChunkGroupKey) -> int:
+    """The number of elements of which the start of each parameter and shard is a multiple."""
     return CODE_BLOCK if key.precision.moments == "int8" else ALIGN_BYTES // key.dtype.itemsize
 
 

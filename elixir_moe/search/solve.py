@@ -15,7 +15,7 @@ from typing import Literal
 
 from elixir_moe.chunks.cache_policy import Schedule, simulate
 from elixir_moe.chunks.ledger import Footprint, Ledger, footprint
-from elixir_moe.chunks.packing import ALIGN_BYTES, FUSE_BELOW, Layout, best_chunk_numel, build_layout, bytes_together
+from elixir_moe.chunks.packing import FUSE_BELOW, Layout, alignment, best_chunk_numel, build_layout, bytes_together
 from elixir_moe.chunks.param_spec import WIDE, ParamSpec, group_parameters
 from elixir_moe.chunks.plan import Plan, Tier, enough_text, size_text
 from elixir_moe.chunks.settle import Homes
@@ -244,7 +244,7 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
     defaults = {best_chunk_numel(params, stay=stay) for stay in ((False, True) if len(alone) > 1 else (False,))}
     lengths = {largest, *defaults}
     for key, indices in group_parameters(movable).items():
-        align = ALIGN_BYTES // (together if key.dtype.itemsize == 1 else key.dtype.itemsize)
+        align = alignment(key) // (together if key.dtype.itemsize == 1 else 1)
         sizes = [numels[i] for i in indices]
         fused = int(sum(sizes) / FUSE_BELOW) + 1
         if largest < fused <= largest * _LENGTH_SPAN:
