@@ -72,7 +72,7 @@ def linear_cross_entropy(
         raise ConfigError(f"linear_cross_entropy: reduction={reduction!r}: expected 'mean' or 'sum'")
     vocabulary = sum(len(tile) for tile, _ in tiles)
     _check_shapes(hidden, labels, tiles)
-    rows, kept = _with_labels(hidden.flatten(0, -2), labels.flatten(), vocabulary, ignore_index)
+    rows, kept = _with_labels(hidden.reshape(-1, hidden.shape[-1]), labels.flatten(), vocabulary, ignore_index)
     total = _whole(rows, *tiles[0], kept, head) if len(tiles) == 1 else _tiled(rows, tiles, kept, head)
     if reduction == "sum":
         return total

@@ -114,6 +114,17 @@ def test_16_bit_heads_are_summed_in_fp32(dtype: torch.dtype, tiles: bool) -> Non
         torch.testing.assert_close(gradient.float(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=2e-7)
 
 
+def test_a_single_token_may_come_without_a_dim_of_tokens() -> None:
+    hidden, weight, _, labels = drawn()
+    token, label = hidden.detach()[0, 0].requires_grad_(), labels[0, 0].clamp(min=0)
+    found = em.linear_cross_entropy(token, weight, label)
+    wanted = whole(token[None], weight, label[None])
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=4e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, token), torch.autograd.grad(wanted, token), rtol=1e-6, atol=4e-6
+    )
+
+
 def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one() -> None:
     hidden, weight, _, labels = drawn()
     wanted = torch.autograd.grad(whole(hidden, weight, labels), hidden)[0]
