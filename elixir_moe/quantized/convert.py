@@ -104,9 +104,12 @@ def dequantize(model: M, dtype: torch.dtype | None = None) -> M:
         dtype: by default each weight's dtype before `quantize`.
 
     Raises:
+        ConfigError: `dtype` is no floating dtype.
         UsageError: the model is wrapped.
     """
     _refuse_wrapped(model, "dequantize")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dequantize: dtype={dtype}: expected a floating dtype, such as torch.bfloat16")
     for _, module, name, packed in list(packed_parameters(model)):
         codes, scales = getattr(module, name), getattr(module, name + SCALES)
         weight = packed.decode(codes, scales, dtype or packed.dtype)

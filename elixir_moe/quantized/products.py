@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dataless import has_data
 from elixir_moe.parallel.read_again import ReadAgain
 from elixir_moe.quantized.packed import Packed
@@ -40,8 +41,10 @@ def grouped_linear(
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
+    if not x.is_floating_point():  # weights decoded to integers would be zeros
+        raise UsageError(f"a product of {x.dtype} with quantised weights: expected an input of a floating dtype")
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _keep(ctx: Any, codes: Tensor, scales: Tensor, again: bool) -> None:

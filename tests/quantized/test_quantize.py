@@ -165,3 +165,13 @@ def test_a_wrapped_model_is_refused() -> None:
     for verb in (lambda: em.quantize(wrapped, "nf4"), lambda: em.dequantize(wrapped)):
         with pytest.raises(UsageError, match=r"before em\.wrap"):
             verb()
+
+
+def test_dtypes_that_are_no_floating_ones_are_refused() -> None:
+    """Weights decoded to integers would be zeros."""
+    model = em.quantize(Model(), "nf4")
+    with pytest.raises(UsageError, match="expected an input of a floating dtype"):
+        model.blocks[0].up(torch.ones(2, 64, dtype=torch.long))
+    with pytest.raises(ConfigError, match="expected a floating dtype"):
+        em.dequantize(model, torch.int32)
+    assert type(model.blocks[0].up) is QuantizedLinear
