@@ -44,7 +44,8 @@ def _computed_in(x: Tensor) -> torch.dtype:
     if not x.is_floating_point():  # weights decoded to integers would be zeros
         raise UsageError(f"a product of {x.dtype} with quantised weights: expected an input of a floating dtype")
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    casts = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64  # which autocast leaves alone
+    return torch.get_autocast_dtype(kind) if casts else x.dtype
 
 
 def _keep(ctx: Any, codes: Tensor, scales: Tensor, again: bool) -> None:

@@ -175,3 +175,12 @@ def test_dtypes_that_are_no_floating_ones_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected a floating dtype"):
         em.dequantize(model, torch.int32)
     assert type(model.blocks[0].up) is QuantizedLinear
+
+
+def test_autocast_leaves_fp64_alone() -> None:
+    model = em.quantize(Model().double(), "nf4")
+    x = torch.randn(2, 64, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, wanted = model.blocks[0].up(x), em.dequantize(model).blocks[0].up(x)
+    assert found.dtype is torch.float64
+    torch.testing.assert_close(found, wanted)
