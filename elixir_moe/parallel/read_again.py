@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from elixir_moe.torch_private import interpreter
+
 _MARK = "_elixir_saves_none"
 
 
@@ -19,8 +21,12 @@ def mark_saving_none(module: nn.Module, marked: bool = True) -> None:
 
 
 def saves_none(module: nn.Module) -> bool:
-    """Whether autograd saves none of the own parameters. A graph of torch.compile saves what it likes."""
-    return not torch.compiler.is_compiling() and getattr(module, _MARK, False)
+    """Whether autograd saves none of the module's own parameters.
+
+    A graph of torch.compile saves what it likes, and a transform of torch.func takes plain operators.
+    """
+    marked: bool = getattr(module, _MARK, False)
+    return marked and not torch.compiler.is_compiling() and interpreter() is None
 
 
 class ReadAgain:

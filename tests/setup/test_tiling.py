@@ -394,6 +394,14 @@ def test_what_cannot_be_tiled_is_named(model: Callable[[], nn.Module], at_most: 
     assert list(built.named_parameters()) == before, "nothing has changed"
 
 
+def test_transforms_of_a_tiled_model_are_those_of_the_whole_one() -> None:
+    whole = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    tiled = em.tile(deepcopy(whole), at_most=256)
+    rows = torch.randn(3, 8)
+    for transform in (torch.func.vmap, torch.func.jacrev):
+        torch.testing.assert_close(transform(tiled)(rows), transform(whole)(rows))
+
+
 def test_a_wrapped_model_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 64))
     model._elixir = object()  # type: ignore[assignment]
