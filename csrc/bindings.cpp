@@ -79,11 +79,10 @@ std::size_t blocks_in(std::size_t numel, std::size_t block) {
     return numel / block + (numel % block != 0);
 }
 
-void adam_step(Floats master, Floats exp_avg, Floats exp_avg_sq, ConstArray grad, std::optional<Array> compute,
-               double lr, double beta1, double beta2, double eps, double weight_decay, std::int64_t step,
-               double grad_scale, bool decoupled, bool maximize, int threads, const std::string& isa_name) {
-    const std::size_t numel = master.size();
-    on_host("master", master);
+// What both steps ask of the arrays beside the weight, which has `numel` elements.
+template <class Moment>
+void check_arrays(const Moment& exp_avg, const Moment& exp_avg_sq, const ConstArray& grad,
+                  const std::optional<Array>& compute, std::size_t numel, std::int64_t step, int threads) {
     on_host("exp_avg", exp_avg);
     on_host("exp_avg_sq", exp_avg_sq);
     on_host("grad", grad);
@@ -94,6 +93,14 @@ void adam_step(Floats master, Floats exp_avg, Floats exp_avg_sq, ConstArray grad
     if (compute) same_length("compute", compute->size(), numel);
     if (step < 1) throw std::invalid_argument("step is " + std::to_string(step) + "; the first step is 1");
     if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + "; at least 1 is needed");
+}
+
+void adam_step(Floats master, Floats exp_avg, Floats exp_avg_sq, ConstArray grad, std::optional<Array> compute,
+               double lr, double beta1, double beta2, double eps, double weight_decay, std::int64_t step,
+               double grad_scale, bool decoupled, bool maximize, int threads, const std::string& isa_name) {
+    const std::size_t numel = master.size();
+    on_host("master", master);
+    check_arrays(exp_avg, exp_avg_sq, grad, compute, numel, step, threads);
 
     const elixir::AdamArrays arrays{
         .master = master.data(),
@@ -144,21 +151,12 @@ void narrow_step(Array weight, Array exp_avg, Array exp_avg_sq, std::optional<Ex
                  int threads, const std::string& isa_name) {
     const std::size_t numel = weight.size();
     on_host("weight", weight);
-    on_host("exp_avg", exp_avg);
-    on_host("exp_avg_sq", exp_avg_sq);
-    on_host("grad", grad);
-    if (compute) on_host("compute", *compute);
-    same_length("exp_avg", exp_avg.size(), numel);
-    same_length("exp_avg_sq", exp_avg_sq.size(), numel);
-    same_length("grad", grad.size(), numel);
-    if (compute) same_length("compute", compute->size(), numel);
-    if (step < 1) throw std::invalid_argument("step is " + std::to_string(step) + "; the first step is 1");
-    if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + "; at least 1 is needed");
+    check_arrays(exp_avg, exp_avg_sq, grad, compute, numel, step, threads);
     const elixir::Moments moments = moments_of("exp_avg", exp_avg.dtype());
     if (moments_of("exp_avg_sq", exp_avg_sq.dtype()) != moments) {
         throw std::invalid_argument("exp_avg and exp_avg_sq have different dtypes");
     }
-    const std::size_t blocks = (numel + elixir::kCodeBlock - 1) / elixir::kCodeBlock;
+    const std::size_t blocks = blocks_in(numel, elixir::kCodeBlock);
     for (const auto* exponents : {&exponents_avg, &exponents_sq}) {
         if (exponents->has_value() != (moments == elixir::Moments::code) ||
             (exponents->has_value() && (*exponents)->size() != blocks)) {
