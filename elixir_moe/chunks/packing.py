@@ -229,7 +229,7 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
     together = bytes_together(params)
     for key, residence, indices in _streams(params, chunk_numel):
         shards = len(key.ranks) if scatter else 1
-        most = chunk_numel * _elements_for_one(key, together)
+        most = chunk_numel * elements_for_one(key, together)
         if residence is CACHED:
             _check_fits(params, indices, chunk_numel, most)
         sizes = [params[i].numel for i in indices]
@@ -242,7 +242,7 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
     chunks.sort(key=lambda chunk: chunk.slots[0].param)
     chunks = [replace(chunk, index=index) for index, chunk in enumerate(chunks)]
     cached = [chunk for chunk in chunks if chunk.residence is CACHED]
-    needed = [-(-chunk.numel // _elements_for_one(chunk.key, together)) for chunk in cached]
+    needed = [-(-chunk.numel // elements_for_one(chunk.key, together)) for chunk in cached]
     length = max(chunk_numel, *needed) if cached else 0
     chunks = [
         replace(chunk, width=-(-chunk.nbytes // length))
@@ -273,7 +273,8 @@ def bytes_together(params: Sequence[ParamSpec]) -> int:
     return max((key.dtype.itemsize for key, sizes in wide.items() if sum(sizes) >= longest * FUSE_BELOW), default=1)
 
 
-def _elements_for_one(key: ChunkGroupKey, together: int) -> int:
+def elements_for_one(key: ChunkGroupKey, together: int) -> int:
+    """How many elements of a chunk group count as one of the C elements, given `bytes_together`."""
     return together if key.dtype.itemsize == 1 else 1
 
 
@@ -292,7 +293,7 @@ def best_chunk_numel(params: Sequence[ParamSpec], *, stay: bool = False) -> int:
     """
     together = bytes_together(params)
     streams = [
-        _Stream([params[i].numel for i in indices if not params[i].tied], key, _elements_for_one(key, together))
+        _Stream([params[i].numel for i in indices if not params[i].tied], key, elements_for_one(key, together))
         for key, indices in group_parameters(params).items()
     ]
     largest = max((size for stream in streams for size in stream.sizes), default=0)
@@ -362,7 +363,7 @@ def _streams(params: Sequence[ParamSpec], chunk_numel: int) -> Iterator[tuple[Ch
         tied = [i for i in indices if params[i].tied]
         rest = [i for i in indices if not params[i].tied]
         if rest:
-            most = chunk_numel * _elements_for_one(key, together)
+            most = chunk_numel * elements_for_one(key, together)
             small = sum(params[i].numel for i in rest) < most * FUSE_BELOW
             yield key, RESIDENT if small else CACHED, rest
         if tied:

@@ -15,7 +15,15 @@ from typing import Literal
 
 from elixir_moe.chunks.cache_policy import Schedule, simulate
 from elixir_moe.chunks.ledger import Footprint, Ledger, footprint
-from elixir_moe.chunks.packing import FUSE_BELOW, Layout, alignment, best_chunk_numel, build_layout, bytes_together
+from elixir_moe.chunks.packing import (
+    FUSE_BELOW,
+    Layout,
+    alignment,
+    best_chunk_numel,
+    build_layout,
+    bytes_together,
+    elements_for_one,
+)
 from elixir_moe.chunks.param_spec import WIDE, ParamSpec, group_parameters
 from elixir_moe.chunks.plan import Plan, Tier, enough_text, size_text
 from elixir_moe.chunks.settle import Homes
@@ -238,13 +246,13 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
     """
     movable = [p for p in params if not p.tied]
     together = bytes_together(params)
-    numels = [-(-p.numel // (together if p.key.dtype.itemsize == 1 else 1)) for p in movable]
+    numels = [-(-p.numel // elements_for_one(p.key, together)) for p in movable]
     largest = max(numels, default=1)
     alone = {len(key.ranks) == 1 for key in group_parameters(params)}
     defaults = {best_chunk_numel(params, stay=stay) for stay in ((False, True) if len(alone) > 1 else (False,))}
     lengths = {largest, *defaults}
     for key, indices in group_parameters(movable).items():
-        align = alignment(key) // (together if key.dtype.itemsize == 1 else 1)
+        align = alignment(key) // elements_for_one(key, together)
         sizes = [numels[i] for i in indices]
         fused = int(sum(sizes) / FUSE_BELOW) + 1
         if largest < fused <= largest * _LENGTH_SPAN:
