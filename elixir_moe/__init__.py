@@ -22,6 +22,7 @@ from elixir_moe.errors import (
 )
 from elixir_moe.inspect import Inspection, inspect
 from elixir_moe.linear_cross_entropy import linear_cross_entropy
+from elixir_moe.moe.fused import group_experts
 from elixir_moe.moe.layer import MoE
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
@@ -65,6 +66,7 @@ __all__ = [
     "dequantize",
     "expert_mesh",
     "full_state_dict",
+    "group_experts",
     "init_mesh",
     "inspect",
     "latest",

@@ -28,6 +28,7 @@ from elixir_moe.memory.build import build_shards
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation
+from elixir_moe.moe.fused import adapt_beside, restore_classes
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
 from elixir_moe.parallel.mesh import prepare_process, start
@@ -166,6 +167,7 @@ def _wrapped(
         check_data(model, weights, step)
 
     raise_on_all_ranks("checked the model", check_model)
+    made.callback(restore_classes, adapt_beside(model))
     pretrained = None if weights is None else Pretrained(model, weights)
     if pretrained is not None:
         made.callback(pretrained.unpack)

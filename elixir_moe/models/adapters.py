@@ -11,6 +11,7 @@ from typing import Self
 from torch import nn
 
 from elixir_moe.errors import ConfigError, meant
+from elixir_moe.moe.fused import adapt_beside
 
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
 _EXPECTED = f"expected words such as r=16,alpha=32,targets={ALL_LINEAR},{EXPERTS},parameters=NAME"
@@ -102,6 +103,7 @@ def adapted(model: nn.Module, lora: Lora) -> nn.Module:
         found: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(f"--lora: peft refuses {lora}: {str(error).partition('. ')[0]}") from error
+    adapt_beside(found)
     return found
 
 

@@ -35,7 +35,7 @@ class MLP(nn.Module):
         return self.w_out(gelu(self.w_in(x)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Groups:
     """Rows sorted by expert."""
 
@@ -48,12 +48,11 @@ class Groups:
 
     def on_host(self) -> list[int]:
         """`counts`; waits for the device if nobody has before."""
-        if self.counts is not None:
-            return self.counts
-        if not has_data(self.bounds):
-            return even_counts(len(self.experts), len(self.bounds) - 1)
-        bounds = begin_to_host(self.bounds)()
-        return [end - start for start, end in pairwise(bounds)]
+        if self.counts is None and not has_data(self.bounds):
+            self.counts = even_counts(len(self.experts), len(self.bounds) - 1)
+        elif self.counts is None:
+            self.counts = [end - start for start, end in pairwise(begin_to_host(self.bounds)())]
+        return self.counts
 
 
 class GroupedExperts(nn.Module):
@@ -101,17 +100,36 @@ class GroupedExperts(nn.Module):
         (see `_has_grouped_kernel`); else a loop, which on a CPU is no slower: grouped_mm loops there too.
         """
         rows = rows.to(self.w_in.dtype)
-        counts = None if _has_grouped_kernel(rows, self.w_in) else groups.on_host()
         saves = not saves_none(self)
-        hidden = _GroupedLinear.apply(rows, self.w_in, self.b_in, groups, counts, saves)
-        return _GroupedLinear.apply(gelu(hidden), self.w_out, self.b_out, groups, counts, saves)
+        hidden = grouped_linear(rows, self.w_in, self.b_in, groups, saves=saves)
+        return grouped_linear(gelu(hidden), self.w_out, self.b_out, groups, saves=saves)
+
+
+def grouped_linear(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: Groups,
+    *,
+    outputs_first: bool = False,
+    saves: bool = True,
+) -> Tensor:
+    """(n, i) rows sorted by expert -> (n, o): each row times its expert's weight, and its bias.
+
+    Args:
+        rows: in the dtype of the weight.
+        weight: (L, i, o); with `outputs_first` (L, o, i).
+        bias: (L, o), or None.
+        groups: the rows of each expert.
+        outputs_first: see `weight`.
+        saves: False if backward is to read the parameter anew instead of saving it.
+    """
+    counts = None if _has_grouped_kernel(rows, weight) else groups.on_host()
+    return _GroupedLinear.apply(rows, weight, bias, groups, counts, outputs_first, saves)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """(n, i) rows sorted by expert, (L, i, o) weight, (L, o) bias -> (n, o): each row times its expert's weight.
-
-    One fused product if `counts` is None, else a loop over experts with `counts` rows each. If it does not save the
-    weight (`saves`), backward reads the parameter anew.
+    """As `grouped_linear`: one fused product if `counts` is None, else a loop over experts with `counts` rows each.
 
     An autograd function, so that each expert's product is written in its place and nothing is concatenated: stacking L
     weight gradients alone took a fifth of a layer's time on a CPU.
@@ -125,17 +143,21 @@ class _GroupedLinear(torch.autograd.Function):
         bias: Tensor | None,
         groups: Groups,
         counts: list[int] | None,
+        outputs_first: bool,
         saves: bool,
     ) -> Tensor:
         ctx.again = None if saves else ReadAgain(weight)
-        ctx.save_for_backward(rows, groups.experts, groups.bounds, *([weight] if saves else []))
-        ctx.counts = counts
+        ctx.counts, ctx.outputs_first = counts, outputs_first
+        kept = rows if ctx.needs_input_grad[1] else None  # for the gradient of the weight alone
+        ctx.save_for_backward(kept, groups.experts, groups.bounds, *([weight] if saves else []))
+        matrices = weight.transpose(1, 2) if outputs_first else weight
         if counts is None:
-            out = F.grouped_mm(rows, weight, offs=groups.bounds[1:])
+            out = F.grouped_mm(rows, matrices, offs=groups.bounds[1:])
             return out if bias is None else out.add_(bias.index_select(0, groups.experts))
-        out = rows.new_empty(len(rows), weight.shape[2])
+        out = rows.new_empty(len(rows), matrices.shape[2])
         for e, (part, here) in enumerate(zip(rows.split(counts), out.split(counts), strict=True)):
-            _product(part, weight[e], here, None if bias is None else bias[e])
+            if len(part):
+                _product(part, matrices[e], here, None if bias is None else bias[e])
         return out
 
     @staticmethod
@@ -144,42 +166,56 @@ class _GroupedLinear(torch.autograd.Function):
         rows, experts, bounds, *saved = ctx.saved_tensors
         weight = ctx.again.values() if ctx.again else saved[0]
         grad = grads[0].contiguous()
-        needs = ctx.needs_input_grad[:3]
         if ctx.counts is None:
-            return *_gradients_fused(rows, weight, grad, experts, bounds, needs), None, None, None
-        return *_gradients_loop(rows, weight, grad, ctx.counts, needs), None, None, None
+            found = _gradients_fused(rows, weight, grad, experts, bounds, ctx.outputs_first, ctx.needs_input_grad)
+        else:
+            found = _gradients_loop(rows, weight, grad, ctx.counts, ctx.outputs_first, ctx.needs_input_grad)
+        return *found, None, None, None, None
 
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of rows, weight and bias; None for what needs none, as frozen experts."""
 
 
-def _gradients_loop(rows: Tensor, weight: Tensor, grad: Tensor, counts: list[int], needs: Sequence[bool]) -> _Gradients:
-    grad_rows = torch.empty_like(rows) if needs[0] else None
-    grad_weight = torch.empty_like(weight) if needs[1] else None
-    grad_bias = weight.new_empty(weight.shape[0], weight.shape[2]) if needs[2] else None
+def _gradients_loop(
+    rows: Tensor | None, weight: Tensor, grad: Tensor, counts: list[int], outputs_first: bool, needs: Sequence[bool]
+) -> _Gradients:
+    inputs, outputs = weight.shape[1:] if not outputs_first else (weight.shape[2], weight.shape[1])
+    grad_rows = grad.new_empty(len(grad), inputs) if needs[0] else None
+    grad_weight = torch.empty_like(weight) if rows is not None else None
+    grad_bias = weight.new_empty(len(weight), outputs) if needs[2] else None
     start = 0
-    for e, (row, g) in enumerate(zip(rows.split(counts), grad.split(counts), strict=True)):
-        if grad_rows is not None:
-            _product(g, weight[e].t(), grad_rows[start : start + len(row)])
-        if grad_weight is not None:
-            _product(row.t(), g, grad_weight[e])  # zeros for an expert without rows
+    for e, g in enumerate(grad.split(counts)):
+        here = slice(start, start + len(g))
+        if grad_rows is not None and len(g):
+            _product(g, weight[e] if outputs_first else weight[e].t(), grad_rows[here])
+        if grad_weight is not None and rows is not None:  # zeros for an expert without rows
+            left, right = (g, rows[here]) if outputs_first else (rows[here], g)
+            _product(left.t(), right, grad_weight[e])
         if grad_bias is not None:
             torch.sum(g, dim=0, out=grad_bias[e])
-        start += len(row)
+        start += len(g)
     return grad_rows, grad_weight, grad_bias
 
 
 def _gradients_fused(
-    rows: Tensor, weight: Tensor, grad: Tensor, experts: Tensor, bounds: Tensor, needs: Sequence[bool]
+    rows: Tensor | None,
+    weight: Tensor,
+    grad: Tensor,
+    experts: Tensor,
+    bounds: Tensor,
+    outputs_first: bool,
+    needs: Sequence[bool],
 ) -> _Gradients:
-    grad_rows = F.grouped_mm(grad, weight.transpose(1, 2), offs=bounds[1:]) if needs[0] else None
+    matrices = weight if outputs_first else weight.transpose(1, 2)
+    grad_rows = F.grouped_mm(grad, matrices, offs=bounds[1:]) if needs[0] else None
     grad_weight = grad_bias = None
-    if needs[1]:  # on some GPUs the kernel does not write the gradient of an expert without rows
+    if rows is not None:  # on some GPUs the kernel does not write the gradient of an expert without rows
         idle = (bounds[1:] == bounds[:-1]).view(-1, 1, 1)
-        grad_weight = F.grouped_mm(rows.t(), grad, offs=bounds[1:]).masked_fill_(idle, 0)
+        left, right = (grad, rows) if outputs_first else (rows, grad)
+        grad_weight = F.grouped_mm(left.t(), right, offs=bounds[1:]).masked_fill_(idle, 0)
     if needs[2]:  # a product with a one-hot matrix sums each expert's rows in fp32, without atomics
-        member = torch.arange(len(weight), device=rows.device).unsqueeze(1) == experts
+        member = torch.arange(len(weight), device=grad.device).unsqueeze(1) == experts
         grad_bias = member.to(grad.dtype) @ grad
     return grad_rows, grad_weight, grad_bias
 

@@ -8,7 +8,8 @@ with ``mesh=None`` the same code runs without communication, and every layout mu
 Sources: Switch Transformer; GShard; PR-MoE's residual branch, DeepSpeed-MoE, section 4.1.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from elixir_moe.errors import LayoutError
 from elixir_moe.moe.dispatch import (
     Dispatch,
+    Exchange,
     begin_all_to_all,
     combine,
     dispatch_tokens,
@@ -26,8 +28,9 @@ from elixir_moe.moe.dispatch import (
     permute,
     place,
 )
-from elixir_moe.moe.experts import MLP, GroupedExperts
+from elixir_moe.moe.experts import MLP, GroupedExperts, Groups
 from elixir_moe.moe.router import (
+    Choices,
     TopKRouter,
     auxiliary_loss,
     gather_statistics,
@@ -71,6 +74,10 @@ class LayerRanks:
             # One flattened mesh for each expert mesh: torch returns the same one to every layer.
             batch_group = ep_group if edp == 1 else flattened(mesh["edp", "ep"], "edp_ep").get_group()
         return cls(ep=ep, batch_rank=batch_rank, ep_group=ep_group, batch_group=batch_group)
+
+    def within_experts(self) -> Self:
+        """The same place among the ranks that share the experts alone."""
+        return replace(self, batch_rank=self.batch_rank % self.ep, batch_group=self.ep_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -154,12 +161,7 @@ class MoE(nn.Module):
         choices = sort_choices(routing.experts, self.num_experts, 1 if capacity is None else top_k)
         statistics = gather_statistics(routing, choices, ranks.batch_group)
         kept = statistics.counts if capacity is None else kept_counts(statistics.counts, capacity)
-        rows, dispatch = dispatch_tokens(
-            tokens, choices, kept, batch_rank=ranks.batch_rank, ep=ranks.ep, dropless=capacity is None
-        )
-        rows, exchange = begin_all_to_all(rows, dispatch.send, dispatch.receive, ranks.ep_group)
-        rows = self._apply_experts(end_all_to_all(rows, exchange), dispatch)
-        rows, exchange = begin_all_to_all(rows, dispatch.receive, dispatch.send, ranks.ep_group)
+        rows, exchange, dispatch = send_through(tokens, choices, kept, ranks, self.experts, dropless=capacity is None)
         beside = None  # the dense branch needs no other rank: it runs while rows are on their way
         if self.mlp is not None and self.coefficient is not None:
             beside = self.coefficient(x).softmax(dim=-1, dtype=torch.float32).to(x.dtype), self.mlp(x)
@@ -173,15 +175,6 @@ class MoE(nn.Module):
         )
         return out, aux_loss
 
-    def _apply_experts(self, rows: Tensor, dispatch: Dispatch) -> Tensor:
-        """(m, d) received rows -> (m, d) outputs in the order in which the rows came."""
-        regroup = dispatch.regroup
-        if regroup is None:
-            return self.experts(rows, dispatch.groups)
-        outputs = self.experts(permute(rows, regroup, len(rows)), dispatch.groups)
-        # The outputs take the memory of the received rows, which nothing reads any more.
-        return place(outputs, regroup, rows.detach() if rows.dtype == outputs.dtype else torch.empty_like(outputs))
-
     def extra_repr(self) -> str:
         """The text that `print` shows beside the submodules."""
         return f"num_experts={self.num_experts}, ep={self.place.ep}, capacity_factor={self.capacity_factor}"
@@ -192,3 +185,34 @@ def _local_experts(num_experts: int, ep: int) -> int:
         degrees = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
         raise LayoutError(f"{num_experts} experts cannot be shared equally by ep={ep} ranks: choose ep among {degrees}")
     return num_experts // ep
+
+
+def send_through(
+    tokens: Tensor,
+    choices: Choices,
+    kept: Tensor,
+    ranks: LayerRanks,
+    experts: Callable[[Tensor, Groups], Tensor],
+    *,
+    dropless: bool,
+) -> tuple[Tensor, Exchange | None, Dispatch]:
+    """Sends tokens through their experts; returns rows under way back, for `end_all_to_all`, and their places.
+
+    Args:
+        tokens: (T, d), the tokens of this rank.
+        choices: their choices, sorted.
+        kept: (R, E, q): the choices of all ranks that are admitted.
+        ranks: this rank's place.
+        experts: (n, d) rows sorted by expert, and their groups -> (n, d).
+        dropless: all choices are admitted.
+    """
+    rows, dispatch = dispatch_tokens(tokens, choices, kept, batch_rank=ranks.batch_rank, ep=ranks.ep, dropless=dropless)
+    rows, exchange = begin_all_to_all(rows, dispatch.send, dispatch.receive, ranks.ep_group)
+    rows, regroup = end_all_to_all(rows, exchange), dispatch.regroup
+    if regroup is None:
+        outputs = experts(rows, dispatch.groups)
+    else:
+        outputs = experts(permute(rows, regroup, len(rows)), dispatch.groups)
+        # The outputs take the memory of the received rows, which nothing reads any more.
+        outputs = place(outputs, regroup, rows.detach() if rows.dtype == outputs.dtype else torch.empty_like(outputs))
+    return *begin_all_to_all(outputs, dispatch.receive, dispatch.send, ranks.ep_group), dispatch

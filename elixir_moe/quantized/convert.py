@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elixir_moe.errors import ConfigError, UsageError, meant
+from elixir_moe.moe.fused import adapt_beside
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.read_again import mark_saving_none
 from elixir_moe.parallel.rules import pattern_of
@@ -89,6 +90,7 @@ def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = Non
     while chosen:  # each weight is let go before the next is read
         weight = chosen.pop(0)
         _pack(weight, form, tiles[id(weight)])
+    adapt_beside(model)
     return model
 
 
@@ -248,6 +250,8 @@ def _pack(weight: _Weight, form: Scheme, tiles: tuple[Tile, Tile] | None) -> Non
     pair = [nn.Parameter(as_bytes(part), False) for part in form.encode(values, name=weight.name)]
     for parameter, tile in zip(pair, tiles or (), strict=False):
         mark_tile(parameter, tile)
+    # The shape that peft goes by where a parameter's own is not the weight's, as of a parameter that DeepSpeed cuts.
+    pair[0].ds_shape = tuple(weight.parameter.shape)  # type: ignore[attr-defined]
     delattr(module, weight.attribute)
     module.register_parameter(weight.attribute, pair[0])
     module.register_parameter(weight.attribute + SCALES, pair[1])  # behind its codes, and so in their chunk

@@ -9,23 +9,15 @@ hooks, its other parameters and its place in the model.
 """
 
 from functools import cache
-from itertools import pairwise
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.errors import UsageError
-from elixir_moe.parallel.dataless import even_counts, has_data
+from elixir_moe.moe.experts import Groups
+from elixir_moe.moe.fused import STACKS, FusedExperts, is_fused_experts
 from elixir_moe.parallel.read_again import LinearReadAgain, mark_saving_none, saves_none
 from elixir_moe.quantized.packed import SCALES, Packed
 from elixir_moe.quantized.products import grouped_linear, linear
-
-STACKS = ("gate_up_proj", "up_proj", "down_proj")
-"""Names of the weights of fused experts."""
-_SETTINGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
-"""What transformers sets on each module of fused experts that its own implementations can run."""
 
 
 class QuantizedLinear(nn.Linear):
@@ -46,56 +38,26 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.packed['weight'].scheme}"
 
 
-class QuantizedExperts(nn.Module):
-    """Tokens (T, d), experts (T, k), weights (T, k) -> (T, d): fused experts with frozen weights of bytes.
+class QuantizedExperts(FusedExperts):
+    """Fused experts with frozen weights of bytes, of which one expert's weight is decoded at a time."""
 
-    The order of operations is that of transformers' `grouped_mm`, with one expert's weight decoded at a time.
-    """
-
-    num_experts: int
     packed: dict[str, Packed]
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """(T, d), (T, k), (T, k) -> (T, d). The host waits for the number of rows of each expert."""
-        this: Any = self
-        if this._is_expert_parallel:
-            raise UsageError("quantised experts are whole on each rank: leave transformers' expert parallelism out")
-        tokens, top_k = top_k_index.shape
-        experts, order = top_k_index.reshape(-1).sort(stable=True)
-        rows = hidden_states[order // top_k]
-        counts = self._counts(experts)
-        hidden = self._product("gate_up_proj" if this.has_gate else "up_proj", rows, experts, counts)
-        hidden = this._apply_gate(hidden) if this.has_gate else this.act_fn(hidden)
-        out = self._product("down_proj", hidden, experts, counts)
-        if this.has_post_expert_norm:
-            out = this.post_expert_norm(out)
-        out = out * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        return out[place].view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
-
-    def _product(self, name: str, rows: Tensor, experts: Tensor, counts: list[int]) -> Tensor:
-        pair = getattr(self, name), getattr(self, name + SCALES)
-        out = grouped_linear(rows, *pair, counts, self.packed[name], again=saves_none(self))
-        bias = getattr(self, f"{name}_bias", None)
-        return out if bias is None else out + bias[experts]
-
-    def _counts(self, experts: Tensor) -> list[int]:
-        """The rows of each expert, from the sorted experts of all rows."""
-        if not has_data(experts):
-            return even_counts(len(experts), self.num_experts)
-        bounds = torch.arange(self.num_experts + 1, device=experts.device)
-        return [stop - start for start, stop in pairwise(begin_to_host(torch.searchsorted(experts, bounds))())]
+    def product(self, name: str, rows: Tensor, groups: Groups) -> Tensor:
+        """(n, in) rows sorted by expert -> (n, out). The host waits for the number of rows of each expert."""
+        codes, scales, bias = getattr(self, name), getattr(self, name + SCALES), getattr(self, f"{name}_bias", None)
+        if not isinstance(codes, nn.Parameter):
+            raise UsageError(
+                f"peft adds adapters to {name!r}, which is quantised: call em.wrap, or em.group_experts(model), and "
+                f"they are multiplied beside it"
+            )
+        out = grouped_linear(rows, codes, scales, groups.on_host(), self.packed[name], again=saves_none(self))
+        return out if bias is None else out + bias[groups.experts]
 
 
 def is_linear(module: nn.Module) -> bool:
     """Whether the weight of a module is read by `nn.Linear`'s own forward alone."""
     return isinstance(module, nn.Linear) and type(module) in (nn.Linear, LinearReadAgain, QuantizedLinear)
-
-
-def is_fused_experts(module: nn.Module) -> bool:
-    """Whether a module holds fused experts as transformers' implementations know them."""
-    return hasattr(module, "num_experts") and all(hasattr(module, name) for name in _SETTINGS)
 
 
 def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -125,7 +87,7 @@ def become_plain(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         module.__class__ = LinearReadAgain if saves_none(module) else nn.Linear
     else:
-        module.__class__ = type(module).__mro__[2]
+        module.__class__ = type(module).__bases__[1]
         mark_saving_none(module, False)
 
 

@@ -32,8 +32,8 @@ def grouped_linear(
 ) -> Tensor:
     """(n, in) rows sorted by expert -> (n, out): each row times its expert's weight, (out, in).
 
-    One expert is decoded at a time, and none without rows. `counts` are the rows of each expert; further rows, whose
-    experts are elsewhere, give zeros. `again`: nothing is saved.
+    One expert is decoded at a time, and none without rows. `counts` are the rows of each expert. `again`: nothing is
+    saved.
     """
     if not has_data(rows):  # of products of one size, a trace needs no more than their sum
         counts = [sum(counts)]
@@ -89,7 +89,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         _keep(ctx, codes, scales, again)
         ctx.counts, ctx.packed, shape = counts, packed, packed.shape[-2:]
-        out = _rows(rows, sum(counts), shape[0])
+        out = rows.new_empty(len(rows), shape[0])
         begin = 0
         for expert, count in enumerate(counts):
             if count:
@@ -103,7 +103,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, (codes, scales) = grads[0], _kept(ctx)
         shape = ctx.packed.shape[-2:]
-        out = _rows(grad, sum(ctx.counts), shape[1])
+        out = grad.new_empty(len(grad), shape[1])
         begin = 0
         for expert, count in enumerate(ctx.counts):
             if count:
@@ -111,9 +111,3 @@ class _GroupedLinear(torch.autograd.Function):
                 torch.mm(grad[begin : begin + count], weight, out=out[begin : begin + count])
                 begin += count
         return out, None, None, None, None, None
-
-
-def _rows(like: Tensor, used: int, columns: int) -> Tensor:
-    """Memory for (n, columns) of which the first `used` rows are written: zeros if there are others."""
-    size = len(like), columns
-    return like.new_empty(size) if len(like) == used else like.new_zeros(size)

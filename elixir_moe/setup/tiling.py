@@ -11,7 +11,7 @@ Source: ZeRO-Infinity, 5.1.3 (memory-centric tiling).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
 from itertools import pairwise
 from typing import Any
@@ -20,11 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from elixir_moe.chunks.plan import size_bytes
-from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.errors import ConfigError, UsageError
-from elixir_moe.moe.dispatch import permute, place
 from elixir_moe.moe.experts import GroupedExperts, Groups
-from elixir_moe.parallel.dataless import even_counts, has_data
+from elixir_moe.moe.fused import (
+    Adapters,
+    AdaptersBeside,
+    FusedExperts,
+    FusedTile,
+    adapt_beside,
+    become_fused,
+    is_fused_experts,
+)
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.read_again import LinearReadAgain, mark_saving_none
 from elixir_moe.parallel.rules import UNCUT, pattern_of
@@ -42,9 +48,7 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
     module that has been tiled has no ``weight``. Names and shapes in `full_state_dict`, `save` and `save_pretrained`
     stay those of the whole parameters. Hooks of a tiled module run as before, with the tiled module for the whole one.
 
-    Backward reads a tile's weight anew, so a region of activation checkpointing holds a few tiles at a time too. Only
-    Hugging Face's fused experts save theirs, unless they are quantised: such a region holds all their tiles while its
-    backward runs.
+    Backward reads a tile's weight anew, so a region of activation checkpointing holds a few tiles at a time too.
 
     Args:
         model: a model that is not wrapped; parameters may be on meta.
@@ -71,7 +75,10 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
 
 def _tile(model: nn.Module, most: int) -> dict[nn.Parameter, list[nn.Parameter]]:
     """As `tile`; returns the tiles of each parameter that has some."""
+    adapt_beside(model)
     bounds = _bounds(model, most)
+    for module in filter(is_fused_experts, bounds):
+        become_fused(module)
     tiles: dict[tuple[nn.Parameter, int], nn.Parameter] = {}
     tiled = {module: _tiled(module, cuts, tiles) for module, cuts in bounds.items()}
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -159,46 +166,43 @@ class TiledExperts(nn.Module):
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
         """(n, d) rows -> (n, d). The host waits for the number of rows of each expert."""
-        counts, outputs, begin = groups.on_host(), [], 0
-        for part, (start, stop) in zip(self.children(), pairwise(self._bounds), strict=True):
-            mine = counts[start:stop]
-            end = begin + sum(mine)
-            bounds = groups.bounds[start : stop + 1] - begin
-            here = Groups(experts=groups.experts[begin:end] - start, bounds=bounds, counts=mine)
-            outputs.append(part(rows[begin:end], here))
-            begin = end
+        shares = zip(self.children(), _shares(groups, self._bounds), strict=True)
+        return torch.cat([part(rows[mine], here) for part, (mine, here) in shares])
+
+
+class TiledFusedExperts(FusedExperts):
+    """Fused experts of Hugging Face: tokens (T, d), experts (T, k), weights (T, k) -> (T, d)."""
+
+    def __init__(self, whole: FusedExperts, tiles: list[nn.Module], bounds: list[int]) -> None:
+        super().__init__()
+        self.num_experts, self.ranks, self._bounds = bounds[-1], whole.ranks, bounds
+        _add(self, tiles)
+
+    def of_rows(self, rows: Tensor, groups: Groups, adapters: Adapters) -> Tensor:
+        """(n, d) rows -> (n, d). The host waits for the number of rows of each expert."""
+        outputs = []
+        shares = zip(self.children(), pairwise(self._bounds), _shares(groups, self._bounds), strict=True)
+        for part, bounds, (mine, here) in shares:
+            own = {name: [adapter.of(*bounds) for adapter in those] for name, those in adapters.items()}
+            outputs.append(part(rows[mine], here, own))
         return torch.cat(outputs)
 
 
-class TiledFusedExperts(nn.Module):
-    """Fused experts of Hugging Face's kind: tokens (T, d), experts (T, k), weights (T, k) -> (T, d)."""
+class TiledFusedTile(TiledFusedExperts, FusedTile):
+    """A tile in tiles."""
 
-    def __init__(self, whole: nn.Module, tiles: list[nn.Module], bounds: list[int]) -> None:
-        super().__init__()
-        self.num_experts, self._bounds = bounds[-1], bounds
-        _add(self, tiles)
+    forward = FusedTile.forward
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """(T, d), (T, k), (T, k) -> (T, d). The host waits for the number of choices of each tile."""
-        experts, order = top_k_index.flatten().sort(stable=True)
-        rows = permute(hidden_states, order, len(order))
-        weights = top_k_weights.flatten().index_select(0, order).unsqueeze(1)
-        outputs = []
-        for part, start, (begin, end) in zip(
-            self.children(), self._bounds, pairwise(self._ends(experts)), strict=False
-        ):
-            chosen = (experts[begin:end] - start).unsqueeze(1)
-            outputs.append(part(rows[begin:end], chosen, weights[begin:end]))
-        placed = place(torch.cat(outputs), order, torch.empty_like(rows))
-        return placed.view(*top_k_index.shape, -1).sum(dim=1)
 
-    def _ends(self, experts: Tensor) -> list[int]:
-        """The places in sorted `experts` where each tile's choices begin, and their number."""
-        if has_data(experts):
-            bounds = torch.tensor(self._bounds, device=experts.device)
-            return begin_to_host(torch.searchsorted(experts, bounds))()
-        shares = even_counts(len(experts), self.num_experts)
-        return [sum(shares[:bound]) for bound in self._bounds]
+def _shares(groups: Groups, bounds: list[int]) -> Iterator[tuple[slice, Groups]]:
+    """The rows of each tile and, counted from its first expert, their groups."""
+    counts, begin = groups.on_host(), 0
+    for start, stop in pairwise(bounds):
+        mine = counts[start:stop]
+        end = begin + sum(mine)
+        experts, ends = groups.experts[begin:end] - start, groups.bounds[start : stop + 1] - begin
+        yield slice(begin, end), Groups(experts=experts, bounds=ends, counts=mine)
+        begin = end
 
 
 def _add(tiled: nn.Module, tiles: list[nn.Module]) -> None:
@@ -210,7 +214,7 @@ def _add(tiled: nn.Module, tiles: list[nn.Module]) -> None:
 def _tiled(module: nn.Module, bounds: list[int], made: dict[tuple[nn.Parameter, int], nn.Parameter]) -> nn.Module:
     """The module as tiles; `made` has the parameters of tiles that other modules share."""
     tiles = [_part(module, start, stop, bounds[-1], made) for start, stop in pairwise(bounds)]
-    kind = next((tiled for whole, tiled in _KINDS.items() if isinstance(module, whole)), TiledFusedExperts)
+    kind = next(tiled for whole, tiled in _KINDS.items() if isinstance(module, whole))
     made_of_them: nn.Module = kind(module, tiles, bounds)
     vars(made_of_them).update({hooks: getattr(module, hooks) for hooks in _HOOKS})
     return made_of_them
@@ -221,10 +225,9 @@ _KINDS: Mapping[type[nn.Module], Any] = {
     nn.Linear: TiledLinear,
     nn.Embedding: TiledEmbedding,
     GroupedExperts: TiledExperts,
+    FusedTile: TiledFusedTile,
+    FusedExperts: TiledFusedExperts,
 }
-
-
-_SAVING_NONE = (LinearReadAgain, nn.Embedding, GroupedExperts)
 
 
 def _bounds(model: nn.Module, most: int) -> dict[nn.Module, list[int]]:
@@ -290,7 +293,8 @@ def _refusal(model: nn.Module, name: str, module: nn.Module) -> str | None:
         return f"module {name!r} has hooks of register_backward_hook: use register_full_backward_hook"
     if kept := [attribute for attribute, value in vars(module).items() if isinstance(value, Tensor)]:
         return f"module {name!r} keeps a tensor, {kept[0]!r}, which belongs to the whole module"
-    if hasattr(above := model.get_submodule(name.rpartition(".")[0]), "parameter_name"):
+    above = model.get_submodule(name.rpartition(".")[0])
+    if hasattr(above, "parameter_name") and not isinstance(above, AdaptersBeside):
         whose = f"parameter {above.parameter_name!r} of module {name!r} has adapters"
         return f"{whose}, which peft adds to the whole of it: tile the model without target_parameters there"
     if "forward" in vars(module):
@@ -304,6 +308,8 @@ def _refusal(model: nn.Module, name: str, module: nn.Module) -> str | None:
         return f"module {name!r} has buffers ({', '.join(module._buffers)}), which belong to the whole module"
     if any(is_dtensor(p) or (pattern_of(p) or UNCUT).view is not None for p in parameters):
         return f"module {name!r} has DTensors or patterns with a view: tile the model before it is cut"
+    if is_fused_experts(module):
+        return _refusal_of_experts(name, module)
     whole = next((base for base in _KINDS if isinstance(module, base)), None)
     if whole is not None and kind.forward is not whole.forward:
         return f"module {name!r} is a {kind.__name__}, which changes the forward of {whole.__name__}"
@@ -314,19 +320,25 @@ def _refusal(model: nn.Module, name: str, module: nn.Module) -> str | None:
         return (
             f"module {name!r} has modules inside ({inside}), which {whole.__name__} has not: tile the model before them"
         )
-    if whole is not None or _is_fused_experts(module):
+    if whole is not None:
         return None
     return (
-        f"module {name!r} is a {kind.__name__}: expected Linear, Embedding, elixir_moe's experts or fused experts "
-        f"(`num_experts`, and parameters with a row for each)"
+        f"module {name!r} is a {kind.__name__}: expected Linear, Embedding, elixir_moe's experts or fused experts of "
+        f"transformers"
     )
 
 
-def _is_fused_experts(module: nn.Module) -> bool:
-    """Whether every parameter has a row for each expert, as Hugging Face's fused experts have."""
-    experts = getattr(module, "num_experts", None)
-    inner = any(True for child in module.children() for _ in child.parameters())
-    return not inner and all(p.dim() > 1 and len(p) == experts for p in module.parameters(recurse=False))
+def _refusal_of_experts(name: str, module: nn.Module) -> str | None:
+    """Why fused experts cannot be tiled; None if they can."""
+    if "packed" in vars(module):
+        return f"module {name!r} is quantised: tile the model before em.quantize"
+    inner = [own for own, child in module.named_children() for _ in child.parameters()]
+    odd = [own for own, p in module.named_parameters(recurse=False) if p.dim() < 2 or len(p) != module.num_experts]
+    if inner or odd:
+        return (
+            f"module {name!r} has {(inner + odd)[0]!r}, which has no row for each of its {module.num_experts} experts"
+        )
+    return None
 
 
 def _part(
@@ -348,7 +360,9 @@ def _part(
             mark(cut, Tile(start=around.start + start, stop=around.start + stop, rows=around.rows))
             tiles[parameter, start] = cut
         part._parameters[name] = tiles[parameter, start]
-    if isinstance(part, _SAVING_NONE):
+    if isinstance(part, FusedExperts):
+        become_fused(part, FusedTile)
+    if not isinstance(part, nn.Linear) or type(part) is LinearReadAgain:
         mark_saving_none(part)
     if isinstance(part, nn.Linear):
         part.out_features = stop - start
