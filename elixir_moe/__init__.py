@@ -32,6 +32,7 @@ from elixir_moe.parallel.rules import annotate
 from elixir_moe.quantized.convert import dequantize, quantize
 from elixir_moe.runtime.access import unsharded
 from elixir_moe.setup.drawing import sharded_init
+from elixir_moe.setup.spreading import spread_experts
 from elixir_moe.setup.tiling import tile
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.save import Saving, save
@@ -78,6 +79,7 @@ __all__ = [
     "save",
     "save_pretrained",
     "sharded_init",
+    "spread_experts",
     "tile",
     "unsharded",
     "wrap",

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from elixir_moe.errors import ConfigError, UsageError, meant
-from elixir_moe.moe.fused import adapt_beside
+from elixir_moe.moe.fused import FusedExperts, adapt_beside
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.read_again import mark_saving_none
-from elixir_moe.parallel.rules import pattern_of
+from elixir_moe.parallel.rules import attach, pattern_of
 from elixir_moe.parallel.tiles import Tile, tile_of
 from elixir_moe.parallel.tiles import mark as mark_tile
 from elixir_moe.quantized.formats import Scheme, check_finite, scheme_called
@@ -120,6 +120,8 @@ def dequantize(model: M, dtype: torch.dtype | None = None) -> M:
         setattr(module, name, nn.Parameter(weight, requires_grad=False))
         if (tile := tile_of(codes)) is not None:
             mark_tile(getattr(module, name), tile)
+        if (pattern := pattern_of(codes)) is not None:
+            attach(getattr(module, name), pattern)
     for module in model.modules():
         if packed_in(module):
             become_plain(module)
@@ -198,7 +200,7 @@ def _problem(model: nn.Module, weight: _Weight, form: Scheme) -> str | None:
         return "is trained, and bytes have no gradient: freeze it with requires_grad_(False), or skip it"
     if not parameter.is_floating_point():
         return f"is of {parameter.dtype}: expected a floating dtype"
-    if is_dtensor(parameter) or pattern_of(parameter) is not None:
+    if is_dtensor(parameter) or not (pattern_of(parameter) is None or _is_spread(weight)):
         return "has a pattern already: quantise the model before em.annotate and before it is cut"
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return "has hooks, which expect the weight: remove them"
@@ -215,6 +217,11 @@ def _problem(model: nn.Module, weight: _Weight, form: Scheme) -> str | None:
             f"another size in em.tile, or another scheme"
         )
     return None
+
+
+def _is_spread(weight: _Weight) -> bool:
+    """Whether it is the stack of some of a layer's experts, of which bytes can be a stack too."""
+    return isinstance(weight.module, FusedExperts) and weight.module.ranks.ep > 1
 
 
 def _logical(weight: _Weight) -> tuple[int, ...]:
@@ -250,6 +257,9 @@ def _pack(weight: _Weight, form: Scheme, tiles: tuple[Tile, Tile] | None) -> Non
     pair = [nn.Parameter(as_bytes(part), False) for part in form.encode(values, name=weight.name)]
     for parameter, tile in zip(pair, tiles or (), strict=False):
         mark_tile(parameter, tile)
+    if (pattern := pattern_of(weight.parameter)) is not None:
+        for parameter in pair:
+            attach(parameter, pattern)
     # The shape that peft goes by where a parameter's own is not the weight's, as of a parameter that DeepSpeed cuts.
     pair[0].ds_shape = tuple(weight.parameter.shape)  # type: ignore[attr-defined]
     delattr(module, weight.attribute)

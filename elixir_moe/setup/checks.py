@@ -20,6 +20,7 @@ from elixir_moe.runtime.access import ShardedParameter
 from elixir_moe.runtime.model_spec import TRAINED_IN
 from elixir_moe.setup.drawing import computed_from, record_of
 from elixir_moe.setup.sharing import check_sharing
+from elixir_moe.setup.spreading import check_spread
 from elixir_moe.state.huggingface import names_in_base
 
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
@@ -119,6 +120,7 @@ def check_modules(model: nn.Module) -> None:
     for tensors that share a parameter's memory."""
     _check_targets(model)
     check_adapted_bytes(model)
+    check_spread(model)
     check_sharing(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):

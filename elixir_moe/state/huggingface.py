@@ -240,8 +240,8 @@ class Pretrained:
         if not self._is_shipped(half.codes):
             if self._encoded is None or self._encoded[0] is not half.codes:
                 weight = self._made(name, self._stored)
-                if weight.shape != _shape_before(packed):
-                    raise CheckpointError(_unlike(name, tuple(weight.shape), _shape_before(packed)))
+                if weight.shape != (wanted := _shape_before(half)):
+                    raise CheckpointError(_unlike(name, tuple(weight.shape), wanted))
                 weight = weight.transpose(-1, -2).contiguous() if packed.transposed else weight
                 self._encoded = half.codes, form.encode(weight, name=name)
             return as_bytes(self._encoded[1][half.is_scales])
@@ -312,7 +312,7 @@ class Pretrained:
                 stored = self._files[key].get_slice(key)
                 shape = tuple(stored.get_shape())
                 half = self._halves.get(tensor)
-                wanted = logical_shape(tensor) if half is None else _shape_before(half.packed)
+                wanted = logical_shape(tensor) if half is None else _shape_before(half)
                 if shape != wanted:
                     problems.append(_unlike(names[0], shape, wanted))
                 elif stored.get_dtype().startswith("F8"):
@@ -334,10 +334,11 @@ def _unlike(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     return f"{name!r} is {found} in the folder and {wanted} in the model"
 
 
-def _shape_before(packed: Packed) -> tuple[int, ...]:
-    """The shape that a weight had in the model before it was bytes."""
-    *experts, rows, columns = packed.shape
-    return (*experts, columns, rows) if packed.transposed else packed.shape
+def _shape_before(half: _Half) -> tuple[int, ...]:
+    """The shape that a weight had in the model before it was bytes, on all ranks together."""
+    *experts, rows, columns = half.packed.shape
+    here = (*experts, columns, rows) if half.packed.transposed else half.packed.shape
+    return (pattern_of(half.codes) or UNCUT).global_shape(here)
 
 
 def _packed_like(module: nn.Module, weight: Tensor, scheme: str) -> Packed:

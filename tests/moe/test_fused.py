@@ -20,6 +20,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 import elixir_moe as em
 from elixir_moe.moe.fused import FusedExperts, is_fused_experts
+from tests.support.hf_cases import FAMILIES
 
 E, D, H, T, K, R = 6, 64, 128, 40, 2, 4
 TOLERANCE = 1e-5
@@ -164,7 +165,7 @@ def test_adapters_beside_bytes(order: str, layout: str) -> None:
             em.tile(model, at_most=2 * 2 * D * H * 4)
         model = em.quantize(model, "nf4", targets="*_proj*", skip="*lora*")
     assert_same(gradients(model), wanted)
-    with pytest.raises(em.ConfigError, match="merge: the weight '(down|up|gate_up)_proj' is (quantised|in tiles)"):
+    with pytest.raises(em.ConfigError, match=r"merge: the weight '(down|up|gate_up)_proj' is (quantised|in tiles)"):
         model.merge_adapter()
 
 
@@ -207,18 +208,16 @@ def test_models_without_fused_experts_are_named() -> None:
         em.group_experts(nn.Linear(2, 2))
 
 
-FAMILIES = ("mixtral", "qwen3-moe", "gpt-oss", "qwen2-moe", "deepseek-v3")
+MIXTURES = ("mixtral", "qwen3-moe", "gpt-oss", "qwen2-moe", "deepseek-v3")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_families_of_transformers(name: str) -> None:
-    from tests.support.hf_cases import FAMILIES as built
-
     def run(change: Callable[[nn.Module], object]) -> dict[str, Tensor]:
-        model: Any = built[name].build()
+        model: Any = FAMILIES[name].build()
         assert any(is_fused_experts(module) for module in model.modules())
         change(model)
-        loss = built[name].loss(model, built[name].batch(1))
+        loss = FAMILIES[name].loss(model, FAMILIES[name].batch(1))
         loss.backward()
         found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         return {**found, "loss": loss.detach()}
