@@ -294,6 +294,10 @@ def _refusal(model: nn.Module, name: str, module: nn.Module) -> str | None:
     if kept := [attribute for attribute, value in vars(module).items() if isinstance(value, Tensor)]:
         return f"module {name!r} keeps a tensor, {kept[0]!r}, which belongs to the whole module"
     above = model.get_submodule(name.rpartition(".")[0])
+    *path, inner, _ = ("", "", *name.split("."))
+    if inner.startswith("lora_") and isinstance(model.get_submodule(".".join(path).strip(".")), AdaptersBeside):
+        needed = max(p.nbytes for p in parameters)
+        return f"module {name!r} is a factor of adapters, which peft reads whole: expected at_most of {needed} or more"
     if hasattr(above, "parameter_name") and not isinstance(above, AdaptersBeside):
         whose = f"parameter {above.parameter_name!r} of module {name!r} has adapters"
         return f"{whose}, which peft adds to the whole of it: tile the model without target_parameters there"

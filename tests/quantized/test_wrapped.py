@@ -56,10 +56,15 @@ def base(family: str = "qwen3-moe", dtype: torch.dtype = torch.float32) -> nn.Mo
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    """The base with LoRA on attention, no factor zero."""
+    """The base with LoRA on attention and experts, no factor zero, whose products the oracle takes in our order."""
     torch.manual_seed(8)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, config)
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        init_lora_weights=False,
+    )
+    return em.group_experts(peft.get_peft_model(model, config))
 
 
 def built(family: str, scheme: str, *, decoded: bool) -> nn.Module:
@@ -214,7 +219,7 @@ def test_what_cannot_be_kept_or_adapted_is_refused_by_name(ranks: Ranks, tmp_pat
 
 REFUSED = (
     r"'model\.layers\.0\.self_attn\.q_proj\.weight' is packed as nf4.*em\.save keeps",
-    r"adapters \(target_parameters\) on 'gate_up_proj', which is packed as nf4",
+    r"adapters \(target_parameters\) on 'weight', which is packed as nf4",
     r"use_dora=True, which reads the weights of the base",
     r"A base that was quantised here is read in bf16",
 )
@@ -232,7 +237,7 @@ def refused(folder: str) -> list[str]:
     said.append(str(error.value))
     optimizer.close()
     for scheme, settings in (
-        ("nf4", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
+        ("nf4", {"target_modules": ["k_proj"], "target_parameters": ["q_proj.weight"]}),
         ("int8", {"target_modules": ["q_proj"], "use_dora": True}),
     ):
         model = peft.get_peft_model(em.quantize(base(), scheme), peft.LoraConfig(r=4, **settings))
@@ -271,8 +276,8 @@ def tiled_beside_whole() -> list[tuple[list[float], dict[str, Tensor], int]]:
     """(rank) Losses, frozen state and blocks of a quantised model: whole, in tiles, and with these in regions."""
     found = []
     for tiles, regions in ((False, False), (True, False), (True, True)):
-        model: Any = em.tile(base(), at_most=140_000) if tiles else base()
-        model = adapted(em.quantize(model, "nf4"))
+        model: Any = adapted(base())
+        model = em.quantize(em.tile(model, at_most=140_000) if tiles else model, "nf4")
         if regions:
             model.enable_input_require_grads()
             model.gradient_checkpointing_enable()

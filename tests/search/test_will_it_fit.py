@@ -404,9 +404,11 @@ def test_what_the_papers_train_fits_in_tiles(
 
 
 def test_why_there_are_no_tiles_is_said(wide: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = said(capsys, "--hf", wide, *SMALL_DEVICE, "--lora", "r=4,targets=q_proj,experts", code=2)
+    asked = ["--hf", wide, *SMALL_DEVICE, "--lora"]
+    assert said(capsys, *asked, "r=1,targets=experts")["tile"] == "256 KiB"
+    found = said(capsys, *asked, "r=4,targets=q_proj,experts", code=2)
     assert found["tile"] is None
-    assert "has adapters, which peft adds to the whole of it" in line(found, "Tiles would need less device memory")
+    assert "is a factor of adapters, which peft reads whole" in line(found, "Tiles would need less device memory")
 
 
 def tiled_run(path: str, told: str) -> tuple[int, int, list[str]]:
