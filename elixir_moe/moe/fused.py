@@ -144,6 +144,11 @@ def is_fused_experts(module: nn.Module) -> bool:
     return hasattr(module, "num_experts") and all(hasattr(module, name) for name in _SETTINGS)
 
 
+def is_spread(module: nn.Module) -> bool:
+    """Whether a module has some of the experts of a layer, and other ranks the others."""
+    return isinstance(module, FusedExperts) and "ranks" in vars(module)
+
+
 def become_fused(module: nn.Module, kind: type[FusedExperts] = FusedExperts) -> None:
     """Gives fused experts of transformers the forward of `FusedExperts`, or of a `kind` of it."""
     if not isinstance(module, kind):

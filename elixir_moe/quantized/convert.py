@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elixir_moe.errors import ConfigError, UsageError, meant
-from elixir_moe.moe.fused import FusedExperts, adapt_beside
+from elixir_moe.moe.fused import adapt_beside, is_spread
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.read_again import mark_saving_none
 from elixir_moe.parallel.rules import attach, pattern_of
@@ -200,7 +200,7 @@ def _problem(model: nn.Module, weight: _Weight, form: Scheme) -> str | None:
         return "is trained, and bytes have no gradient: freeze it with requires_grad_(False), or skip it"
     if not parameter.is_floating_point():
         return f"is of {parameter.dtype}: expected a floating dtype"
-    if is_dtensor(parameter) or not (pattern_of(parameter) is None or _is_spread(weight)):
+    if is_dtensor(parameter) or not (pattern_of(parameter) is None or is_spread(weight.module)):
         return "has a pattern already: quantise the model before em.annotate and before it is cut"
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return "has hooks, which expect the weight: remove them"
@@ -217,11 +217,6 @@ def _problem(model: nn.Module, weight: _Weight, form: Scheme) -> str | None:
             f"another size in em.tile, or another scheme"
         )
     return None
-
-
-def _is_spread(weight: _Weight) -> bool:
-    """Whether it is the stack of some of a layer's experts, of which bytes can be a stack too."""
-    return isinstance(weight.module, FusedExperts) and weight.module.ranks.ep > 1
 
 
 def _logical(weight: _Weight) -> tuple[int, ...]:

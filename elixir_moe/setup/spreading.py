@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import ConfigError, LayoutError, UsageError
-from elixir_moe.moe.fused import FusedExperts, adapt_beside, adapted_stacks, become_fused, is_fused_experts
+from elixir_moe.moe.fused import adapt_beside, adapted_stacks, become_fused, is_fused_experts, is_spread
 from elixir_moe.moe.layer import LayerRanks
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern
@@ -73,7 +73,7 @@ def _refusal(module: Any, ep: int) -> str | None:
         return f"has {module.num_experts} experts, which ep={ep} ranks cannot share equally: choose ep among {degrees}"
     if getattr(module, "_is_expert_parallel", False) or any(is_dtensor(p) for p in module.parameters()):
         return "is cut already: leave transformers' own expert or tensor parallelism out"
-    if isinstance(module, FusedExperts) and module.ranks.ep > 1:
+    if is_spread(module):
         return "is spread already: call em.spread_experts once"
     stacks = list(_stacks(module))
     if not stacks:
@@ -128,7 +128,7 @@ def _replace(module: nn.Module, name: str, part: Tensor, pattern: Pattern) -> No
 def check_spread(model: nn.Module) -> None:
     """Raises LayoutError for whole experts with the pattern of spread ones, and for adapters that are not spread."""
     for name, module in model.named_modules():
-        if not is_fused_experts(module) or (isinstance(module, FusedExperts) and module.ranks.ep > 1):
+        if not is_fused_experts(module) or is_spread(module):
             continue
         for own, parameter in _stacks(module):
             pattern = pattern_of(parameter)
@@ -141,7 +141,7 @@ def check_spread(model: nn.Module) -> None:
     for wrapper in adapted_stacks(model):
         experts: Any = wrapper.get_base_layer()  # type: ignore[operator]
         factors = [p for name, p in wrapper.named_parameters() if ".lora_" in f".{name}" and "base_layer" not in name]
-        if isinstance(experts, FusedExperts) and experts.ranks.ep > 1 and any(pattern_of(p) is None for p in factors):
+        if is_spread(experts) and any(pattern_of(p) is None for p in factors):
             raise LayoutError(
                 f"parameter {wrapper.parameter_name!r} of experts that are spread over ranks has adapters that each "
                 f"rank has drawn for its own experts: add the adapters before em.spread_experts, which cuts them too"
