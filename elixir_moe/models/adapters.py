@@ -12,6 +12,7 @@ from torch import nn
 
 from elixir_moe.errors import ConfigError, meant
 from elixir_moe.moe.fused import adapt_beside
+from elixir_moe.quantized.packed import SCALES
 
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
 _EXPECTED = f"expected words such as r=16,alpha=32,targets={ALL_LINEAR},{EXPERTS},parameters=NAME"
@@ -109,7 +110,7 @@ def adapted(model: nn.Module, lora: Lora) -> nn.Module:
 
 def _fused_experts(model: nn.Module) -> list[str]:
     """Ends of the names of parameters that hold a matrix for each of several experts."""
-    paths = [name.split(".") for name, p in model.named_parameters() if p.dim() == 3]
+    paths = [name.split(".") for name, p in model.named_parameters() if p.dim() == 3 and not name.endswith(SCALES)]
     return sorted({".".join(path[-2:]) for path in paths if len(path) > 1 and "experts" in path[-2]})
 
 
