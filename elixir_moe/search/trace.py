@@ -26,6 +26,7 @@ from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.dtensor import local_of, placed_as
 from elixir_moe.parallel.pattern import Pattern, RankMesh
 from elixir_moe.parallel.rules import logical_numel
+from elixir_moe.parallel.tiles import mark, tile_of
 from elixir_moe.quantized.packed import weights_behind
 from elixir_moe.runtime.model_spec import param_specs
 from elixir_moe.runtime.units import Parts, find_parts
@@ -169,6 +170,8 @@ def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: 
             empty = placed_as(local, tensor).detach()
             is_parameter = isinstance(tensor, nn.Parameter)
             fakes[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            if (tile := tile_of(tensor)) is not None:
+                mark(fakes[tensor], tile)
         return fakes[tensor]
 
     with mode:

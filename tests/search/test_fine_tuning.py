@@ -97,6 +97,14 @@ def tokens(step: int = 0, rank: int = 0) -> torch.Tensor:
     return torch.randint(VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
+def test_a_loss_without_logits_knows_a_head_in_tiles(tmp_path: Path) -> None:
+    known = asked(tmp_path, "dense", False, "--loss", "fused")
+    given = model_of(known, None)
+    em.tile(given.model, at_most=VOCAB * SHAPE["hidden_size"])  # half of the head's fp32 bytes, and less
+    assert type(given.model.lm_head).__name__ == "TiledLinear"
+    assert task_of(known, gpus.machine(known.gpu, known.gpus), given, known.batch, known.seq).profile.flops > 0
+
+
 # -------------------------------------------------------------------------------------------------------- activations
 
 
