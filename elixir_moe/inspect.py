@@ -6,15 +6,18 @@ Owns the answers; each is read at its source when a user asks for it. Changes no
 import os
 import re
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from elixir_moe.chunks.cache_policy import Schedule
-from elixir_moe.chunks.ledger import HELD_HEAD, Footprint, held_line, held_rows
+from elixir_moe.chunks.ledger import HELD_HEAD, Footprint, held_line, held_rows, shard_bytes
 from elixir_moe.chunks.packing import Layout
-from elixir_moe.chunks.plan import Plan, size_text
+from elixir_moe.chunks.plan import Plan, Tier, size_text
 from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.page import document
+from elixir_moe.page import model as drawn
 from elixir_moe.parallel.rules import logical_numel
 from elixir_moe.state.wrapped import Wrapped, require_wrapped
 
@@ -28,8 +31,9 @@ _MOST_NAMES = 6
 class Inspection:
     """A wrapped model as this rank sees it. Each property is read when it is asked for."""
 
-    def __init__(self, wrapped: Wrapped) -> None:
-        self._wrapped = wrapped
+    def __init__(self, wrapped: Wrapped, name: str) -> None:
+        """`name`: of the model, for a page's title."""
+        self._wrapped, self._name = wrapped, name
 
     @property
     def plan(self) -> Plan:
@@ -88,6 +92,65 @@ class Inspection:
         """The expected and the measured time of a step; None for a plan that was not searched for."""
         return self._wrapped.prediction
 
+    def facts(self, backwards: int = 1) -> dict[str, Any]:
+        """Where the model lives, as plain data: the chunks with their tiers and parameters, and the planned bytes.
+
+        Args:
+            backwards: backwards of a step; several need memory for sums of gradients.
+
+        Returns:
+            ``chunks``: for each chunk its number, chunk group, tier, residence, shards, the bytes of its state on this
+            rank and [name, elements] of each parameter. ``planned_bytes``: {tier: {kind: bytes}}.
+        """
+        plan, names, parameters = self.plan, self._wrapped.model.names, self._wrapped.model.parameters
+        chunks = [
+            {
+                "chunk": chunk.index,
+                "chunk_group": chunk.key.label,
+                "tier": plan.home(self.layout, chunk).value,
+                "residence": chunk.residence.value,
+                "shards": chunk.shards,
+                "shard_bytes": shard_bytes(plan, self.layout, chunk, self._wrapped.moments),
+                "parameters": [[names[parameters[slot.param]][0], slot.numel] for slot in chunk.slots],
+            }
+            for chunk in self.layout.chunks
+        ]
+        return {"chunks": chunks, "planned_bytes": _planned_bytes(self.footprint, backwards)}
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page about the model: bytes by tier, layers by tier and chunk, what was moved. Not collective.
+
+        The page is one file, needs no network and runs no script.
+
+        Args:
+            path: the file to write, replaced if it exists.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        document.write(Path(path), document.page(f"{self._name}: where it lives", self._parts()))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return document.fragment(self._parts())
+
+    def _parts(self) -> list[str]:
+        facts, moved = self.facts(), self.statistics.as_dict()
+        counted = {name: n for name, n in moved.items() if isinstance(n, int)}
+        for way in ("bytes_fetched", "bytes_offloaded"):
+            counted |= {f"{way}, {tier}": n for tier, n in moved[way].items()}
+        for group, collectives in moved["collective_bytes"].items():
+            counted |= {f"{name} of {group}, bytes": n for name, n in collectives.items()}
+        rows = [[name.replace("_", " "), f"{n:,}"] for name, n in counted.items()]
+        tables = [
+            document.card("Chunks", [drawn.chunk_table(facts["chunks"])]),
+            document.card("Planned and held in a backward", [drawn.bytes_table(facts, self.held_bytes)]),
+            document.card("Plan", [document.text("\n".join([f"{self.plan}", *self._trainable_lines()]))]),
+            document.card("Counted since wrap, on this rank", [document.table(["", "count"], rows)]),
+        ]
+        charts = [drawn.layers(facts["chunks"]), drawn.planned(facts)]
+        return [document.section("Where the layers live", charts), document.section("In figures", tables)]
+
     def __str__(self) -> str:
         """The plan, and the state on this rank under it, as a table."""
         held = ", ".join(f"{tier}: {size_text(nbytes)}" for tier, nbytes in self.held_bytes.items())
@@ -105,6 +168,22 @@ class Inspection:
         return [f"trainable {count:,} of {numel:,} ({count / numel:.2%})", *lines[:_MOST_NAMES], *more]
 
 
+def _planned_bytes(footprint: Footprint, backwards: int) -> dict[str, dict[str, int]]:
+    """{tier: {kind: bytes}} of a footprint; sums of gradients only if a step has several backwards."""
+    sums = footprint.accumulator_bytes if backwards > 1 else {}
+    by_tier: dict[str, dict[str, int]] = {
+        tier.value: {"shards": footprint.shard_bytes[tier], "sums": sums.get(tier, 0)} for tier in Tier
+    }
+    by_tier[Tier.DEVICE] = {
+        "rcache": footprint.rcache_bytes,
+        "resident": footprint.resident_bytes,
+        "reductions": footprint.staging_bytes + footprint.landing_bytes,
+        **by_tier[Tier.DEVICE],
+    }
+    by_tier[Tier.HOST]["buffers"] = footprint.spill_buffer_bytes
+    return by_tier
+
+
 def inspect(model: nn.Module) -> Inspection:
     """The plan and chunks of `model`, the bytes it holds on this rank, and the bytes it has moved. Not collective.
 
@@ -120,5 +199,6 @@ def inspect(model: nn.Module) -> Inspection:
             "inspect",
             ": call em.wrap first. An ElixirTrainer wraps its model in train(): call em.inspect behind it, or in a "
             "callback's on_train_begin; ElixirAccelerator does so in prepare(), and Fabric in setup()",
-        )
+        ),
+        type(model).__name__,
     )

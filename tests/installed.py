@@ -40,7 +40,9 @@ def wheel_in(folder: Path) -> Path:
     tag = "cp311-cp311" if sys.version_info[:2] == (3, 11) else "cp312-abi3"
     found = [*folder.glob(f"elixir_moe-*-{tag}-*.whl")]
     if len(found) != 1:
-        raise SystemExit(f"expected one wheel with {tag} in {folder}, found {len(found)}; `make wheel` writes one, older ones have to be removed")
+        raise SystemExit(
+            f"expected one wheel with {tag} in {folder}, found {len(found)}: `make wheel` writes one; remove older ones"
+        )
     return found[0].resolve()
 
 

@@ -33,7 +33,7 @@ STOREYS: list[set[str]] = [
     {"optim"},
     {"state"},
     {"search"},
-    {"setup"},
+    {"setup", "page"},
     {"wrap", "inspect"},
     {"__init__"},
     {"train", "integrations", "verify"},

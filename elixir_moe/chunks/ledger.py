@@ -298,9 +298,14 @@ def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:
         row = rows.setdefault(tuple(row_kind.values()), {**row_kind, "chunks": 0, "numel": 0, "shard_bytes": 0})
         row["chunks"] += 1
         row["numel"] += sum(slot.numel for slot in chunk.slots)
-        needed = needs(chunk, tier, moments=moments, values_on_disk=plan.values_on_disk)
-        row["shard_bytes"] += sum(nbytes for kind, _, nbytes in needed if kind is Kind.SHARD)
+        row["shard_bytes"] += shard_bytes(plan, layout, chunk, moments)
     return list(rows.values())
+
+
+def shard_bytes(plan: Plan, layout: Layout, chunk: ChunkSpec, moments: int) -> int:
+    """Bytes of one rank's state of a chunk at its home."""
+    needed = needs(chunk, plan.home(layout, chunk), moments=moments, values_on_disk=plan.values_on_disk)
+    return sum(nbytes for kind, _, nbytes in needed if kind is Kind.SHARD)
 
 
 def arrays_on_disk(moments: int, *, values_on_disk: bool) -> int:

@@ -143,6 +143,7 @@ def _parser(settings_help: str | None) -> _Parser:
     report_parser = verbs.add_parser("report", help="show what runs were, or are", allow_abbrev=False)
     report_parser.add_argument("directory", type=Path, nargs="+", help="of a run; several are shown side by side")
     report_parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the losses of a single run, as PNG")
+    report_parser.add_argument("--html", type=Path, metavar="FILE", help="write a page about the runs, as one file")
     bench_parser = verbs.add_parser(
         "bench", help="step times beside the peers', in a checkout of the project", allow_abbrev=False, add_help=False
     )
@@ -205,7 +206,7 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]], argument
 def _report(known: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from elixir_moe.train import history
+    from elixir_moe.train import history, page
 
     if known.picture is not None and len(known.directory) > 1:
         raise ConfigError(f"--picture draws one run, got {len(known.directory)}: name one directory")
@@ -213,6 +214,8 @@ def _report(known: argparse.Namespace) -> int:
         accounts = [history.account(directory) for directory in known.directory]
         if known.picture is not None:
             history.draw(known.picture, known.directory[0], accounts[0])
+        if known.html is not None:
+            page.write(known.html, [history.story(directory) for directory in known.directory])
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename!r}: {error.strerror}: ask its owner for it") from error
     if known.json:

@@ -5,6 +5,8 @@ clean`. Starts no communication; only rank 0 claims a directory.
 
     runs/x/   config.yaml           the settings, ready to be used again; also marks the directory as a run's
               plan.json             the plan
+              layout.json           the chunks with their tiers and parameters, and the planned bytes
+              timeline.json         what ran when in the step that `run.profile` names
               metrics.jsonl         one object per step
               events.jsonl          other events: faults, new settings, failed saves; missing if there were none
               status.json           running, stopped, failed or done; the step and the latest checkpoint
@@ -33,7 +35,7 @@ from elixir_moe.train.data import ByteText
 
 FILES: tuple[str, ...] = (
     *("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "status.json", "loss.png", "sample.txt"),
-    *("weights.safetensors", "summary.json"),
+    *("layout.json", "timeline.json", "weights.safetensors", "summary.json"),
 )
 APART, CONTROL = "apart", "control.yaml"
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")

@@ -6,6 +6,7 @@ Changes nothing. Truncated or damaged records are left out, as a resumed run lea
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +37,8 @@ _SHOWN = {
     "checkpoint": "checkpoint",
 }
 """The keys of an account that the table shows, with their labels."""
+WINDOW = 15
+"""Steps that the smoothed training loss averages over."""
 
 
 def records_of(metrics: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -52,6 +55,16 @@ def losses_of(records: Iterable[Mapping[str, Any]]) -> tuple[list[tuple[int, flo
     return train, validation
 
 
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean of the neighbours up to half a window away, equally many on both sides, so that the curve is not delayed."""
+    found = []
+    for i in range(len(values)):
+        reach = min(WINDOW // 2, i, len(values) - 1 - i)
+        near = values[i - reach : i + reach + 1]
+        found.append(sum(near) / len(near))
+    return found
+
+
 def finite(value: Any) -> Any:
     """Nested plain data with non-finite floats replaced by None, since JSON has none."""
     if isinstance(value, dict):
@@ -63,10 +76,10 @@ def finite(value: Any) -> Any:
 
 def _is_record(found: Mapping[str, Any]) -> bool:
     losses = [found.get(key, "") for key in ("loss", "val_loss")]
-    return _is_number(found.get("step")) and all(loss is None or _is_number(loss) for loss in losses)
+    return is_number(found.get("step")) and all(loss is None or is_number(loss) for loss in losses)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether `value` is a number that can be shown and drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
@@ -99,7 +112,7 @@ def account(directory: Path) -> dict[str, Any]:
         "val_loss": validations[-1][0] if validations else None,
         "best_val_loss": min(validations)[0] if validations else None,
         "best_step": min(validations)[1] if validations else None,
-        "bigram_loss": bigram if _is_number(bigram := summary.get("bigram_loss")) else None,
+        "bigram_loss": bigram if is_number(bigram := summary.get("bigram_loss")) else None,
         **{name: _median(r.get(name) for r in later) for name in ("grad_norm", "step_seconds", "tokens_per_second")},
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         **{
@@ -114,15 +127,64 @@ def account(directory: Path) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Story:
+    """A run's files, as far as they are whole."""
+
+    account: dict[str, Any]
+    """As `account` gives it."""
+    records: list[dict[str, Any]]
+    """The steps."""
+    planned_bytes: dict[str, dict[str, int]]
+    """{tier: {kind: bytes}} that the plan foresees on rank 0."""
+    chunks: list[dict[str, Any]]
+    """As `Inspection.facts` gives them."""
+    spans: list[dict[str, Any]]
+    """What ran when in one step: lane, name, begin and end in seconds."""
+    profiled_step: int
+    """The number of that step; 0 without one."""
+
+    @property
+    def tiers(self) -> list[str]:
+        """All tiers."""
+        return [tier.value for tier in Tier]
+
+    def series(self, key: str, inside: str | None = None) -> list[tuple[float, float]]:
+        """(step, value) of the steps that have `key`, or `inside` of it, as a number."""
+        found = ((r["step"], r.get(key)) for r in self.records)
+        if inside is not None:
+            found = ((step, value.get(inside)) for step, value in found if isinstance(value, dict))
+        return [(step, value) for step, value in found if is_number(value)]
+
+
+def story(directory: Path) -> Story:
+    """The files of a run. Raises ConfigError if `directory` does not belong to one."""
+    found = account(directory)
+    layout, timeline = (_object(_text(directory / name)) for name in ("layout.json", "timeline.json"))
+    return Story(
+        account=found,
+        records=[record for _, record in records_of(directory / "metrics.jsonl")],
+        planned_bytes=layout.get("planned_bytes", {}),
+        chunks=layout.get("chunks", []),
+        spans=timeline.get("spans", []),
+        profiled_step=timeline.get("step", 0),
+    )
+
+
+def rows_of(accounts: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """(label, a cell for each run) of every figure that some run has."""
+    shown = [key for key in _SHOWN if any(one[key] is not None for one in accounts)]
+    return [(_SHOWN[key], [_cell(key, one[key]) for one in accounts]) for key in shown]
+
+
 def show(console: Console, accounts: Sequence[Mapping[str, Any]]) -> None:
     """Prints runs side by side, and below them the events of each."""
     table = Table(title_justify="left")
     table.add_column("")
     for one in accounts:
         table.add_column(Text(one["run"]), justify="right", overflow="fold")
-    for key, label in _SHOWN.items():
-        if any(one[key] is not None for one in accounts):
-            table.add_row(label, *(Text(_cell(key, one[key])) for one in accounts))
+    for label, cells in rows_of(accounts):
+        table.add_row(label, *map(Text, cells))
     console.print(table)
     for one in accounts:
         lines = [f"step {event['step']}: {event['kind']}: {event['text']}" for event in one["events"]]
@@ -177,7 +239,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _median(values: Any) -> float | None:
-    numbers = [value for value in values if _is_number(value)]
+    numbers = [value for value in values if is_number(value)]
     return median(numbers) if numbers else None
 
 
@@ -190,7 +252,7 @@ def _total(counts: Any) -> int:
     """The sum of the numbers in nested objects."""
     if isinstance(counts, dict):
         return sum(map(_total, counts.values()))
-    return int(counts) if _is_number(counts) else 0
+    return int(counts) if is_number(counts) else 0
 
 
 def _text(path: Path) -> str:

@@ -223,7 +223,8 @@ class Loop:
             for line in self.training.description():
                 self.report.say(line)
             found = inspect(self.training.model)
-            before = self.report.plan(found.rows, found.plan.to_json())
+            facts = found.facts(self.training.progress.accumulation)
+            before = self.report.plan(found.rows, found.plan.to_json(), facts)
             if found.plan.explanation:
                 self.report.say(found.plan.explanation)
             if source is not None:
@@ -316,6 +317,8 @@ class Loop:
             step_seconds=seconds,
             tokens_per_second=self.config.tokens_per_step / seconds,
             statistics=(inspect(training.model).statistics - before).as_dict(),
+            held_bytes=inspect(training.model).held_bytes,
+            process_bytes=memory.process_bytes(training.device),
             tokens_per_expert=experts,
             val_loss=training.evaluate() if due else None,
         )

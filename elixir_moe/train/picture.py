@@ -12,9 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from elixir_moe.errors import ConfigError
-
-_WINDOW = 15
-"""Steps that the smoothed training loss averages over."""
+from elixir_moe.train.history import WINDOW, smooth
 
 
 def draw_losses(
@@ -38,7 +36,7 @@ def draw_losses(
     axes = figure.add_subplot()
     steps, losses = [s for s, _ in train], [v for _, v in train]
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1, label="training, each step")
-    axes.plot(steps, _smooth(losses), color="tab:blue", linewidth=1.8, label=f"training, mean of {_WINDOW} steps")
+    axes.plot(steps, smooth(losses), color="tab:blue", linewidth=1.8, label=f"training, mean of {WINDOW} steps")
     if validation:
         axes.plot(*zip(*validation, strict=True), color="tab:orange", marker="o", markersize=5, label="validation")
         place, last = validation[-1], f"{validation[-1][1]:.3f}"
@@ -68,13 +66,3 @@ def png_asked_for(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"--picture: cannot write {str(path)!r}: {error.strerror}; choose another file") from error
-
-
-def _smooth(values: Sequence[float]) -> list[float]:
-    """Mean of the neighbours up to half a window away, equally many on both sides, so that the curve is not delayed."""
-    smooth = []
-    for i in range(len(values)):
-        reach = min(_WINDOW // 2, i, len(values) - 1 - i)
-        near = values[i - reach : i + reach + 1]
-        smooth.append(sum(near) / len(near))
-    return smooth

@@ -41,6 +41,11 @@ class StepRecord:
     """Bytes of text per second, over all ranks."""
     statistics: dict[str, Any]
     """The step's part of the library's counters: rCache, and bytes moved by tier and by chunk group."""
+    held_bytes: dict[str, int]
+    """By tier: bytes that the library holds on rank 0 in a backward."""
+    process_bytes: dict[str, int]
+    """Of rank 0's process: ``host``, its memory at the end of the step; ``device``, the most that torch has allocated
+    on a GPU so far."""
     tokens_per_expert: dict[str, list[int]]
     """By mixture layer: tokens of the last micro-batch that chose each expert, over all ranks."""
     val_loss: float | None
@@ -113,8 +118,8 @@ class Report:
         """Prints a line."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def plan(self, rows: Sequence[Mapping[str, Any]], plan_json: str) -> str | None:
-        """Shows the plan as a table, one row per chunk group, and writes it to a file.
+    def plan(self, rows: Sequence[Mapping[str, Any]], plan_json: str, facts: Mapping[str, Any]) -> str | None:
+        """Shows the plan as a table, one row per chunk group; writes it, and where the model lives, to files.
 
         Returns the plan of the run's previous start in JSON, if it differs; else None.
         """
@@ -127,6 +132,7 @@ class Report:
         path = self._directory / "plan.json"
         before = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else plan_json
         self.write("plan.json", plan_json + "\n")
+        self.write("layout.json", json.dumps(facts) + "\n")
         return before if before != plan_json else None
 
     def step(self, record: StepRecord) -> None:

@@ -173,6 +173,7 @@ def test_a_run_leaves_all_its_files(tiny_run: tuple[Path, subprocess.CompletedPr
     names = [
         "checkpoints",
         "config.yaml",
+        "layout.json",
         "loss.png",
         "metrics.jsonl",
         "plan.json",
