@@ -48,9 +48,12 @@ class Unit:
     saves_none: bool = False
     """Autograd saves none of its weights: backward reads them anew."""
     chunks: tuple[int, ...] = field(init=False)
+    indices: dict[int, list[int]] = field(init=False)
+    """By chunk: the indices of the unit's parameters."""
 
     def __post_init__(self) -> None:
         self.chunks = tuple(sorted({chunk for chunk, _ in self.slots}))
+        self.indices = {chunk: [i for c, i in self.slots if c == chunk] for chunk in self.chunks}
 
 
 class Carrier(Protocol):
@@ -68,6 +71,9 @@ class Carrier(Protocol):
 
     def let_go_chunk(self, chunk: int) -> None:
         """Ends the hold of `hold_chunk`."""
+
+    def take(self, slot: ParamId) -> None:
+        """Stores the gradient of a parameter, which is complete."""
 
     def reserve(self, chunk: int) -> None:
         """Makes room for gradients of a chunk before the first one has come."""
@@ -116,10 +122,8 @@ class Backward:
     reached: set[tuple[Unit, int]] = field(default_factory=set)
     holds: list[tuple[int, Unit]] = field(default_factory=list)
     """(number of entry, unit) of units held until backward has passed them."""
-    landed: set[ParamId] = field(default_factory=set)
-    """Parameters whose gradients are complete."""
-    awaits: dict[Unit, int] = field(default_factory=dict)
-    """Number of incomplete gradients of each unit that has complete ones."""
+    missing: dict[Unit, set[ParamId]] = field(default_factory=dict)
+    """The parameters whose gradients are incomplete, of each unit that has complete ones."""
     region: int = sys.maxsize
     """The number at which forward entered the first unit of the last recomputed region."""
 
@@ -159,7 +163,8 @@ class StepMachine:
         self.round_is_open = False
         """The requests so far are not those of a whole forward and backward: the graph is kept, or a forward waits."""
         self._current: Forward | None = None
-        self._rebuilt: list[int] = []
+        self.rebuilt: list[int] = []
+        """Chunks that are held for the operator of autograd that has wanted them."""
         self._operator: object = None
         self._sends.clear()
 
@@ -242,10 +247,10 @@ class StepMachine:
         first_use: dict[int, int] = {}
         awaited: dict[int, set[int]] = {}
         for number, unit in ahead if accumulates(ahead) else ():
-            for chunk, index in unit.slots:
+            for chunk, indices in unit.indices.items():
                 if chunk in self._trainable:
                     first_use.setdefault(chunk, number)
-                    awaited.setdefault(chunk, set()).add(index)
+                    awaited.setdefault(chunk, set()).update(indices)
         order = sorted(first_use, key=lambda chunk: (first_use[chunk], chunk), reverse=True)
         self._sends.begin(self._carrier.agree(order), {chunk: awaited[chunk] for chunk in order})
 
@@ -300,47 +305,51 @@ class StepMachine:
         """Lets go a unit that saves no weights, when a region that backward runs again leaves it."""
         self._carrier.let_go(unit)
 
-    def unpack(self, chunk: int, operator: object) -> None:
-        """Holds a chunk for an operator of autograd that wants weights it has saved."""
-        if operator != self._operator:
+    def unpack(self, chunk: int, operator: Callable[[], object]) -> None:
+        """Holds a chunk for the running `operator` of autograd, which wants weights it has saved."""
+        if self.rebuilt and operator() != self._operator:
             self.end_operator()
-            self._operator = operator
         if self._carrier.hold_chunk(chunk):
-            self._rebuilt.append(chunk)
+            self._operator = operator()
+            self.rebuilt.append(chunk)
 
     def end_operator(self) -> None:
         """Ends the holds on weights that were wanted by an operator that has run."""
-        if self._rebuilt:
-            rebuilt, self._rebuilt = self._rebuilt, []
+        if self.rebuilt:
+            rebuilt, self.rebuilt = self.rebuilt, []
             for chunk in rebuilt:
                 self._carrier.let_go_chunk(chunk)
 
-    def land(self, slot: ParamId, take: Callable[[], None]) -> None:
-        """Records a complete gradient, which `take` stores: autograd has summed it over all uses of the parameter."""
-        self.end_operator()
-        more = self.past.unrecomputed
-        owners = self._owners[slot]
+    def land(self, slot: ParamId) -> None:
+        """Records a complete gradient and takes it: autograd has summed it over all uses of the parameter.
+
+        Nothing reads the weights of a unit any more whose last missing gradient this is.
+        """
+        if self.rebuilt:
+            self.end_operator()
+        backward, more, owners = self.backward, self.past.unrecomputed, self._owners[slot]
         for unit in owners:
             if unit.chooses or (more and more[unit]):
-                take()
+                self._carrier.take(slot)
                 return
-        if self.backward is not None:
-            self._let_go_early(slot, owners, self.backward)
-        take()
-        self._expect_no_more(slot)
+        if backward is not None:
+            for unit in owners:
+                missing = backward.missing.get(unit)
+                if missing is None:
+                    missing = backward.missing[unit] = set(unit.slots)
+                if slot in missing:
+                    missing.remove(slot)
+                    if not missing:
+                        self._let_go_early(unit, backward)
+        self._carrier.take(slot)
+        if self._sends.expect_no_more(slot):
+            self._reduce_ready()
 
-    def _let_go_early(self, slot: ParamId, owners: Sequence[Unit], backward: Backward) -> None:
-        """Ends the holds on units whose last missing gradient is this one: nothing reads their weights any more."""
-        if slot in backward.landed:
-            return
-        backward.landed.add(slot)
-        for unit in owners:
-            missing = backward.awaits[unit] = backward.awaits.get(unit, len(unit.slots)) - 1
-            if not missing:
-                ended = [hold for hold in backward.holds if hold[1] is unit]
-                backward.holds = [hold for hold in backward.holds if hold[1] is not unit]
-                for _ in ended:
-                    self._carrier.let_go(unit)
+    def _let_go_early(self, unit: Unit, backward: Backward) -> None:
+        ended = [hold for hold in backward.holds if hold[1] is unit]
+        backward.holds = [hold for hold in backward.holds if hold[1] is not unit]
+        for _ in ended:
+            self._carrier.let_go(unit)
 
     def _pass(self, left: int, backward: Backward) -> None:
         """Records that everything forward entered after number `left` has had its backward."""
@@ -348,9 +357,11 @@ class StepMachine:
         while ahead and ahead[-1][0] > left:
             _, unit = ahead.pop()
             waiting.discard(unit)
-            for slot in unit.slots:
-                if self._sends.awaits(slot) and waiting.isdisjoint(self._owners[slot]):
-                    self._expect_no_more(slot)
+            for chunk, indices in unit.indices.items():
+                for index in self._sends.awaited_among(chunk, indices):
+                    slot = chunk, index
+                    if waiting.isdisjoint(self._owners[slot]) and self._sends.expect_no_more(slot):
+                        self._reduce_ready()
         self._let_go_after(left, backward)
 
     def _let_go_after(self, left: int, backward: Backward, *, reached: bool = False) -> None:
@@ -363,10 +374,6 @@ class StepMachine:
             backward.holds = [hold for hold in backward.holds if hold not in passed]
             for _, unit in passed:
                 self._carrier.let_go(unit)
-
-    def _expect_no_more(self, slot: ParamId) -> None:
-        if self._sends.expect_no_more(slot):
-            self._reduce_ready()
 
     def _reduce_ready(self) -> None:
         for chunk in self._sends.ready():
@@ -414,9 +421,10 @@ class Sends:
         """
         self._answer, self._awaited = answer, awaited
 
-    def awaits(self, slot: ParamId) -> bool:
-        """Whether the gradient of a parameter is still expected."""
-        return slot[1] in self._awaited.get(slot[0], ())
+    def awaited_among(self, chunk: int, indices: Sequence[int]) -> Sequence[int]:
+        """Those of the `indices` in `chunk` whose gradients are still expected."""
+        awaited = self._awaited.get(chunk)
+        return [index for index in indices if index in awaited] if awaited else ()
 
     def awaits_any(self, chunk: int) -> bool:
         """Whether gradients of `chunk` are still expected."""

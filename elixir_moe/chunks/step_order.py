@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import partial
 
 from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, CacheRequest, Schedule, Verb, gradients_of
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.residence import CACHED, IN_PLACE
-from elixir_moe.chunks.step_machine import Answer, StepMachine, Unit
+from elixir_moe.chunks.step_machine import Answer, ParamId, StepMachine, Unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,6 +253,9 @@ class _Requests:
         self._ask(RELEASE, (chunk,))
         self._chunks[chunk] -= 1
 
+    def take(self, slot: ParamId) -> None:
+        self.reserve(slot[0])
+
     def reserve(self, chunk: int) -> None:
         if chunk in self._cached and chunk not in self._open:
             self._open[chunk] = None
@@ -377,7 +379,7 @@ class _Replay:
     def _unpack(self, event: StepEvent) -> None:
         self._operator += not event.same
         for p in event.params:
-            self._machine.unpack(self._slot_of[p][0], self._operator)
+            self._machine.unpack(self._slot_of[p][0], lambda: self._operator)
 
     def _expect(self, event: StepEvent) -> None:
         for p in event.params:
@@ -388,7 +390,7 @@ class _Replay:
         for p in event.params:
             slot = self._slot_of[p]
             if slot[0] in self._trainable:
-                self._machine.land(slot, partial(self._requests.reserve, slot[0]))
+                self._machine.land(slot)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ Reset.     What a call, read or backward has begun and not ended (`phase`) is gi
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,7 +87,8 @@ class _Carrier:
     `tracked` as in `Scheduler.unshard`.
     """
 
-    def __init__(self, scheduler: Scheduler, access: ParamAccess) -> None:
+    def __init__(self, scheduler: Scheduler, access: ParamAccess, take: Callable[[ParamId], None]) -> None:
+        self.take = take
         self._scheduler, self._access = scheduler, access
         self._switches: dict[Unit, tuple[Switch, ...]] = {}
         self.hold_chunk, self.let_go_chunk = scheduler.hold_chunk, scheduler.let_go_chunk
@@ -147,7 +148,7 @@ class Hooks:
             has_gradient=lambda parameter: self._slot_of[parameter] in scheduler.used,
             name_of=self.name_of,
         )
-        self._carrier = _Carrier(scheduler, self._access)
+        self._carrier = _Carrier(scheduler, self._access, self._take_gradient)
         trainable = {chunk.spec.index for chunk in scheduler.chunks if chunk.spec.key.trainable}
         self.machine = StepMachine(units, trainable, self._carrier, in_order=scheduler.in_order)
         """Decides what the step asks for."""
@@ -327,7 +328,7 @@ class Hooks:
         slot = self._slot_of[parameter]
         if in_backward():
             self._begin_backward()
-            self.machine.unpack(slot[0], running_node())
+            self.machine.unpack(slot[0], running_node)
             return True
         call = self._calls[-1] if self._calls else None
         if call is None:
@@ -386,7 +387,7 @@ class Hooks:
         lent = [index for reader, _ in self._lent for index in reader.chunks]
         self._return(self._lent)
         for index in lent:  # the function whose backward runs first may have asked already
-            self.machine.unpack(index, running_node())
+            self.machine.unpack(index, running_node)
 
     def _run_landings_last(self) -> None:
         """Moves our hooks on gradients behind all others, which must run before the gradient is taken away."""
@@ -425,9 +426,11 @@ class Hooks:
         """Takes a complete gradient: autograd has summed it over all uses of the parameter at `slot`."""
         if self.machine.backward is None:
             self._begin_backward()
-        self.machine.land(slot, partial(self._take_gradient, slot, parameter))
+        self.machine.land(slot)
 
-    def _take_gradient(self, slot: ParamId, parameter: nn.Parameter) -> None:
+    def _take_gradient(self, slot: ParamId) -> None:
+        """As `Carrier.take`."""
+        parameter = self._scheduler.chunks[slot[0]].parameters[slot[1]]
         with DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
             if slot in self._scheduler.used and len(parameter._post_accumulate_grad_hooks or ()) > 1:

@@ -100,7 +100,8 @@ class SavedTensors:
         return getattr(pack.func if isinstance(pack, partial) else pack, "__self__", None) is self
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        address = _address_of(tensor)
+        strided = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        address = tensor.untyped_storage().data_ptr() if strided else _address_of(tensor)
         if address is not None:
             chunk = self._scheduler.shown_at.get(address)
             if chunk is not None and chunk.buffer is not None and chunk.buffer.data_ptr() == address:
@@ -138,11 +139,11 @@ class SavedTensors:
         version = chunk.version(packed.index)
         if version != packed.version:
             _refuse_written(version, packed.version, packed.size)
-        self._unpacking()
-        operator = running_node()
-        self._machine.unpack(chunk.spec.index, operator)
+        if self._machine.backward is None:
+            self._unpacking()
+        self._machine.unpack(chunk.spec.index, running_node)
         view = packed.view()
-        if operator is None:  # user code looks at a saved tensor outside of backward
+        if self._machine.rebuilt and running_node() is None:  # user code looks at a saved tensor outside of backward
             self._machine.end_operator()
         return view
 
