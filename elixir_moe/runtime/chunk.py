@@ -77,20 +77,18 @@ class Gradients:
     def add(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Stores gradients of parameters, given by index, or adds them to earlier ones.
 
-        One launch copies all that come first.
+        One launch copies several that all come first.
         """
-        fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
-        more: list[tuple[torch.Tensor, torch.Tensor]] = []
-        places = self._chunk.places_in(self._memory, [index for index, _ in gradients])
+        indices = [index for index, _ in gradients]
+        places = self._chunk.places_in(self._memory, indices)
+        several = len(indices) > 1 and len(set(indices)) == len(indices)
+        if several and not self._adds and self._landed.isdisjoint(indices):
+            foreach_copy_(places, [gradient for _, gradient in gradients])
+            self._landed.update(indices)
+            return
         for (index, gradient), place in zip(gradients, places, strict=True):
-            (more if self._adds or index in self._landed else fresh).append((place, gradient))
+            (place.add_ if self._adds or index in self._landed else place.copy_)(gradient)
             self._landed.add(index)
-        if len(fresh) == 1:
-            fresh[0][0].copy_(fresh[0][1])
-        elif fresh:
-            foreach_copy_([place for place, _ in fresh], [gradient for _, gradient in fresh])
-        for place, gradient in more:
-            place.add_(gradient)
 
     def move_out(self) -> None:
         """Moves the gradients to new memory."""
@@ -186,12 +184,9 @@ class Chunk:
     # ---------------------------------------------------------------------------------------------------------- weights
 
     def places_in(self, memory: torch.Tensor, indices: Iterable[int]) -> list[torch.Tensor]:
-        """The views of these parameters in a flat tensor, in the parameters' shapes."""
-        offset, places = memory.storage_offset(), []
-        for index in indices:
-            shape, stride, start = self._shapes[index]
-            places.append(memory.as_strided(shape, stride, offset + start))  # one operator, not two
-        return places
+        """The views of these parameters in a flat tensor, in the parameters' shapes; one operator makes each."""
+        offset, places = memory.storage_offset(), map(self._shapes.__getitem__, indices)
+        return [memory.as_strided(shape, stride, offset + start) for shape, stride, start in places]
 
     def attach(self) -> None:
         """Makes the parameters views of the buffer."""
