@@ -405,6 +405,8 @@ class CacheState:
     def _load_for(self, target: int) -> list[Load]:
         """Loads for the acquire at `target`, the first one that misses a chunk."""
         assert self._schedule is not None
+        if not self._empty and all(c in self._held or self._next_use[c] < target for c in self._where):
+            return []  # most often; no chunk may leave its block
         held_then, freed = self._held.copy(), False
         for entry in self._schedule.entries[self._position + 1 : target + 1]:
             _apply(held_then, entry.verb, entry.chunks)
