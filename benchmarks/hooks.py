@@ -2,11 +2,15 @@
 
 Owns this measurement and its rows. The units are so small that kernels take no time, and only the thread that runs the
 model is timed: other ranks and the threads of gloo do not count. A row's `ours` less that of plain torch is what this
-library adds to each unit, and FSDP2's less that of plain torch what `fully_shard` adds to it.
+library adds to each unit, and FSDP2's less that of plain torch what `fully_shard` adds to it. The same is told in calls
+of Python, which a busy machine does not change.
 """
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
@@ -72,7 +76,7 @@ _PARTS = ("forward", "backward")
 
 
 def rows(name: str, quick: bool, _: Any, rounds: int) -> list[dict[str, Any]]:
-    """The rows called `name`, one for forward and one for backward of each peer. Collective."""
+    """The rows called `name`: the time and the calls of forward and of backward beside each peer. Collective."""
     key = name.split(": ")[1]
     plan, checkpointed = _PLANS[key]
     units = 4 if quick else _UNITS
@@ -84,11 +88,13 @@ def rows(name: str, quick: bool, _: Any, rounds: int) -> list[dict[str, Any]]:
     found = []
     for peer, theirs in peers.items():
         theirs_step = torch.optim.AdamW(theirs.parameters(), lr=LEARNING_RATE)
-        for part, shown in enumerate(_PARTS):
-            what = {"name": name, "peer": f"{peer}, {shown}", "workload": f"{units} units of {_UNIT_NUMEL} parameters"}
-            times = in_turn(_seconds(mine, optimizer, part), _seconds(theirs, theirs_step, part), rounds)
-            per_unit = [(mine / units, theirs / units) for mine, theirs in times]
-            found.append(race_row(what | {"ranks": dist.get_world_size(), "limit": None}, per_unit, "us"))
+        for unit, read in (("us", time.thread_time), ("calls", _calls)):
+            for part, shown in enumerate(_PARTS):
+                workload = f"{units} units of {_UNIT_NUMEL} parameters"
+                what = {"name": name, "peer": f"{peer}, {shown}", "workload": workload}
+                measured = in_turn(_cost(mine, optimizer, part, read), _cost(theirs, theirs_step, part, read), rounds)
+                per_unit = [(mine / units, theirs / units) for mine, theirs in measured]
+                found.append(race_row(what | {"ranks": dist.get_world_size(), "limit": None}, per_unit, unit))
     optimizer.close()
     return found
 
@@ -101,21 +107,44 @@ def _fsdp(model: _Model, *, reshard_after_forward: bool) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def _seconds(model: nn.Module, optimizer: torch.optim.Optimizer, part: int) -> Callable[[int], float]:
-    """CPU seconds of this thread for that part of a step, the median of a round's steps."""
+def _cost(
+    model: nn.Module, optimizer: torch.optim.Optimizer, part: int, read: Callable[[], float]
+) -> Callable[[int], float]:
+    """How far `read` goes on in that part of a step, the median of a round's steps."""
 
-    def timed(_: int) -> float:
+    def measured(_: int) -> float:
         found = []
         for _ in range(_STEPS):
             x = torch.ones(2, _WIDTH, requires_grad=True)
-            marks = [time.thread_time()]
-            loss = model(x).sum()
-            marks.append(time.thread_time())
-            loss.backward()
-            marks.append(time.thread_time())
+            with _counting() if read is _calls else nullcontext():
+                marks = [read()]
+                loss = model(x).sum()
+                marks.append(read())
+                loss.backward()
+                marks.append(read())
             optimizer.step()
             optimizer.zero_grad()
             found.append(marks[part + 1] - marks[part])
         return sorted(found)[_STEPS // 2]
 
-    return timed
+    return measured
+
+
+_counted = [0]
+
+
+def _calls() -> float:
+    """Calls of functions of Python, and by them of functions of C, that this thread has made while `_counting`."""
+    return _counted[0]
+
+
+@contextmanager
+def _counting() -> Iterator[None]:
+    def count(_: FrameType, event: str, __: Any) -> None:
+        _counted[0] += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)

@@ -51,9 +51,12 @@ def _cpu_model() -> str:
 def race_row(
     what: dict[str, Any], times: list[tuple[float, float]], unit: str = "ms", *, nbytes: int = 0
 ) -> dict[str, Any]:
-    """The row of a race, told in `unit`; `times` are seconds (ours, theirs) of each round, in which `nbytes` move."""
+    """The row of a race, told in `unit`; `times` are seconds (ours, theirs) of each round, in which `nbytes` move.
+
+    Of "calls", they are numbers of calls.
+    """
     ratios = [ours / theirs for ours, theirs in times]
-    tell = {"ms": lambda s: s * 1e3, "us": lambda s: s * 1e6, "GB/s": lambda s: nbytes / s / 1e9}[unit]
+    tell = {"ms": lambda s: s * 1e3, "us": lambda s: s * 1e6, "GB/s": lambda s: nbytes / s / 1e9, "calls": float}[unit]
     return what | {
         "ratio": round(median(ratios), 4),
         "spread": spread(ratios),
