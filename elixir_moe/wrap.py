@@ -33,6 +33,7 @@ from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
 from elixir_moe.parallel.mesh import prepare_process, start
 from elixir_moe.parallel.rules import annotate_dtensors
+from elixir_moe.quantized.taken_over import take_over
 from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
@@ -76,7 +77,8 @@ def wrap(
     replicate process group. Parameters without a pattern are replicated over the world.
 
     If it fails on one rank it fails on all, and frees what it has made. The model is then as it was, unless weights had
-    begun to move: then parameters that had data are on meta, without it, and the model must be built again.
+    begun to move: then parameters that had data are on meta, without it, and the model must be built again. Layers that
+    bitsandbytes or transformers have quantised become layers of this library with the same bytes, and stay so.
 
     Args:
         model: any module, on any device; tensors on "meta" come from `weights`, or are drawn if it was built under
@@ -108,7 +110,8 @@ def wrap(
         LayoutError: patterns do not fit the ranks, or ranks disagree.
         ConfigError: the optimizer is not elementwise, has a state that cannot be cut (8-bit moments in blocks), has
             been stepped, or does not belong to the model; a buffer, a view that a module keeps, or another parameter
-            shares a parameter's memory; or an argument is wrong.
+            shares a parameter's memory; another library has quantised a layer in a format that cannot be taken over; or
+            an argument is wrong.
         TierError: device memory, host memory or the disk is too small; before anything is allocated, if free memory
             tells.
         CheckpointError: `weights` lacks a tensor that the model has on meta, or has it in another shape. ConfigError
@@ -161,6 +164,7 @@ def _wrapped(
     """As `wrap`, with arguments that have been checked; `made` undoes all that is made here."""
 
     def check_model() -> None:
+        take_over(model, optimizer)
         check_modules(model)
         annotate_dtensors(model)
         megatron.check(model)

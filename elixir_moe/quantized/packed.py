@@ -31,11 +31,24 @@ class Packed:
     """Of the weight before."""
     transposed: bool = False
     """Whether the weight was (..., inputs, outputs)."""
+    computed_in: torch.dtype | None = None
+    """The dtype that products of a linear layer are computed in; by default the input's, or autocast's."""
 
     def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> Tensor:
         """The weight in `dtype`, (..., out, in), from bytes; `shape` is that of some experts or rows of it."""
         form = scheme_called(self.scheme)
         return form.decode(codes.view(form.codes_dtype), scales.view(form.scales_dtype), shape or self.shape, dtype)
+
+    def decode_rows(self, codes: Tensor, scales: Tensor, part: slice, dtype: torch.dtype) -> Tensor:
+        """Some rows of a weight (out, in); `part` begins where a block of `row_block` rows does."""
+        codes, block = codes[part], self.row_block
+        scales = scales[part.start // block : -(-part.stop // block)]
+        return self.decode(codes, scales, dtype, (len(codes), self.shape[-1]))
+
+    @property
+    def row_block(self) -> int:
+        """Rows that share scales."""
+        return scheme_called(self.scheme).block[0]
 
 
 def as_bytes(part: Tensor) -> Tensor:

@@ -22,9 +22,14 @@ from elixir_moe.quantized.packed import Packed
 def linear(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, packed: Packed, *, again: bool = False
 ) -> Tensor:
-    """As `F.linear`: (..., in) -> (..., out), in the dtype of `x`, or in autocast's. `again`: nothing is saved."""
-    dtype = _computed_in(x)
-    return _Linear.apply(x.to(dtype), codes, scales, None if bias is None else bias.to(dtype), packed, again)
+    """As `F.linear`: (..., in) -> (..., out), in the dtype of `x`, or in autocast's. `again`: nothing is saved.
+
+    A weight with a dtype for its products (`Packed.computed_in`) has them in that, whatever autocast says, and gives
+    the dtype of `x`.
+    """
+    dtype = computed_in(x, packed)
+    out: Tensor = _Linear.apply(x.to(dtype), codes, scales, None if bias is None else bias.to(dtype), packed, again)
+    return out if packed.computed_in is None else out.to(x.dtype)
 
 
 def grouped_linear(
@@ -37,12 +42,15 @@ def grouped_linear(
     """
     if not has_data(rows):  # of products of one size, a trace needs no more than their sum
         counts = [sum(counts)]
-    return _GroupedLinear.apply(rows.to(_computed_in(rows)), codes, scales, list(counts), packed, again)
+    return _GroupedLinear.apply(rows.to(computed_in(rows, packed)), codes, scales, list(counts), packed, again)
 
 
-def _computed_in(x: Tensor) -> torch.dtype:
+def computed_in(x: Tensor, packed: Packed) -> torch.dtype:
+    """The dtype of a product of `x` and a weight. Raises UsageError for an input of integers."""
     if not x.is_floating_point():  # weights decoded to integers would be zeros
         raise UsageError(f"a product of {x.dtype} with quantised weights: expected an input of a floating dtype")
+    if packed.computed_in is not None:
+        return packed.computed_in
     kind = x.device.type
     casts = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64  # which autocast leaves alone
     return torch.get_autocast_dtype(kind) if casts else x.dtype

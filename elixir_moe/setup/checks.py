@@ -16,6 +16,7 @@ from elixir_moe.moe.fused import STACKS
 from elixir_moe.optim.accepted import check_optimizer, is_adam
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.quantized.packed import packed_in, packed_parameters
+from elixir_moe.quantized.taken_over import check_layers
 from elixir_moe.runtime.access import ShardedParameter
 from elixir_moe.runtime.model_spec import TRAINED_IN
 from elixir_moe.setup.drawing import computed_from, record_of
@@ -25,8 +26,6 @@ from elixir_moe.state.huggingface import names_in_base
 
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 """Classes of torch that reduce gradients or shard parameters of their own."""
-_PACKED = {"Params4bit", "Int8Params"}
-"""Parameters of bitsandbytes, whose elements are not the model's weights."""
 
 
 def check_arguments(
@@ -59,12 +58,7 @@ def check_arguments(
                 f"the model has lazy modules, {name.rpartition('.')[0]!r} with {name!r}: run a forward before wrap, so "
                 f"that their shapes are known; of em.sharded_init(), inside the context"
             )
-        if any(kind.__name__ in _PACKED for kind in type(tensor).__mro__):
-            raise ConfigError(
-                f"{name!r} is a {type(tensor).__name__}, whose bytes are packed by bitsandbytes: load the model in "
-                f"bf16, without load_in_4bit or load_in_8bit, and freeze it; em.quantize(model, 'nf4') then makes the "
-                f"codes and scales of load_in_4bit, em.quantize(model, 'int8') 8 bits"
-            )
+    check_layers(model)
     _check_listing(model)
     check_optimizer(optimizer)
     names = {p: name for name, p in model.named_parameters()}

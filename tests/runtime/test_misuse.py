@@ -668,11 +668,11 @@ def test_a_collective_that_fails_is_named() -> None:
         Work([Broken()], what="the gather of chunk 3").wait()
 
 
-def test_packed_weights_of_bitsandbytes_are_refused_by_name() -> None:
+def test_packed_weights_of_bitsandbytes_in_unknown_layers_are_refused_by_name() -> None:
     kind = type("Params4bit", (nn.Parameter,), {})
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].weight = kind(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(em.ConfigError, match=r"'0.weight' is a Params4bit.*without load_in_4bit.*em[.]quantize"):
+    with pytest.raises(em.ConfigError, match=r"'0.weight' is a Params4bit.*load the model in bf16.*em[.]quantize"):
         em.wrap(model, torch.optim.AdamW([model[0].bias]), plan=em.Plan.ddp())
 
 
