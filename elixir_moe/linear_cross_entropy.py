@@ -7,13 +7,14 @@ ranks, chunks of parameters or plans: a weight that is sharded is gathered becau
                  backward only scales them and needs no weight
     tiled head   each tile gives its part of the sum of exponentials, and computes its logits again in backward, so
                  that one tile is gathered at a time
+    of bytes     either of them: some rows of the weight are decoded at a time, in the dtype of a product of the tokens
 
 Shape letters: N tokens with a label, d width, V vocabulary. Source: Cut Your Losses (2411.09009) for the idea.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from elixir_moe.parallel.dataless import has_data
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.read_again import LinearReadAgain
 from elixir_moe.parallel.tiles import tile_of
+from elixir_moe.quantized.modules import QuantizedLinear
+from elixir_moe.quantized.packed import Packed, packed_in
+from elixir_moe.quantized.products import computed_in
 from elixir_moe.torch_private import keeps_graph
 
 _CHUNK_BYTES = 64 * 2**20
@@ -49,11 +53,13 @@ def linear_cross_entropy(
     the weight are in fp32, and products take their operands in the weight's dtype. A head that scales its logits is
     served by ``hidden * scale``. Without a single label, the mean is nan and gradients are zero, as in torch.
 
-    The weight may belong to a wrapped model, under any plan: it is gathered for the call, and not for backward.
+    The weight may belong to a wrapped model, under any plan: it is gathered for the call, and not for backward. Of a
+    head that `em.quantize` has made bytes, `chunk_bytes` of weights are decoded at a time.
 
     Args:
         hidden: (..., d), what the head is given.
-        weight: (V, d); or the head itself, a Linear or an Embedding, tiled by `em.tile` or not.
+        weight: (V, d); or the head itself, a Linear or an Embedding, tiled by `em.tile` or not; of a quantised head
+            the head.
         labels: (...) integers from 0 to V - 1, or `ignore_index`.
         bias: (V,); that of a head is found by itself.
         ignore_index: the label of tokens that do not count.
@@ -70,10 +76,11 @@ def linear_cross_entropy(
     head = _Head(label_smoothing=label_smoothing, softcap=softcap, chunk_bytes=chunk_bytes)
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"linear_cross_entropy: reduction={reduction!r}: expected 'mean' or 'sum'")
-    vocabulary = sum(len(tile) for tile, _ in tiles)
+    vocabulary = sum(len(tile.weight) for tile in tiles)
     _check_shapes(hidden, labels, tiles)
     rows, kept = _with_labels(hidden.reshape(-1, hidden.shape[-1]), labels.flatten(), vocabulary, ignore_index)
-    total = _whole(rows, *tiles[0], kept, head) if len(tiles) == 1 else _tiled(rows, tiles, kept, head)
+    dtypes = [tile.weight.dtype if tile.packed is None else computed_in(hidden, tile.packed) for tile in tiles]
+    total = (_tiled if len(tiles) > 1 else _one)(rows, tiles, dtypes, kept, head)
     if reduction == "sum":
         return total
     return total / len(kept) if len(kept) else total + torch.nan
@@ -101,30 +108,53 @@ def check_head(head: nn.Module) -> None:
     _tiles_of(head, None)
 
 
-_Part = tuple[Tensor, Tensor | None]
-"""Consecutive rows of the head's weight, and of its bias."""
+class _Part(NamedTuple):
+    """Consecutive rows of the head's weight, and of its bias."""
+
+    weight: Tensor
+    """(rows, d), or their codes."""
+    bias: Tensor | None
+    scales: Tensor | None = None
+    """Of codes."""
+    packed: Packed | None = None
+    """What codes and scales are."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight, if it were decoded."""
+        return tuple(self.weight.shape) if self.packed is None else (len(self.weight), self.packed.shape[-1])
 
 
 def _tiles_of(weight: Tensor | nn.Module, bias: Tensor | None) -> list[_Part]:
     """The parts of a head, in their order."""
-    found: list[Any]
     if isinstance(weight, nn.Module):
         if bias is not None:
             raise ConfigError("linear_cross_entropy: a head has its own bias: leave bias= out, or give its weight")
         parts = [child for child in weight.children() if any(map(tile_of, child.parameters(recurse=False)))] or [weight]
-        if any(type(part) not in (nn.Linear, LinearReadAgain, nn.Embedding) for part in parts):
+        if any(type(part) not in (nn.Linear, LinearReadAgain, QuantizedLinear, nn.Embedding) for part in parts):
             raise ConfigError(
                 f"linear_cross_entropy of a head {type(weight).__name__}: expected a Linear or an Embedding, tiled or "
                 f"not; a module with adapters or another forward computes its own logits"
             )
-        found = [(part.weight, getattr(part, "bias", None)) for part in parts]
+        found = [_part_of(part) for part in parts]
     else:
-        found = [(weight, bias)]
-    if any(is_dtensor(part) for part, _ in found):
+        found = [_Part(weight, bias)]
+    if any(is_dtensor(part.weight) for part in found):
         raise ConfigError(
             "linear_cross_entropy of a head that is a DTensor: give the local rows of a head that is whole"
         )
+    if any(part.packed is None and not part.weight.is_floating_point() for part in found):
+        raise ConfigError(
+            f"linear_cross_entropy: weight is {found[0].weight.dtype}: expected a floating dtype; of a quantised head, "
+            f"whose weight is bytes, give the head itself"
+        )
     return found
+
+
+def _part_of(module: Any) -> _Part:
+    packed = packed_in(module).get("weight")
+    scales = None if packed is None else module.weight_scales
+    return _Part(module.weight, getattr(module, "bias", None), scales, packed)
 
 
 def _check_shapes(hidden: Tensor, labels: Tensor, tiles: Sequence[_Part]) -> None:
@@ -135,14 +165,14 @@ def _check_shapes(hidden: Tensor, labels: Tensor, tiles: Sequence[_Part]) -> Non
         )
     if labels.dtype not in _INTEGERS:
         raise ConfigError(f"linear_cross_entropy: labels are {labels.dtype}: expected integers")
-    for weight, bias in tiles:
-        if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+    for part in tiles:
+        if len(part.shape) != 2 or part.shape[1] != hidden.shape[-1]:
             raise ConfigError(
-                f"linear_cross_entropy: weight {tuple(weight.shape)}: expected (vocabulary, {hidden.shape[-1]}), as "
-                f"hidden is {tuple(hidden.shape)}"
+                f"linear_cross_entropy: weight {part.shape}: expected (vocabulary, {hidden.shape[-1]}), as hidden is "
+                f"{tuple(hidden.shape)}"
             )
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ConfigError(f"linear_cross_entropy: bias {tuple(bias.shape)}: expected ({len(weight)},)")
+        if part.bias is not None and part.bias.shape != part.shape[:1]:
+            raise ConfigError(f"linear_cross_entropy: bias {tuple(part.bias.shape)}: expected ({part.shape[0]},)")
 
 
 def _with_labels(hidden: Tensor, labels: Tensor, vocabulary: int, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -165,12 +195,27 @@ def _with_labels(hidden: Tensor, labels: Tensor, vocabulary: int, ignore_index: 
 # --------------------------------------------------------------------------------------------------------- whole head
 
 
-def _whole(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head) -> Tensor:
+def _one(rows: Tensor, tiles: Sequence[_Part], dtypes: Sequence[torch.dtype], labels: Tensor, head: _Head) -> Tensor:
     """() sum of the losses of all tokens."""
-    if has_torch_function((weight, bias)):  # a parameter of a wrapped model is gathered, and this called again
-        return handle_torch_function(_whole, (weight, bias), rows, weight, bias, labels, head)  # type: ignore[no-any-return]
+    (part,), (dtype,) = tiles, dtypes
+    return _whole(rows, *part, dtype, labels, head)
+
+
+def _whole(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    packed: Packed | None,
+    dtype: torch.dtype,
+    labels: Tensor,
+    head: _Head,
+) -> Tensor:
+    given = weight, bias, scales
+    if has_torch_function(given):  # a parameter of a wrapped model is gathered, and this called again
+        return handle_torch_function(_whole, given, rows, *given, packed, dtype, labels, head)  # type: ignore[no-any-return]
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, weight, bias))
-    total: Tensor = _Whole.apply(rows, weight, bias, labels, head, wanted)
+    total: Tensor = _Whole.apply(rows, *given, packed, dtype, labels, head, wanted)
     return total
 
 
@@ -179,8 +224,18 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head, wanted: bool
+        ctx: Any,
+        rows: Tensor,
+        given: Tensor,
+        bias: Tensor | None,
+        scales: Tensor | None,
+        packed: Packed | None,
+        dtype: torch.dtype,
+        labels: Tensor,
+        head: _Head,
+        wanted: bool,
     ) -> Tensor:
+        weight = _weight(given, scales, packed, dtype)
         needs = [wanted and need for need in ctx.needs_input_grad[:3]]
         sums = _Gradients.of(rows, weight, needs)
         losses = rows.new_empty(len(rows), dtype=sums.dtype)
@@ -196,7 +251,7 @@ class _Whole(torch.autograd.Function):
                     chunk.to_gradient(sum_of_exp, ones, (smooth - 1) * ones, (-smooth / len(weight)) * ones)
                     sums.add(chunk.logits, rows[part], part, weight, head.chunk_bytes)
         ctx.save_for_backward(sums.rows, sums.weight, sums.bias)
-        ctx.dtypes = [None if t is None else t.dtype for t in (rows, weight, bias)]
+        ctx.dtypes = [None if t is None else t.dtype for t in (rows, given, bias)]
         return losses.sum()
 
     @staticmethod
@@ -209,19 +264,19 @@ class _Whole(torch.autograd.Function):
                 scaled.append(None)
             else:
                 scaled.append((sums * grads[0] if again else sums.mul_(grads[0])).to(dtype))
-        return *scaled, None, None, None
+        return *scaled, *(None,) * 6
 
 
 # --------------------------------------------------------------------------------------------------------- tiled head
 
 
-def _tiled(rows: Tensor, tiles: Sequence[_Part], labels: Tensor, head: _Head) -> Tensor:
-    """As `_whole`: the sums of exponentials of all tiles are joined."""
+def _tiled(rows: Tensor, tiles: Sequence[_Part], dtypes: Sequence[torch.dtype], labels: Tensor, head: _Head) -> Tensor:
+    """As `_one`: the sums of exponentials of all tiles are joined."""
     first, found = 0, []
     rows = rows.to(_wide(rows))  # whose gradients are summed over tiles
-    for weight, bias in tiles:
-        found.append(_tile(rows, weight, bias, labels - first, head))
-        first += len(weight)
+    for tile, dtype in zip(tiles, dtypes, strict=True):
+        found.append(_tile(rows, *tile, dtype, labels - first, head))
+        first += len(tile.weight)
     sums, picked, totals = (torch.stack(parts) for parts in zip(*found, strict=True))
     losses = sums.logsumexp(0) - (1 - head.label_smoothing) * picked.sum(0)
     if head.label_smoothing:
@@ -229,11 +284,21 @@ def _tiled(rows: Tensor, tiles: Sequence[_Part], labels: Tensor, head: _Head) ->
     return losses.sum()
 
 
-def _tile(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head) -> tuple[Tensor, ...]:
+def _tile(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    packed: Packed | None,
+    dtype: torch.dtype,
+    labels: Tensor,
+    head: _Head,
+) -> tuple[Tensor, ...]:
     """As `_Chunk.statistics`, of all tokens."""
-    if has_torch_function((weight, bias)):
-        return handle_torch_function(_tile, (weight, bias), rows, weight, bias, labels, head)  # type: ignore[no-any-return]
-    found: tuple[Tensor, ...] = _Tile.apply(rows, weight, bias, labels, head)
+    given = weight, bias, scales
+    if has_torch_function(given):
+        return handle_torch_function(_tile, given, rows, *given, packed, dtype, labels, head)  # type: ignore[no-any-return]
+    found: tuple[Tensor, ...] = _Tile.apply(rows, *given, packed, dtype, labels, head)
     return found
 
 
@@ -242,34 +307,74 @@ class _Tile(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head
+        ctx: Any,
+        rows: Tensor,
+        given: Tensor,
+        bias: Tensor | None,
+        scales: Tensor | None,
+        packed: Packed | None,
+        dtype: torch.dtype,
+        labels: Tensor,
+        head: _Head,
     ) -> tuple[Tensor, ...]:
+        weight = _weight(given, scales, packed, dtype)
         found = rows.new_empty(3, len(rows), dtype=_wide(weight))
         with torch.autocast(rows.device.type, enabled=False):
             for part, chunk in _chunks(rows, weight, bias, labels, head):
                 for row, values in zip(found, chunk.statistics(), strict=True):
                     row[part] = values
         sums, picked, totals = found
-        ctx.save_for_backward(rows, weight, bias, labels, sums)
-        ctx.head = head
+        ctx.save_for_backward(rows, given, bias, scales, labels, sums)
+        ctx.head, ctx.packed, ctx.dtype = head, packed, dtype
         return sums.clone(), picked.clone(), totals.clone()  # views of one tensor would be one output to autograd
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, labels, sums = ctx.saved_tensors
+        rows, given, bias, scales, labels, sums = ctx.saved_tensors
+        weight = _weight(given, scales, ctx.packed, ctx.dtype)
         found = _Gradients.of(rows, weight, ctx.needs_input_grad[:3])
         for part, chunk in _chunks(rows, weight, bias, labels, ctx.head):
             chunk.to_gradient(sums[part], *(grad[part] for grad in grads))
             found.add(chunk.logits, rows[part], part, weight, ctx.head.chunk_bytes)
-        made = zip((found.rows, found.weight, found.bias), (rows, weight, bias), strict=True)
-        return *(None if grad is None else grad.to(of.dtype) for grad, of in made), None, None
+        made = zip((found.rows, found.weight, found.bias), (rows, given, bias), strict=True)
+        return *(None if grad is None else grad.to(of.dtype) for grad, of in made), *(None,) * 5
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """A weight of bytes, which decodes the rows that are asked for."""
+
+    codes: Tensor
+    scales: Tensor
+    packed: Packed
+    dtype: torch.dtype
+    """Of decoded rows."""
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, d)."""
+        return len(self.codes), self.packed.shape[-1]
+
+    def __getitem__(self, part: slice) -> Tensor:
+        return self.packed.decode_rows(self.codes, self.scales, part, self.dtype)
+
+
+_Weight = Tensor | _Decoded
+
+
+def _weight(given: Tensor, scales: Tensor | None, packed: Packed | None, dtype: torch.dtype) -> _Weight:
+    """The weight that was given, or the one that its bytes are."""
+    return given if packed is None or scales is None else _Decoded(given, scales, packed, dtype)
+
+
+def _wide(tensor: _Weight) -> torch.dtype:
     """The dtype of sums: fp32, or fp64 of fp64."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
@@ -314,7 +419,7 @@ class _Chunk:
 
 
 def _chunks(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head
+    rows: Tensor, weight: _Weight, bias: Tensor | None, labels: Tensor, head: _Head
 ) -> Iterator[tuple[slice, _Chunk]]:
     """The tokens' places and logits, chunk by chunk, in the same memory."""
     size = max(1, head.chunk_bytes // max(1, len(weight) * _wide(weight).itemsize))
@@ -341,17 +446,17 @@ class _Gradients:
     bias: Tensor | None
 
     @classmethod
-    def of(cls, rows: Tensor, weight: Tensor, needs: Sequence[bool]) -> "_Gradients":
+    def of(cls, rows: Tensor, weight: _Weight, needs: Sequence[bool]) -> "_Gradients":
         wide = _wide(weight)
         of_rows = wide if rows.dtype is torch.float16 else rows.dtype
         return cls(
             wide,
             torch.empty_like(rows, dtype=of_rows) if needs[0] else None,
-            weight.new_zeros(weight.shape, dtype=wide) if needs[1] else None,
-            weight.new_zeros(len(weight), dtype=wide) if needs[2] else None,
+            rows.new_zeros(weight.shape, dtype=wide) if needs[1] else None,
+            rows.new_zeros(len(weight), dtype=wide) if needs[2] else None,
         )
 
-    def add(self, grad: Tensor, rows: Tensor, part: slice, weight: Tensor, most_bytes: int) -> None:
+    def add(self, grad: Tensor, rows: Tensor, part: slice, weight: _Weight, most_bytes: int) -> None:
         """Adds what the (n, V) gradient of the logits of `rows`, the tokens at `part`, gives."""
         if self.bias is not None:
             self.bias += grad.sum(0)
@@ -369,25 +474,27 @@ class _Gradients:
             self.weight[block] += _wide_product(grad[:, block].t(), rows)
 
 
-def _blocks(weight: Tensor, most_bytes: int) -> Iterator[slice]:
+def _blocks(weight: _Weight, most_bytes: int) -> Iterator[slice]:
     """Rows of the weight whose bytes in the dtype of sums are at most `most_bytes`."""
     size = max(1, most_bytes // max(1, weight.shape[1] * _wide(weight).itemsize))
+    if isinstance(weight, _Decoded):  # whole blocks of rows
+        size = -(-size // weight.packed.row_block) * weight.packed.row_block
     for start in range(0, len(weight), size):
         yield slice(start, min(start + size, len(weight)))
 
 
-def _to_logits(rows: Tensor, weight: Tensor, out: Tensor, most_bytes: int) -> None:
+def _to_logits(rows: Tensor, weight: _Weight, out: Tensor, most_bytes: int) -> None:
     """Writes the (n, V) product of tokens and weight to `out`."""
-    if weight.dtype == out.dtype:
+    if isinstance(weight, Tensor) and weight.dtype == out.dtype:
         torch.mm(rows, weight.t(), out=out)
         return
     for block in _blocks(weight, most_bytes):
         out[:, block] = _wide_product(rows, weight[block].t())
 
 
-def _to_tokens(grad: Tensor, weight: Tensor, out: Tensor, most_bytes: int) -> None:
+def _to_tokens(grad: Tensor, weight: _Weight, out: Tensor, most_bytes: int) -> None:
     """Writes the (n, d) product of the gradient of logits and the weight to `out`."""
-    if weight.dtype == out.dtype == grad.dtype:
+    if isinstance(weight, Tensor) and weight.dtype == out.dtype == grad.dtype:
         torch.mm(grad, weight, out=out)
         return
     sums = out.new_zeros(out.shape, dtype=_wide(weight))

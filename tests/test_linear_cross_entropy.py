@@ -6,6 +6,7 @@ Tolerance. Losses and gradients are sums of the same products. A sum of n terms 
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.errors import ConfigError
+from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.torch_private import TorchDispatchMode, tree_leaves
 from tests.setup.test_tiling import mine
 from tests.support.cases import with_further
@@ -174,6 +176,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], str]] = {
     "smoothing": (lambda h, w, y: em.linear_cross_entropy(h, w, y, label_smoothing=1.5), "expected 0 to 1"),
     "softcap": (lambda h, w, y: em.linear_cross_entropy(h, w, y, softcap=0.0), "above 0"),
     "chunk": (lambda h, w, y: em.linear_cross_entropy(h, w, y, chunk_bytes=0), "at least 1"),
+    "codes": (lambda h, w, y: em.linear_cross_entropy(h, w.detach().byte(), y), "uint8.*give the head itself"),
     "another head": (lambda h, w, y: em.linear_cross_entropy(h, Adapted(D, V), y), "head Adapted"),
     "two biases": (lambda h, w, y: em.linear_cross_entropy(h, nn.Linear(D, V), y, bias=w[0]), "its own bias"),
 }
@@ -225,6 +228,88 @@ def test_no_tensor_is_large_but_the_gradient_of_the_head(tokens: int, vocabulary
         em.linear_cross_entropy(hidden, weight, labels, chunk_bytes=most).backward()
     assert largest.times == 1, "the gradient of the head"
     assert largest.nbytes <= most
+
+
+# ---------------------------------------------------------------------------------------------------- a head of bytes
+
+WIDE, ROWS = 128, 384
+"""Of which all schemes have blocks."""
+
+
+def heads_of_bytes(scheme: str, *, tiles: bool = False) -> list[nn.Module]:
+    """A quantised head, and the same with the weights that it decodes to."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(WIDE, ROWS)).requires_grad_(False)
+        if tiles:
+            em.tile(model, at_most=128 * WIDE * 4)
+        found.append(em.quantize(model, scheme, targets="0*"))
+    return [found[0][0], em.dequantize(found[1])[0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_head_of_bytes_gives_the_loss_of_its_decoded_weight_to_the_bit(
+    scheme: str, tiles: bool, dtype: torch.dtype
+) -> None:
+    """Where rows are decoded all at once. In smaller parts, products in fp32 are smaller and may sum otherwise."""
+    head, decoded = heads_of_bytes(scheme, tiles=tiles)
+    head, decoded = head.to(dtype), decoded.to(dtype)
+    labels = torch.randint(ROWS, (2, 9))
+    hidden = torch.randn(2, 9, WIDE).to(dtype)
+    for chunk_bytes, exact in ((1 << 20, True), (WIDE * 4 * 70, False)):
+        found = []
+        for given in (head, decoded):
+            rows = hidden.clone().requires_grad_()
+            loss = em.linear_cross_entropy(rows, given, labels, label_smoothing=0.1, chunk_bytes=chunk_bytes)
+            loss.backward()
+            found.append((loss, rows.grad))
+        for one, other in zip(*found, strict=True):
+            assert one.dtype == other.dtype
+            wide = 1e-6 if dtype is torch.float32 else 2**-8  # an ulp of gradients in bf16
+            assert torch.equal(one, other) if exact else torch.allclose(one, other, rtol=wide, atol=1e-6)
+
+
+def test_a_head_of_bytes_is_decoded_some_rows_at_a_time() -> None:
+    head, _ = heads_of_bytes("nf4")
+    hidden, labels = torch.randn(4, WIDE, requires_grad=True), torch.randint(ROWS, (4,))
+    with Largest() as largest:
+        em.linear_cross_entropy(hidden, head, labels, chunk_bytes=32 * WIDE * 4).backward()
+    assert largest.nbytes <= 32 * WIDE * 4 < ROWS * WIDE * 4
+
+
+def head_of_bytes_under(plan: em.Plan | None, tiles: bool) -> dict[str, Any]:
+    """Three steps with a head of bytes; under plain torch with its decoded weight if `plan` is None."""
+
+    def build() -> tuple[nn.Module, Any]:
+        if plan is not None:
+            em.init_mesh(device_type="cpu")
+        torch.manual_seed(2)
+        head = heads_of_bytes("nf4", tiles=tiles and plan is not None)[plan is None]
+        model = nn.Sequential(nn.Embedding(ROWS, WIDE), nn.Linear(WIDE, WIDE), nn.Tanh(), head)
+        return model, make_optimizer(model)
+
+    def backward(model: Any, step: int) -> None:
+        tokens = torch.randint(ROWS, (4, 6), generator=torch.Generator().manual_seed(step))
+        labels = tokens.roll(-1, 1)
+        if plan is not None:
+            tokens, labels = mine(tokens), mine(labels)
+        em.linear_cross_entropy(model[2](model[1](model[0](tokens))), model[3], labels).backward()
+
+    found = trained(build, backward, plan, 3)
+    found["state"] = {name: value for name, value in found["state"].items() if not name.startswith("3.")}
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sharded_head_of_bytes_trains_as_its_decoded_weight_does(world: int, ranks: Ranks) -> None:
+    wanted = head_of_bytes_under(None, False)
+    for plan in ("zero3", "offload"):
+        for tiles in (False, True):
+            for found in ranks(world).run(head_of_bytes_under, replace(PLANS[plan], chunk_numel=None), tiles):
+                assert_alike(found, wanted, f"{plan}, {tiles=}", TOLERANCE, rel=1e-4)
 
 
 # -------------------------------------------------------------------------------------------------- under every plan
