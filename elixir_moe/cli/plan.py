@@ -6,6 +6,7 @@ Owns their arguments and their output. Decides nothing: `search` finds the plan,
 import argparse
 import gc
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -53,6 +54,8 @@ _WORTH = 0.99
 """Part of a step's seconds below which tiles are worth their trouble."""
 _MOST_FIGURE = 1e60
 """Largest figure of an estimate, so that products of a few stay finite."""
+_TYPICAL = (4096, 4096)
+"""A weight, for the share of scales in the bytes of quantised ones."""
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
@@ -125,6 +128,8 @@ def add_estimate(verb: argparse.ArgumentParser) -> None:
     """Adds the arguments of `estimate`."""
     verb.add_argument("--model", choices=sorted(estimate.BLOG_MODELS), help="a model of the blog; by default all")
     verb.add_argument("--parameters", type=int, metavar="N", help="parameters of another model")
+    verb.add_argument("--adapters", type=int, metavar="N", help="parameters of adapters; the model is frozen then")
+    verb.add_argument("--quantize", choices=tuple(SCHEMES), help="of frozen parameters; by default they are in bf16")
     verb.add_argument("--adamw", action="store_true", help="AdamW instead of stateless SGD")
     verb.add_argument("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view")
     tables = ", ".join(zero_infinity.TABLES)
@@ -403,21 +408,28 @@ def _plain_rows(known: argparse.Namespace) -> Iterator[dict[str, Any]]:
         models = {"model": known.parameters}
     elif known.model:
         models = {known.model: models[known.model]}
+    if known.quantize is not None and known.adapters is None:
+        raise ConfigError("--quantize is of frozen parameters: say with --adapters how many parameters are trained")
+    if known.adapters is not None and not 0 <= known.adapters < _MOST_FIGURE:
+        raise ConfigError(f"--adapters: expected at least 0 and below {_MOST_FIGURE:g}, got {known.adapters}")
+    frozen_bytes = 2.0 if known.quantize is None else SCHEMES[known.quantize].nbytes(_TYPICAL) / math.prod(_TYPICAL)
     for name, parameters in models.items():
+        # adapters come on top of the model
+        trained, frozen = (parameters, 0) if known.adapters is None else (known.adapters, parameters)
         for ddp in (False, True):
             for amp in (False, True):
                 for accumulate in (False, True):
                     strategy = estimate.PlainStrategy(
                         amp=amp, ddp=ddp, accumulate=accumulate, bucket_view=known.bucket_view, adamw=known.adamw
                     )
-                    each = strategy.bytes_per_parameter()
+                    peak = strategy.peak_bytes(trained=trained, frozen=frozen, frozen_bytes=frozen_bytes)
                     yield {
                         "model": name,
                         "ddp": ddp,
                         "amp": amp,
                         "accumulate": accumulate,
-                        "bytes_per_parameter": each,
-                        "gib": each * parameters / 2**30,
+                        "bytes_per_parameter": peak / (trained + frozen),
+                        "gib": peak / 2**30,
                     }
 
 

@@ -51,3 +51,10 @@ class PlainStrategy:
             copies = 2 + _FRAGMENTS if self.accumulate else 0 if self.ddp else 2 * (1 - _REUSED)
         buckets = 4 - _BUCKET_VIEW * self.bucket_view if self.ddp else 0
         return 8 + copies + buckets + 8 * self.adamw
+
+    def peak_bytes(self, *, trained: int, frozen: int = 0, frozen_bytes: float = 2.0) -> float:
+        """Peak bytes of a model, without activations: frozen parameters cost `frozen_bytes` each and nothing else.
+
+        They have no gradient, no bucket and no moments, and AMP copies none that is in 16 bits or quantised.
+        """
+        return self.bytes_per_parameter() * trained + frozen_bytes * frozen

@@ -135,7 +135,12 @@ def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.C
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--efficiency", "nan", "1", "1"], ["--efficiency", "1", "inf", "1"], ["--parameters", "1" + 400 * "0"]],
+    [
+        ["--efficiency", "nan", "1", "1"],
+        ["--efficiency", "1", "inf", "1"],
+        ["--parameters", "1" + 400 * "0"],
+        ["--adapters", "-1"],
+    ],
 )
 def test_an_estimate_of_no_number_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", *arguments, "--json"]) == 2
@@ -148,6 +153,24 @@ def test_bytes_of_plain_strategies_are_the_blogs(capsys: pytest.CaptureFixture[s
     for model, measured in BLOG.items():
         found = [row["bytes_per_parameter"] for row in rows if row["model"] == model]
         assert found[: len(measured)] == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(("scheme", "each"), [(None, 2.0), ("nf4", 0.5625), ("fp8", 1 + 4 / 128**2)])
+def test_a_frozen_model_costs_its_bytes_and_adapters_their_state(
+    scheme: str | None, each: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frozen, trained = 7_000_000_000, 40_000_000
+    arguments = ["--parameters", str(frozen), "--adapters", str(trained), "--adamw"]
+    rows = said(capsys, "estimate", *arguments, *(["--quantize", scheme] if scheme else []))["rows"]
+    plain, ddp = (next(r for r in rows if r["ddp"] == ddp and not r["amp"] and not r["accumulate"]) for ddp in (0, 1))
+    assert plain["gib"] * 2**30 == pytest.approx(each * frozen + 16 * trained)  # weight, gradient and two moments
+    assert ddp["gib"] * 2**30 == pytest.approx(each * frozen + 20 * trained)  # and a bucket
+    assert plain["bytes_per_parameter"] == pytest.approx(plain["gib"] * 2**30 / (frozen + trained))
+
+
+def test_an_estimate_quantises_what_is_frozen_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--quantize", "nf4"]) == 2
+    assert "say with --adapters" in capsys.readouterr().err
 
 
 CLUSTER = {"node_bandwidth": 200, "gpus_per_node": 8, "cpu_bytes": 2**40}
