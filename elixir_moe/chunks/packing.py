@@ -13,12 +13,16 @@ A chunk of three parameters in a group of N = 4 ranks, in a block of the rCache 
 start on whole blocks of codes: so no shard cuts a block, and codes do not depend on the number of ranks. Only `numel`
 elements are stored at home and sent. The rest of the block is unused, because all groups share one block length;
 `waste_fraction` counts it.
+
+A chunk begins where a repeated module begins, one with a number for its name, if the module then lies in fewer chunks:
+a layer in one chunk is gathered as one unit. Each chunk group does so for all its modules, or for none where that would
+waste more than `LAYERS_WASTE` of its blocks.
 Sources: Elixir v1, sections IV-A (grouping, fused small groups) and V (fully symmetric partitioning); v2, A.2.
 """
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -35,6 +39,8 @@ FUSE_BELOW = 1 / 4
 """A chunk group smaller than this fraction of a chunk becomes one small resident chunk of its own length."""
 WASTE_ENOUGH = 0.02
 """The fraction of wasted bytes that `best_chunk_numel` accepts: half of what Elixir v2, 4.2, reports."""
+LAYERS_WASTE = 0.04
+"""The fraction of a chunk group's blocks that may be added so that repeated modules are cut less."""
 LATENCY_BYTES = 1 << 24
 """Shorter collectives are bound by latency, not by bandwidth; torch's DDP uses buckets of 25 MiB."""
 FINEST = 8
@@ -180,6 +186,8 @@ class Layout:
     chunks: tuple[ChunkSpec, ...]
     block_itemsize: int
     """Bytes per element of a block: the most that a chunk in the rCache needs (`ChunkSpec.block_itemsize`)."""
+    whole_layers: bool = True
+    """As in the plan."""
     open_gradients: int | None = None
     """The most chunks whose gradients have a block at once; None until counted (`chunks.step_order`)."""
 
@@ -192,7 +200,13 @@ class Layout:
         """A copy in which the chunks of `indices`, which are whole at home on the device, are used there."""
         chunks = tuple(replace(c, residence=c.residence_in_shard) if c.index in indices else c for c in self.chunks)
         widest = max((chunk.block_itemsize for chunk in chunks if chunk.residence is CACHED), default=0)
-        return Layout(chunk_numel=self.chunk_numel if widest else 0, chunks=chunks, block_itemsize=max(widest, 1))
+        return replace(
+            self,
+            chunk_numel=self.chunk_numel if widest else 0,
+            chunks=chunks,
+            block_itemsize=max(widest, 1),
+            open_gradients=None,
+        )
 
     @property
     def cached(self) -> tuple[ChunkSpec, ...]:
@@ -213,13 +227,16 @@ class Layout:
         return 1 - used / space if space else 0.0
 
 
-def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *, scatter: bool = True) -> Layout:
+def build_layout(
+    params: Sequence[ParamSpec], chunk_numel: int | None = None, *, scatter: bool = True, whole_layers: bool = True
+) -> Layout:
     """Packs parameters, given in order of first use, into chunks.
 
     Args:
         params: all parameters; tied ones get resident chunks of their own.
         chunk_numel: the chunk length C in elements; by default `best_chunk_numel`.
         scatter: False keeps every chunk whole on every rank (the paper's S_FLAG).
+        whole_layers: False fills one chunk after the other, wherever repeated modules begin.
 
     Raises:
         PlanError: `chunk_numel` is smaller than the largest parameter.
@@ -233,7 +250,11 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
         if residence is CACHED:
             _check_fits(params, indices, chunk_numel, most)
         sizes = [params[i].numel for i in indices]
-        for first, starts, used in _pack(sizes, most if residence is CACHED else math.inf, alignment(key)):
+        packed = _pack(sizes, most if residence is CACHED else math.inf, alignment(key))
+        if whole_layers and len(packed) > 1:
+            names = [params[i].name for i in indices]
+            packed = _with_whole_layers(packed, sizes, names, most, alignment(key))
+        for first, starts, used in packed:
             slots = tuple(
                 Slot(param=indices[first + k], start=start, numel=sizes[first + k]) for k, start in enumerate(starts)
             )
@@ -252,6 +273,7 @@ def build_layout(params: Sequence[ParamSpec], chunk_numel: int | None = None, *,
     ]
     return Layout(
         chunk_numel=length,
+        whole_layers=whole_layers,
         chunks=tuple(chunks),
         block_itemsize=max((chunk.block_itemsize for chunk in chunks if chunk.residence is CACHED), default=1),
     )
@@ -370,18 +392,67 @@ def _streams(params: Sequence[ParamSpec], chunk_numel: int) -> Iterator[tuple[Ch
             yield key, RESIDENT, tied
 
 
-def _pack(sizes: Sequence[int], limit: float, align: int) -> Iterator[tuple[int, list[int], int]]:
-    """Packs consecutive sizes until one does not fit; yields (index of the first, start of each, elements used)."""
-    first, starts, used = 0, list[int](), 0
+_Packed = list[tuple[int, list[int], int]]
+"""For each chunk: index of its first parameter, start of each, elements used."""
+
+
+def _pack(
+    sizes: Sequence[int], limit: float, align: int, modules: Mapping[int, Sequence[int]] | None = None
+) -> _Packed:
+    """Packs consecutive sizes, each chunk until one does not fit.
+
+    With `modules`, as from `_repeated_modules`, a chunk also ends where one begins that then lies in fewer chunks.
+    """
+    packed, first, starts, used = _Packed(), 0, list[int](), 0
     for index, size in enumerate(sizes):
         start = _round_up(used, align)
-        if starts and start + size > limit:
-            yield first, starts, used
+        ends = start + size > limit
+        for stop in () if ends or modules is None else modules.get(index, ()):
+            inside = sizes[index:stop]
+            ends = ends or _chunks_of(inside, limit, align) < _chunks_of(inside, limit, align, start)
+        if starts and ends:
+            packed.append((first, starts, used))
             first, starts, start = index, [], 0
         starts.append(start)
         used = start + size
     if starts:
-        yield first, starts, used
+        packed.append((first, starts, used))
+    return packed
+
+
+def _chunks_of(sizes: Sequence[int], limit: float, align: int, used: int = 0) -> int:
+    """The number of chunks in which consecutive sizes lie, if the first chunk begins with `used` elements of others."""
+    count = 1
+    for size in sizes:
+        start = _round_up(used, align)
+        if start + size > limit:
+            count, start = count + 1, 0
+        used = start + size
+    return count
+
+
+def _with_whole_layers(packed: _Packed, sizes: Sequence[int], names: Sequence[str], limit: int, align: int) -> _Packed:
+    """`packed`, with chunks that begin where repeated modules begin, if these are not many more."""
+    aligned = _pack(sizes, limit, align, _repeated_modules(names))
+    return aligned if len(aligned) <= len(packed) * (1 + LAYERS_WASTE) else packed
+
+
+def _repeated_modules(names: Sequence[str]) -> dict[int, list[int]]:
+    """{first parameter: one past the last one of each repeated module that begins there, outermost first}.
+
+    A repeated module has a number for its name; `names` are those of consecutive parameters.
+    """
+    stops: dict[tuple[int, str], int] = {}
+    first_of: dict[str, int] = {}
+    for index, name in enumerate(names):
+        parts = name.split(".")[:-1]
+        around = [".".join(parts[: depth + 1]) for depth, part in enumerate(parts) if part.isdecimal()]
+        first_of = {module: first_of.get(module, index) for module in around}
+        stops.update({(first, module): index + 1 for module, first in first_of.items()})
+    found: dict[int, list[int]] = {}
+    for (first, _), stop in stops.items():
+        found.setdefault(first, []).append(stop)
+    return found
 
 
 def _check_fits(params: Sequence[ParamSpec], indices: Sequence[int], chunk_numel: int, most: int) -> None:

@@ -187,6 +187,10 @@ class Plan:
     """Keep checksums of everything written to disk, and compare them on every read."""
     chunk_numel: int | None = None
     """Chunk length C in elements; None takes `best_chunk_numel`, the smallest length with little waste."""
+    whole_layers: bool = True
+    """A layer is gathered as a whole: chunks begin where repeated modules begin, where that wastes little, and what
+    backward recomputes is one unit. False fills chunks one after the other and gathers as little at once as their
+    borders allow: a step may need a block less, and the host has several times as much to do."""
     prefetch: int = LOOKAHEAD
     """Number of chunks gathered ahead of their use in the schedule, if blocks are free."""
     reduce_dtype: torch.dtype | None = None
@@ -213,7 +217,7 @@ class Plan:
     """Why a search chose this plan; ignored in comparisons and left out of the JSON."""
 
     def __post_init__(self) -> None:
-        for name in ("scatter", "offloaded", "values_on_disk", "verify"):
+        for name in ("scatter", "offloaded", "values_on_disk", "verify", "whole_layers"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected True or False")
         for name, least, others in _WHOLE_NUMBERS:
@@ -456,7 +460,7 @@ class Plan:
             PlanError: `chunk_numel` is smaller than the largest parameter.
         """
         length = best_chunk_numel(params, stay=not self.offloaded) if self.chunk_numel is None else self.chunk_numel
-        return self.place(build_layout(params, length, scatter=self.scatter))
+        return self.place(build_layout(params, length, scatter=self.scatter, whole_layers=self.whole_layers))
 
     def place(self, layout: Layout) -> Layout:
         """A copy of `layout` that uses unscattered chunks at home on the device in place: no block, no copy."""

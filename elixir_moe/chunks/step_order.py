@@ -31,6 +31,8 @@ class Part:
     """Ranks may use different parameters of the part: experts."""
     saves_none: bool = False
     """Autograd saves none of its own parameters: backward reads them anew."""
+    recomputed: bool = False
+    """Backward runs all that is inside the part again at once, and so needs all of it at once."""
 
 
 class Happening(Enum):
@@ -92,16 +94,20 @@ class UnitSpec:
     """Autograd saves none of its parameters."""
 
 
-def choose_units(parts: Sequence[Part], chunk_of: Mapping[int, int]) -> list[UnitSpec | None]:
+def choose_units(
+    parts: Sequence[Part], chunk_of: Mapping[int, int], *, whole_layers: bool = True
+) -> list[UnitSpec | None]:
     """The unit of each part; None if nothing is gathered for the part alone.
 
     A unit is the largest part whose parameters lie in a single moving chunk: any piece of it would gather all of it. A
     part with several such chunks is a unit for its own parameters only, and the parts inside it are considered in turn.
-    A part inside several others is never part of a larger unit.
+    With whole layers, a part that backward recomputes is a unit in any case: its chunks are held together then. A part
+    inside several others is never part of a larger unit.
 
     Args:
         parts: all parts, outermost first.
         chunk_of: {parameter: chunk}, as from `moving_chunks`.
+        whole_layers: as in the plan.
     """
     chunks: list[set[int]] = [{chunk_of[p] for p in part.params if p in chunk_of} for part in parts]
     params: list[list[int]] = [list(part.params) for part in parts]
@@ -122,7 +128,7 @@ def choose_units(parts: Sequence[Part], chunk_of: Mapping[int, int]) -> list[Uni
         around = None if part.parent is None else units[part.parent]
         if around is not None and around.whole:
             units.append(around)
-        elif joins[number] and len(chunks[number]) < 2:
+        elif joins[number] and (len(chunks[number]) < 2 or (whole_layers and part.recomputed)):
             mine = tuple(sorted(set(params[number])))
             traits = {"chooses": chooses[number], "saves_none": saves_none[number]}
             units.append(UnitSpec(part=number, params=mine, whole=True, **traits))
@@ -144,6 +150,11 @@ def moving_chunks(layout: Layout) -> dict[int, int]:
     }
 
 
+def chosen_units(parts: Sequence[Part], layout: Layout) -> list[UnitSpec | None]:
+    """The unit of each part of a packed model; see `choose_units`."""
+    return choose_units(parts, moving_chunks(layout), whole_layers=layout.whole_layers)
+
+
 def units_of(chosen: Sequence[UnitSpec | None], layout: Layout, label: Callable[[int], str]) -> dict[int, Unit]:
     """{part: its unit} for the parts that unshard as one; `label` names a part in messages."""
     slot_of = {slot.param: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)}
@@ -158,15 +169,44 @@ def by_first_use(
     parts: Sequence[Part], events: Sequence[StepEvent], count: int
 ) -> tuple[list[int], tuple[Part, ...], tuple[StepEvent, ...]]:
     """(order, parts, events): all `count` parameters in order of first use in forward, unused ones last; and parts and
-    events with their parameters renumbered to positions in that order."""
+    events with their parameters renumbered to positions in that order. The parts know which of them are recomputed."""
     entered = [event for event in events if event.kind in (ENTER, READ)]
     used = [p for event in entered for p in (event.params if event.kind is READ else parts[event.part].params)]
     moved = {old: new for new, old in enumerate(dict.fromkeys([*used, *range(count)]))}
+    again = _recomputed(parts, events)
     return (
         list(moved),
-        tuple(replace(p, params=tuple(moved[i] for i in p.params)) for p in parts),
+        tuple(
+            replace(part, params=tuple(moved[i] for i in part.params), recomputed=number in again)
+            for number, part in enumerate(parts)
+        ),
         renumbered(events, moved),
     )
+
+
+def _recomputed(parts: Sequence[Part], events: Iterable[StepEvent]) -> set[int]:
+    """The parts that lie in one recomputed region, with all that is inside them.
+
+    A region begins inside the hooks of a part or around them: in the former case, only the parts inside run again.
+    """
+    inside: dict[int, set[int]] = {}
+    for number, part in enumerate(parts):
+        if part.parent is not None:
+            inside.setdefault(part.parent, set()).add(number)
+    found, region = set[int](), set[int]()
+    for event in events:
+        if event.kind is AGAIN:
+            region.add(event.part)
+        elif region and event.kind not in (LEAVE_AGAIN, READ_AGAIN):
+            around = {parts[number].parent for number in region}
+            while around:
+                number = around.pop()
+                if number is not None and number not in region and inside[number] <= region:
+                    region.add(number)
+                    around.add(parts[number].parent)
+            found |= region
+            region = set()
+    return found
 
 
 def renumbered(events: Iterable[StepEvent], moved: Mapping[int, int] | Sequence[int]) -> tuple[StepEvent, ...]:
@@ -199,7 +239,7 @@ class StepOrder:
     def widest(self, layout: Layout) -> tuple[int, int]:
         """(part, blocks) of the unit that needs the most blocks for its own parameters."""
         chunk_of = {slot.param: chunk.index for chunk in layout.cached for slot in chunk.slots}
-        units = [unit for unit in choose_units(self._parts, moving_chunks(layout)) if unit is not None]
+        units = dict.fromkeys(unit for unit in chosen_units(self._parts, layout) if unit is not None)
         return max(((u.part, len({chunk_of[p] for p in u.params if p in chunk_of})) for u in units), key=lambda u: u[1])
 
 
@@ -283,7 +323,7 @@ class _Replay:
 
     def __init__(self, parts: Sequence[Part], layout: Layout, requests: _Requests) -> None:
         self._parts = parts
-        self._units = units_of(choose_units(parts, moving_chunks(layout)), layout, str)
+        self._units = units_of(chosen_units(parts, layout), layout, str)
         self._slot_of = {slot.param: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)}
         self._trainable = {chunk.index for chunk in layout.chunks if chunk.key.trainable}
         self._requests = requests

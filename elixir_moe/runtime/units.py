@@ -22,8 +22,7 @@ from elixir_moe.chunks.step_order import (
     Happening,
     Part,
     StepEvent,
-    choose_units,
-    moving_chunks,
+    chosen_units,
     units_of,
 )
 from elixir_moe.parallel.pattern import EXPERT_AXIS
@@ -86,8 +85,7 @@ def find_parts(model: nn.Module) -> Parts:
 
 def build_units(parts: Parts, layout: Layout) -> dict[Unit, nn.Module]:
     """The units of a packed model, whose parameters `layout` numbers as `parts` does, and their modules."""
-    chosen = choose_units(parts.specs, moving_chunks(layout))
-    units = units_of(chosen, layout, lambda part: f"module {parts.names[part]!r}")
+    units = units_of(chosen_units(parts.specs, layout), layout, lambda part: f"module {parts.names[part]!r}")
     return {unit: parts.modules[part] for part, unit in units.items()}
 
 

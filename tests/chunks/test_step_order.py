@@ -1,5 +1,8 @@
 """What one step asks of the rCache, from the uses of its units alone."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,6 +90,38 @@ def test_a_part_of_several_is_never_inside_a_unit() -> None:
     units = choose_units(parts, {0: 0, 1: 0, 2: 0})
     assert [None if unit is None else unit.part for unit in units] == [None, 1, 2, 3]
     assert units[1] is not None and units[1].params == (0,)
+
+
+def layers(*, hooked: bool) -> tuple[list[Part], list[StepEvent]]:
+    """Two layers of two parts in an encoder, beside an embedding; backward runs each again, with its hooks or not."""
+    encoder, layer = part(parent=0), part(parent=2)
+    parts = [part(), part(0, parent=0), encoder, layer, part(1, parent=3), part(2, parent=3)]
+    parts += [layer, part(3, parent=6), part(4, parent=6)]
+    forward = ran(0, ran(1), ran(2, ran(3, ran(4), ran(5)), ran(6, ran(7), ran(8))))
+    backward = [StepEvent(REACH, 0), StepEvent(REACH, 2)]
+    for number in (6, 3):
+        again = [number] * hooked + [number + 1, number + 2]
+        backward += [StepEvent(REACH, number), *(StepEvent(AGAIN, other) for other in again)]
+        backward += [StepEvent(LAND, params=(p,)) for p in (number // 2 + 1, number // 2)]
+    return parts, [*forward, *backward]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_recomputed_layer_is_a_unit_in_any_chunks(hooked: bool) -> None:
+    parts, events = layers(hooked=hooked)
+    _, parts, events = (list(found) for found in by_first_use(parts, events, 5))
+    assert [number for number, each in enumerate(parts) if each.recomputed] == [3, 4, 5, 6, 7, 8], "one region each"
+    chunk_of = dict(enumerate([0, 0, 1, 1, 2]))
+
+    def units(whole_layers: bool) -> list[int]:
+        found = choose_units(parts, chunk_of, whole_layers=whole_layers)
+        return [unit.part for unit in dict.fromkeys(found) if unit is not None]
+
+    assert units(True) == [1, 3, 6]
+    assert units(False) == [1, 4, 5, 7, 8]
+    layouts = [replace(layout_of([0, 0, 1, 1, 2]), whole_layers=w) for w in (True, False)]
+    whole, apart = (order(parts, events, layout).schedule(layout).least_blocks() for layout in layouts)
+    assert whole <= apart, "the region holds both chunks of the layer anyway"
 
 
 def test_a_step_by_hand() -> None:
