@@ -14,7 +14,6 @@ summed over the choices of their token. The order of the additions is that of tr
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import ConfigError, UsageError
 from elixir_moe.moe.dispatch import combine, end_all_to_all
 from elixir_moe.moe.experts import Groups, grouped_linear
+from elixir_moe.moe.joined_class import Joined, joined
 from elixir_moe.moe.layer import LayerRanks, send_through
 from elixir_moe.moe.router import Choices, sort_choices
 from elixir_moe.parallel.dataless import has_data
@@ -64,7 +64,7 @@ Adapters = Mapping[str, Sequence[Adapter]]
 """By the name of the weight."""
 
 
-class FusedExperts(nn.Module):
+class FusedExperts(Joined, nn.Module):
     """Tokens (T, d), experts (T, k), weights (T, k) -> (T, d), as transformers calls its fused experts."""
 
     num_experts: int
@@ -152,16 +152,11 @@ def is_spread(module: nn.Module) -> bool:
 def become_fused(module: nn.Module, kind: type[FusedExperts] = FusedExperts) -> None:
     """Gives fused experts of transformers the forward of `FusedExperts`, or of a `kind` of it."""
     if not isinstance(module, kind):
-        module.__class__ = _fused(type(module), kind)  # type: ignore[arg-type]  # a class can be hashed
+        plain = type(module)
+        module.__class__ = joined(f"{kind.__name__}Of{plain.__name__}", kind, plain)  # type: ignore[assignment]
 
 
-@cache
-def _fused(plain: type[nn.Module], kind: type[FusedExperts]) -> type[nn.Module]:
-    """The class of experts that were of class `plain`: one for all of them, so that their layers compare."""
-    return type(f"{kind.__name__}Of{plain.__name__}", (kind, plain), {"__module__": __name__})
-
-
-class AdaptersBeside:
+class AdaptersBeside(Joined):
     """peft's wrapper of one stack of weights, whose factors are multiplied beside the stack and not added to it.
 
     peft builds ``W + B A``, a tensor as large as the stack, in each forward. Its parameters, their names and saved
@@ -176,13 +171,15 @@ class AdaptersBeside:
             with super()._activate_lora(active_adapters):  # type: ignore[misc]
                 yield
             return
-        before = experts.adapters
+        before = vars(experts).get("adapters")
         mine = [self._adapter(adapter) for adapter in active_adapters if adapter in this.lora_A]
-        experts.adapters = {**before, name: mine}
+        experts.adapters = {**experts.adapters, name: mine}
         try:
             yield
         finally:
-            experts.adapters = before
+            del experts.adapters
+            if before is not None:
+                experts.adapters = before
 
     def _adapter(self, adapter: str) -> Adapter:
         """peft stores A with the expert as its slowest dim, (E · r, in), and B with it as its fastest, (out, r · E)."""
@@ -195,7 +192,12 @@ class AdaptersBeside:
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """As peft's. Raises ConfigError where the weights are bytes."""
         this: Any = self
-        weight = getattr(this.get_base_layer(), this.parameter_name, None)
+        weight = getattr(experts := this.get_base_layer(), this.parameter_name, None)
+        if is_spread(experts):
+            raise ConfigError(
+                f"merge: the experts of {this.parameter_name!r} are spread over ranks: save the adapters with "
+                f"em.save_pretrained, and merge them into a model that is whole"
+            )
         if weight is None:
             raise ConfigError(f"merge: the weight {this.parameter_name!r} is in tiles: merge a model that is not tiled")
         if not weight.is_floating_point():
@@ -252,9 +254,11 @@ def adapt_beside(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
 
 
 def restore_classes(changed: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None:
-    """Undoes `adapt_beside`, whose result it gets."""
+    """Undoes `adapt_beside`, whose result it gets; adapters of what has become tiles or bytes stay beside it."""
+    module: Any
     for module, before in changed:
-        module.__class__ = before  # type: ignore[assignment]
+        if not (isinstance(module, AdaptersBeside) and isinstance(module.get_base_layer(), FusedExperts)):
+            module.__class__ = before
 
 
 def adapted_stacks(model: nn.Module) -> Iterator[nn.Module]:
@@ -267,10 +271,6 @@ def adapted_stacks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _become_beside(wrapper: nn.Module) -> None:
+    """The class keeps its name, by which peft knows its wrappers."""
     if not isinstance(wrapper, AdaptersBeside):
-        wrapper.__class__ = _beside(type(wrapper))  # type: ignore[arg-type]  # a class can be hashed
-
-
-@cache
-def _beside(plain: type[nn.Module]) -> type[nn.Module]:
-    return type(f"{plain.__name__}Beside", (AdaptersBeside, plain), {"__module__": __name__})
+        wrapper.__class__ = joined(type(wrapper).__name__, AdaptersBeside, type(wrapper))  # type: ignore[assignment]

@@ -8,13 +8,12 @@ hooks, its other parameters and its place in the model.
                down_proj (E, d, h)         down_proj, down_proj_scales
 """
 
-from functools import cache
-
 from torch import Tensor, nn
 
 from elixir_moe.errors import UsageError
 from elixir_moe.moe.experts import Groups
 from elixir_moe.moe.fused import STACKS, FusedExperts, is_fused_experts
+from elixir_moe.moe.joined_class import joined, plain_class
 from elixir_moe.parallel.read_again import LinearReadAgain, mark_saving_none, saves_none
 from elixir_moe.quantized.packed import SCALES, Packed
 from elixir_moe.quantized.products import grouped_linear, linear
@@ -78,7 +77,8 @@ def become_quantized(module: nn.Module, name: str, packed: Packed) -> None:
     if isinstance(module, nn.Linear):
         module.__class__ = QuantizedLinear
     elif not isinstance(module, QuantizedExperts):
-        module.__class__ = _quantized(type(module))  # type: ignore[arg-type]  # a class can be hashed
+        plain = type(module)
+        module.__class__ = joined(f"Quantized{plain.__name__}", QuantizedExperts, plain)  # type: ignore[assignment]
 
 
 def become_plain(module: nn.Module) -> None:
@@ -87,11 +87,5 @@ def become_plain(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         module.__class__ = LinearReadAgain if saves_none(module) else nn.Linear
     else:
-        module.__class__ = type(module).__bases__[1]
+        module.__class__ = plain_class(module)
         mark_saving_none(module, False)
-
-
-@cache
-def _quantized(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of experts that were of class `kind`: one for all of them, so that their layers compare."""
-    return type(f"Quantized{kind.__name__}", (QuantizedExperts, kind), {"__module__": __name__})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import ConfigError, LayoutError, UsageError
-from elixir_moe.moe.fused import adapt_beside, adapted_stacks, become_fused, is_fused_experts, is_spread
+from elixir_moe.moe.fused import STACKS, adapt_beside, adapted_stacks, become_fused, is_fused_experts, is_spread
 from elixir_moe.moe.layer import LayerRanks
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern
@@ -48,7 +48,9 @@ def spread_experts(model: M, mesh: DeviceMesh) -> M:
         raise UsageError("spread_experts() of a wrapped model: call em.spread_experts before em.wrap")
     ranks = LayerRanks.on(mesh)
     experts = {name: module for name, module in model.named_modules() if is_fused_experts(module)}
-    problems = [f"module {name!r} {why}" for name, module in experts.items() if (why := _refusal(module, ranks.ep))]
+    problems = [
+        f"module {name!r} {why}" for name, module in experts.items() if (why := _refusal(model, module, ranks.ep))
+    ]
     if not experts:
         problems = [
             f"{type(model).__name__} has no fused experts of transformers, or has them in tiles: spread them before "
@@ -66,7 +68,7 @@ def spread_experts(model: M, mesh: DeviceMesh) -> M:
     return model
 
 
-def _refusal(module: Any, ep: int) -> str | None:
+def _refusal(model: nn.Module, module: Any, ep: int) -> str | None:
     """Why the experts of a module cannot be spread; None if they can."""
     if module.num_experts % ep:
         degrees = [n for n in range(1, module.num_experts + 1) if module.num_experts % n == 0]
@@ -80,6 +82,18 @@ def _refusal(module: Any, ep: int) -> str | None:
         return "has no parameter with a row for each expert"
     if any(pattern_of(p) is not None for _, p in stacks):
         return "has patterns already: leave its experts out of em.annotate, since em.spread_experts annotates them"
+    users = [p for _, p in model.named_parameters(remove_duplicate=False)]
+    if shared := [name for name, p in stacks if sum(p is other for other in users) > 1]:
+        return f"has {shared[0]!r}, which other modules share"
+    if heard := [
+        name for name, p in stacks if p._backward_hooks or p._post_accumulate_grad_hooks or p.grad is not None
+    ]:
+        return f"has {heard[0]!r} with hooks or a gradient, which a part of it would lose"
+    other: Any
+    for other in model.modules():
+        own = getattr(other, "parameter_name", None)
+        if own is not None and own not in STACKS and other.get_base_layer() is module:
+            return f"has adapters on {own!r}, which cannot be cut: adapt its weights ({', '.join(STACKS)}) alone"
     if lost := [name for name, p in stacks if record_of(p) is not None and record_of(p.detach()[:1].clone()) is None]:
         return f"has {lost[0]!r}, which em.wrap draws: call em.spread_experts inside em.sharded_init()"
     return None

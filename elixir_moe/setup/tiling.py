@@ -30,6 +30,7 @@ from elixir_moe.moe.fused import (
     adapt_beside,
     become_fused,
     is_fused_experts,
+    is_spread,
 )
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.read_again import LinearReadAgain, mark_saving_none
@@ -175,7 +176,9 @@ class TiledFusedExperts(FusedExperts):
 
     def __init__(self, whole: FusedExperts, tiles: list[nn.Module], bounds: list[int]) -> None:
         super().__init__()
-        self.num_experts, self.ranks, self._bounds = bounds[-1], whole.ranks, bounds
+        self.num_experts, self._bounds = bounds[-1], bounds
+        if is_spread(whole):
+            self.ranks = whole.ranks
         _add(self, tiles)
 
     def of_rows(self, rows: Tensor, groups: Groups, adapters: Adapters) -> Tensor:
@@ -293,14 +296,18 @@ def _refusal(model: nn.Module, name: str, module: nn.Module) -> str | None:
         return f"module {name!r} has hooks of register_backward_hook: use register_full_backward_hook"
     if kept := [attribute for attribute, value in vars(module).items() if isinstance(value, Tensor)]:
         return f"module {name!r} keeps a tensor, {kept[0]!r}, which belongs to the whole module"
-    above = model.get_submodule(name.rpartition(".")[0])
+    name_above = name.rpartition(".")[0]
+    above = model.get_submodule(name_above)
     *path, inner, _ = ("", "", *name.split("."))
     if inner.startswith("lora_") and isinstance(model.get_submodule(".".join(path).strip(".")), AdaptersBeside):
         needed = max(p.nbytes for p in parameters)
         return f"module {name!r} is a factor of adapters, which peft reads whole: expected at_most of {needed} or more"
-    if hasattr(above, "parameter_name") and not isinstance(above, AdaptersBeside):
-        whose = f"parameter {above.parameter_name!r} of module {name!r} has adapters"
-        return f"{whose}, which peft adds to the whole of it: tile the model without target_parameters there"
+    while hasattr(above, "parameter_name"):  # wrappers of one module's parameters lie around each other
+        if not isinstance(above, AdaptersBeside):
+            whose = f"parameter {above.parameter_name!r} of module {name!r} has adapters"
+            return f"{whose}, which peft adds to the whole of it: tile the model without target_parameters there"
+        name_above = name_above.rpartition(".")[0]
+        above = model.get_submodule(name_above)
     if "forward" in vars(module):
         return f"module {name!r} has a forward of its own, which runs the whole module: set it after em.tile"
     for own, p in module.named_parameters(prefix=name, recurse=False):

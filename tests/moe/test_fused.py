@@ -3,6 +3,7 @@
 Tolerance: products of fp32 numbers near 1, whose sums of at most a few hundred terms are taken in another order.
 """
 
+import io
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import product
@@ -20,7 +21,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 import elixir_moe as em
 from elixir_moe.moe.fused import FusedExperts, is_fused_experts
-from tests.support.hf_cases import FAMILIES
+from tests.support.hf_cases import FAMILIES, ids
 
 E, D, H, T, K, R = 6, 64, 128, 40, 2, 4
 TOLERANCE = 1e-5
@@ -201,6 +202,28 @@ def test_no_tensor_is_as_large_as_the_stack(bytes_: bool) -> None:
             gradients(model)
         largest[name] = seen.numel
     assert largest["ours"] < stack <= largest["peft"], largest
+
+
+@pytest.mark.parametrize("way", ["grouped", "quantised", "tiled and quantised"])
+def test_copies_and_pickles(way: str) -> None:
+    model: Any = adapted(FAMILIES["qwen3-moe"].build().requires_grad_(False), ("gate_up_proj", "down_proj"))
+    if way.startswith("tiled"):
+        em.tile(model, at_most=20_000)
+    em.group_experts(model) if way == "grouped" else em.quantize(model, "int8")
+    wanted = model(ids(1)).logits
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    for other in (deepcopy(model), torch.load(stored, weights_only=False)):
+        assert torch.equal(other(ids(1)).logits, wanted)
+        assert [type(module) for module in other.modules()] == [type(module) for module in model.modules()]
+
+
+def test_adapters_may_follow() -> None:
+    """peft knows its wrappers by the names of their classes."""
+    model = em.group_experts(adapted(Layer(LAYOUTS["gate"]), ("gate_up_proj", "down_proj")))
+    model.add_adapter("other", model.peft_config["default"])
+    assert model(*routed()).isfinite().all()
 
 
 def test_models_without_fused_experts_are_named() -> None:

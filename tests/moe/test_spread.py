@@ -214,6 +214,8 @@ REFUSED = (
     r"Linear has no fused experts of transformers",
     r"has patterns already: leave its experts out of em.annotate",
     r"before em.wrap",
+    r"has 'gate_up_proj', which other modules share",
+    r"has adapters on 'gate_up_proj_bias', which cannot be cut",
 )
 
 
@@ -245,6 +247,12 @@ def refusal(number: int) -> str:
             model = nn.Linear(2, 2)
         elif number == 5:
             em.annotate(model, rules)
+        elif number == 7:
+            first, second = model.model.layers
+            second.mlp.experts.gate_up_proj = first.mlp.experts.gate_up_proj
+        elif number == 8:
+            config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.gate_up_proj_bias"])
+            model = peft.get_peft_model(FAMILIES["gpt-oss"].build(), config)
         elif number == 6:
             model, optimizer = em.wrap(model, make_optimizer(model), plan=em.Plan.zero3())
         em.spread_experts(model, expert)

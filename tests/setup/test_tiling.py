@@ -212,6 +212,32 @@ def test_hooks_of_a_tiled_module_see_the_whole_of_it() -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
 
 
+def adapted_in_tiles(plan: em.Plan | None) -> Any:
+    """(rank) Some steps of adapters on experts, which are tiled under a plan."""
+    import peft
+
+    family = FAMILIES["qwen3-moe"]
+
+    def build() -> tuple[nn.Module, Any]:
+        targets = ["experts.gate_up_proj", "experts.down_proj"]
+        config = peft.LoraConfig(r=3, target_modules=[], target_parameters=targets, init_lora_weights=False)
+        model = peft.get_peft_model(family.build(), config)
+        if plan is not None:
+            em.tile(model, at_most=20_000)
+        return model, make_optimizer(model)
+
+    def backward(model: Any, step: int) -> None:
+        family.loss(model, {k: v if plan is None else mine(v) for k, v in family.batch(step).items()}).backward()
+
+    return trained(build, backward, plan, STEPS)
+
+
+def test_adapters_on_experts_in_tiles(ranks: Ranks) -> None:
+    wanted = adapted_in_tiles(None)
+    for found in ranks(2).run(adapted_in_tiles, em.Plan.zero3(rcache_blocks=10, chunk_numel=4096)):
+        assert_alike(found, wanted, "adapted", TOLERANCE, rel=1e-4)
+
+
 def test_adapters_of_other_parameters_are_named() -> None:
     import peft
 

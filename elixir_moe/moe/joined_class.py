@@ -1,0 +1,48 @@
+"""Classes that a module gets in place: one of this library's in front of the one it had.
+
+Owns their making, once for each pair, so that modules of equal layers have the same class; and their way through pickle
+and deepcopy, which know classes by their names alone.
+"""
+
+import sys
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+
+class Joined:
+    """A base of the classes of this library that are put in front of others."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _new, (_recipe(type(self)),), self.__dict__
+
+
+@cache
+def joined(name: str, front: Any, plain: Any) -> type[nn.Module]:
+    """The class called `name` of modules that were of class `plain`."""
+    return type(name, (front, plain), {"__module__": __name__})
+
+
+def plain_class(module: nn.Module) -> Any:
+    """The class that a module of a joined class had before."""
+    return type(module).__bases__[1]
+
+
+def _recipe(kind: type) -> Any:
+    """A class by its name in its module, or by those of the two that it joins."""
+    if getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind or kind.__module__ != __name__:
+        return kind
+    return kind.__name__, *map(_recipe, kind.__bases__)
+
+
+def _new(recipe: Any) -> Any:
+    kind = _made(recipe)
+    return kind.__new__(kind)
+
+
+def _made(recipe: Any) -> Any:
+    if isinstance(recipe, type):
+        return recipe
+    name, front, plain = recipe
+    return joined(name, _made(front), _made(plain))
