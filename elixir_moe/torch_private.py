@@ -213,6 +213,17 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     setattr(optimizer, "_opt_called", True)  # noqa: B010
 
 
+def profiler_runs() -> bool:
+    """Whether a torch.profiler runs in this process. Nothing public tells, and `record_function` costs an operator even
+    where none does."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def on_all_threads() -> Any:
+    """The option of torch.profiler that records threads begun before it, as the optimizer's. Nothing public does."""
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
+
 ATTRIBUTES = {
     "Tensor._version": "How often a tensor was written in place. Nothing public reads the counter of a single tensor.",
     "Tensor._base": "The tensor of a view, to name a parameter in an error. Nothing public tells.",

@@ -17,7 +17,7 @@ STOREYS: list[set[str]] = [
     {"errors"},
     {"records"},
     {"kernels", "torch_private"},
-    {"distributed"},
+    {"distributed", "spans"},
     {"parallel"},
     {"moe"},
     {"quantized"},

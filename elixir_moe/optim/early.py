@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.optim.shard_update import AdamUpdate, TrainedPiece
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.spans import in_span
 
 Update = Callable[[], Sequence[Future[None]]]
 
@@ -80,7 +82,8 @@ class EarlyUpdates:
             if not math.isfinite(shard.squares):
                 return None
             mine = self._pieces[index]
-            return self._update.prepare(chunk, mine, set(chunk.parameters), scale, options=self._options)
+            work = self._update.prepare(chunk, mine, set(chunk.parameters), scale, options=self._options)
+            return partial(in_span, "update", chunk.label, work)
 
         prepared = self._thread.submit(prepare)
         done = self._thread.submit(_run, prepared)

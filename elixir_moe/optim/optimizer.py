@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +34,7 @@ from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks, moved_since_wrap
 from elixir_moe.runtime.phase import BROKEN, CLOSED, READY, REDUCED, STEPPABLE, WHOLE
 from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.spans import in_span
 from elixir_moe.torch_private import DisableTorchFunctionSubclass, mark_stepped
 
 
@@ -360,7 +362,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _begin_update(self, chunk: Chunk, facts: Facts, skip: torch.Tensor | None) -> None:
         shard, pieces = chunk.shard, self._pieces[chunk.spec.index]
         shard.gate.open_for_writing()
-        update = self._update.prepare(chunk, pieces, facts.used, self._decision.gradient_scale(chunk), skip)
+        work = self._update.prepare(chunk, pieces, facts.used, self._decision.gradient_scale(chunk), skip)
+        update = partial(in_span, "update", chunk.label, work)
         if self._update_thread is not None and shard.tier is not Tier.DEVICE:
             shard.update_beside(self._update_thread.submit(update))
         else:

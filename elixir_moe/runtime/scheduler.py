@@ -46,6 +46,7 @@ from elixir_moe.runtime.chunk import GATHERED, GATHERING, SHARDED, Chunk
 from elixir_moe.runtime.phase import READABLE, WHOLE, Phase
 from elixir_moe.runtime.reduction_order import Agreement, alone
 from elixir_moe.runtime.streams import Streams
+from elixir_moe.spans import span
 from elixir_moe.torch_private import (
     SELECTIVE_CHECKPOINT_MODES,
     dispatch_depth,
@@ -270,12 +271,13 @@ class Scheduler:
             chunk.buffer = chunk.block.claim(chunk.spec, self._streams.fetch_after_compute)
             if not chunk.spec.residence.in_shard:
                 start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
-                chunk.buffer[start:stop].copy_(values, non_blocking=True)
+                with span("fetch", chunk.label):
+                    chunk.buffer[start:stop].copy_(values, non_blocking=True)
                 chunk.shard.source.sent(lambda: self._streams.marked(Work()))
             if chunk.spec.shards == 1:
                 chunk.arriving = self._streams.marked(Work())
                 return
-            with self._streams.gathering(), self.phase.issuing(chunk.label):
+            with self._streams.gathering(), self.phase.issuing(chunk.label), span("gather", chunk.label):
                 work = chunk.communicator.all_gather(chunk.block.wire(chunk.spec), chunk.spec.index, of=chunk.label)
                 chunk.arriving = self._streams.marked(work)
 
@@ -283,7 +285,8 @@ class Scheduler:
         if chunk.arriving is None:
             self._begin_gathers(until=chunk)
         assert chunk.arriving is not None and chunk.buffer is not None
-        chunk.arriving.wait()
+        with span("wait", chunk.label):
+            chunk.arriving.wait()
         with _unrecorded():
             chunk.attach()
         self.shown_at[chunk.buffer.data_ptr()] = chunk
@@ -506,7 +509,8 @@ class Scheduler:
         self._let_update(chunk)
         with _unrecorded():
             gradients = chunk.gradients.complete()
-        with self._streams.reducing(), self.phase.issuing(chunk.label) if chunk.communicator.size > 1 else _HERE:
+        issuing = self.phase.issuing(chunk.label) if chunk.communicator.size > 1 else _HERE
+        with self._streams.reducing(), issuing, span("reduce", chunk.label):
             work = self._streams.marked(self._issue_reduction(chunk, gradients))
             if work.pending:
                 self._in_flight.append(work)

@@ -191,6 +191,9 @@ class RunConfig:
     dense MLPs among them. Divides the ranks and model.n_heads."""
     threads: Annotated[int, at_least(1)] = 1
     """CPU threads per rank."""
+    profile: Annotated[int | None, at_least(1)] = None
+    """Number of a step that torch.profiler records on rank 0, with all that follows it, such as an evaluation;
+    `elixir-moe report --html` draws it. Null: none."""
 
     def __post_init__(self) -> None:
         check(self, "run")

@@ -40,6 +40,7 @@ from elixir_moe.train.directory import CONTROL, Claim, extra_of
 from elixir_moe.train.memory import Scarcity
 from elixir_moe.train.report import Console, Report, StepRecord, Summary
 from elixir_moe.train.supervisor import Action, Observation, Supervisor, Verdict
+from elixir_moe.train.timeline import recorded
 from elixir_moe.train.training import Training
 
 DIVERGED = 3
@@ -206,8 +207,10 @@ class Loop:
         """Runs all remaining steps, the last save and the conclusion."""
         self._begin(source)
         begin = time.perf_counter()
-        while self.training.progress.step < self.config.run.steps:
-            self.step()
+        while (done := self.training.progress.step) < self.config.run.steps:
+            write = self.report.write if self.report is not None and done + 1 == self.config.run.profile else None
+            with recorded(done + 1, write):
+                self.step()
         self._seconds = time.perf_counter() - begin
         if self.config.save.every is not None:
             self.keeper.save(asynchronous=False, must=True)
