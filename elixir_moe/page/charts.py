@@ -119,9 +119,9 @@ def lines(
         drawn.append(_text(across, _HEIGHT - _BOTTOM + 14, f"{x:,.0f}", "x middle", value=x))
     drawn.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 4, "optimizer step", "middle quiet"))
     for x, word in marks:
-        across = at(x, low).split(",")[0]
+        across = float(at(x, low).split(",")[0])
         drawn.append(f'<line class="mark" x1="{across}" x2="{across}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-        drawn.append(_text(float(across) + 3, _TOP + 9, word, "quiet"))
+        drawn.append(_text(across + 3, _TOP + 9, word, "quiet"))
     for one in series:
         points = [at(x, y) for x, y in thinned(one.points)]
         classes = f"series c{one.colour % 8} {one.style}"

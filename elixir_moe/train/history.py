@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 from rich.console import Console
 from rich.table import Table
@@ -79,7 +79,7 @@ def _is_record(found: Mapping[str, Any]) -> bool:
     return is_number(found.get("step")) and all(loss is None or is_number(loss) for loss in losses)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether `value` is a number that can be shown and drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 

@@ -19,10 +19,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def wrapped(plan: em.Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
+def wrapped(
+    plan: em.Plan, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    return em.wrap(net, torch.optim.AdamW(net.parameters()), plan=plan)
+    return em.wrap(net, optimizer(net.parameters(), lr=0.1), plan=plan)
 
 
 def test_a_profiler_sees_what_the_library_does_by_chunk(tmp_path: Path) -> None:
@@ -53,7 +55,7 @@ def test_without_a_profiler_no_range_is_made(monkeypatch: pytest.MonkeyPatch) ->
     def never(name: str) -> None:
         raise AssertionError(name)
 
-    model, optimizer = wrapped(em.Plan.offload(rcache_blocks=3, chunk_numel=80))
+    model, optimizer = wrapped(em.Plan.offload(rcache_blocks=3, chunk_numel=80), torch.optim.SGD)  # runs no thread
     monkeypatch.setattr(torch.profiler, "record_function", never)
     step(model, optimizer)
     with pytest.raises(AssertionError, match="elixir::fetch chunk 0"), profile():
