@@ -200,10 +200,10 @@ def _recomputed(parts: Sequence[Part], events: Iterable[StepEvent]) -> set[int]:
         elif region and event.kind not in (LEAVE_AGAIN, READ_AGAIN):
             around = {parts[number].parent for number in region}
             while around:
-                number = around.pop()
-                if number is not None and number not in region and inside[number] <= region:
-                    region.add(number)
-                    around.add(parts[number].parent)
+                outer = around.pop()
+                if outer is not None and outer not in region and inside[outer] <= region:
+                    region.add(outer)
+                    around.add(parts[outer].parent)
             found |= region
             region = set()
     return found

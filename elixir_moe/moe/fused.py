@@ -255,10 +255,10 @@ def adapt_beside(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
 
 def restore_classes(changed: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None:
     """Undoes `adapt_beside`, whose result it gets; adapters of what has become tiles or bytes stay beside it."""
-    module: Any
     for module, before in changed:
-        if not (isinstance(module, AdaptersBeside) and isinstance(module.get_base_layer(), FusedExperts)):
-            module.__class__ = before
+        beside: Any = module if isinstance(module, AdaptersBeside) else None
+        if beside is None or not isinstance(beside.get_base_layer(), FusedExperts):
+            module.__class__ = before  # type: ignore[assignment]
 
 
 def adapted_stacks(model: nn.Module) -> Iterator[nn.Module]:

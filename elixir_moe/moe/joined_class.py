@@ -18,10 +18,14 @@ class Joined:
         return _new, (_recipe(type(self)),), self.__dict__
 
 
-@cache
-def joined(name: str, front: Any, plain: Any) -> type[nn.Module]:
+def joined(name: str, front: type, plain: type) -> Any:
     """The class called `name` of modules that were of class `plain`."""
-    return type(name, (front, plain), {"__module__": __name__})
+    return _joined(name, front, plain)
+
+
+@cache
+def _joined(name: str, *bases: Any) -> type:
+    return type(name, bases, {"__module__": __name__})
 
 
 def plain_class(module: nn.Module) -> Any:
