@@ -200,7 +200,7 @@ def timeline(title: str, spans: Sequence[Span]) -> str:
     lanes = list(dict.fromkeys(span.lane for span in spans))
     begin = min(span.begin for span in spans)
     whole = max(span.end for span in spans) - begin or 1e-9
-    label, height, drawn = max(len(lane) for lane in lanes) * _CHARACTER + 8, 26, []
+    label, height, drawn = max(len(lane) for lane in lanes) * _CHARACTER + 14, 26, []
     scale = (_WIDTH - label - _RIGHT) / whole
     bottom = len(lanes) * height
     for at in ticks(0, whole, 4):

@@ -41,7 +41,8 @@ margin:0 0 .8rem;max-width:36rem;min-width:0}
 padding:0;font-size:.85rem}.elixir .legend i{display:inline-block;width:.8em;height:.8em;border-radius:2px;
 margin-right:.35em;background:currentColor}.elixir .legend i.dashed{height:.2em;vertical-align:middle}
 .elixir .table{overflow-x:auto}.elixir table{border-collapse:collapse;font-size:.88rem}
-.elixir td{overflow-wrap:anywhere}.elixir th,.elixir td{padding:.2rem .7rem .2rem 0;text-align:left;vertical-align:top;
+.elixir td{overflow-wrap:anywhere;min-width:3.6em}
+.elixir th,.elixir td{padding:.2rem .7rem .2rem 0;text-align:left;vertical-align:top;
 border-bottom:1px solid var(--grid)}
 .elixir td.number,.elixir th.number{text-align:right;font-variant-numeric:tabular-nums}
 .elixir pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.82rem;margin:0}.elixir p{max-width:60rem}

@@ -193,7 +193,7 @@ class RunConfig:
     """CPU threads per rank."""
     profile: Annotated[int | None, at_least(1)] = None
     """Number of a step that torch.profiler records on rank 0, with all that follows it, such as an evaluation;
-    `elixir-moe report --html` draws it. Null: none."""
+    `elixir-moe report --html` draws it. Updates on a thread that end behind the step are not in it. Null: none."""
 
     def __post_init__(self) -> None:
         check(self, "run")

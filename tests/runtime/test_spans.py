@@ -41,6 +41,7 @@ def test_a_profiler_sees_what_the_library_does_by_chunk(tmp_path: Path) -> None:
     told: dict[str, str] = {}
     with recorded(3, told.__setitem__):
         step(model, optimizer)
+        step(model, optimizer)  # its forward waits for the updates of the first
     timeline = json.loads(told["timeline.json"])
     updates = {one["name"] for one in timeline["spans"] if one["lane"] == "update"}
     assert updates == set(chunks), "the trainer's profiler records all threads"
