@@ -101,8 +101,8 @@ def choose_units(
 
     A unit is the largest part whose parameters lie in a single moving chunk: any piece of it would gather all of it. A
     part with several such chunks is a unit for its own parameters only, and the parts inside it are considered in turn.
-    With whole layers, a part that backward recomputes is a unit in any case: its chunks are held together then. A part
-    inside several others is never part of a larger unit.
+    With whole layers, a part without tiles that backward recomputes is a unit in any case: its chunks are held together
+    then. A part inside several others is never part of a larger unit.
 
     Args:
         parts: all parts, outermost first.
@@ -114,6 +114,8 @@ def choose_units(
     joins = [True] * len(parts)
     chooses = [part.chooses for part in parts]
     saves_none = [part.saves_none or not part.params for part in parts]
+    in_turn = [part.saves_none and bool(part.params) for part in parts]
+    """Whether a part has tiles inside, which are gathered one after the other also where they run again."""
     for number in reversed(range(len(parts))):
         parent = parts[number].parent
         if parent is not None:
@@ -122,13 +124,14 @@ def choose_units(
             joins[parent] &= joins[number] and not parts[number].shared
             chooses[parent] |= chooses[number]
             saves_none[parent] &= saves_none[number]
+            in_turn[parent] |= in_turn[number]
             params[parent] += params[number]
     units: list[UnitSpec | None] = []
     for number, part in enumerate(parts):
         around = None if part.parent is None else units[part.parent]
         if around is not None and around.whole:
             units.append(around)
-        elif joins[number] and (len(chunks[number]) < 2 or (whole_layers and part.recomputed)):
+        elif joins[number] and (len(chunks[number]) < 2 or (whole_layers and part.recomputed and not in_turn[number])):
             mine = tuple(sorted(set(params[number])))
             traits = {"chooses": chooses[number], "saves_none": saves_none[number]}
             units.append(UnitSpec(part=number, params=mine, whole=True, **traits))
