@@ -303,12 +303,16 @@ class ShardState:
         self._become(_CLEARED[self.contents])
 
     def updated(self) -> None:
-        """Called when an update has written, or is about to write, master and values: drops the gradient."""
+        """Called when an update has written master and values: drops the gradient."""
         self.gate.leave_sum()
         self._become(VALUES)
 
     def update_beside(self, update: "Future[Sequence[Future[None]]]") -> None:
-        """Registers an update that ends later, with the tasks it starts; until they end, nobody may read this state."""
+        """Registers an update that ends later, with the tasks it starts, and counts the shard as updated.
+
+        Until they end, the update still reads the gradient, which may lie in the values' place. Only the gate keeps
+        other readers out: one that went past it would take the gradient for weights.
+        """
         self.gate.begin_update(update)
         self.updated()
 

@@ -63,6 +63,18 @@ class Facts:
     """Number of updates that have begun in backward, on all ranks."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """The sums of what all ranks know before an update."""
+
+    squares: float
+    """Of the norm; 0 if it is summed on the device."""
+    begun: int
+    """See `Facts.begun`."""
+    used: set[nn.Parameter]
+    """See `Facts.used`."""
+
+
 class StepDecision:
     """The agreement of ranks on each step of one wrapped model."""
 
@@ -229,39 +241,51 @@ class StepDecision:
         self._scheduler.drain()
         begun = 0 if self._early is None else self._early.settle()
         self._counted = self._scheduler.reductions_issued
+        mine = self._squares_here()
+        self._scheduler.fetch_after_compute()
+        if self._on_device is not None and self.loss_scale is None:  # a loss scale must know of an overflow
+            norm, answer = self._sum_on_device(mine, self._on_device), self._ask(0.0, begun)
+        else:
+            answer = self._ask(float(mine), begun)
+            norm = answer.squares**0.5
+        if not answer.begun and not math.isfinite(answer.squares):
+            self._phase.early.clear()  # no update has begun, so `step` can be given up and forward may run again
+        self._facts = Facts(norm=norm, used=answer.used, begun=answer.begun)
+        return self._facts
+
+    def _squares_here(self) -> float | torch.Tensor:
+        """This rank's part of the squared norm: a chunk that k ranks hold counts 1/k on each of them."""
         mine: float | torch.Tensor = 0.0
         for chunk in self._chunks:
             if chunk.shard.has_gradient:
                 weight = chunk.spec.shards / len(chunk.spec.key.ranks)
                 mine += weight * chunk.squares() * self._unscale(chunk) ** 2
-        self._scheduler.fetch_after_compute()
-        norm = None
-        if self._on_device is not None and self.loss_scale is None:  # a loss scale must know of an overflow
-            norm = self._sum_on_device(mine, self._on_device)
-        used_here = map(self._scheduler.used.__contains__, self._slots)
-        unseen = self._scheduler.written_unseen() is not None
-        known = float(mine) if norm is None else 0.0
+        return mine
+
+    def _ask(self, squares: float, begun: int) -> _Answer:
+        """Sums over all ranks what each knows. Collective.
+
+        Raises, on all ranks, what `_refuse_different` and `_refuse_unseen_writes` say, or OutOfStepError.
+        """
         asked, self._asked = "; ".join(self._asked), []
         steps, backwards = self._phase.place
         same = [*_bits(steps), *_bits(zlib.crc32(f"{backwards} {asked}".encode()))]
-        votes = torch.tensor([known, begun, *same, float(unseen), *used_here], dtype=torch.float64, device="cpu")
+        unseen = self._scheduler.written_unseen() is not None
+        used_here = map(self._scheduler.used.__contains__, self._slots)
+        votes = torch.tensor([squares, begun, *same, float(unseen), *used_here], dtype=torch.float64, device="cpu")
         with Wait("the all-reduce of the gradient norm over all ranks"):
             self._groups.sum_over_peers(votes)
             self._groups.sum_over_stages(votes[: 2 + _BITS])
-        squares, begun_anywhere, *rest = votes.tolist()
-        same_steps, same_asked, (unseen_writes, *used) = rest[:_BITS], rest[_BITS : 2 * _BITS], rest[2 * _BITS :]
+        total, begun_anywhere, *rest = votes.tolist()
+        same_steps, same_asked, (unseen_anywhere, *used) = rest[:_BITS], rest[_BITS : 2 * _BITS], rest[2 * _BITS :]
         if not {0, dist.get_world_size(self._groups.control)}.issuperset(same_steps):
             self._phase.agree(self._groups.control)
         if not {0, len(self._groups.peers)}.issuperset(same_asked):
             self._refuse_different(asked)
-        if unseen_writes:
+        if unseen_anywhere:
             self._refuse_unseen_writes()
-        norm = squares**0.5 if norm is None else norm
-        if not begun_anywhere and not math.isfinite(squares):
-            self._phase.early.clear()  # the step may be given up
         everybody = {p for p, n in zip(self._parameters, used, strict=True) if n}
-        self._facts = Facts(norm=norm, used=everybody, begun=int(begun_anywhere))
-        return self._facts
+        return _Answer(squares=total, begun=int(begun_anywhere), used=everybody)
 
     def _sum_on_device(self, mine: float | torch.Tensor, communicator: Communicator) -> torch.Tensor:
         """The square root of the sum of `mine` over all ranks, on the device."""

@@ -232,7 +232,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._phase.write("optimizer.step()")
         if not overflow:
             self._scheduler.drop_weights()  # weights left gathered by an interrupted update would be stale
-            self._scheduler.drain()  # gathers issued after the clipping may still read the shards
+            self._scheduler.drain()  # gathers issued after the clipping may still read the shards that updates write
             changed = [p for chunk in self._in_order_of_use() for p in self._update_chunk(chunk, facts, skip)]
             self._update.finish()
             if isinstance(norm, torch.Tensor):
