@@ -66,15 +66,15 @@ class Inspection:
     @property
     def numel(self) -> int:
         """Elements of all parameters, experts of all ranks included."""
-        return sum(map(logical_numel, self._wrapped.model.parameters))
+        return sum(map(logical_numel, self._wrapped.spec.parameters))
 
     @property
     def trainable(self) -> dict[str, int]:
         """{name: elements} of the trainable parameters, the most first; those of all layers together, as ``*``."""
         found: Counter[str] = Counter()
-        for parameter in self._wrapped.model.parameters:
+        for parameter in self._wrapped.spec.parameters:
             if parameter.requires_grad:
-                found[_NUMBER.sub("*", self._wrapped.model.names[parameter][0])] += logical_numel(parameter)
+                found[_NUMBER.sub("*", self._wrapped.spec.names[parameter][0])] += logical_numel(parameter)
         return dict(found.most_common())
 
     @property
@@ -102,7 +102,7 @@ class Inspection:
             ``chunks``: for each chunk its number, chunk group, tier, residence, shards, the bytes of its state on this
             rank and [name, elements] of each parameter. ``planned_bytes``: {tier: {kind: bytes}}.
         """
-        plan, names, parameters = self.plan, self._wrapped.model.names, self._wrapped.model.parameters
+        plan, names, parameters = self.plan, self._wrapped.spec.names, self._wrapped.spec.parameters
         chunks = [
             {
                 "chunk": chunk.index,

@@ -180,7 +180,7 @@ def _wrapped(
 
     # 2. Describe the model and settle its plan.
     decided = decide(made, model, optimizer, plan, sample, step, compute_dtype, device)
-    described, layout, schedule, plan = decided.model, decided.layout, decided.schedule, decided.plan
+    described, layout, schedule, plan = decided.spec, decided.layout, decided.schedule, decided.plan
     moments, staged, communicators = decided.moments, decided.staged, decided.communicators
 
     # 3. Make files, process groups and memory: all ranks, or none.
@@ -239,7 +239,7 @@ def _wrapped(
         layout=layout,
         footprint=size,
         moments=moments,
-        model=described,
+        spec=described,
         groups=groups,
         scheduler=scheduler,
         hooks=hooks,

@@ -241,11 +241,11 @@ def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[f
     return [round(i * step, 12) for i in range(first, math.ceil(high / step - 1e-9) + 1)]
 
 
-def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """At most so many points, or a few more: the least and the largest of equal parts, and the last."""
-    if len(points) <= most:
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most `_MOST_POINTS`, or a few more: the least and the largest of equal parts, and the last."""
+    if len(points) <= _MOST_POINTS:
         return list(points)
-    parts, kept = most // 2, []
+    parts, kept = _MOST_POINTS // 2, []
     for i in range(parts):
         part = points[len(points) * i // parts : len(points) * (i + 1) // parts]
         ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}

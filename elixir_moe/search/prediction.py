@@ -52,7 +52,7 @@ class Prediction:
         if self.measured_seconds is not None:
             return
         self.held_bytes = wrapped.held_bytes()
-        device = wrapped.model.parameters[0].device
+        device = wrapped.spec.parameters[0].device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._ends.append(time.perf_counter())

@@ -38,7 +38,7 @@ class Decided:
 
     plan: Plan
     """With every number settled."""
-    model: ModelSpec
+    spec: ModelSpec
     layout: Layout
     schedule: Schedule
     """The requests of a step to the rCache."""
@@ -108,7 +108,7 @@ def decide(
     layout, schedule = described.layout(plan)
     return Decided(
         plan=plan,
-        model=described,
+        spec=described,
         layout=layout,
         schedule=schedule,
         moments=moments,

@@ -57,8 +57,8 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, A
     """
     wrapped = require_wrapped(model, "full_state_dict", "; use model.state_dict() on a plain one")
     check_as_wrapped(model, wrapped)
-    gets = all_ranks or dist.get_rank() == wrapped.model.ranks[0]
-    names = wrapped.model.names
+    gets = all_ranks or dist.get_rank() == wrapped.spec.ranks[0]
+    names = wrapped.spec.names
     full = {names[parameter][0]: value for parameter, value in full_parameters(wrapped) if gets}
     states: list[dict[str, Any]] = []
 
@@ -75,13 +75,13 @@ def _state_of(model: nn.Module, wrapped: Wrapped, values: dict[torch.Tensor, tor
     """The model's own state dict of full parameters, and of copies of its buffers on the CPU."""
     values |= {buffer: buffer.detach().cpu().clone() for buffer in model.buffers()}
     with refuse_reads("a hook of state_dict() has kept a parameter, which it should read from its module"):
-        state = plain_state(model, wrapped.model.names, values)
+        state = plain_state(model, wrapped.spec.names, values)
     ours = {_memory(value) for value in values.values()} - {None}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and _memory(value) not in ours:
             state[key] = value.detach().cpu().clone()  # made by a hook, perhaps of what goes on to change
-    if state.keys() == wrapped.model.keys.keys():  # parametrisations may have come or gone since: the order of wrap
-        for key in wrapped.model.keys:
+    if state.keys() == wrapped.spec.keys.keys():  # parametrisations may have come or gone since: the order of wrap
+        for key in wrapped.spec.keys:
             state[key] = state.pop(key)
     return state
 
@@ -102,7 +102,7 @@ def full_parameters(
     """
     wrapped.phase.require(WHOLE, "em.full_state_dict()")
     wrapped.scheduler.flush()
-    if len(wrapped.model.ranks) > 1:
+    if len(wrapped.spec.ranks) > 1:
         wrapped.phase.agree(wrapped.groups.peers_group)
     tiles: dict[str, dict[int, torch.Tensor]] = {}
     for chunk in wrapped.scheduler.chunks:
@@ -118,7 +118,7 @@ def full_parameters(
                 continue
             local = whole[slot.start : slot.stop].view(shaped.shape).to(dtype, copy=True)
             if (tile := tile_of(parameter)) is not None:
-                name = wrapped.model.names[parameter][0]
+                name = wrapped.spec.names[parameter][0]
                 there = tiles.setdefault(name, {})
                 there[tile.start] = local
                 if sum(map(len, there.values())) < tile.rows:

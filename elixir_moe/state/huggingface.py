@@ -494,9 +494,9 @@ def _save_adapters(model: Any, wrapped: Wrapped, folder: str) -> None:
     mine = dist.get_rank() == 0
     chosen = raise_on_all_ranks("chose the adapters' weights", lambda: _of_adapters(model, like) if mine else None)[0]
     keys_of_name: dict[str | None, list[str]] = {}
-    for key, name in wrapped.model.keys.items():
+    for key, name in wrapped.spec.keys.items():
         keys_of_name.setdefault(name, []).append(key)
-    keys = {p: keys_of_name.get(names[0], []) for p, names in wrapped.model.names.items()}
+    keys = {p: keys_of_name.get(names[0], []) for p, names in wrapped.spec.names.items()}
     wanted = {p for p, those in keys.items() if chosen is None or not chosen.isdisjoint(those)}
     state = dict(like)
     for buffer, names in persistent_buffers(model).items():
@@ -540,14 +540,14 @@ def _meta_state(model: nn.Module, wrapped: Wrapped) -> dict[str, Tensor]:
         p: dtype for c in wrapped.scheduler.chunks for p, dtype in zip(c.parameters, c.original_dtypes, strict=True)
     }
     tensors: dict[str, Tensor] = {names[0]: buffer for buffer, names in persistent_buffers(model).items()}
-    tensors |= {names[0]: p for p, names in wrapped.model.names.items()}
+    tensors |= {names[0]: p for p, names in wrapped.spec.names.items()}
     return {
         key: torch.empty(
             logical_shape(tensors[name]),
             dtype=dtypes.get(tensors[name], tensors[name].dtype),  # type: ignore[call-overload]
             device="meta",
         )
-        for key, name in wrapped.model.keys.items()
+        for key, name in wrapped.spec.keys.items()
         if name is not None
     }
 
@@ -576,7 +576,7 @@ def _of_adapters(model: Any, like: dict[str, Tensor]) -> set[str] | None:
 
 def _refuse_more_than_tensors(model: nn.Module, wrapped: Wrapped) -> None:
     """Raises UsageError if the model's state dict has more than its parameters and buffers under keys of its own."""
-    more = computed(wrapped.model.keys)
+    more = computed(wrapped.spec.keys)
     more += [key for key, module in modules_with_extra_state(model).items() if module.get_extra_state() is not None]
     if more:
         raise UsageError(
@@ -588,7 +588,7 @@ def _refuse_more_than_tensors(model: nn.Module, wrapped: Wrapped) -> None:
 def _keys_of_files(wrapped: Wrapped) -> dict[str, str]:
     """{first name of a parameter or buffer: its first key in the model's own state dict}."""
     found: dict[str, str] = {}
-    for key, name in wrapped.model.keys.items():
+    for key, name in wrapped.spec.keys.items():
         if name is not None:
             found.setdefault(name, key)
     return found
@@ -598,7 +598,7 @@ def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Ten
     """Yields (key, full tensor) of what the model's state dict has, on every rank, one chunk at a time."""
     keys = _keys_of_files(wrapped)
     for parameter, tensor in full_parameters(wrapped):
-        if (key := keys.get(wrapped.model.names[parameter][0])) is not None:
+        if (key := keys.get(wrapped.spec.names[parameter][0])) is not None:
             yield key, tensor
     for buffer, names in persistent_buffers(model).items():
         if names[0] in keys:

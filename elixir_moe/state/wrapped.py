@@ -36,7 +36,7 @@ class Wrapped:
     footprint: Footprint
     moments: int
     """fp32 values the optimizer keeps per element."""
-    model: ModelSpec
+    spec: ModelSpec
     """Names, parameters and ranks of the model at the time of `wrap`."""
     groups: ControlGroups
     """gloo process groups: of all ranks, and for every chunk and every sharded axis."""
@@ -87,7 +87,7 @@ def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
 
     `torch.nn.utils.parametrize` may have moved a parameter, or moved it back.
     """
-    spec = wrapped.model
+    spec = wrapped.spec
     then = {(unparametrized(name), p): name for p, names in spec.names.items() for name in names}
     now = {(unparametrized(name), t): name for name, t in named_tensors(model) if isinstance(t, nn.Parameter)}
     buffers = list(chain(*persistent_buffers(model).values()))

@@ -64,7 +64,7 @@ def held_pieces(wrapped: Wrapped) -> Iterator[HeldPiece]:
     """The pieces of all parameters on this rank, empty ones included."""
     for chunk in wrapped.scheduler.chunks:
         for index, parameter in enumerate(chunk.parameters):
-            yield _held(wrapped.model.names[parameter][0], chunk, index)
+            yield _held(wrapped.spec.names[parameter][0], chunk, index)
 
 
 def _held(name: str, chunk: Chunk, index: int) -> HeldPiece:

@@ -203,7 +203,7 @@ def _differences(
         entry = manifest.parameters.get(name)
         if entry is None:
             continue
-        tied = tuple(wrapped.model.names[held.parameter])
+        tied = tuple(wrapped.spec.names[held.parameter])
         if entry.names != tied:
             yield f"parameter {name!r} has the names {list(entry.names)} in the checkpoint, {list(tied)} in the model"
         yield from _unlike(f"parameter {name!r}", entry, held.global_shape, held.values.dtype)
@@ -275,7 +275,7 @@ def _check_optimizer(manifest: Manifest, wrapped: Wrapped, directory: Path) -> N
             f"{directory} was saved with the optimizer {manifest.optimizer[:200]!r}, this is {wrapped.kept.kind!r}: "
             f"what one keeps means nothing to the other"
         )
-    groups = [{wrapped.model.names[p][0] for p in group["params"]} for group in wrapped.optimizer.param_groups]
+    groups = [{wrapped.spec.names[p][0] for p in group["params"]} for group in wrapped.optimizer.param_groups]
     saved = [set(group.params) for group in manifest.param_groups]
     if len(groups) != len(saved):
         raise CheckpointError(f"{directory} has {len(saved)} param_groups, the optimizer has {len(groups)}")

@@ -12,7 +12,7 @@ of the training's.
 
 Before an asynchronous `save` returns, it copies everything that user code can change unnoticed: buffers, and weights
 that parameters view at home. Anything else changes only by an update, a load, or a user's write that is brought home;
-each of these waits until the thread has copied everything (`ShardState.wait_for_reader`). Updates of the last step may
+each of these waits until the thread has copied everything (`Gate.wait_for_reader`). Updates of the last step may
 still run when `save` is called: the thread waits for them, one shard at a time (`Elements.read`).
 """
 
@@ -307,9 +307,9 @@ def _facts(path: Any, model: nn.Module, extra: Any, wrapped: Wrapped, frozen: bo
     target = path_of(path)
     wrapped.kept.check_last_step()
     wrapped.phase.require((READY,), "em.save()")
-    if len(wrapped.model.ranks) < dist.get_world_size():
+    if len(wrapped.spec.ranks) < dist.get_world_size():
         raise UsageError(
-            f"this model is a pipeline stage of ranks {list(wrapped.model.ranks)}, and a checkpoint is of one model of "
+            f"this model is a pipeline stage of ranks {list(wrapped.spec.ranks)}, and a checkpoint is of one model of "
             f"all ranks: save em.full_state_dict(model) of each stage instead"
         )
     wrapped.scheduler.flush()
@@ -321,13 +321,13 @@ def _facts(path: Any, model: nn.Module, extra: Any, wrapped: Wrapped, frozen: bo
             "optimizer": wrapped.kept.kind,
             "param_groups": tuple(
                 ParamGroup(
-                    params=tuple(dict.fromkeys(wrapped.model.names[p][0] for p in group["params"])),
+                    params=tuple(dict.fromkeys(wrapped.spec.names[p][0] for p in group["params"])),
                     options={k: encode(v, f"param_group[{k!r}]") for k, v in group.items() if k != "params"},
                 )
                 for group in wrapped.optimizer.param_groups
             ),
             "loss_scale": encode(loss_scale_of(wrapped.optimizer), "the loss scale"),
-            "keys": wrapped.model.keys,
+            "keys": wrapped.spec.keys,
             "extra": encoded,
         }
     return _Facts(
@@ -389,7 +389,7 @@ class _Contents:
             pieces = self._pieces(held, wrapped.kept)
             earlier = self.entries[held.name].pieces if held.name in self.entries else ()  # of other tiles
             self.entries[held.name] = ParameterRecord(
-                names=tuple(wrapped.model.names[held.parameter]),
+                names=tuple(wrapped.spec.names[held.parameter]),
                 shape=held.global_shape,
                 grid=held.grid,
                 dtype=name_of(held.chunk.original_dtypes[held.index], held.name),
