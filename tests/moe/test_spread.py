@@ -5,6 +5,7 @@ Tolerances as in `tests.support.parity`: the order of sums over ranks differs.
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,26 @@ def lopsided() -> float:
     optimizer.step()
     optimizer.close()
     return norm
+
+
+def test_ranks_with_other_numbers_of_tokens(ranks: Ranks) -> None:
+    """Each rank's loss is the mean over its own tokens; the step is that of the mean over ranks, recomputed or not."""
+    wanted = uneven(None)
+    for found in ranks(2).run(uneven, PLANS["offload"], 2):
+        assert_alike(found, wanted, "uneven", TOLERANCE, rel=1e-4)
+
+
+def uneven(plan: em.Plan | None, ep: int | None = None) -> Any:
+    """Some steps in which one rank has 3 rows of 7 tokens and the other 1 row of 11."""
+
+    def backward(model: Any, step: int) -> None:
+        shapes = {0: (3, 7), 1: (1, 11)}
+        here = shapes if plan is None else [dist.get_rank()]
+        for rank in here:
+            rows = torch.randint(VOCAB, shapes[rank], generator=torch.Generator().manual_seed(2 * step + rank))
+            (FAMILIES["qwen3-moe"].loss(model, {"input_ids": rows, "labels": rows}) / len(here)).backward()
+
+    return trained(partial(built, "qwen3-moe", "checkpointed", ep), backward, plan, STEPS)
 
 
 def test_checkpoints_and_folders_have_all_experts(ranks: Ranks, tmp_path: Path) -> None:
