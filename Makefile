@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PACKAGE_VENV := .venv-package
 BENCH_STAMP := $(VENV)/.peers-installed
+DOCS_STAMP := $(VENV)/.docs-installed
 CONSTRAINTS := constraints.txt
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test test-all test-torch test-peers lint format train bench gpu-proof bench-gpu chaos paper-table wheel test-wheel clean
+.PHONY: setup test test-all test-torch test-peers lint format train docs bench gpu-proof bench-gpu chaos paper-table wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -22,6 +23,10 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 
 $(BENCH_STAMP): $(STAMP)
 	DS_BUILD_OPS=0 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[train,dev,bench]'
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip install --editable '.[train,dev,docs]'
 	touch $@
 
 # Every Python of the tests would compile all files of the library anew.
@@ -65,6 +70,11 @@ format: setup
 
 train: setup
 	$(BIN)/elixir-moe train --nproc 2 --config examples/pr_moe_small.yaml --run.overwrite true
+
+# The site, in build/docs; open build/docs/index.html. A broken link is an error.
+docs: $(DOCS_STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
+	@echo "open build/docs/index.html"
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -W ignore -m benchmarks.run --out build/bench.json

@@ -1,30 +1,106 @@
-"""The documents: every snippet runs."""
+"""The documents: snippets and notebooks run, links lead somewhere, pages are short, quoted errors exist."""
 
+import ast
 import re
-import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
+import elixir_moe as em
+from tests.support.documents import anchors, links, made_pages
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
+WORDS = 1500
+QUICK = "quickstart"
+"""The notebook that the quick tests run."""
 
 
-def test_the_page_of_public_names_is_made_from_the_docstrings() -> None:
-    made = runpy.run_path(str(DOCS / "make_api.py"))
-    assert (DOCS / "api.md").read_text() == made["page"](), "run: python docs/make_api.py"
+def test_no_page_is_long() -> None:
+    assert {page.name: n for page in PAGES if (n := len(page.read_text().split())) > WORDS} == {}
+
+
+def test_every_page_is_on_the_site() -> None:
+    index = (DOCS / "index.md").read_text()
+    listed = set(re.findall(r"(?m)^([a-z_/]+)$", index))
+    assert {page.stem for page in PAGES} - {"index"} | {f"api/{name}" for name in made_pages()} == listed
+
+
+def test_every_public_name_is_on_one_page_of_the_site() -> None:
+    named = [name for _, names in made_pages().values() for name in names]
+    assert sorted(named) == sorted(em.__all__)
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "printed"), [("training_loop.md", 13, '"scatter": true'), ("i_want_to.md", 8, "host")]
+    "page",
+    [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"))],
+    ids=lambda p: p.name,
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in links(page.read_text()):
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        inside = not file.resolve().is_relative_to(DOCS) and page.parent == DOCS
+        if not file.exists() or inside or (anchor and anchor not in anchors(file.read_text())):
+            broken.append(target)
+    assert not broken, "a page links to pages of the site, by headings that they have"
+
+
+def test_no_file_names_a_page_that_is_gone() -> None:
+    folders = ("elixir_moe", "tests", "benchmarks", "examples", "packaging", "csrc")
+    files = [
+        file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".cpp", ".hpp")
+    ]
+    files += [ROOT / name for name in ("Makefile", "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    gone = [
+        f"{file.relative_to(ROOT)}: docs/{name}"
+        for file in files
+        for name in re.findall(r"docs/([\w/]+\.(?:md|py|ipynb))", file.read_text())
+        if not (DOCS / name).exists()
+    ]
+    assert not gone
+
+
+def _said() -> Iterator[str]:
+    """Every text of the library's code; what is filled in is one NUL."""
+    for file in sorted((ROOT / "elixir_moe").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_quoted_errors_are_those_of_the_code() -> None:
+    rows = re.findall(r"(?m)^\| (`.*?`) \|", (DOCS / "errors.md").read_text())
+    quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
+    assert len(quoted) > 25
+    said = list(_said())
+    for text in quoted:
+        pattern = re.compile(r"\0".join(re.escape(part) for part in re.split(r"\.\.\.|\bN\b", text)))
+        assert any(pattern.search(one) for one in said), text
+
+
+def run_snippets(page: Path, scope: dict[str, object]) -> int:
+    """Runs the Python of a page, one snippet after another; returns how many there are."""
+    text = page.read_text()
+    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for snippet in snippets:
+        line = text[: text.index(snippet)].count("\n")
+        exec(compile("\n" * line + snippet, str(page), "exec"), scope)
+    return len(snippets)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "printed"),
+    [("training_loop", 11, '"scatter": true'), ("weights", 3, ""), ("i_want_to", 8, "host")],
 )
 def test_the_snippets_run_one_after_another(
     name: str, number: int, printed: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    text = (DOCS / name).read_text()
-    scope: dict[str, object] = {"__name__": "snippets", "out": tmp_path}
-    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(snippets) == number
-    for snippet in snippets:
-        line = text[: text.index(snippet)].count("\n")
-        exec(compile("\n" * line + snippet, str(DOCS / name), "exec"), scope)
+    assert run_snippets(DOCS / f"{name}.md", {"__name__": "snippets", "out": tmp_path}) == number
     assert printed in capsys.readouterr().out

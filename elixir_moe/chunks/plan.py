@@ -393,7 +393,7 @@ class Plan:
         master: Master = "fp32",
         moments: Moments = "fp32",
     ) -> "AutoPlan":
-        """Lets `wrap` search for the fastest plan that fits, by tracing one step without data (docs/planning.md).
+        """Lets `wrap` search for the fastest plan that fits, by tracing one step without data (docs/which_plan.md).
 
         Args:
             step: the forward of a training step, as in ``step(model, sample).backward()``.

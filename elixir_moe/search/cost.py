@@ -1,7 +1,7 @@
 """The cost of a plan on a machine: bytes in every tier, and the seconds of a step.
 
 Owns the formulas. Pure: the bytes come from `chunks.ledger`, the gathers from the runtime's own cache policy.
-Derivations are in docs/planning.md. Sources: Elixir v2, 4.1, 5.1 and A.1; the six bytes a parameter are ours.
+Derivations are in docs/cost_model.md. Sources: Elixir v2, 4.1, 5.1 and A.1; the six bytes a parameter are ours.
 
 A step of one rank::
 

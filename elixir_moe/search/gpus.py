@@ -144,7 +144,7 @@ _MEANINGS = {
     "disk_bytes": "bytes: disks of one node for shards; leave the three lines out without a disk",
     "disk_read": "1e9 bytes a second: all disks of one node",
     "disk_write": "1e9 bytes a second: all disks of one node",
-    "fitted": "parts, and nanoseconds: see docs/planning.md; keep these until steps are measured",
+    "fitted": "parts, and nanoseconds: see docs/cost_model.md; keep these until steps are measured",
     "device_efficiency": "0 to 1: part of the peaks that kernels reach",
     "exposed_collectives": "0 to 1: part of gathers and reductions that compute does not hide",
     "host_update_slowdown": "factor: an update in host memory within a step, over Adam alone",

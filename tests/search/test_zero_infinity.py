@@ -81,7 +81,7 @@ def test_tables_are_shown_beside_the_paper_and_departures_are_explained(capsys: 
 
 @pytest.mark.parametrize("table", ["figure-2b", "table-3"])
 def test_the_document_shows_what_the_command_prints(table: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
     assert main(["estimate", "--zero-infinity", table]) == 0
     shown = [f"    $ elixir-moe estimate --zero-infinity {table}", *capsys.readouterr().out.splitlines()]
     assert "\n    ".join(shown) in text

@@ -285,6 +285,6 @@ def test_the_quickstart_runs_and_learns(world: int, ranks: Callable[[int], RankP
         assert len(losses) == 10 and losses[-1] < losses[0]
 
 
-def test_the_readme_shows_the_quickstart_as_it_is() -> None:
-    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_page_of_patterns_shows_the_quickstart_as_it_is() -> None:
+    block = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "patterns.md").read_text(), re.DOTALL)
     assert block and block[1] == (ROOT / "examples" / "quickstart.py").read_text()

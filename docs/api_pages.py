@@ -1,6 +1,6 @@
-"""Writes docs/api.md from the docstrings of the public names: ``python docs/make_api.py``.
+"""The pages of every public name, made from the docstrings whenever the site is built (docs/conf.py).
 
-Owns the form of the page. A test compares the page with what this makes.
+Owns the form of these pages and which name is on which. They are not committed.
 """
 
 import ast
@@ -14,27 +14,45 @@ from typing import Any
 
 import elixir_moe as em
 
-PAGE = Path(__file__).with_name("api.md")
-_HEAD = """# Every public name
-
-Made from the docstrings by `python docs/make_api.py`. `em` is `import elixir_moe as em`. All other names are internal.
-"""
+PAGES = {
+    "plan": ("Plan and wrap", "wrap Plan AutoPlan Tier ShardedOptimizer sharded_init unsharded"),
+    "memory": ("Less memory", "tile quantize dequantize linear_cross_entropy"),
+    "patterns": (
+        "Patterns and mixtures",
+        "init_mesh expert_mesh annotate Pattern MoE group_experts spread_experts megatron models",
+    ),
+    "state": ("Save and load", "save load latest Saving full_state_dict save_pretrained"),
+    "inspect": ("Look", "inspect Inspection Footprint Statistics"),
+    "errors": (
+        "Errors",
+        "ElixirError ConfigError UsageError PlanError LayoutError TierError DiskError CheckpointError OutOfStepError",
+    ),
+}
+"""{file: (title, its public names)}: every name of `em.__all__`, once."""
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields):$")
 _ENTRY = re.compile(r"^(\w[\w, ]*): (.*)$")
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [_HEAD]
-    for name in sorted(em.__all__, key=str.lower):
-        value = getattr(em, name)
+def page(name: str) -> str:
+    """One page."""
+    title, names = PAGES[name]
+    parts = [f"# {title}\n"]
+    for public in names.split():
+        value = getattr(em, public)
         if isinstance(value, ModuleType):
-            parts.append(f"## em.{name}\n\n{_text(value)}")
-            names = getattr(value, "__all__", None) or [n for n, f in _functions(value)]
-            parts += [_entry(f"em.{name}.{inner}", getattr(value, inner), "###") for inner in names]
+            parts.append(f"## em.{public}\n\n{_text(value)}")
+            inside = getattr(value, "__all__", None) or [n for n, f in _functions(value)]
+            parts += [_entry(f"em.{public}.{inner}", getattr(value, inner), "###") for inner in inside]
         else:
-            parts.append(_entry(f"em.{name}", value, "##"))
+            parts.append(_entry(f"em.{public}", value, "##"))
     return "\n".join(parts)
+
+
+def write(folder: Path) -> None:
+    """Writes all pages into the folder."""
+    folder.mkdir(exist_ok=True)
+    for name in PAGES:
+        (folder / f"{name}.md").write_text(page(name))
 
 
 def _functions(module: ModuleType) -> Iterator[tuple[str, Any]]:
@@ -109,7 +127,3 @@ def _text(value: Any) -> str:
         else:
             out.append(line.replace("``", "`"))
     return "\n".join(out) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

@@ -1,0 +1,22 @@
+"""Fine-tunes a Hugging Face model on the lines of a text: `torchrun --nproc-per-node 2 finetune.py MODEL TEXTS`."""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import elixir_moe as em
+
+name, texts = sys.argv[1], Path(sys.argv[2]).read_text().splitlines()
+mesh = em.init_mesh()  # the ranks of torchrun, or this process alone
+rank, ranks = mesh.get_local_rank("dp"), mesh.size(0)
+tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-5), plan=em.Plan.offload())
+for first in range(0, len(texts) - ranks + 1, ranks):  # each rank takes a line of its own
+    tokens = tokenizer(texts[first + rank], return_tensors="pt").input_ids.to(mesh.device_type)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+em.save_pretrained(model, "tuned")  # a folder for from_pretrained
