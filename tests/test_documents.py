@@ -1,11 +1,17 @@
 """The documents: snippets and notebooks run, links lead somewhere, pages are short, quoted errors exist."""
 
 import ast
+import json
 import re
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tokenizers
+import torch
+import transformers
 
 import elixir_moe as em
 from tests.support.documents import anchors, links, made_pages
@@ -104,3 +110,67 @@ def test_the_snippets_run_one_after_another(
 ) -> None:
     assert run_snippets(DOCS / f"{name}.md", {"__name__": "snippets", "out": tmp_path}) == number
     assert printed in capsys.readouterr().out
+
+
+def test_the_example_of_the_readme_fine_tunes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = ROOT / "examples" / "finetune.py"
+    shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown and shown[1] == example.read_text()
+    letters = {letter: i for i, letter in enumerate("?abcdefgh")}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    before = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    before.save_pretrained(tmp_path)
+    (tmp_path / "texts.txt").write_text("abcabc\nfedfed\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["finetune.py", str(tmp_path), "texts.txt"])
+    runpy.run_path(str(example))
+    after = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
+    moved = (after.lm_head.weight - before.lm_head.weight.bfloat16().float()).abs().max().item()
+    assert 0 < moved < 1e-2, "two steps of at most 1e-5, rounded to bf16"
+
+
+@pytest.mark.parametrize(
+    "notebook",
+    [pytest.param(file, marks=[] if file.stem == QUICK else pytest.mark.slow) for file in NOTEBOOKS],
+    ids=lambda file: file.stem,
+)
+def test_the_notebooks_run(notebook: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cells = json.loads(notebook.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(cells) < 40 and not any(cell["outputs"] for cell in code), "notebooks are small, without outputs"
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, object] = {"__name__": "notebook"}
+    for cell in code:
+        exec(compile("".join(cell["source"]), str(notebook), "exec"), scope)
+
+
+def test_there_are_five_notebooks() -> None:
+    assert {f"notebooks/{file.name}" for file in NOTEBOOKS} == set(links((DOCS / "notebooks.md").read_text()))
+    assert len(NOTEBOOKS) == 5
+
+
+@pytest.mark.parametrize(
+    "name", ["step", "parameter", *(pytest.param(name, marks=pytest.mark.slow) for name in ("layers", "bytes"))]
+)
+def test_the_pictures_are_what_the_command_draws(name: str) -> None:
+    draw = runpy.run_path(str(DOCS / "pictures.py"))["PICTURES"][name]
+    assert (DOCS / "pictures" / f"{name}.svg").read_text() == draw(), "run: python docs/pictures.py"
+
+
+def test_the_table_of_what_fits_is_the_computed_one() -> None:
+    fits = runpy.run_path(str(DOCS / "what_fits.py"))
+    for page in fits["PAGES"]:
+        table = page.read_text().partition(fits["BEGIN"] + "\n")[2].partition(fits["END"])[0]
+        assert table == fits["table"](), "run: python docs/what_fits.py --write"
+
+
+@pytest.mark.slow
+def test_an_answer_of_the_table_is_that_of_the_planner(tmp_path: Path) -> None:
+    fits = runpy.run_path(str(DOCS / "what_fits.py"))
+    kept = json.loads(fits["ANSWERS"].read_text())["answers"]["Qwen3-4B"]["full"]
+    answers = fits["Answers"]("Qwen3-4B", "full", tmp_path)
+    assert {machine: answers.on(machine) for machine in fits["MACHINES"]} == kept
