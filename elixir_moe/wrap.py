@@ -76,9 +76,9 @@ def wrap(
     Collective: every rank calls it with the same model and plan. Weights are taken from the first rank of each
     replicate process group. Parameters without a pattern are replicated over the world.
 
-    If it fails on one rank it fails on all, and frees what it has made. The model is then as it was, unless weights had
-    begun to move: then parameters that had data are on meta, without it, and the model must be built again. Layers that
-    bitsandbytes or transformers have quantised become layers of this library with the same bytes, and stay so.
+    A failure on one rank is a failure on all, and frees what was allocated. Before weights move, the model stays
+    unchanged. Afterwards parameters that had data are on meta, without it, and the model must be built again. Layers
+    that bitsandbytes or transformers have quantized become layers of this library with the same bytes, and stay so.
 
     Args:
         model: any module, on any device; tensors on "meta" come from `weights`, or are drawn if it was built under
@@ -91,14 +91,15 @@ def wrap(
             shows the order in which parameters are first used, which is the order of packing, and all requests of a
             step to the rCache, which prefetches from the first step on. A step that cannot run without data runs once
             on the model instead, without gradients. By default the order is that of registration. `Plan.auto` has a
-            sample and a step of its own. step: the forward of a training step, as in ``step(model, batch).backward()``.
+            sample and a step of its own.
+        step: the forward of a training step, as in ``step(model, batch).backward()``.
         compute_dtype: the dtype of forward and backward; fp32 masters keep the weights as they are now. By default each
             parameter's own dtype. `Pattern.dtype` overrides it.
         device: the device of forward; by default this rank's GPU, or the CPU.
         weights: a folder of safetensors, as `save_pretrained` and Hugging Face write them, that every rank can read.
             Parameters and buffers of a model made under ``torch.device("meta")`` are read from it straight into their
-            shards; no rank ever holds more than one parameter besides. Of a peft model made under `sharded_init` the
-            base is read, and the adapters are drawn. Weights that the folder has in FP8 or MXFP4 stay bytes, as after
+            shards; no rank ever holds more than one parameter besides. For a peft model made under `sharded_init`, the
+            base is read and the adapters are drawn. Weights that the folder has in FP8 or MXFP4 stay bytes, as after
             `em.quantize`; they must be frozen.
 
     Returns:
@@ -110,12 +111,12 @@ def wrap(
         LayoutError: patterns do not fit the ranks, or ranks disagree.
         ConfigError: the optimizer is not elementwise, has a state that cannot be cut (8-bit moments in blocks), has
             been stepped, or does not belong to the model; a buffer, a view that a module keeps, or another parameter
-            shares a parameter's memory; another library has quantised a layer in a format that cannot be taken over; or
+            shares a parameter's memory; another library has quantized a layer in a format without an equal here; or
             an argument is wrong.
         TierError: device memory, host memory or the disk is too small; before anything is allocated, if free memory
             tells.
         CheckpointError: `weights` lacks a tensor that the model has on meta, or has it in another shape. ConfigError
-            if its `quantization_config` names a format that is not known, or quantises what is trained.
+            if its `quantization_config` names a format that is not known, or quantizes trainable weights.
     """
 
     prepare_process()
