@@ -24,7 +24,7 @@ from elixir_moe.parallel.pattern import is_whole, reduction_dtype
 
 
 class Tier(StrEnum):
-    """Where the long-lived state of a chunk (compute shard, master shard, moments) is at home."""
+    """The memory that holds the long-lived state of a chunk: compute shard, master shard, moments."""
 
     DEVICE = "device"
     """Device memory: updates run on the device, and gathers need no transfer."""
@@ -54,7 +54,7 @@ def reads_disk(chunk: ChunkSpec, tier: Tier, *, values_on_disk: bool) -> bool:
 
 
 def size_text(nbytes: float) -> str:
-    """A size as text, in the largest binary unit that it fills: ``2.50 MiB``."""
+    """Formats a byte count in the largest binary unit that it fills: ``2.50 MiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"
@@ -162,14 +162,14 @@ class Plan:
     scatter: bool
     """S_FLAG: scatter every chunk over its process group; False keeps every chunk whole on every rank."""
     offloaded: bool
-    """O_FLAG: chunks are at home in host memory."""
+    """O_FLAG: chunks live in host memory."""
     rcache_blocks: int | Literal["all"] | None = None
     """C_SIZE: blocks of the rCache, for weights and gradients; "all" keeps all weights gathered. None takes as many as
     fit in `rcache_bytes`; without `rcache_bytes`, the fewest a step needs plus `prefetch`."""
     rcache_bytes: int | None = None
     """Device memory for blocks, in bytes; an alternative to `rcache_blocks`."""
     device_chunks: int = 0
-    """With `offloaded`: number of chunks that stay at home on the device, the last ones in order of first use."""
+    """With `offloaded`: number of chunks that live on the device, the last ones in order of first use."""
     device_bytes: int | None = None
     """Device memory for the state of such chunks, in bytes; an alternative to `device_chunks`: as many as fit."""
     disk_chunks: int | None = 0
@@ -341,7 +341,7 @@ class Plan:
         master: Master = "fp32",
         moments: Moments = "fp32",
     ) -> Self:
-        """Like `zero3`, with the state of chunks at home in host memory: [True, True, C].
+        """Like `zero3`, with the state of chunks in host memory: [True, True, C].
 
         Sizes are per rank, in bytes or as texts such as ``"20 GiB"``.
 
