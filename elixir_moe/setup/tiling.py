@@ -49,7 +49,7 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
     module that has been tiled has no ``weight``. Names and shapes in `full_state_dict`, `save` and `save_pretrained`
     stay those of the whole parameters. Hooks of a tiled module run as before, with the tiled module for the whole one.
 
-    Backward reads a tile's weight anew, so a region of activation checkpointing holds a few tiles at a time too.
+    Backward gathers a tile's weight again, so a checkpointed region too holds a few tiles at a time.
 
     Args:
         model: a model that is not wrapped; parameters may be on meta.
