@@ -5,6 +5,7 @@ file and knows no record by name: a dataclass says what its fields mean, and whi
 
     steps: Annotated[int, at_least(1)] = 100
     parts: Mapping[str, tuple[Part, ...]]           # records in records
+    shape: Circle | Box | Text                      # one of several: the first, or that whose first field is given
 
 Nothing is guessed: True is no number, 1.0 no whole one. A command line has only texts, which are read by the type.
 """
@@ -64,7 +65,7 @@ def build(
     """An instance of the dataclass `cls`, nested ones included.
 
     Args:
-        cls: the dataclass. A section (a field that is a dataclass) that is left out is an empty one.
+        cls: the dataclass. A section (a field that is a dataclass) that is left out has its default, or is empty.
         values: plain data, with a mapping for each dataclass.
         texts: whether a text may stand for a number, for True or False, and for a list with commas.
         noun: what a key is, for messages.
@@ -88,10 +89,18 @@ def build(
 def keys(cls: Any, where: str = "") -> Iterator[str]:
     """The dotted key of every field, those of its sections in its place."""
     for name, kind in _kinds(cls).items():
-        if kind.is_record:
-            yield from keys(kind.type, f"{where}{name}.")
-        else:
-            yield where + name
+        inner = [key for record in kind.records for key in keys(record, f"{where}{name}.")]
+        yield from dict.fromkeys(inner or [where + name])
+
+
+def records_in(cls: type) -> dict[str, tuple[type, ...]]:
+    """{field: the dataclasses of which its value may be one}; empty for a field of plain data."""
+    return {name: kind.records for name, kind in _kinds(cls).items()}
+
+
+def mark_of(cls: Any) -> str:
+    """The first field of a dataclass, by which it is told from others in its place."""
+    return dataclasses.fields(cls)[0].name
 
 
 def unknown(noun: str, key: str, known: list[str]) -> str:
@@ -105,7 +114,7 @@ def unknown(noun: str, key: str, known: list[str]) -> str:
 class _Kind:
     """The type of a field, taken apart once."""
 
-    __slots__ = ("checks", "is_record", "origin", "parts", "type")
+    __slots__ = ("checks", "is_record", "origin", "parts", "records", "type")
 
     def __init__(self, hint: Any) -> None:
         self.checks: tuple[Check, ...] = ()
@@ -116,6 +125,15 @@ class _Kind:
         if self.origin is not Literal:
             self.parts = tuple(_Kind(part) for part in self.parts)
         self.is_record = dataclasses.is_dataclass(hint)
+        members = [part for part in self.parts if isinstance(part, _Kind) and part.type is not types.NoneType]
+        one_of = self.origin in (Union, types.UnionType) and all(part.is_record for part in members)
+        self.records: tuple[Any, ...] = (hint,) if self.is_record else tuple(p.type for p in members if one_of)
+        """The dataclasses of which a value is one."""
+
+    def record_of(self, values: Any) -> Any:
+        """The dataclass of these values: that whose first field is among them; the first of all has no such mark."""
+        given = values if isinstance(values, Mapping) else ()
+        return next((cls for cls in self.records[1:] if mark_of(cls) in given), self.records[0])
 
     def __str__(self) -> str:
         """The type as it is written, without modules and checks."""
@@ -168,11 +186,27 @@ class _Reader:
                 continue
             if name in values:
                 arguments[name] = self.value(values[name], kind, where + name)
-            elif kind.is_record:
-                arguments[name] = self.record(kind.type, {}, f"{where}{name}.", {})
-            elif field.default is field.default_factory:  # there is no default
+            elif field.default is not field.default_factory:
+                pass
+            elif kind.records:
+                arguments[name] = self.one_of(kind, {}, f"{where}{name}.")
+            else:
                 self.faults.append(f"{where}{name} is missing: give {kind}")
         return cls(**arguments) if len(self.faults) == before else None
+
+    def one_of(self, kind: _Kind, values: Any, where: str) -> Any:
+        """The record that the values are of those that may be here."""
+        cls = kind.record_of(values)
+        for name in [*values] if isinstance(values, Mapping) else ():
+            owners = [other for other in kind.records if name in _kinds(other)]
+            if owners and cls not in owners:
+                first = cls is kind.records[0]
+                marked = (
+                    f"without {where}{mark_of(owners[0])}" if first else f"with {where}{mark_of(cls)}: leave it out"
+                )
+                self.faults.append(f"{where}{name} means nothing {marked}")
+                values = {key: value for key, value in values.items() if key != name}
+        return self.record(cls, values, where, {})
 
     def value(self, value: Any, kind: _Kind, key: str, shown: _Kind | None = None) -> Any:
         """The value as `kind` says, if it is right; messages say the type `shown`."""
@@ -186,8 +220,8 @@ class _Reader:
         origin, parts = kind.origin, kind.parts
         if kind.type is Any:
             return value
-        if kind.is_record:
-            return self.record(kind.type, value, f"{key}.", {})
+        if kind.records and not (value is None and not kind.is_record):
+            return self.one_of(kind, value, f"{key}.")
         if origin in (Union, types.UnionType):
             members = [part for part in parts if part.type is not types.NoneType]
             if value is None and len(members) < len(parts):

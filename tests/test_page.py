@@ -102,7 +102,7 @@ def assert_drawn(figure: ElementTree.Element, label: str, expected: list[tuple[f
 def test_the_page_of_a_run_draws_what_the_files_hold(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path))
     figures, records = figures_of(page), [record(step) for step in range(1, STEPS + 1)]
-    losses, loss = figures["Losses (nats per byte)"], [(r["step"], r["loss"]) for r in records]
+    losses, loss = figures["Losses (nats per token)"], [(r["step"], r["loss"]) for r in records]
     assert_drawn(losses, "each step", loss)
     assert_drawn(losses, "validation", [(r["step"], r["val_loss"]) for r in records if r["val_loss"] is not None])
     smooth = history.smooth([value for _, value in loss])
@@ -172,7 +172,7 @@ def test_the_timeline_is_to_scale(tmp_path: Path) -> None:
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     one, two = write_run(tmp_path, "one"), write_run(tmp_path, "two")
     page = page_of(one, two)
-    losses = figures_of(page)["Losses (nats per byte)"]
+    losses = figures_of(page)["Losses (nats per token)"]
     for run in (one, two):
         assert_drawn(losses, f"{run}, validation", [(s, 5.0 - 0.04 * s) for s in range(10, STEPS + 1, 10)])
         assert f'<div class="card"><h3>{run}</h3>' in page

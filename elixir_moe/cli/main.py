@@ -112,6 +112,7 @@ def _run(arguments: Sequence[str]) -> int:
         "estimate": run_estimate,
         "verify": run_verify,
         "report": _report,
+        "export": _export,
         "clean": _clean,
     }
     return verbs[known.verb](known)
@@ -124,7 +125,7 @@ def _parser(settings_help: str | None) -> _Parser:
     train_parser = verbs.add_parser(
         "train",
         help="train a model",
-        description="Trains a GPT of dense and mixture-of-experts layers on bytes of text.",
+        description="Trains a GPT of dense and mixture-of-experts layers, a Hugging Face model or any torch module.",
         epilog=settings_help,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -147,9 +148,32 @@ def _parser(settings_help: str | None) -> _Parser:
     bench_parser = verbs.add_parser(
         "bench", help="step times beside the peers', in a checkout of the project", allow_abbrev=False, add_help=False
     )
+    export_parser = verbs.add_parser(
+        "export",
+        help="write a run's model for other libraries",
+        description="Writes the model of a run's latest checkpoint, reads it back and compares logits.",
+        allow_abbrev=False,
+    )
+    export_parser.add_argument("directory", type=Path, metavar="RUN", help="the directory of a run")
+    export_parser.add_argument("--out", type=Path, metavar="FOLDER", help="a new folder; by default RUN/export/WHAT")
+    export_parser.add_argument(
+        "--what",
+        choices=("adapter", "merged", "full"),
+        help="adapter: for peft; merged: the base with the adapters in its weights; full: a model without adapters. By "
+        "default adapter of a run with adapters, else full",
+    )
     clean_parser = verbs.add_parser("clean", help="remove what dead runs have left", allow_abbrev=False)
     clean_parser.add_argument("directory", type=Path, help="this one and all below it")
-    others = (env_parser, plan_parser, estimate_parser, verify_parser, report_parser, bench_parser, clean_parser)
+    others = (
+        env_parser,
+        plan_parser,
+        estimate_parser,
+        verify_parser,
+        report_parser,
+        bench_parser,
+        export_parser,
+        clean_parser,
+    )
     for verb in (train_parser, *others, *ckpt.add_parser(verbs)):
         verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
         verb.add_argument(
@@ -177,7 +201,6 @@ def _requeue(number: int) -> NoReturn:
 
 def _start(known: argparse.Namespace, overrides: list[tuple[str, str]], arguments: Sequence[str]) -> int:
     from elixir_moe.train import config as configs
-    from elixir_moe.train.data import load_text
     from elixir_moe.train.directory import check_directory, claim_directory
     from elixir_moe.train.loop import Stopped, train
     from elixir_moe.train.report import Console
@@ -185,14 +208,14 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]], argument
     config = configs.load(known.config, overrides)
     ranks = _number_of_ranks(known.nproc)
     config.check_ranks(ranks)
-    text = load_text(config.data.paths, config.data.validation, config.model.seq_len)
+    data = config.load_data()
     if ranks > 1 and not launch.under_torchrun():
-        check_directory(config, text)
+        check_directory(config, data)
         launch.launch(ranks, arguments, config.run.threads)
         return 0
-    claim = claim_directory(config, text) if _rank() == 0 else None
+    claim = claim_directory(config, data) if _rank() == 0 else None
     try:
-        summary = train(config, text, claim, Console(stderr=known.json), _end)
+        summary = train(config, data, claim, Console(stderr=known.json), _end)
     except Stopped as stop:
         if not (stop.exit_code and launch.leave_error(str(stop), stop.exit_code)) and _rank() == 0:
             print(f"elixir-moe: {stop}", file=sys.stderr)
@@ -222,6 +245,21 @@ def _report(known: argparse.Namespace) -> int:
         print(json.dumps({"runs": accounts}, allow_nan=False))
     else:
         history.show(Console(), accounts)
+    return 0
+
+
+def _export(known: argparse.Namespace) -> int:
+    from elixir_moe.train.export import export
+
+    found = export(known.directory, known.out, known.what)
+    if known.json:
+        print(json.dumps(found.as_dict()))
+        return 0
+    changed = "" if found.change is None else f"; the adapters change them by up to {found.change:.3g}"
+    print(
+        f"{found.what} of {found.checkpoint} in {found.out}\n"
+        f"read back without this library: logits differ by up to {found.difference:.2g} of {found.largest_logit:.3g}{changed}"
+    )
     return 0
 
 

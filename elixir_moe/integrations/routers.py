@@ -35,11 +35,7 @@ class Routers:
         Raises:
             ConfigError: there is no router, or `balance` is given for routers without a selection bias.
         """
-        self.modules = {
-            name: module
-            for name, module in model.named_modules()
-            if type(module).__name__.endswith("Router") and isinstance(getattr(module, "num_experts", None), int)
-        }
+        self.modules = _routers(model)
         if not self.modules:
             raise ConfigError("the model has no router: expected modules named ...Router with num_experts")
         without = [name for name, module in self.modules.items() if not hasattr(module, _BIAS)]
@@ -107,6 +103,19 @@ class Routers:
         """{router: tokens sent to each expert since the last call}, over all ranks and all steps in between."""
         found, self._since = self._since, {}
         return {name: counts.cpu() for name, counts in found.items()}
+
+
+def has_routers(model: nn.Module) -> bool:
+    """Whether a model has routers that `Routers` knows."""
+    return bool(_routers(model))
+
+
+def _routers(model: nn.Module) -> dict[str, nn.Module]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Router") and isinstance(getattr(module, "num_experts", None), int)
+    }
 
 
 def busiest(loads: dict[str, Tensor]) -> dict[str, float]:

@@ -6,13 +6,14 @@ Owns the words that name adapters and their way to peft, which builds them. Adds
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Self
+from typing import Annotated, Self
 
 from torch import nn
 
 from elixir_moe.errors import ConfigError, meant
 from elixir_moe.moe.fused import adapt_beside
 from elixir_moe.quantized.packed import SCALES
+from elixir_moe.records import Check, at_least, check
 
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
 _EXPECTED = f"expected words such as r=16,alpha=32,targets={ALL_LINEAR},{EXPERTS},parameters=NAME"
@@ -22,14 +23,24 @@ _EXPECTED = f"expected words such as r=16,alpha=32,targets={ALL_LINEAR},{EXPERTS
 class Lora:
     """Adapters of one rank on some modules and parameters; everything else is frozen."""
 
-    r: int = 8
-    """Rank of the adapters."""
-    alpha: int = 16
-    """Numerator of their scale."""
+    r: Annotated[int, at_least(1)] = 8
+    """Rank of the adapters; with any of these settings, adapters alone are trained."""
+    alpha: Annotated[int, at_least(1)] = 16
+    """Numerator of their scale, which is alpha / r."""
     targets: tuple[str, ...] = ()
-    """Ends of names of modules; "all-linear"; and "experts" for fused experts."""
+    """Ends of names of modules; "all-linear"; and "experts" for fused experts. Empty: all-linear, unless parameters are
+    named."""
     parameters: tuple[str, ...] = ()
     """Ends of names of parameters."""
+    dropout: Annotated[float, Check("a probability below 1", lambda p: 0 <= p < 1)] = 0.0
+    """Probability with which an input of an adapter is dropped."""
+
+    def __post_init__(self) -> None:
+        check(self, "lora")
+        if not self.targets and not self.parameters:
+            object.__setattr__(self, "targets", (ALL_LINEAR,))
+        if ALL_LINEAR in self.targets and set(self.targets) - {ALL_LINEAR, EXPERTS}:
+            raise ConfigError(f"lora.targets: {ALL_LINEAR} has all modules already, got {', '.join(self.targets)}")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -54,10 +65,10 @@ class Lora:
                 if len(found[name]) > 1 or not found[name][0].isdecimal() or int(found[name][0]) < 1:
                     raise ConfigError(f"--lora {text!r}: {name} must be one number of at least 1; {_EXPECTED}")
                 numbers[name] = int(found[name][0])
-        targets, parameters = tuple(found["targets"]), tuple(found["parameters"])
-        if ALL_LINEAR in targets and set(targets) - {ALL_LINEAR, EXPERTS}:
-            raise ConfigError(f"--lora {text!r}: {ALL_LINEAR} has all modules already; {_EXPECTED}")
-        return cls(**numbers, targets=targets or (() if parameters else (ALL_LINEAR,)), parameters=parameters)
+        try:
+            return cls(**numbers, targets=tuple(found["targets"]), parameters=tuple(found["parameters"]))
+        except ConfigError as error:
+            raise ConfigError(f"--lora {text!r}: {error}; {_EXPECTED}") from None
 
     def __str__(self) -> str:
         return f"LoRA r={self.r} on {', '.join(self.targets + self.parameters)}"
@@ -80,8 +91,14 @@ class Lora:
             )
 
 
-def adapted(model: nn.Module, lora: Lora) -> nn.Module:
-    """The model with peft's adapters, which alone are trained. No factor is zero, so that all get a gradient at once.
+def adapted(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
+    """The model with peft's adapters, which alone are trained.
+
+    Args:
+        model: the base.
+        lora: what gets an adapter.
+        init: as peft draws them, so that the model is the base at first. Otherwise no factor is zero, so that all get a
+            gradient at once.
 
     Raises:
         ConfigError: peft is not installed, or refuses what `lora` names, or the model lacks it.
@@ -98,7 +115,8 @@ def adapted(model: nn.Module, lora: Lora) -> nn.Module:
         lora_alpha=lora.alpha,
         target_modules=ALL_LINEAR if modules == [ALL_LINEAR] else modules,
         target_parameters=parameters or None,
-        init_lora_weights=False,
+        lora_dropout=lora.dropout,
+        init_lora_weights=init,
     )
     try:
         found: nn.Module = peft.get_peft_model(model, config)

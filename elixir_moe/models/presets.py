@@ -210,7 +210,7 @@ def huggingface_model(
         if quantize is not None:
             quantize(model)
         if lora is not None:
-            model = adapted(model, lora)
+            model = adapted(model, lora, init=False)
         if checkpointing and model.supports_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sample = torch.empty(batch, seq, dtype=torch.int64, device="meta")

@@ -7,8 +7,8 @@ from typing import Self
 
 import torch
 
-from elixir_moe.train.data import VOCABULARY
-
+VOCABULARY = 256
+"""Values of a byte."""
 _SMOOTHINGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 _HELD_OUT = 0.1
 

@@ -4,22 +4,28 @@ Owns the sections and their checks, also those against the number of ranks. Read
 starts nothing: mistakes are found here before there is a process group.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import yaml
 from torch import nn
 
 from elixir_moe.chunks.plan import AutoPlan, Plan, size_bytes
-from elixir_moe.errors import ConfigError, LayoutError, PlanError
+from elixir_moe.errors import ConfigError, PlanError
+from elixir_moe.models.adapters import Lora
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.records import ABOVE_0, Check, at_least, check
 from elixir_moe.train import settings
-from elixir_moe.train.data import VOCABULARY, ByteText
+from elixir_moe.train.data import Data, load_text
+from elixir_moe.train.huggingface import HuggingFaceRecipe, encoded, tokenizer_of
+from elixir_moe.train.module import ModuleRecipe
+from elixir_moe.train.recipe import GPTRecipe, Recipe, check_degree
+from elixir_moe.train.rows import load_rows
 
 _MEANINGFUL: dict[str, tuple[str, ...]] = {
     "ddp": ("reduce_dtype", "master", "moments"),
@@ -36,20 +42,62 @@ _MEANINGFUL: dict[str, tuple[str, ...]] = {
 _SIZES = ("rcache", "device", "host", "budget")
 _LEAST_BYTES = 1000
 """Bytes below which nobody means a size: the unit is missing."""
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""{run.dtype: the dtype of forward and backward; None: that of the weights}."""
 _FINITE = Check("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """The text to train on, one token per byte."""
+class HuggingFaceModel:
+    """A causal language model in a local folder, as Hugging Face keeps them."""
 
+    hf: Annotated[str, Check("a folder", str.strip)]
+    """Local folder of a Hugging Face model: config.json, weights in safetensors, tokenizer."""
+    weights: bool = True
+    """Read the folder's weights; false: draw them, to train from the beginning."""
+    attention: str | None = None
+    """Implementation of attention by transformers' names: eager, sdpa, flash_attention_2 ...; null: its own choice."""
+    checkpoint: Literal["none", "non_reentrant"] = "none"
+    """Activation checkpointing of each layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleModel:
+    """Any torch module."""
+
+    module: Annotated[str, Check("package:function", str.strip)]
+    """package:function, a function without arguments that returns a torch module, or (module, loss)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """What is trained on: rows of JSONL, or a running text."""
+
+    file: str | None = None
+    """JSONL file, or glob pattern of several, with messages, prompt and completion, or text in each line; null: a
+    running text, as paths say."""
     paths: tuple[str, ...] = ()
-    """Files or glob patterns, joined in order; if empty, the English text of Python's own help."""
+    """Files or glob patterns of a running text, joined in order; if empty, the English text of Python's own help."""
+    tokenizer: str | None = None
+    """Folder of a tokenizer; null: the model's own, or else one token a byte."""
+    seq_len: Annotated[int | None, at_least(2)] = None
+    """Tokens of a row; null: model.seq_len of our GPT and one more, 128 of a module, and of a Hugging Face model 1024,
+    or the positions it has."""
+    packing: bool | None = None
+    """Put several texts of the file into a row, whose positions restart; null: where the model tells them apart."""
+    completion_only: bool = True
+    """Loss on completions and the assistant's messages alone; false: on all tokens."""
     validation: Annotated[float, Check("a share between 0 and 1", lambda share: 0 < share < 1)] = 0.1
-    """Fraction of the text, from its end, kept for validation."""
+    """Fraction of the text or of the lines, from the end, kept for validation."""
 
     def __post_init__(self) -> None:
         check(self, "data")
+        if self.file is None:
+            for name in ("packing", "completion_only"):
+                if getattr(self, name) not in (None, True):
+                    raise ConfigError(f"data.{name} means nothing without data.file: a running text has no rows")
+        elif self.paths:
+            raise ConfigError("data.file and data.paths are two kinds of data: give one of them")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +171,11 @@ class PlanConfig:
         preset: Callable[..., Plan] = getattr(Plan, self.kind)
         return preset(**given)
 
+    @property
+    def precision(self) -> dict[str, Any]:
+        """The arguments of a `Plan` preset that say in which precision state is kept, where they are given."""
+        return {name: value for name in ("master", "moments") if (value := getattr(self, name)) is not None}
+
 
 def _no_step(model: nn.Module, sample: Any) -> None:
     raise AssertionError("a step that is never run")
@@ -167,7 +220,7 @@ class RunConfig:
     steps: Annotated[int, at_least(1)] = 100
     """Optimizer steps."""
     global_batch: Annotated[int, at_least(1)] = 32
-    """Samples per step, over all ranks and micro-batches; a sample has model.seq_len bytes."""
+    """Samples per step, over all ranks and micro-batches; a sample is a row of tokens."""
     accumulation: Annotated[int, at_least(1)] = 1
     """Micro-batches that each rank runs per optimizer step."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -182,10 +235,11 @@ class RunConfig:
     """Batches per evaluation, each as large as a micro-batch of all ranks; fewer if the validation text is shorter."""
     log_every: Annotated[int, at_least(1)] = 10
     """Steps between log lines if the output is not a terminal."""
-    sample_bytes: Annotated[int, at_least(0)] = 300
-    """Bytes of text that the trained model writes at the end; 0: none."""
+    sample_bytes: Annotated[int | None, at_least(0)] = None
+    """Tokens (bytes, without a tokenizer) that the trained model writes at the end; null: 300 of our GPT, none of other
+    models."""
     temperature: Annotated[float, _FINITE] = 0.8
-    """Sampling temperature of this text; 0 always takes the most likely byte."""
+    """Sampling temperature of this text; 0 always takes the most likely token."""
     tp: Annotated[int, at_least(1)] = 1
     """Tensor-parallel degree: neighbouring ranks that share the samples of a micro-batch, and cut attention heads and
     dense MLPs among them. Divides the ranks and model.n_heads."""
@@ -254,7 +308,10 @@ class WatchConfig:
 class TrainConfig:
     """All settings of a training run."""
 
-    model: GPTConfig
+    model: GPTConfig | HuggingFaceModel | ModuleModel
+    lora: Lora | None = None
+    quantize: Literal["nf4", "mxfp4", "fp8", "int8"] | None = None
+    """Scheme in which frozen weights become bytes (with lora); null: they stay as they are."""
     data: DataConfig = field(default_factory=DataConfig)
     plan: PlanConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -263,28 +320,55 @@ class TrainConfig:
     run: RunConfig
 
     def __post_init__(self) -> None:
-        if (found := self.model.vocab_size) != VOCABULARY:
-            raise ConfigError(f"model.vocab_size: expected {VOCABULARY}, since tokens are bytes, got {found}")
+        if isinstance(self.model, GPTConfig):
+            if self.lora is not None or self.quantize is not None:
+                named = "lora" if self.lora is not None else "quantize"
+                raise ConfigError(f"{named} is for model.hf and model.module: our own GPT is trained in full")
+            if self.data.seq_len is not None:
+                raise ConfigError("data.seq_len: the rows of our own GPT are as long as model.seq_len says: give that")
+            if self.data.packing:
+                raise ConfigError("data.packing: our own GPT has one text in a row; leave it out")
+        elif self.quantize is not None and self.lora is None:
+            raise ConfigError(
+                f"quantize={self.quantize} leaves nothing to train: what it packs is frozen; add adapters with lora.r, "
+                f"or leave it out"
+            )
+        if isinstance(self.model, ModuleModel) and self.run.loss != "whole":
+            raise ConfigError("run.loss: a module has its own loss, or that of its logits; leave it out")
 
     @property
     def micro_batch(self) -> int:
         """Samples in a micro-batch of all ranks."""
         return self.run.global_batch // self.run.accumulation
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Bytes predicted per step, over all ranks."""
-        return self.run.global_batch * self.model.seq_len
+    def recipe(self) -> Recipe:
+        """The model as the training knows it. Raises ConfigError if its folder or function cannot be used."""
+        model, data = self.model, self.data
+        if isinstance(model, GPTConfig):
+            return GPTRecipe(model, fused=self.run.loss == "fused")
+        if isinstance(model, ModuleModel):
+            return ModuleRecipe(
+                model.module, lora=self.lora, scheme=self.quantize, length=data.seq_len, packed=data.packing
+            )
+        return HuggingFaceRecipe(
+            model.hf,
+            read=model.weights,
+            attention=model.attention,
+            recompute=model.checkpoint != "none",
+            lora=self.lora,
+            scheme=self.quantize,
+            length=data.seq_len,
+            packed=data.packing,
+            fused=self.run.loss == "fused",
+        )
 
     def check_ranks(self, ranks: int) -> None:
         """Raises LayoutError or ConfigError if these settings do not fit that many ranks."""
         tp = self.run.tp
-        _check_degree("run.tp", tp, ranks, f"the {ranks} ranks of this run")
-        self.model.check_tp(tp)
+        check_degree("run.tp", tp, ranks, f"the {ranks} ranks of this run")
+        self.recipe().check(ranks, tp)
         replicas = ranks // tp
         by_tp = f" / run.tp={tp}" * (tp > 1)
-        for layer, ep in enumerate(self.model.ep):
-            _check_degree(f"model.ep[{layer}]", ep, replicas, f"the {ranks} ranks of this run{by_tp}")
         unit = replicas * self.run.accumulation
         if self.run.global_batch % unit:
             raise ConfigError(
@@ -292,28 +376,58 @@ class TrainConfig:
                 f"{self.run.accumulation}: choose a multiple of {unit}"
             )
 
+    def load_data(self) -> Data:
+        """What is trained on. Raises ConfigError if it cannot be read, or does not fit the model."""
+        recipe, data = self.recipe(), self.data
+        folder = recipe.tokenizer if data.tokenizer is None else data.tokenizer
+        if data.file is not None:
+            if folder is None:
+                raise ConfigError(
+                    "data.file: the rows of a file are texts: name the folder of a tokenizer by data.tokenizer"
+                )
+            tokenizer, options = (
+                tokenizer_of(folder),
+                {"packed": recipe.restarts, "completion_only": data.completion_only},
+            )
+            found: Data = load_rows(data.file, tokenizer, recipe.length, data.validation, **options)
+        elif folder is None:
+            found = load_text(data.paths, data.validation, recipe.length - 1)
+        else:
+            tokenizer = tokenizer_of(folder)
+            encode = partial(encoded, tokenizer)
+            found = load_text(data.paths, data.validation, recipe.length - 1, encode, tokenizer.decode)
+        if recipe.vocabulary is not None and found.most >= recipe.vocabulary:
+            of = "a byte" if folder is None else f"the tokenizer in {folder!r}"
+            raise ConfigError(
+                f"model.vocab_size: {recipe.name} has {recipe.vocabulary} tokens, but the data has token {found.most} "
+                f"of {of}: give a larger vocabulary, or the model's own tokenizer"
+            )
+        return found
 
-def identity(config: TrainConfig, text: ByteText) -> dict[str, object]:
+
+def identity(config: TrainConfig, data: Data) -> dict[str, object]:
     """{dotted key: value} of the settings that a run cannot change when it resumes: those of model and optimizer, seed,
-    batch size, and a hash of the training bytes (``data.text``)."""
-    free = ("model.ep", "model.checkpoint", "data.paths")
+    batch size, and a hash of what is trained on (``data.text``)."""
+    free = ("model.ep", "model.checkpoint", "model.hf", "model.attention")
     plain = yaml.safe_load(settings.to_yaml(config))
-    sections = {name: plain[name] for name in ("model", "data", "optimizer")}
+    sections = {name: plain[name] for name in ("model", "lora", "optimizer") if plain[name] is not None}
+    sections["data"] = {"validation": plain["data"]["validation"]}
     sections["run"] = {key: plain["run"][key] for key in ("seed", "global_batch")}
     fixed = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    digest = hashlib.sha256(text.train.numpy().tobytes()).hexdigest()
-    return {key: value for key, value in fixed.items() if key not in free} | {"data.text": digest}
+    fixed |= {"lora": config.lora is not None, "quantize": config.quantize} | config.recipe().fixed()
+    return {key: value for key, value in fixed.items() if key not in free} | {"data.text": data.digest()}
 
 
 def load(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> TrainConfig:
-    """The settings in a YAML file, overridden by (dotted key, text) pairs. Raises ConfigError."""
+    """The settings in a YAML file, overridden by (dotted key, text) pairs. Raises ConfigError.
+
+    A model of Hugging Face that is given no ``run.out`` is trained in ``runs/`` and its folder's name.
+    """
     values = settings.read_yaml(path) if path is not None else {}
+    given = dict(overrides)
+    run, model = values.get("run") or {}, values.get("model") or {}
+    if isinstance(run, dict) and isinstance(model, dict) and "run.out" not in given and "out" not in run:
+        folder = given.get("model.hf", model.get("hf"))
+        if isinstance(folder, str) and folder.strip():
+            overrides = [*overrides, ("run.out", f"runs/{Path(folder).expanduser().resolve().name}")]
     return settings.build(TrainConfig, values, overrides)
-
-
-def _check_degree(key: str, degree: int, ranks: int, what: str) -> None:
-    if ranks % degree:
-        raise LayoutError(
-            f"{key}={degree} does not divide {what}: choose one of "
-            f"{[n for n in range(1, ranks + 1) if ranks % n == 0]}, or start another number of ranks"
-        )

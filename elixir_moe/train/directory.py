@@ -15,7 +15,7 @@ clean`. Starts no communication; only rank 0 claims a directory.
               control.yaml          written by the user: new settings during the run
               loss.png              losses against steps
               sample.txt            text that the trained model wrote
-              weights.safetensors   full weights, named as in the model without this library
+              weights.safetensors   full weights, named as in the model without this library; for our own GPT
               summary.json          the output of `--json`
 """
 
@@ -31,7 +31,7 @@ from elixir_moe.state.checkpoint.storage import CHECKPOINTS, MANIFEST, collect, 
 from elixir_moe.state.checkpoint.values import decode
 from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig, identity
-from elixir_moe.train.data import ByteText
+from elixir_moe.train.data import Data
 
 FILES: tuple[str, ...] = (
     *("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "status.json", "loss.png", "sample.txt"),
@@ -80,7 +80,7 @@ def is_run(directory: Path) -> bool:
     return not found or (isinstance(found.get("run"), dict) and "out" in found["run"])
 
 
-def check_directory(config: TrainConfig, text: ByteText) -> Path | None:
+def check_directory(config: TrainConfig, data: Data) -> Path | None:
     """Raises like `claim_directory`, but changes nothing; returns the checkpoint the run would continue from."""
     run, directory = config.run, Path(config.run.out)
     try:
@@ -88,11 +88,11 @@ def check_directory(config: TrainConfig, text: ByteText) -> Path | None:
     except OSError as error:
         raise _unusable(run.out, error) from error
     if not used:
-        return _chosen(config, text)
+        return _chosen(config, data)
     if not is_run(directory):
         raise ConfigError(f"run.out: {run.out!r} is not empty and holds no run: choose another directory")
     if run.overwrite and not restarted():
-        return _chosen(config, text)
+        return _chosen(config, data)
     if run.resume == "never":
         raise ConfigError(
             f"run.out: {run.out!r} is not empty: choose another directory, or give --run.overwrite true to replace "
@@ -107,12 +107,12 @@ def check_directory(config: TrainConfig, text: ByteText) -> Path | None:
     own = directory / CHECKPOINTS
     source = latest(own, fall_back=run.resume == "fall_back")
     if source is None:
-        return _chosen(config, text)
-    _check_identity(source, config, text)
+        return _chosen(config, data)
+    _check_identity(source, config, data)
     return source
 
 
-def claim_directory(config: TrainConfig, text: ByteText) -> Claim:
+def claim_directory(config: TrainConfig, data: Data) -> Claim:
     """Takes the run directory for this run, or raises.
 
     An unfinished run with the same settings continues from its latest checkpoint, or from the start if it has none.
@@ -123,7 +123,7 @@ def claim_directory(config: TrainConfig, text: ByteText) -> Claim:
             trains in it; or it cannot be written.
         CheckpointError: the manifest of a checkpoint in it is damaged.
     """
-    source, directory = check_directory(config, text), Path(config.run.out)
+    source, directory = check_directory(config, data), Path(config.run.out)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         claim = Claim(directory, source)
@@ -162,20 +162,20 @@ def leftovers(directory: Path) -> Iterator[Path]:
             claim.release()
 
 
-def _chosen(config: TrainConfig, text: ByteText) -> Path | None:
+def _chosen(config: TrainConfig, data: Data) -> Path | None:
     """The checkpoint named by ``run.resume``; None if it names none."""
     named = config.run.resume
     if named in ("auto", "fall_back", "never"):
         return None
     try:
-        _check_identity(Path(named), config, text)
+        _check_identity(Path(named), config, data)
     except CheckpointError as error:
         raise ConfigError(f"run.resume: {error}; name a checkpoint, auto, fall_back or never") from error
     return Path(named)
 
 
-def _check_identity(source: Path, config: TrainConfig, text: ByteText) -> None:
-    saved, now = extra_of(source)["settings"], identity(config, text)
+def _check_identity(source: Path, config: TrainConfig, data: Data) -> None:
+    saved, now = extra_of(source)["settings"], identity(config, data)
     for key, value in now.items():
         before = saved.get(key)
         if before != value:

@@ -28,7 +28,7 @@ _SHOWN = {
     "bigram_loss": "bigram model's",
     "grad_norm": "gradient norm, median",
     "step_seconds": "seconds a step, median",
-    "tokens_per_second": "bytes of text a second, median",
+    "tokens_per_second": "tokens a second, median",
     "hit_rate": "rCache hits",
     "bytes_fetched": "bytes fetched from the host a step",
     "bytes_offloaded": "bytes offloaded to the host a step",
@@ -87,7 +87,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 def account(directory: Path) -> dict[str, Any]:
     """A summary of a run so far, ready for JSON; values missing from its files are None.
 
-    Losses are in nats per byte. Times are medians over all steps but the first, which also allocates. Bytes
+    Losses are in nats per token. Times are medians over all steps but the first, which also allocates. Bytes
     and hits are those of rank 0, as in `StepRecord`; fetched and offloaded bytes are those between device and host.
 
     Raises:

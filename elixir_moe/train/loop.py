@@ -1,4 +1,4 @@
-"""The training loop: from the text to the trained model, faults included.
+"""The training loop: from the data to the trained model, faults included.
 
 Owns the order of a step: gradients, one small all-gather of the ranks' findings, the supervisor's verdict, the update;
 then evaluation, checkpoint and end where due. All ranks call everything that communicates in the same order, and every
@@ -26,16 +26,14 @@ from elixir_moe.distributed.waits import BusyTime
 from elixir_moe.distributed.watchdog import Watchdog, is_broken_collective
 from elixir_moe.errors import ConfigError, ElixirError, is_out_of_memory
 from elixir_moe.inspect import inspect
-from elixir_moe.models.gpt import tokens_per_expert
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.state.full import full_state_dict
 from elixir_moe.torch_private import default_store
 from elixir_moe.train import memory, settings
-from elixir_moe.train.bigram import Bigram
 from elixir_moe.train.checkpoints import CheckpointManager
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.control import REQUEUE, Control, ControlFile, Signals
-from elixir_moe.train.data import ByteText
+from elixir_moe.train.data import Data
 from elixir_moe.train.directory import CONTROL, Claim, extra_of
 from elixir_moe.train.memory import Scarcity
 from elixir_moe.train.report import Console, Report, StepRecord, Summary
@@ -71,16 +69,16 @@ class Agreed:
 
 def train(
     config: TrainConfig,
-    text: ByteText,
+    data: Data,
     claim: Claim | None,
     console: Console,
     end: Callable[[str], None] | None = None,
 ) -> Summary | None:
-    """Runs a training to its end. Collective: every rank calls it with the same settings and text.
+    """Runs a training to its end. Collective: every rank calls it with the same settings and data.
 
     Args:
         config: the settings, already checked against the number of ranks.
-        text: the training text.
+        data: what is trained on.
         claim: the run directory on rank 0; None on the others.
         console: the output of rank 0.
         end: called on another thread, with the reason, to end the process when the main thread hangs. By default prints
@@ -106,7 +104,7 @@ def train(
         while True:
             loops: list[Loop] = []
             try:
-                return _train(config, text, claim, console, mesh, signals, watchdog, loops)
+                return _train(config, data, claim, console, mesh, signals, watchdog, loops)
             except Stopped:
                 raise
             except Exception as error:
@@ -124,7 +122,7 @@ def train(
 
 def _train(
     config: TrainConfig,
-    text: ByteText,
+    data: Data,
     claim: Claim | None,
     console: Console,
     mesh: DeviceMesh,
@@ -136,10 +134,10 @@ def _train(
     with ExitStack() as stack:
         source = [str(claim.source) if claim is not None and claim.source is not None else None]
         dist.broadcast_object_list(source)
-        training = Training(config, text, mesh)
+        training = Training(config, data, mesh)
         report = None
         if claim is not None:
-            run, loss = config.run, Bigram.fit(text.train).loss(training.validation_text)
+            run, loss = config.run, data.baseline(training.validation)
             done = extra_of(claim.source)["progress"]["step"] if claim.source is not None else 0
             report = stack.enter_context(
                 Report(console, claim.path, steps=run.steps, log_every=run.log_every, bigram_loss=loss, done=done)
@@ -212,7 +210,7 @@ class Loop:
             with recorded(done + 1, write):
                 self.step()
         self._seconds = time.perf_counter() - begin
-        if self.config.save.every is not None:
+        if self.config.save.every is not None or not self.training.recipe.leaves_weights:
             self.keeper.save(asynchronous=False, must=True)
         return self._conclude()
 
@@ -244,7 +242,8 @@ class Loop:
         self._watchdog.at("the end")
         training, last = self.training, self._last
         val_loss = training.evaluate() if last is None or last.val_loss is None else last.val_loss
-        sample, weights = training.sample(), full_state_dict(training.model)
+        sample = training.sample()
+        weights = full_state_dict(training.model) if training.recipe.leaves_weights else {}
         training.optimizer.close()
         self._watchdog.pause()  # no rank waits while rank 0 writes
         if self.report is None:
@@ -258,7 +257,7 @@ class Loop:
             val_loss=val_loss,
             bigram_loss=self.report.bigram_loss,
             train_seconds=self._seconds,
-            tokens_per_second=(steps - self._first) * self.config.tokens_per_step / max(self._seconds, 1e-9),
+            tokens_per_second=(steps - self._first) * training.tokens_per_step / max(self._seconds, 1e-9),
             out=self.config.run.out,
             prediction=None if (expected := inspect(training.model).prediction) is None else expected.as_dict(),
         )
@@ -300,7 +299,7 @@ class Loop:
         busy = self._busy.stop()
         norm = training.norm()
         agreed = self._agree(loss, busy)
-        experts = tokens_per_expert(training.model)
+        experts = training.recipe.tokens_per_expert(training.model)
         action = self.supervisor.observe(self._observation(agreed, norm, experts))
         for note in action.notes:
             self._event(note.kind, note.text)
@@ -318,7 +317,7 @@ class Loop:
             grad_norm=norm,
             lr=lr,
             step_seconds=seconds,
-            tokens_per_second=self.config.tokens_per_step / seconds,
+            tokens_per_second=training.tokens_per_step / seconds,
             statistics=(inspect(training.model).statistics - before).as_dict(),
             held_bytes=inspect(training.model).held_bytes,
             process_bytes=memory.process_bytes(training.device),

@@ -62,7 +62,7 @@ def losses(stories: Sequence[Story]) -> str:
             series.append(Series(label="bigram model", points=ends, colour=7, style="dashed"))
     told = [] if several else [e for e in stories[0].account["events"] if e["kind"] not in _QUIET]
     marks = [(event["step"], event["kind"]) for event in told if history.is_number(event["step"])]
-    return charts.lines("Losses", series, unit="nats per byte", marks=marks)
+    return charts.lines("Losses", series, unit="nats per token", marks=marks)
 
 
 def speeds(stories: Sequence[Story]) -> str:

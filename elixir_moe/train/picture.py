@@ -27,7 +27,7 @@ def draw_losses(
     Args:
         path: the file to write.
         title: title of the picture.
-        train: (step, loss) of each step in nats per byte; at least one.
+        train: (step, loss) of each step in nats per token; at least one.
         validation: (step, loss) of each evaluation.
         bigram: loss of the bigram model on the validation bytes, if known.
     """
@@ -43,7 +43,7 @@ def draw_losses(
         axes.annotate(last, place, xytext=(0, -14), textcoords="offset points", ha="center")
     if bigram is not None:
         axes.axhline(bigram, color="dimgray", linestyle="--", linewidth=1.3, label=f"bigram model, {bigram:.3f}")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per byte)")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
     axes.set_title(title.encode(errors="replace").decode(), parse_math=False)
     axes.set_xlim(0, steps[-1] * 1.04)
     axes.margins(y=0.08)

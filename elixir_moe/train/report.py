@@ -30,7 +30,7 @@ class StepRecord:
     step: int
     """Number of the step, from 1."""
     loss: float
-    """Training loss with the routers' auxiliary losses, mean over micro-batches and ranks, in nats per byte."""
+    """Training loss with the routers' auxiliary losses, mean over micro-batches and ranks, in nats per token."""
     grad_norm: float | None
     """Global gradient norm before clipping; null if it is not finite."""
     lr: float
@@ -38,7 +38,7 @@ class StepRecord:
     step_seconds: float
     """Wall time of the step, without evaluation."""
     tokens_per_second: float
-    """Bytes of text per second, over all ranks."""
+    """Tokens per second, over all ranks, without those that fill rows up."""
     statistics: dict[str, Any]
     """The step's part of the library's counters: rCache, and bytes moved by tier and by chunk group."""
     held_bytes: dict[str, int]
@@ -49,7 +49,7 @@ class StepRecord:
     tokens_per_expert: dict[str, list[int]]
     """By mixture layer: tokens of the last micro-batch that chose each expert, over all ranks."""
     val_loss: float | None
-    """Validation loss after this step, in nats per byte; null without evaluation."""
+    """Validation loss after this step, in nats per token; null without evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,15 +63,15 @@ class Summary:
     parameters: int
     """Elements of the whole model, each counted once."""
     train_loss: float
-    """Training loss of the last step, auxiliary losses included, in nats per byte."""
+    """Training loss of the last step, auxiliary losses included, in nats per token."""
     val_loss: float
-    """Validation loss after the last step, in nats per byte."""
-    bigram_loss: float
-    """Loss of the bigram model on the same validation bytes."""
+    """Validation loss after the last step, in nats per token."""
+    bigram_loss: float | None
+    """Loss of the bigram model on the same validation bytes; null where tokens are no bytes."""
     train_seconds: float
     """Wall time of this process's steps, with evaluations and saves between them."""
     tokens_per_second: float
-    """Bytes of text per second, over these steps."""
+    """Tokens per second, over these steps."""
     out: str
     """The run's directory."""
     prediction: dict[str, Any] | None = None
@@ -86,7 +86,7 @@ class Report:
     """Rank 0's reporter, from the first line to the last file."""
 
     def __init__(
-        self, console: Console, directory: Path, *, steps: int, log_every: int, bigram_loss: float, done: int = 0
+        self, console: Console, directory: Path, *, steps: int, log_every: int, bigram_loss: float | None, done: int = 0
     ) -> None:
         """`done`: steps already done by a resumed run; records of later steps are dropped."""
         self._console, self._directory = console, directory
@@ -177,25 +177,34 @@ class Report:
 
         self._progress.stop()
         self.write("sample.txt", sample)
+        if weights:
+            self._write_weights(weights)
+        self.write("summary.json", json.dumps(summary.as_dict(), indent=2) + "\n")
+        title = f"{summary.out}: {summary.parameters:,} parameters, ranks: {summary.ranks}"
+        draw_losses(self._directory / "loss.png", title, self._train_losses, self._val_losses, self.bigram_loss)
+        verdict = ""
+        if summary.bigram_loss is not None:
+            below = "below" if summary.val_loss < summary.bigram_loss else "not below"
+            verdict = f", {below} the bigram model's {summary.bigram_loss:.4f}"
+        if sample:
+            self.say(f"\n--- a sample of the model's text\n{sample}\n---\n")
+        self.say(
+            f"validation loss {summary.val_loss:.4f}{verdict} (nats/token)\n"
+            f"{summary.steps} steps, {summary.train_seconds:.0f} s, ranks: {summary.ranks}; files in {summary.out}"
+        )
+        if not weights:
+            self.say(f"elixir-moe export {summary.out} writes the model for other libraries")
+
+        if summary.prediction is not None:
+            self.say(_beside(summary.prediction))
+
+    def _write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         # Copies, since safetensors refuses tensors that share memory, such as tied weights under two names.
         tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
         temporary = self._directory / "weights.safetensors.part"
         save_file(tensors, temporary)
         shutil.copymode(self._directory / "sample.txt", temporary)
         temporary.replace(self._directory / "weights.safetensors")
-        self.write("summary.json", json.dumps(summary.as_dict(), indent=2) + "\n")
-        title = f"{summary.out}: {summary.parameters:,} parameters, ranks: {summary.ranks}"
-        draw_losses(self._directory / "loss.png", title, self._train_losses, self._val_losses, self.bigram_loss)
-        verdict = f"{'below' if summary.val_loss < summary.bigram_loss else 'not below'} the bigram model's"
-        if sample:
-            self.say(f"\n--- a sample of the model's text\n{sample}\n---\n")
-        self.say(
-            f"validation loss {summary.val_loss:.4f}, {verdict} {summary.bigram_loss:.4f} (nats/byte)\n"
-            f"{summary.steps} steps, {summary.train_seconds:.0f} s, ranks: {summary.ranks}; files in {summary.out}"
-        )
-
-        if summary.prediction is not None:
-            self.say(_beside(summary.prediction))
 
     def write(self, name: str, text: str) -> None:
         """Writes a text file in the run directory atomically."""
@@ -206,9 +215,10 @@ class Report:
     def _line(self, record: StepRecord) -> str:
         norm = "" if record.grad_norm is None else f"  norm {record.grad_norm:.2f}"
         line = f"step {record.step:>5}  loss {record.loss:.4f}{norm}  lr {record.lr:.2e}"
-        line += f"  {record.tokens_per_second:,.0f} bytes/s"
+        line += f"  {record.tokens_per_second:,.0f} tokens/s"
         if record.val_loss is not None:
-            line += f"  validation {record.val_loss:.4f} (bigram {self.bigram_loss:.4f})"
+            line += f"  validation {record.val_loss:.4f}"
+            line += "" if self.bigram_loss is None else f" (bigram {self.bigram_loss:.4f})"
         return line
 
 

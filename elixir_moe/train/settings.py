@@ -72,16 +72,22 @@ def to_yaml(config: Any) -> str:
 
 def help_of(cls: type) -> str:
     """Help text for every setting of a dataclass of sections: the docstring under its field, its type and default."""
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, conflict_handler="resolve")
     group = parser.add_argument_group("settings, in the file or as --section.key value")
-    for section, kind in get_type_hints(cls).items():
-        hints, words = get_type_hints(kind), _docstrings(kind)
-        for field in dataclasses.fields(kind):
-            facts = f"type: {inspect.formatannotation(hints[field.name])}"
-            is_needed = field.default is field.default_factory
-            facts = f"required, {facts}" if is_needed else f"{facts}, default: {field.default}"
-            text = f"{words[field.name]} ({facts})".replace("%", "%%")
-            group.add_argument(f"--{section}.{field.name}", metavar=field.name.upper(), help=text)
+    for section, kinds in records.records_in(cls).items():
+        for kind in kinds or (cls,):
+            hints, words = get_type_hints(kind), _docstrings(kind)
+            for field in dataclasses.fields(kind):
+                if not kinds and field.name != section:
+                    continue
+                facts = f"type: {inspect.formatannotation(hints[field.name])}"
+                is_needed = field.default is field.default_factory
+                facts = f"required, {facts}" if is_needed else f"{facts}, default: {field.default}"
+                if kind in kinds[1:] and field.name != records.mark_of(kind):
+                    facts = f"with {section}.{records.mark_of(kind)}, {facts}"
+                text = f"{words[field.name]} ({facts})".replace("%", "%%")
+                name = f"{section}.{field.name}" if kinds else field.name
+                group.add_argument(f"--{name}", metavar=field.name.upper(), help=text, dest=f"{kind.__name__} {name}")
     return parser.format_help()
 
 

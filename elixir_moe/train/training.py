@@ -1,7 +1,8 @@
-"""The training state: a model, its optimizer, its text, and the progress of the run.
+"""The training state: a model, its optimizer, its data, and the progress of the run.
 
 Owns one step (forward and backward over the micro-batches, clipping, update), evaluation, the text sample, and the
-state that must be saved to resume exactly. Decides nothing: `loop` chooses the next step and when to save.
+state that must be saved to resume exactly. What it knows of the model is a `Recipe`, of the data a `Data`. Decides
+nothing: `loop` chooses the next step and when to save.
 """
 
 import math
@@ -13,28 +14,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.kernels import sum_of_squares
-from elixir_moe.models.gpt import GPT, Meshes, generate, gpt_patterns, lm_loss, lm_loss_without_logits
-from elixir_moe.moe.layer import LayerRanks, MoE
+from elixir_moe.models.gpt import generate
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_moe.parallel.linear import CutLinear
-from elixir_moe.parallel.rules import annotate, logical_numel
+from elixir_moe.parallel.rules import logical_numel
 from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.state.checkpoint.held import held_pieces, share_of
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.rng import random_states, read_random_states, set_random_states
 from elixir_moe.state.checkpoint.save import Saving, save
 from elixir_moe.state.wrapped import require_wrapped
-from elixir_moe.train.config import OptimizerConfig, TrainConfig, identity
-from elixir_moe.train.data import ByteText, batch_at, rows_of, validation_batches
+from elixir_moe.train.config import DTYPES, OptimizerConfig, TrainConfig, identity
+from elixir_moe.train.data import Data, items_of, rows_of
+from elixir_moe.train.recipe import Recipe
 from elixir_moe.wrap import wrap
 
-_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOST_NAMED = 8
 
 
@@ -66,13 +64,13 @@ class Progress:
 
 
 class Training:
-    """A model, its optimizer and its text during a run."""
+    """A model, its optimizer and its data during a run."""
 
-    def __init__(self, config: TrainConfig, text: ByteText, mesh: DeviceMesh) -> None:
-        self.config, self.text = config, text
+    def __init__(self, config: TrainConfig, data: Data, mesh: DeviceMesh) -> None:
+        self.config, self.data = config, data
+        self.recipe: Recipe = config.recipe()
         self.mesh: DeviceMesh | None = mesh
-        self.identity = identity(config, text)
-        self._loss = lm_loss if config.run.loss == "whole" else lm_loss_without_logits
+        self.identity = identity(config, data)
         self.ranks = mesh.size()
         self.replica, self.replicas = mesh.get_local_rank("dp"), mesh.size(0)  # ranks of one tp group share their rows
         self.device = torch.device(mesh.device_type)
@@ -80,8 +78,7 @@ class Training:
         self.progress = Progress(lr=optimizer.lr, clip_norm=optimizer.clip_norm, accumulation=config.run.accumulation)
         torch.manual_seed(config.run.seed)  # the same on all ranks, so that replicated weights start equal
         with sharded_init():  # no rank ever holds the model: `wrap` draws each weight straight into its shards
-            model = GPT(config.model, mesh)
-        annotate(model, gpt_patterns(model))
+            model = self.recipe.build(mesh)
         self.parameters = _count_parameters(model)
         self.model, self.optimizer = self._wrap(model)
         self.wrapped = require_wrapped(self.model, "train")
@@ -89,18 +86,20 @@ class Training:
         self.updating = False
         """Whether weights are being written: a step interrupted now cannot be undone."""
         self.mark()
-        self.validation = validation_batches(
-            text.validation, batches=config.run.eval_batches, rows=config.micro_batch, seq_len=config.model.seq_len
-        )
+        self.validation = data.validation_batches(batches=config.run.eval_batches, rows=config.micro_batch)
 
-    def _wrap(self, model: GPT) -> tuple[GPT, ShardedOptimizer]:
+    def _wrap(self, model: nn.Module) -> tuple[nn.Module, ShardedOptimizer]:
         rows = self.config.micro_batch // self.replicas
-        sample = torch.zeros(rows, self.config.model.seq_len + 1, dtype=torch.int64)
+        sample = self.data.batch(seed=self.config.run.seed, step=1, rows=rows)
+        items = max(1, items_of(sample))
         return wrap(
             model,
-            _adamw(model, self.config.optimizer),
-            plan=self.config.plan.plan(self._loss, sample, self.config.run.accumulation),
-            compute_dtype=_DTYPES[self.config.run.dtype],
+            adamw(model, self.config.optimizer),
+            plan=self.config.plan.plan(
+                lambda model, batch: self.recipe.loss(model, batch, items), sample, self.config.run.accumulation
+            ),
+            compute_dtype=DTYPES[self.config.run.dtype],
+            weights=self.recipe.weights,
         )
 
     # ---------------------------------------------------------------------------------------------------------- a step
@@ -110,18 +109,18 @@ class Training:
         progress = self.progress
         progress.batch = progress.next_batch()
         losses = []
-        for micro_batch in self._batch().chunk(progress.accumulation):
-            loss = self._loss(self.model, rows_of(micro_batch, self.replica, self.replicas).to(self.device))
+        for micro_batch, items in self._micro_batches():
+            loss = self.recipe.loss(self.model, micro_batch, items)
             (self.optimizer.scale(loss) / progress.accumulation).backward()
             losses.append(loss.detach())
         return torch.stack(losses).mean().item()
 
-    def _batch(self) -> Tensor:
-        """The samples of the step for all ranks."""
-        rows, seq_len = self.config.run.global_batch, self.config.model.seq_len
-        return batch_at(
-            self.text.train, seed=self.config.run.seed, step=self.progress.batch, rows=rows, seq_len=seq_len
-        )
+    def _micro_batches(self) -> Iterator[tuple[Tensor, float]]:
+        """This rank's micro-batches of the step, each with the labels that one has on the average."""
+        batch = self.data.batch(seed=self.config.run.seed, step=self.progress.batch, rows=self.config.run.global_batch)
+        items = items_of(batch) / (self.progress.accumulation * self.replicas)
+        for micro_batch in batch.chunk(self.progress.accumulation):
+            yield rows_of(micro_batch, self.replica, self.replicas).to(self.device), items
 
     def norm(self) -> float:
         """Clips the gradients; returns their global norm before clipping. Collective."""
@@ -165,13 +164,7 @@ class Training:
     def disconnect(self) -> None:
         """Drops all references to meshes: no step can run any more, but the model can be saved."""
         self.mesh = None
-        for module in self.model.modules():
-            if isinstance(module, GPT):
-                module.meshes = Meshes(self.config.model, None)
-            if isinstance(module, MoE):
-                module.place = LayerRanks()
-            if isinstance(module, CutLinear):
-                module.ranks = replace(module.ranks, process_group=None)
+        self.recipe.disconnect(self.model)
 
     def save(
         self, path: Path, supervisor: dict[str, Any], *, keep: int | None = None, asynchronous: bool = False
@@ -236,10 +229,11 @@ class Training:
             module.register_forward_hook(lambda _module, _args, output, name=name: look(name, output))
             for name, module in self.model.named_modules()
         ]
-        for micro_batch in self._batch().chunk(self.progress.accumulation):
-            self.model(rows_of(micro_batch, self.replica, self.replicas).to(self.device)[:, :-1])
+        for micro_batch, items in self._micro_batches():
+            self.recipe.loss(self.model, micro_batch, items)
         for handle in handles:
             handle.remove()
+        self.recipe.tokens_per_expert(self.model)  # those of this forward do not count
         return found
 
     def _union(self, names: list[str]) -> list[str]:
@@ -249,20 +243,19 @@ class Training:
     # ----------------------------------------------------------------------------------------------------- evaluation
 
     @property
-    def validation_text(self) -> Tensor:
-        """The bytes of an evaluation, uint8; each but the first is predicted once."""
-        batches, rows = self.validation.shape[:2]
-        return self.text.validation[: batches * rows * self.config.model.seq_len + 1]
+    def tokens_per_step(self) -> float:
+        """Tokens in a step of all ranks, without those that fill rows up."""
+        return self.config.run.global_batch * self.data.tokens_per_row
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean cross-entropy over the validation batches in nats per byte, without auxiliary losses. Collective."""
+        """Mean cross-entropy over the validation batches in nats per token. Collective."""
         self.model.eval()
+        items = items_of(self.validation) / (len(self.validation) * self.replicas)
         losses = []
         for batch in self.validation:
             mine = rows_of(batch, self.replica, self.replicas).to(self.device)
-            logits = self.model(mine[:, :-1]).logits
-            losses.append(F.cross_entropy(logits.float().flatten(0, 1), mine[:, 1:].flatten()))
+            losses.append(self.recipe.validation_loss(self.model, mine, items))
         self.model.train()
         total = torch.stack(losses).mean()
         dist.all_reduce(total)
@@ -271,34 +264,31 @@ class Training:
     def sample(self) -> str:
         """Text that the model writes after the start of the validation part; the same on all ranks. Collective."""
         run = self.config.run
-        if not run.sample_bytes:
+        tokens = self.recipe.samples if run.sample_bytes is None else run.sample_bytes
+        if not tokens:
             return ""
-        prompt = self.text.validation[: min(64, self.config.model.seq_len)]
-        tokens = generate(
+        context = self.recipe.length - 1
+        written = generate(
             self.model,
-            prompt.long().unsqueeze(0).to(self.device),
-            run.sample_bytes,
+            self.data.prompt(min(64, context)).unsqueeze(0).to(self.device),
+            tokens,
+            context=context,
             temperature=run.temperature,
             generator=torch.Generator(self.device).manual_seed(run.seed),
         )
-        return bytes(tokens[0].tolist()).decode(errors="replace")
+        return self.data.decode(written[0].tolist())
 
     def description(self) -> Iterator[str]:
-        """Lines that describe model, text and step."""
-        model, run = self.config.model, self.config.run
-        kinds = (f"{n} experts (ep {ep})" if n else "dense" for n, ep in zip(model.experts, model.ep, strict=True))
-        batches, rows = self.validation.shape[:2]
-        yield f"model       {self.parameters:,} parameters, layers of width {model.d_model}: {', '.join(kinds)}"
+        """Lines that describe model, data and step."""
+        run = self.config.run
+        yield f"model       {self.parameters:,} parameters, {self.recipe.facts()}"
+        yield from self.data.describe(self.validation)
         yield (
-            f"text        {len(self.text.train):,} bytes to train on, {len(self.text.validation):,} for validation "
-            f"({len(self.validation_text) - 1:,} of them used: {batches} batches of {rows})"
-        )
-        yield (
-            f"step        {run.global_batch} samples of {model.seq_len} bytes, ranks: {self.ranks}"
+            f"step        {run.global_batch} samples of {self.recipe.length} tokens, ranks: {self.ranks}"
             f"{f' (tp {run.tp})' * (run.tp > 1)}, "
             f"micro-batches: {self.progress.accumulation}, {run.dtype}"
         )
-        if self.device.type == "cuda" and any(model.experts) and model.capacity_factor is None and not _expandable():
+        if self.device.type == "cuda" and self.recipe.varies and not _expandable():
             yield (
                 "memory      experts take another number of tokens in each step, which fragments GPU memory: set "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -319,13 +309,16 @@ def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
     return config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * done)) / 2
 
 
-def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
+def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """The optimizer of what is trained; matrices alone decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.dim() > 1]
+    others = [p for p in trained if p.dim() <= 1]
     param_groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
+    param_groups = [group for group in param_groups if group["params"]]
     return torch.optim.AdamW(param_groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 

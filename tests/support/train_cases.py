@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from elixir_moe.errors import ElixirError
 from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig
-from elixir_moe.train.data import ByteText, load_text
+from elixir_moe.train.data import Text, load_text
 from elixir_moe.train.directory import CONTROL, claim_directory
 from elixir_moe.train.loop import Stopped, train
 from elixir_moe.train.report import Console
@@ -43,9 +44,9 @@ def settings_of(out: Path, **changes: Any) -> TrainConfig:
     return settings.build(TrainConfig, sections)
 
 
-def text_of(config: TrainConfig) -> ByteText:
+def text_of(config: TrainConfig) -> Text:
     text = load_text((), config.data.validation, config.model.seq_len)
-    return ByteText(train=text.train[:20_000], validation=text.validation[:2_000])
+    return replace(text, train=text.train[:20_000], validation=text.validation[:2_000])
 
 
 class Ending(Exception):  # noqa: N818

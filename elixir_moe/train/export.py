@@ -1,0 +1,207 @@
+"""From the checkpoint of a run to a folder that other libraries read, which is read back and compared.
+
+Owns `elixir-moe export` beyond its arguments. Runs in one process, on the CPU, with the model in host memory. The
+folder appears when all is written and the comparison has passed.
+"""
+
+import os
+import shutil
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elixir_moe.chunks.plan import Plan
+from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.parallel.mesh import init_mesh
+from elixir_moe.quantized.convert import dequantize, quantize
+from elixir_moe.setup.drawing import sharded_init
+from elixir_moe.state.checkpoint.load import load
+from elixir_moe.state.checkpoint.storage import CHECKPOINTS, latest
+from elixir_moe.state.huggingface import save_pretrained
+from elixir_moe.train import config as configs
+from elixir_moe.train.config import DTYPES, TrainConfig
+from elixir_moe.train.directory import is_run
+from elixir_moe.train.huggingface import tokenizer_of
+from elixir_moe.train.recipe import Recipe
+from elixir_moe.train.training import adamw
+from elixir_moe.wrap import wrap
+
+KINDS = ("adapter", "merged", "full")
+_FLOOR = 1e-4
+"""Difference of logits, in parts of the largest one, that fp32 sums in another order may make."""
+_SHARE = 0.02
+"""Difference of logits, in parts of what the adapters change, above which the adapters are not those of the run."""
+_ROWS, _TOKENS = 2, 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """What was written, and how the comparison came out."""
+
+    out: str
+    """The folder."""
+    what: str
+    """adapter, merged or full."""
+    checkpoint: str
+    """The checkpoint that it was made of."""
+    largest_logit: float
+    """The largest absolute logit of the run's model on the tokens compared."""
+    difference: float
+    """The largest difference of a logit between the run's model and the folder's."""
+    change: float | None
+    """The largest change of a logit by the adapters; None without adapters."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return asdict(self)
+
+
+def export(run: Path, out: Path | None = None, what: str | None = None) -> Exported:
+    """Writes the model of the latest checkpoint of a run.
+
+    Args:
+        run: the directory of the run.
+        out: the new folder; by default ``export/WHAT`` in the run's.
+        what: ``adapter``, in peft's form; ``merged``, the base with the adapters added to its weights; or ``full``, all
+            weights of a model without adapters. By default ``adapter`` of a run with adapters, else ``full``.
+
+    Raises:
+        ConfigError: `run` is no run, has no checkpoint, or has not what is asked for; or `out` exists.
+        CheckpointError: the folder, read back, has other logits than the run's model; nothing is left of it.
+    """
+    if not is_run(run):
+        raise ConfigError(f"{str(run)!r} is no run's directory (by its config.yaml): name one of `train`'s")
+    config = configs.load(run / "config.yaml")
+    what = what or ("full" if config.lora is None else "adapter")
+    if (what == "full") != (config.lora is None):
+        has, fits = ("no adapters", "full") if config.lora is None else ("adapters alone", "adapter or merged")
+        raise ConfigError(f"--what {what}: the run in {str(run)!r} has trained {has}; give {fits}")
+    out = run / "export" / what if out is None else out
+    if os.path.lexists(out):
+        raise ConfigError(f"--out: {str(out)!r} exists: name another folder, or remove it")
+    checkpoint = latest(run / CHECKPOINTS)
+    if checkpoint is None:
+        raise ConfigError(f"{str(run)!r} has no checkpoint yet: let it save one (save: true in its control.yaml)")
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        found = _written(config, checkpoint, partial, what)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Exported(out=str(out), what=what, checkpoint=str(checkpoint), **found)
+
+
+def _written(config: TrainConfig, checkpoint: Path, folder: Path, what: str) -> dict[str, Any]:
+    """Writes the folder and compares it; returns the figures of the comparison."""
+    recipe = config.recipe()
+    tokens = _tokens(config, recipe)
+    adapter = folder / "adapter" if what == "merged" else folder
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers and peft warn of what they are meant to do here
+        model, optimizer = _restored(config, recipe, checkpoint)
+        try:
+            wanted = _logits(recipe, model, tokens)
+            save_pretrained(model, adapter)
+        finally:
+            optimizer.close()
+            dist.destroy_process_group()
+        del model, optimizer
+        base = None
+        if config.lora is not None:
+            base = _logits(recipe, _base(config, recipe, as_trained=what == "adapter"), tokens)
+        if what == "merged":
+            plain = _with_adapters(_base(config, recipe, as_trained=False), adapter)
+            if config.quantize is not None or config.run.dtype != "fp32":
+                wanted = _logits(recipe, plain, tokens)  # the run's base was rounded, and the merged one is not
+            merged: Any = plain.merge_and_unload()
+            _save_plain(merged, folder)
+            shutil.rmtree(adapter)
+            del plain, merged
+        if what == "adapter":
+            read = _with_adapters(_base(config, recipe, as_trained=True), adapter)
+        else:
+            read = recipe.plain(str(folder))
+        found = _logits(recipe, read, tokens)
+    if config.data.tokenizer is not None or recipe.tokenizer is not None:
+        tokenizer_of(config.data.tokenizer or str(recipe.tokenizer)).save_pretrained(folder)
+    return _compared(found, wanted, base, folder)
+
+
+def _compared(found: Tensor, wanted: Tensor, base: Tensor | None, folder: Path) -> dict[str, Any]:
+    """The figures. Raises CheckpointError if the logits differ by more than rounding."""
+    scale, difference = float(wanted.abs().max()), float((found - wanted).abs().max())
+    change = None if base is None else float((wanted - base).abs().max())
+    allowed = _FLOOR * scale if change is None else max(_FLOOR * scale, _SHARE * change)
+    if not difference <= allowed:
+        raise CheckpointError(
+            f"what was written for {folder.name!r} has other logits than the run's model: they differ by up to "
+            f"{difference:.3g}, where rounding allows {allowed:.3g} (the largest is {scale:.3g}); nothing was kept. "
+            f"Other versions of transformers and peft than those of the run may be the reason"
+        )
+    return {"largest_logit": scale, "difference": difference, "change": change}
+
+
+def _restored(config: TrainConfig, recipe: Recipe, checkpoint: Path) -> tuple[nn.Module, ShardedOptimizer]:
+    """The model of a checkpoint, wrapped in this process."""
+    if dist.is_initialized():
+        raise ConfigError("export runs in one process: call it without torchrun")
+    mesh = init_mesh(device_type="cpu")
+    torch.manual_seed(config.run.seed)
+    with sharded_init():
+        model = recipe.build(mesh)
+    plan = Plan.offload(**config.plan.precision)
+    model, optimizer = wrap(model, adamw(model, config.optimizer), plan=plan, device="cpu", weights=recipe.weights)
+    load(checkpoint, model, optimizer)
+    return model.eval(), optimizer
+
+
+def _base(config: TrainConfig, recipe: Recipe, *, as_trained: bool) -> nn.Module:
+    """The base of the adapters as plain libraries have it; `as_trained`: with its weights rounded as in the run."""
+    torch.manual_seed(config.run.seed)  # for a base that is drawn
+    model = recipe.plain(None).requires_grad_(False)
+    if not as_trained:
+        return model
+    if config.quantize is not None:
+        model = dequantize(quantize(model, config.quantize))
+    dtype = DTYPES[config.run.dtype]
+    if dtype is not None:
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+    return model
+
+
+def _with_adapters(model: nn.Module, folder: Path) -> Any:
+    import peft
+
+    return peft.PeftModel.from_pretrained(model, folder)  # type: ignore[arg-type]
+
+
+def _save_plain(model: Any, folder: Path) -> None:
+    """Writes a model without peft: by its own way if it has one."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)
+    else:
+        from safetensors.torch import save_model
+
+        save_model(model, str(folder / "model.safetensors"))
+
+
+@torch.no_grad()
+def _logits(recipe: Recipe, model: nn.Module, tokens: Tensor) -> Tensor:
+    return recipe.logits(model.eval(), tokens).float().cpu()
+
+
+def _tokens(config: TrainConfig, recipe: Recipe) -> Tensor:
+    """Tokens to compare on: drawn, or those of the run's data where nobody knows how many there are."""
+    length = min(_TOKENS, recipe.length - 1)
+    if recipe.vocabulary is None:
+        return config.load_data().prompt(length)[None]
+    return torch.randint(recipe.vocabulary, (_ROWS, length), generator=torch.Generator().manual_seed(0))

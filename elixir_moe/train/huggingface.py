@@ -1,0 +1,248 @@
+"""A causal language model of Hugging Face as a recipe: its folder, adapters, quantized weights and tokenizer.
+
+Owns the construction of such models and their loss, which is the model's own. Reads no weight for a training: `em.wrap`
+reads them from the folder, each rank its shards. Needs `transformers`, and `peft` for adapters, which are imported when
+they are used.
+"""
+
+import hashlib
+import inspect
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.integrations.routers import Routers, has_routers
+from elixir_moe.models.adapters import Lora, adapted
+from elixir_moe.models.without_logits import WithoutLogits
+from elixir_moe.quantized.convert import quantize
+from elixir_moe.state.safetensors_format import INDEX, SINGLE
+from elixir_moe.train.recipe import check_trainable
+
+LONGEST = 1024
+"""Tokens of a row where nobody says how many."""
+
+
+class HuggingFaceRecipe:
+    """A model in a folder."""
+
+    samples = 0
+    leaves_weights = False
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        read: bool = True,
+        attention: str | None = None,
+        recompute: bool = False,
+        lora: Lora | None = None,
+        scheme: str | None = None,
+        length: int | None = None,
+        packed: bool | None = None,
+        fused: bool = False,
+    ) -> None:
+        """Reads the folder's config.
+
+        Args:
+            folder: has ``config.json``; weights in safetensors if `read`.
+            read: read the weights; otherwise they are drawn.
+            attention: its implementation, by the names of transformers.
+            recompute: the activations of every layer in backward.
+            lora: the adapters that are trained instead of the model's own parameters.
+            scheme: in which frozen weights become bytes.
+            length: tokens of a row.
+            packed: whether rows have several texts; None: where the model can tell them apart.
+            fused: compute the loss without logits.
+
+        Raises:
+            ConfigError: transformers or peft is not installed, or the folder is not that of such a model, or the model
+                cannot do what the settings ask.
+        """
+        self.folder = Path(folder).expanduser()
+        self.name = self.folder.resolve().name
+        self.tokenizer: str | None = str(self.folder)
+        self._attention, self._recompute, self._lora, self._scheme = attention, recompute, lora, scheme
+        self._fused = fused
+        self.config = self._config()
+        self.weights: str | None = str(self.folder) if read else None
+        if read and not any((self.folder / name).is_file() for name in (SINGLE, INDEX)):
+            raise ConfigError(
+                f"model.hf: {folder!r} has no weights ({SINGLE} or {INDEX}): name a folder that has, or give "
+                f"model.weights=false to draw them"
+            )
+        text = self.config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
+        positions = getattr(text, "max_position_embeddings", None)
+        positions = positions if isinstance(positions, int) else None
+        self.length = length if length is not None else min(LONGEST, positions or LONGEST)
+        if positions is not None and self.length > positions:
+            raise ConfigError(
+                f"data.seq_len={self.length}: {self.name} has {positions} positions, give at most that many"
+            )
+        takes = inspect.signature(self._class().forward).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+            raise ConfigError(
+                f"model.hf: the forward of {self._class().__name__} takes no num_items_in_batch, by which its loss is "
+                f"averaged over all ranks: train it with model.module and a loss of your own"
+            )
+        can = "position_ids" in takes and not getattr(self._class(), "_is_stateful", False)
+        if packed and not can:
+            raise ConfigError(
+                f"data.packing: {self._class().__name__} cannot tell the texts of a row apart, since it "
+                f"{'takes no positions' if 'position_ids' not in takes else 'carries a state along a row'}: give "
+                f"data.packing=false"
+            )
+        self.restarts = can if packed is None else packed
+        self._routers: Routers | None = None
+
+    @property
+    def varies(self) -> bool:
+        """As `Recipe` says."""
+        return self._routers is not None
+
+    def _class(self) -> Any:
+        """The class of the model."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        try:
+            found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+        except KeyError as error:
+            raise ConfigError(
+                f"model.hf: {self.name} ({self.config.model_type}) is no causal language model"
+            ) from error
+        return found[0] if isinstance(found, tuple) else found
+
+    def _config(self) -> Any:
+        try:
+            from transformers import AutoConfig
+        except ImportError as error:
+            raise ConfigError("model.hf needs transformers: pip install transformers") from error
+        if not (self.folder / "config.json").is_file():
+            raise ConfigError(
+                f"model.hf: no config.json in {str(self.folder)!r}: name a local folder of a Hugging Face model, as "
+                f"`hf download MODEL --local-dir FOLDER` makes it"
+            )
+        try:
+            config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            config.use_cache = False
+            return config
+        except Exception as error:  # transformers checks its settings with error types of its own
+            why = str(error).partition("\n")[0]
+            raise ConfigError(f"model.hf: {str(self.folder)!r} is not the folder of a known model: {why}") from error
+
+    def check(self, ranks: int, tp: int) -> None:
+        """As `Recipe` says."""
+        if tp > 1:
+            raise LayoutError(f"run.tp={tp}: only our own GPT is cut over tp; leave it out for {self.name}")
+        with torch.device("meta"):
+            model = self.build(None)
+        if self._fused:
+            WithoutLogits(model)
+        self._routers = None
+
+    def build(self, mesh: DeviceMesh | None) -> nn.Module:
+        """As `Recipe` says; in fp32, so that masters are what the folder has."""
+        from transformers import AutoModelForCausalLM
+
+        chosen = {} if self._attention is None else {"attn_implementation": self._attention}
+        try:
+            model: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, **chosen)
+        except Exception as error:
+            why = str(error).partition("\n")[0]
+            raise ConfigError(f"model.hf: {self.name} is no causal language model that can be built: {why}") from error
+        model.train()
+        if self._lora is not None:
+            model.requires_grad_(False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old names and unused defaults within the two libraries
+            if self._scheme is not None:
+                quantize(model, self._scheme)
+            if self._lora is not None:
+                model = adapted(model, self._lora)
+            if self._recompute:
+                if not model.supports_gradient_checkpointing:
+                    raise ConfigError(f"model.checkpoint: {self.name} cannot recompute its layers; leave it out")
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        check_trainable(model, self.name)
+        found: nn.Module = model
+        self._routers = Routers(found) if has_routers(found) else None
+        return found
+
+    def plain(self, folder: str | None) -> nn.Module:
+        """As `Recipe` says, by transformers alone."""
+        from transformers import AutoModelForCausalLM
+
+        source = str(self.folder) if folder is None else folder
+        found: nn.Module = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True)
+        return found
+
+    def loss(self, model: nn.Module, batch: Tensor, items: float) -> Tensor:
+        """As `Recipe` says, by the model's own loss; with auxiliary losses where its config says so."""
+        tokens, labels, positions = batch.unbind(1)
+        given = {"input_ids": tokens, "labels": labels}
+        if self.restarts:
+            given["position_ids"] = positions
+            if str(getattr(self.config, "_attn_implementation", "")).startswith("flash"):
+                # its kernels of texts of several lengths want one row
+                given = {name: value.reshape(1, -1) for name, value in given.items()}
+        with WithoutLogits(model)() if self._fused else nullcontext():
+            loss: Tensor = model(**given, use_cache=False, num_items_in_batch=items).loss
+        return loss
+
+    def validation_loss(self, model: nn.Module, batch: Tensor, items: float) -> Tensor:
+        """As `Recipe` says; the same as `loss`."""
+        return self.loss(model, batch, items)
+
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """As `Recipe` says."""
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    def tokens_per_expert(self, model: nn.Module) -> dict[str, list[int]]:
+        """As `Recipe` says."""
+        if self._routers is None:
+            return {}
+        self._routers.step()
+        return {name: counts.tolist() for name, counts in self._routers.loads().items()}
+
+    def disconnect(self, model: nn.Module) -> None:
+        """As `Recipe` says: there are none."""
+
+    def facts(self) -> str:
+        """As `Recipe` says."""
+        frozen = "" if self._lora is None else f", {self._lora}"
+        return f"{type(self.config).__name__.removesuffix('Config')} {self.name}{frozen}" + (
+            f", frozen weights in {self._scheme}" if self._scheme is not None else ""
+        )
+
+    def fixed(self) -> Mapping[str, object]:
+        """As `Recipe` says: the model's config."""
+        return {"model.config": hashlib.sha256((self.folder / "config.json").read_bytes()).hexdigest()}
+
+
+def encoded(tokenizer: Any, text: str) -> Tensor:
+    """int32 tokens of a running text, 1-D."""
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int32)
+
+
+def tokenizer_of(folder: str) -> Any:
+    """The tokenizer in a folder. Raises ConfigError if transformers, or the tokenizer, is missing."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError("a tokenizer needs transformers: pip install transformers") from error
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers has several types for it
+        why = str(error).partition("\n")[0][:200]
+        raise ConfigError(
+            f"data.tokenizer: there is none in {folder!r} ({why}): copy tokenizer.json and tokenizer_config.json "
+            f"there, or name the folder of another"
+        ) from error

@@ -1,0 +1,150 @@
+"""Any torch module as a recipe: a function of the user makes it, perhaps with its loss.
+
+Owns the search for the function and the default loss. Knows nothing else of the module.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.models.adapters import Lora, adapted
+from elixir_moe.quantized.convert import quantize
+from elixir_moe.train.recipe import check_trainable, load_whole, output_logits, summed
+
+Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+_LENGTH = 128
+_RETURNS = "a function without arguments that returns a torch module, or (module, loss)"
+
+
+class ModuleRecipe:
+    """A module made by ``package:function``.
+
+    Without a loss of its own the module is called with (B, L) tokens and returns (B, L, V) logits, or an object that
+    has `logits`. A loss is called as ``loss(model, batch)`` with a dict of ``input_ids``, ``labels``, ``position_ids``
+    (all (B, L) int64) and ``items`` (a float: the mean number of labels in a batch of a rank).
+    """
+
+    vocabulary: int | None = None
+    weights: str | None = None
+    tokenizer: str | None = None
+    samples = 0
+    leaves_weights = False
+    varies = False
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        lora: Lora | None = None,
+        scheme: str | None = None,
+        length: int | None = None,
+        packed: bool | None = None,
+    ) -> None:
+        """Imports the function and calls it once without data. Raises ConfigError."""
+        self.name, self._lora, self._scheme = path, lora, scheme
+        self.length = length or _LENGTH
+        self._make = _function(path)
+        with torch.device("meta"):
+            self._own: Loss | None = self._made()[1]
+        if packed and self._own is None:
+            raise ConfigError(
+                f"data.packing: {path} returns no loss, and the default one gives the module no positions: return "
+                f"(module, loss), or give data.packing=false"
+            )
+        self.restarts = bool(packed)
+
+    def _made(self) -> tuple[nn.Module, Loss | None]:
+        found = self._make()
+        module, loss = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        if not isinstance(module, nn.Module) or not (loss is None or callable(loss)):
+            raise ConfigError(f"model.module: {self.name} returned {type(found).__name__}; expected {_RETURNS}")
+        return module, loss
+
+    def check(self, ranks: int, tp: int) -> None:
+        """As `Recipe` says."""
+        if tp > 1:
+            raise LayoutError(f"run.tp={tp}: only our own GPT is cut over tp; leave it out for {self.name}")
+        with torch.device("meta"):
+            self.build(None)
+
+    def build(self, mesh: DeviceMesh | None) -> nn.Module:
+        """As `Recipe` says; patterns are those that the function has annotated."""
+        model = self._made()[0].train()
+        if self._lora is not None:
+            model.requires_grad_(False)
+        if self._scheme is not None:
+            quantize(model, self._scheme)
+        if self._lora is not None:
+            model = adapted(model, self._lora)
+        check_trainable(model, self.name)
+        return model
+
+    def plain(self, folder: str | None) -> nn.Module:
+        """As `Recipe` says; the base is as the function draws it with the run's seed."""
+        model = self._made()[0]
+        load_whole(model, folder)
+        return model
+
+    def loss(self, model: nn.Module, batch: Tensor, items: float) -> Tensor:
+        """As `Recipe` says, or as the module's own loss says."""
+        tokens, labels, positions = batch.unbind(1)
+        if self._own is not None:
+            given: Any = {"input_ids": tokens, "labels": labels, "position_ids": positions, "items": items}
+            return self._own(model, given)
+        return summed(self.logits(model, tokens)[:, :-1], labels[:, 1:]) / items
+
+    def validation_loss(self, model: nn.Module, batch: Tensor, items: float) -> Tensor:
+        """As `Recipe` says; the same as `loss`."""
+        return self.loss(model, batch, items)
+
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """As `Recipe` says."""
+        return output_logits(model(tokens))
+
+    def tokens_per_expert(self, model: nn.Module) -> dict[str, list[int]]:
+        """As `Recipe` says: nothing is known of experts."""
+        return {}
+
+    def disconnect(self, model: nn.Module) -> None:
+        """As `Recipe` says: no mesh is known."""
+
+    def facts(self) -> str:
+        """As `Recipe` says."""
+        return self.name if self._lora is None else f"{self.name}, {self._lora}"
+
+    def fixed(self) -> Mapping[str, object]:
+        """As `Recipe` says: the settings name the function."""
+        return {}
+
+
+def _function(path: str) -> Callable[[], Any]:
+    """The function called ``package:function``; packages of the working directory are found, too."""
+    package, _, name = path.partition(":")
+    if not package or not name:
+        raise ConfigError(f"model.module: expected package:function, got {path!r}: {_RETURNS}")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(package), name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not f"{package}.".startswith(f"{error.name}."):
+            raise  # a package that the user's own needs
+        raise ConfigError(f"model.module: no package {package!r} is found here or installed: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(f"model.module: {package} has no {name!r}: name {_RETURNS}") from error
+    if not callable(found):
+        raise ConfigError(f"model.module: {path} is {type(found).__name__}; expected {_RETURNS}")
+    needed = [p for p in inspect.signature(found).parameters.values() if p.default is p.empty and p.kind < 2]
+    if needed:
+        raise ConfigError(f"model.module: {path} wants an argument {needed[0].name!r}; expected {_RETURNS}")
+    function: Callable[[], Any] = found
+    return function
