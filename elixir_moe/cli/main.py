@@ -14,13 +14,15 @@ Modules that only training needs are imported when a training starts, so that `p
 
 import argparse
 import json
+import logging
 import os
 import platform
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -99,12 +101,34 @@ def _run(arguments: Sequence[str]) -> int:
     helped = "train" in arguments and not {"-h", "--help"}.isdisjoint(arguments)
     parser = _parser(_settings_help() if helped else None)
     known, rest = parser.parse_known_args(arguments)
+    if rest and known.verb not in ("train", "bench"):
+        parser.error(f"unknown arguments {' '.join(rest)}")
+    with _telling_decisions(known.verbose):
+        return _run_verb(known, rest, arguments)
+
+
+@contextmanager
+def _telling_decisions(verbose: bool) -> Iterator[None]:
+    """With --verbose, the library's log is shown on stderr: what it decides. No other place configures logging."""
+    log, before = logging.getLogger("elixir_moe"), logging.getLogger("elixir_moe").level
+    handler = logging.StreamHandler()
+    rank = f"[rank {_rank()}] " if launch.under_torchrun() else ""
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {rank}%(name)s: %(message)s", "%H:%M:%S"))
+    if verbose:
+        log.addHandler(handler)
+        log.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+def _run_verb(known: argparse.Namespace, rest: list[str], arguments: Sequence[str]) -> int:
     if known.verb == "train":
         return _train(known, _overrides(rest), arguments)
     if known.verb == "bench":
         return _bench(known, rest)
-    if rest:
-        parser.error(f"unknown arguments {' '.join(rest)}")
     verbs = {
         "env": _env,
         "ckpt": ckpt.run,
@@ -176,6 +200,8 @@ def _parser(settings_help: str | None) -> _Parser:
     )
     for verb in (train_parser, *others, *ckpt.add_parser(verbs)):
         verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+        verb.add_argument("-v", "--verbose", action="store_true", help="tell on stderr what the library decides")
+        verb.add_argument("-q", "--quiet", action="store_true", help="print results and errors, and nothing on the way")
         verb.add_argument(
             "--traceback", action="store_true", help="show where an error comes from (or ELIXIR_TRACEBACK=1)"
         )
@@ -258,7 +284,8 @@ def _export(known: argparse.Namespace) -> int:
     changed = "" if found.change is None else f"; the adapters change them by up to {found.change:.3g}"
     print(
         f"{found.what} of {found.checkpoint} in {found.out}\n"
-        f"read back without this library: logits differ by up to {found.difference:.2g} of {found.largest_logit:.3g}{changed}"
+        f"read back without this library: logits differ by up to {found.difference:.2g} of {found.largest_logit:.3g}"
+        f"{changed}"
     )
     return 0
 

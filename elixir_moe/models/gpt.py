@@ -276,9 +276,9 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        context = model.config.seq_len if context is None else context  # type: ignore[union-attr, assignment]
+        seen: int = model.config.seq_len if context is None else context  # type: ignore[union-attr, assignment]
         for _ in range(n):
-            logits = model(prompt[:, -context:]).logits[:, -1].float()
+            logits = model(prompt[:, -seen:]).logits[:, -1].float()
             prompt = torch.cat([prompt, _sample(logits, temperature, generator)], dim=1)
     finally:
         model.train(was_training)

@@ -16,6 +16,7 @@ unit is left and the chunk is needed next: the unit's kernels run while the host
 Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the calling order).
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -54,6 +55,7 @@ from elixir_moe.torch_private import (
     without_last_dispatch_mode,
 )
 
+_LOG = logging.getLogger(__name__)
 _MISSES_BEFORE_NEW_SCHEDULE = 3
 _SMALL_BYTES, _MOST_SMALL = 1 << 16, 16
 """Gradients of at most so many bytes are copied together, at most so many."""
@@ -611,6 +613,7 @@ class Scheduler:
         if self.cache.schedule is None or self._rounds_missed >= _MISSES_BEFORE_NEW_SCHEDULE:
             kept = {chunk.spec.index for chunk in self.chunks if not chunk.spec.key.trainable}
             self.cache.follow(Schedule(record, kept=kept))
+            _LOG.debug("the rCache follows a schedule learned in the last step: %d requests", len(record))
             self._rounds_missed = 0
 
     def forget_round(self) -> None:

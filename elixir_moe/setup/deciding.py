@@ -4,6 +4,8 @@ Owns the order of these decisions and the record of them, the same on all ranks 
 the step, moves no weight. The search is imported where it is needed: a plan that is given without a step needs none.
 """
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ from elixir_moe.setup.agreement import agree_on, host_bytes_of_a_rank
 
 if TYPE_CHECKING:
     from elixir_moe.search.prediction import Prediction
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +99,7 @@ def decide(
         made.callback(close_all, communicators.values())
         prediction = Prediction(*forecast(model, request))
         plan, events = prediction.forecast.plan, prediction.forecast.events
+        _LOG.debug("the search chose a plan: %s", plan.explanation)
     described = made_on_all_ranks("described the model", partial(describe, model, parts, events, compute_dtype, plan))
     agree_on(plan, described)
     plan = settled(
@@ -106,6 +111,9 @@ def decide(
         beside=beside,
     )
     layout, schedule = described.layout(plan)
+    homes = Counter(plan.home(layout, chunk).value for chunk in layout.chunks)
+    _LOG.debug("the plan: %s", plan.to_json())
+    _LOG.debug("home tiers of %d chunks: %s", len(layout.chunks), ", ".join(f"{n} {tier}" for tier, n in homes.items()))
     return Decided(
         plan=plan,
         spec=described,

@@ -414,7 +414,7 @@ def identity(config: TrainConfig, data: Data) -> dict[str, object]:
     sections["data"] = {"validation": plain["data"]["validation"]}
     sections["run"] = {key: plain["run"][key] for key in ("seed", "global_batch")}
     fixed = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    fixed |= {"lora": config.lora is not None, "quantize": config.quantize} | config.recipe().fixed()
+    fixed |= {"lora": config.lora is not None, "quantize": config.quantize, **config.recipe().fixed()}
     return {key: value for key, value in fixed.items() if key not in free} | {"data.text": data.digest()}
 
 

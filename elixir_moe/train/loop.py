@@ -5,6 +5,7 @@ then evaluation, checkpoint and end where due. All ranks call everything that co
 decision follows from what they agreed on. Only rank 0 prints and writes.
 """
 
+import logging
 import math
 import os
 import sys
@@ -41,6 +42,7 @@ from elixir_moe.train.supervisor import Action, Observation, Supervisor, Verdict
 from elixir_moe.train.timeline import recorded
 from elixir_moe.train.training import Training
 
+_LOG = logging.getLogger(__name__)
 DIVERGED = 3
 """Exit code of a run that the supervisor stopped, with its state saved."""
 
@@ -217,6 +219,7 @@ class Loop:
     def _begin(self, source: Path | None) -> None:
         if source is not None:
             self.keeper.take(source)
+            _LOG.debug("resumed from %s, step %d", source, self.training.progress.step)
         else:
             self.keeper.move_apart(0)
         self._first = self.training.progress.step
@@ -280,6 +283,7 @@ class Loop:
         self.keeper.latest = self.keeper.last_good(training.progress.step + 1)
         self.keeper.save(asynchronous=False, must=True)
         blocks = config.plan.rcache_blocks
+        _LOG.debug("memory was short: plan %s, %d micro-batches from here on", config.plan, config.run.accumulation)
         self._event(
             "out of memory",
             f"{who[0] if who else 'a rank'} in step {training.progress.step + 1}; it is redone with micro-batches: "

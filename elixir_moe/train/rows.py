@@ -17,6 +17,7 @@ text begins, and the rest of a row is filled up by a text of its own without lab
 
 import hashlib
 import json
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from torch import Tensor
 from elixir_moe.errors import ConfigError, meant
 from elixir_moe.train.data import NO_LABEL, files_of
 
+_LOG = logging.getLogger(__name__)
 _FORMS = ("text", "prompt", "completion", "messages")
 _EXPECTED = 'expected {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
 
@@ -156,6 +158,7 @@ def load_rows(
         parts.append(examples)
     fill = encoder.pad
     train, validation = (_stacked(part, length, fill, packed=packed) for part in parts)
+    _LOG.debug("%d texts are in %d rows of %d tokens (packing: %s)", len(parts[0]), len(train), length, packed)
     return Rows(
         train=train,
         validation=validation,

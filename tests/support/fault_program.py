@@ -28,7 +28,8 @@ def main() -> int:
         mark = Path(f"{out}.{fault}")
         if fault and dist.get_rank() == int(rank) and not mark.exists():
             mark.touch()
-            handle = training.model.blocks[1].register_forward_hook(lambda *_: meet(fault))
+            layers = next(m for m in training.model.modules() if isinstance(m, torch.nn.ModuleList))
+            handle = layers[1].register_forward_hook(lambda *_: meet(fault))
             try:
                 return forward_backward(training)
             finally:

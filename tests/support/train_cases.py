@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.errors import ElixirError
+from elixir_moe.models.config import GPTConfig
 from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.data import Text, load_text
@@ -45,6 +46,7 @@ def settings_of(out: Path, **changes: Any) -> TrainConfig:
 
 
 def text_of(config: TrainConfig) -> Text:
+    assert isinstance(config.model, GPTConfig)
     text = load_text((), config.data.validation, config.model.seq_len)
     return replace(text, train=text.train[:20_000], validation=text.validation[:2_000])
 
@@ -82,8 +84,7 @@ def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0, whol
     Training.update, Training._wrap = updating, beginning  # type: ignore[method-assign]
     console, ended, claim = Console(file=io.StringIO()), "", None
     try:
-        data = (config.data.paths, config.data.validation, config.model.seq_len)
-        text = load_text(*data) if whole_text else text_of(config)
+        text = config.load_data() if whole_text else text_of(config)
         claim = claim_directory(config, text) if dist.get_rank() == 0 else None
         train(config, text, claim, console)
     except Stopped as stop:

@@ -1,0 +1,70 @@
+"""What people see while they wait: what is being done, once it has taken two seconds.
+
+Owns the line on stderr: with a spinner and the time on a terminal, plain elsewhere. Steps of a training have a bar of
+their own (`report`). Writes nothing on stdout.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+AFTER_SECONDS = 2.0
+
+
+class Waits:
+    """``with waits("reading the data"): ...``"""
+
+    def __init__(self, *, quiet: bool = False, after_seconds: float = AFTER_SECONDS) -> None:
+        """`quiet`: nothing is shown."""
+        self._quiet, self._after = quiet, after_seconds
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """While open, and once it has been for long enough, says `what` is being done."""
+        if self._quiet:
+            yield
+            return
+        line = _Line(what, sys.stderr)
+        timer = threading.Timer(self._after, line.show)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            line.end()
+
+
+class _Line:
+    """Shown on one thread, ended on another: never after its end."""
+
+    def __init__(self, what: str, stream: TextIO) -> None:
+        self._what, self._stream = what, stream
+        self._lock = threading.Lock()
+        self._ended = False
+        self._progress: Any = None
+
+    def show(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            if not self._stream.isatty():
+                print(f"{self._what} ...", file=self._stream, flush=True)
+                return
+            from rich.console import Console
+            from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            # what is printed meanwhile goes where it belongs
+            kept = {"redirect_stdout": False, "redirect_stderr": False, "transient": True}
+            self._progress = Progress(*columns, console=Console(file=self._stream), **kept)
+            self._progress.add_task(self._what)
+            self._progress.start()
+
+    def end(self) -> None:
+        with self._lock:
+            self._ended = True
+            if self._progress is not None:
+                self._progress.stop()

@@ -1,0 +1,387 @@
+"""Models of Hugging Face and modules of one's own under the trainer, beside a plain loop on the same rows.
+
+One rank computes what plain torch does, in its order: to the bit where nothing is adapted beside a weight. Two ranks
+sum in another order: a few roundings of 6e-8 a step, which AdamW enlarges where a gradient is near zero, so losses and
+norms are compared within 1e-4.
+"""
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from elixir_moe.cli.main import main
+from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.train import settings
+from elixir_moe.train.config import TrainConfig
+from elixir_moe.train.export import export
+from tests.support.checkpoint_cases import assert_same
+from tests.support.hf_folders import model_folder, some_rows, tokenizer, write_rows
+from tests.support.ranks import RankPool
+from tests.support.train_cases import last_state, run
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+Ranks = Callable[[int], RankPool]
+STEPS, ROWS, LENGTH = 3, 4, 32
+EXPERTS = {"r": 4, "targets": ["q_proj", "v_proj", "experts"]}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama, Qwen3Moe and rows.jsonl."""
+    where = tmp_path_factory.mktemp("models")
+    for kind in ("Llama", "Qwen3Moe"):
+        model_folder(where / kind, kind)
+    write_rows(where / "rows.jsonl", some_rows())
+    return where
+
+
+def settings_of(folders: Path, kind: str, out: Path, **changes: Any) -> TrainConfig:
+    """A short run without clipping, decay or schedule."""
+    sections: dict[str, Any] = {
+        "model": {"hf": str(folders / kind)},
+        "data": {"file": str(folders / "rows.jsonl"), "seq_len": LENGTH},
+        "plan": {"kind": "offload"},
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "warmup_steps": 0, "final_lr": 1.0, "clip_norm": None},
+        "run": {"steps": STEPS, "global_batch": ROWS, "eval_every": STEPS, "out": str(out)},
+    }
+    for section, values in changes.items():
+        if isinstance(values, dict):
+            sections.setdefault(section, {}).update(values)
+        else:
+            sections[section] = values
+    return settings.build(TrainConfig, sections)
+
+
+def plain_model(config: TrainConfig) -> Any:
+    """The model of a run by transformers and peft alone."""
+    folder = config.model.hf  # type: ignore[union-attr]
+    torch.manual_seed(config.run.seed)
+    described = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32).train()
+    read = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    if config.lora is None:
+        model.load_state_dict(read)
+        return model
+    fused = ["experts.gate_up_proj", "experts.down_proj"] if "experts" in config.lora.targets else None
+    modules = [target for target in config.lora.targets if target != "experts"]
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=16, target_modules=modules, target_parameters=fused)
+    )
+    names = {name.replace(".base_layer", ""): p for name, p in adapted.get_base_model().named_parameters()}
+    with torch.no_grad():
+        for name, value in read.items():
+            if name in names:
+                names[name].copy_(value)
+    return adapted
+
+
+def plain(config: TrainConfig) -> tuple[list[tuple[float, float]], Any]:
+    """(loss, norm) of each step of a plain loop on whole batches, and the model."""
+    data, model = config.load_data(), plain_model(config)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    found = []
+    for step in range(1, STEPS + 1):
+        tokens, labels, positions = data.batch(seed=0, step=step, rows=ROWS).unbind(1)
+        given = {"position_ids": positions} if data.restarts else {}
+        loss = model(input_ids=tokens, labels=labels, use_cache=False, **given).loss
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in trained if p.grad is not None]).norm()
+        found.append((loss.item(), norm.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, model
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", {}),
+    "Llama, one text a row": ("Llama", {"data": {"packing": False}}),
+    "Llama, adapters": ("Llama", {"lora": {"r": 4, "targets": ["q_proj", "v_proj"]}}),
+    "Qwen3Moe": ("Qwen3Moe", {"model": {"checkpoint": "non_reentrant"}}),
+    "Qwen3Moe, adapters of experts": ("Qwen3Moe", {"lora": EXPERTS}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_trains_as_in_a_plain_loop(case: str, folders: Path, ranks: Ranks, tmp_path: Path) -> None:
+    kind, changes = CASES[case]
+    one = settings_of(folders, kind, tmp_path / "one", **changes)
+    expected, model = plain(one)
+    found = ranks(1).run(run, one, None, 0, True)[0]
+    assert found["ended"] == "" and found["status"]["state"] == "done"
+    losses = [line["loss"] for line in found["metrics"]]
+    if "experts" in case:  # peft computes x (W + A B), this library x W + (x A) B
+        assert losses == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+    else:
+        assert losses == [loss for loss, _ in expected]
+    assert [line["grad_norm"] for line in found["metrics"]] == pytest.approx([n for _, n in expected], rel=1e-4)
+    two = settings_of(folders, kind, tmp_path / "two", **changes)
+    spread = ranks(2).run(run, two, None, 0, True)[0]
+    assert spread["ended"] == ""
+    assert [line["loss"] for line in spread["metrics"]] == pytest.approx(losses, rel=1e-4)
+    assert spread["metrics"][-1]["val_loss"] == pytest.approx(found["metrics"][-1]["val_loss"], rel=1e-4)
+    if kind == "Qwen3Moe":
+        (layer, *_) = found["metrics"][0]["tokens_per_expert"].items()
+        assert sum(layer[1]) == 2 * ROWS * LENGTH, "two experts a token"
+        assert spread["metrics"][0]["tokens_per_expert"] == found["metrics"][0]["tokens_per_expert"]
+    tokens = torch.arange(12).view(1, 12)
+    with torch.no_grad():
+        wanted = model.eval()(input_ids=tokens).logits
+        told = export(tmp_path / "two")
+        read = transformers.AutoModelForCausalLM.from_pretrained(
+            folders / kind if told.what == "adapter" else told.out, dtype=torch.float32
+        )
+        before = read(input_ids=tokens).logits
+        if told.what == "adapter":
+            read = peft.PeftModel.from_pretrained(read, told.out)
+            assert (before - wanted).abs().max() > 1e-2, "the adapters count"
+        torch.testing.assert_close(read.eval()(input_ids=tokens).logits, wanted, rtol=1e-3, atol=1e-4)
+    assert transformers.AutoTokenizer.from_pretrained(told.out)("ab")["input_ids"] == tokenizer()("ab")["input_ids"]
+
+
+def test_the_loss_of_packed_rows_is_that_of_each_text_alone(folders: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """Texts do not see each other, and each label counts once, whatever row and rank it is on."""
+    config = settings_of(folders, "Llama", tmp_path / "out", run={"steps": 1, "accumulation": 2})
+    data, model = config.load_data(), plain_model(config)
+    total, items = 0.0, 0
+    for tokens, labels, positions in data.batch(seed=0, step=1, rows=ROWS):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+        for start, stop in pairwise(starts):
+            if (labels[start:stop] >= 0).any():
+                logits = model(input_ids=tokens[None, start:stop]).logits[0, :-1]
+                wanted = labels[start + 1 : stop]
+                total += nn.functional.cross_entropy(logits, wanted, reduction="sum").item()
+                items += int((wanted >= 0).sum())
+    found = ranks(2).run(run, config, None, 0, True)[0]["metrics"][0]["loss"]
+    assert found == pytest.approx(total / items, rel=1e-5)
+
+
+def test_adapters_on_quantized_weights(folders: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """Trained beside peft on the decoded weights; the base's rows are multiples of a block."""
+    import elixir_moe as em
+
+    folder = model_folder(tmp_path / "wide", "Llama", hidden_size=64, intermediate_size=64, head_dim=64)
+    changes = {"model": {"hf": str(folder)}, "lora": {"r": 4, "targets": ["q_proj", "v_proj"]}, "quantize": "nf4"}
+    config = settings_of(folders, "wide", tmp_path / "out", **changes)
+    model = plain_model(config)
+    base = em.dequantize(em.quantize(model.get_base_model(), "nf4"))
+    assert base is model.get_base_model()
+    data = config.load_data()
+    tokens, labels, positions = data.batch(seed=0, step=1, rows=ROWS).unbind(1)
+    wanted = model(input_ids=tokens, labels=labels, position_ids=positions, use_cache=False).loss.item()
+    found = ranks(2).run(run, config, None, 0, True)[0]
+    assert found["metrics"][0]["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert export(tmp_path / "out").change > 0  # type: ignore[operator]
+    merged = export(tmp_path / "out", what="merged")
+    assert (Path(merged.out) / "model.safetensors").is_file() and merged.difference < 1e-4
+
+
+def test_a_resume_on_another_number_of_ranks_goes_on_with_the_same_rows(
+    folders: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    changes = {"lora": EXPERTS, "save": {"every": 1}}
+    whole = ranks(1).run(run, settings_of(folders, "Qwen3Moe", tmp_path / "whole", **changes), None, 0, True)[0]
+    config = settings_of(folders, "Qwen3Moe", tmp_path / "out", **changes)
+    assert ranks(1).run(run, config, {1: "SIGTERM"}, 0, True)[0]["ended"].startswith("75 stopped after step 1")
+    found = ranks(1).run(run, config, None, 0, True)[0]
+    assert found["metrics"] == whole["metrics"] and [kind for kind, _ in found["events"]] == ["stopped", "resumed"]
+    assert_same(last_state(tmp_path / "out"), last_state(tmp_path / "whole"), "the last step")
+    other = settings_of(folders, "Qwen3Moe", tmp_path / "other", **changes)
+    ranks(2).run(run, other, {1: "SIGTERM"}, 0, True)
+    again = ranks(1).run(run, other, None, 0, True)[0]
+    assert [line["loss"] for line in again["metrics"]] == pytest.approx(
+        [line["loss"] for line in whole["metrics"]], rel=1e-4
+    )
+    changed = settings_of(folders, "Qwen3Moe", tmp_path / "other", **changes | {"run": {"steps": 9}, "lora": {"r": 8}})
+    assert "lora.r is 8, but was 4" in ranks(1).run(run, changed, None, 0, True)[0]["ended"]
+
+
+class Toy(nn.Module):
+    """A module of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.tokens(tokens)))  # type: ignore[no-any-return]
+
+
+def toy() -> nn.Module:
+    """For model.module."""
+    return Toy()
+
+
+def toy_with_loss() -> tuple[nn.Module, Any]:
+    """For model.module, with half the loss that it has by itself."""
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        logits, labels = model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) / 2
+
+    return Toy(), loss
+
+
+def of_module(name: str, out: Path) -> TrainConfig:
+    return settings.build(
+        TrainConfig,
+        {
+            "model": {"module": f"tests.train.test_any_model:{name}"},
+            "data": {"seq_len": 16},
+            "plan": {},
+            "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "warmup_steps": 0, "final_lr": 1.0, "clip_norm": None},
+            "run": {"steps": STEPS, "global_batch": ROWS, "eval_batches": 1, "out": str(out)},
+        },
+    )
+
+
+def test_a_module_trains_on_bytes_as_in_a_plain_loop(ranks: Ranks, tmp_path: Path) -> None:
+    config = of_module("toy", tmp_path / "out")
+    torch.manual_seed(0)
+    model, data = Toy(), config.load_data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for step in range(1, STEPS + 1):
+        tokens = data.batch(seed=0, step=step, rows=ROWS)[:, 0]
+        loss = nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found = ranks(1).run(run, config, None, 0, True)[0]
+    assert [line["loss"] for line in found["metrics"]] == losses
+    half = ranks(2).run(run, of_module("toy_with_loss", tmp_path / "half"), None, 0, True)[0]
+    assert half["metrics"][0]["loss"] == pytest.approx(losses[0] / 2, rel=1e-6)
+    told = export(tmp_path / "out")
+    assert told.what == "full" and told.difference == 0
+    written = load_file(Path(told.out) / "model.safetensors")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(written[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_our_own_gpt_has_any_vocabulary_by_a_tokenizer_and_is_exported(
+    folders: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 40)
+    sections: dict[str, Any] = {
+        "model": {"seq_len": 16, "n_layers": 1, "d_model": 16, "n_heads": 2, "vocab_size": 39},
+        "data": {"paths": [str(tmp_path / "text.txt")], "tokenizer": str(folders / "Llama")},
+        "plan": {},
+        "run": {"steps": 2, "global_batch": 4, "eval_batches": 1, "sample_bytes": 3, "out": str(tmp_path / "out")},
+    }
+    found = ranks(1).run(run, settings.build(TrainConfig, sections), None, 0, True)[0]
+    assert found["ended"] == "" and "tokens to train on" in found["said"] and "bigram" not in found["said"]
+    assert (tmp_path / "out" / "sample.txt").read_text().replace(" ", "")
+    assert export(tmp_path / "out").difference < 1e-6
+    rows = sections | {"data": {"file": str(folders / "rows.jsonl"), "tokenizer": str(folders / "Llama")}}
+    rows["run"] = sections["run"] | {"out": str(tmp_path / "rows")}
+    ended = ranks(1).run(run, settings.build(TrainConfig, rows), None, 0, True)[0]
+    assert ended["ended"] == "" and "1 texts are longer" not in ended["said"]
+
+
+def said_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1, err
+    return err
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["--model.hf", "FOLDER/none"], "model.hf: no config.json in"),
+    (["--model.hf", "FOLDER/bare"], "has no weights (model.safetensors"),
+    (["--model.hf", "FOLDER/mute"], "data.tokenizer: there is none in"),
+    (["--model.hf", "FOLDER/small"], "small has 20 tokens, but the data has token"),
+    (["--model.hfs", "FOLDER/Llama"], "unknown setting 'model.hfs'; did you mean 'model.hf'?"),
+    (["--model.hf", "FOLDER/Llama", "--model.d_model", "8"], "model.d_model means nothing with model.hf"),
+    (["--model.weights", "false"], "model.weights means nothing without model.hf"),
+    (["--model.hf", "FOLDER/Llama", "--quantize", "nf4"], "quantize=nf4 leaves nothing to train"),
+    (["--model.hf", "FOLDER/Llama", "--quantize", "nf5"], "quantize: expected Literal"),
+    (["--model.hf", "FOLDER/Llama", "--lora.r", "0"], "lora.r: expected at least 1, got 0"),
+    (["--model.hf", "FOLDER/Llama", "--lora.rank", "4"], "unknown setting 'lora.rank'; did you mean 'lora"),
+    (["--model.hf", "FOLDER/Llama", "--lora.targets", "q_prj"], "q_prj matches nothing in LlamaForCausalLM; did you"),
+    (["--model.hf", "FOLDER/Llama", "--lora.targets", "experts"], "experts matches nothing"),
+    (["--model.hf", "FOLDER/Llama", "--data.seq_len", "65"], "data.seq_len=65: Llama has 64 positions"),
+    (["--model.hf", "FOLDER/Llama", "--run.tp", "2", "--nproc", "2"], "run.tp=2: only our own GPT is cut"),
+    (["--model.hf", "FOLDER/Llama", "--data.paths", "x"], "data.file and data.paths are two kinds of data"),
+    (["--model.hf", "FOLDER/Llama", "--data.file", "FOLDER/empty.jsonl"], "is empty"),
+    (["--lora.r", "4"], "lora is for model.hf and model.module"),
+    (["--data.tokenizer", "FOLDER/empty"], "data.tokenizer: there is none in"),
+    (["--model.module", "nothing"], "model.module: expected package:function, got 'nothing'"),
+    (["--model.module", "no_such_package:f"], "model.module: no package 'no_such_package'"),
+    (["--model.module", "json:dunp"], "model.module: json has no 'dunp'"),
+    (["--model.module", "json:dumps"], "json:dumps wants an argument 'obj'"),
+    (["--model.module", "os:getcwd"], "os:getcwd returned str"),
+]
+
+
+@pytest.fixture(scope="module")
+def wrong(folders: Path) -> Path:
+    """Folders that lack something."""
+    for name, changes in {"bare": {}, "mute": {}, "small": {"vocab_size": 20}}.items():
+        model_folder(folders / name, "Llama", **changes)
+    (folders / "bare" / "model.safetensors").unlink()
+    for path in (folders / "mute").glob("tok*"):
+        path.unlink()
+    (folders / "empty.jsonl").touch()
+    (folders / "empty").mkdir()
+    return folders
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG, ids=[" ".join(a)[:60] for a, _ in WRONG])
+def test_a_mistake_is_told_before_any_work(
+    arguments: list[str], said: str, wrong: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [argument.replace("FOLDER", str(wrong)) for argument in arguments]
+    if "--data.file" not in given:
+        given += ["--data.file", str(wrong / "rows.jsonl")]
+    assert said in said_of(["train", "--run.out", str(tmp_path / "out"), *given], capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_exported_is_told(folders: Path, ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run's directory"):
+        export(tmp_path)
+    config = settings_of(folders, "Llama", tmp_path / "out", lora={"r": 2}, run={"steps": 1})
+    ranks(1).run(run, config, None, 0, True)
+    with pytest.raises(ConfigError, match="has trained adapters alone; give adapter or merged"):
+        export(tmp_path / "out", what="full")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="exists: name another folder"):
+        export(tmp_path / "out", tmp_path / "there")
+
+
+def test_a_folder_with_other_logits_is_not_kept(
+    folders: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings_of(folders, "Llama", tmp_path / "out", lora={"r": 2}, run={"steps": 1})
+    ranks(1).run(run, config, None, 0, True)
+
+    def spoilt(model: Any, folder: Path) -> Any:
+        found = peft.PeftModel.from_pretrained(model, folder)
+        with torch.no_grad():
+            next(p for name, p in found.named_parameters() if "lora_B" in name).add_(1.0)
+        return found
+
+    monkeypatch.setattr("elixir_moe.train.export._with_adapters", spoilt)
+    with pytest.raises(CheckpointError, match="has other logits than the run's model"):
+        export(tmp_path / "out")
+    assert not list((tmp_path / "out" / "export").iterdir())
+
+
+def test_the_command_says_what_it_wrote(
+    folders: Path, ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks(1).run(run, settings_of(folders, "Llama", tmp_path / "out", lora={"r": 2}, run={"steps": 1}), None, 0, True)
+    assert main(["export", str(tmp_path / "out"), "--json", "--out", str(tmp_path / "adapter")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["what"] == "adapter" and told["difference"] <= 1e-4 * told["largest_logit"]
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 2

@@ -1,0 +1,48 @@
+"""Lines about waits: once they are long, on stderr alone, a spinner on a terminal."""
+
+import io
+import sys
+import threading
+
+import pytest
+
+from elixir_moe.train.waiting import Waits
+
+
+class Stream(io.StringIO):
+    """Says when something has been written."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self.terminal, self.written = terminal, threading.Event()
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def write(self, text: str) -> int:
+        found = super().write(text)
+        if "reading" in self.getvalue():
+            self.written.set()
+        return found
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_long_wait_is_told(terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    stream = Stream(terminal=terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with Waits(after_seconds=0)("reading the data"):
+        assert stream.written.wait(60)
+        print("a result")
+    assert capsys.readouterr().out == "a result\n"
+    assert (stream.getvalue() == "reading the data ...\n") != terminal
+
+
+def test_a_short_wait_and_a_quiet_one_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(terminal=False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Waits(after_seconds=3600)("reading the data"):
+        pass
+    with Waits(quiet=True, after_seconds=0)("reading the data"):
+        assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert stream.getvalue() == ""
