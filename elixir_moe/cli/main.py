@@ -230,18 +230,21 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]], argument
     from elixir_moe.train.directory import check_directory, claim_directory
     from elixir_moe.train.loop import Stopped, train
     from elixir_moe.train.report import Console
+    from elixir_moe.train.waiting import Waits
 
     config = configs.load(known.config, overrides)
     ranks = _number_of_ranks(known.nproc)
-    config.check_ranks(ranks)
-    data = config.load_data()
+    shown = _rank() == 0 and not known.quiet
+    with Waits(quiet=not shown)("reading the data and the model's config"):
+        config.check_ranks(ranks)
+        data = config.load_data()
     if ranks > 1 and not launch.under_torchrun():
         check_directory(config, data)
         launch.launch(ranks, arguments, config.run.threads)
         return 0
     claim = claim_directory(config, data) if _rank() == 0 else None
     try:
-        summary = train(config, data, claim, Console(stderr=known.json), _end)
+        summary = train(config, data, claim, Console(stderr=known.json, quiet=known.quiet), _end)
     except Stopped as stop:
         if not (stop.exit_code and launch.leave_error(str(stop), stop.exit_code)) and _rank() == 0:
             print(f"elixir-moe: {stop}", file=sys.stderr)
@@ -276,8 +279,10 @@ def _report(known: argparse.Namespace) -> int:
 
 def _export(known: argparse.Namespace) -> int:
     from elixir_moe.train.export import export
+    from elixir_moe.train.waiting import Waits
 
-    found = export(known.directory, known.out, known.what)
+    with Waits(quiet=known.quiet)("writing the model, and reading it back"):
+        found = export(known.directory, known.out, known.what)
     if known.json:
         print(json.dumps(found.as_dict()))
         return 0

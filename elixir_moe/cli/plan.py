@@ -44,6 +44,7 @@ from elixir_moe.search.solve import Choice, Packings, Task, price, shortage, sol
 from elixir_moe.search.tile_size import tile_bytes
 from elixir_moe.setup.tiling import tile
 from elixir_moe.torch_private import IMPORTED_LATE
+from elixir_moe.train.waiting import Waits
 
 _BATCH, _SEQ = 1, 1024
 """A batch that is not given."""
@@ -161,7 +162,7 @@ def run_plan(known: argparse.Namespace) -> int:
         return run_largest(known, hardware)
     known.batch, known.seq = known.batch or _BATCH, known.seq or _SEQ
     started = time.perf_counter()
-    with pretended_ranks(ranks_of(known)) as mesh:
+    with pretended_ranks(ranks_of(known)) as mesh, Waits(quiet=known.quiet)("searching for the fastest plan"):
         asked, searched = _searched(known, hardware, mesh)
         answer = answered(asked)
     task, choice = asked.task, asked.choice

@@ -17,6 +17,7 @@ from elixir_moe.errors import ConfigError, nothing_called
 from elixir_moe.models import presets
 from elixir_moe.models.adapters import Lora
 from elixir_moe.train import launch
+from elixir_moe.train.waiting import Waits
 from elixir_moe.verify import subject
 from elixir_moe.verify.certificate import Check, as_dicts, certify, first_failed
 from elixir_moe.verify.ranks import on_ranks
@@ -74,8 +75,11 @@ def run_verify(known: argparse.Namespace) -> int:
         )
         if not known.json:
             _show_head(known, source.changed)
-        on_ranks(known.ranks, under_the_plan, setup)
-        checks: list[Check] = on_ranks(1, certify, setup)
+        waits = Waits(quiet=known.quiet)
+        with waits("training under the plan"):
+            on_ranks(known.ranks, under_the_plan, setup)
+        with waits("comparing with plain PyTorch"):
+            checks: list[Check] = on_ranks(1, certify, setup)
     failed = first_failed(checks)
     if known.json:
         facts = {"ok": failed is None, "first": failed.where if failed else None, "checks": as_dicts(checks)}

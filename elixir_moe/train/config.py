@@ -26,6 +26,7 @@ from elixir_moe.train.huggingface import HuggingFaceRecipe, encoded, tokenizer_o
 from elixir_moe.train.module import ModuleRecipe
 from elixir_moe.train.recipe import GPTRecipe, Recipe, check_degree
 from elixir_moe.train.rows import load_rows
+from elixir_moe.train.writers import check_tensorboard
 
 _MEANINGFUL: dict[str, tuple[str, ...]] = {
     "ddp": ("reduce_dtype", "master", "moments"),
@@ -249,6 +250,9 @@ class RunConfig:
     """Number of a step that torch.profiler records on rank 0, with all that follows it, such as an evaluation;
     `elixir-moe report --html` draws it. Updates on a thread that end behind the step are not in it. Null: none."""
 
+    tensorboard: bool = False
+    """Write the numbers of each step to OUT/tensorboard, for TensorBoard; needs the package tensorboard."""
+
     def __post_init__(self) -> None:
         check(self, "run")
 
@@ -363,10 +367,12 @@ class TrainConfig:
         )
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises LayoutError or ConfigError if these settings do not fit that many ranks."""
+        """Raises LayoutError or ConfigError if these settings do not fit that many ranks, or a package is missing."""
         tp = self.run.tp
         check_degree("run.tp", tp, ranks, f"the {ranks} ranks of this run")
         self.recipe().check(ranks, tp)
+        if self.run.tensorboard:
+            check_tensorboard()
         replicas = ranks // tp
         by_tp = f" / run.tp={tp}" * (tp > 1)
         unit = replicas * self.run.accumulation

@@ -13,6 +13,7 @@ clean`. Starts no communication; only rank 0 claims a directory.
               checkpoints/          step-00000100, ...: see `elixir_moe.state.checkpoint`
               apart/                checkpoints of an abandoned course, and the state of a run that diverged
               control.yaml          written by the user: new settings during the run
+              tensorboard/          events for TensorBoard, with `run.tensorboard`
               loss.png              losses against steps
               sample.txt            text that the trained model wrote
               weights.safetensors   full weights, named as in the model without this library; for our own GPT
@@ -37,7 +38,7 @@ FILES: tuple[str, ...] = (
     *("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "status.json", "loss.png", "sample.txt"),
     *("layout.json", "timeline.json", "weights.safetensors", "summary.json"),
 )
-APART, CONTROL = "apart", "control.yaml"
+APART, CONTROL, TENSORBOARD = "apart", "control.yaml", "tensorboard"
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
@@ -196,6 +197,8 @@ def _steps_of_ended_run(directory: Path) -> int | None:
 def _empty(directory: Path) -> None:
     for name in FILES:
         (directory / name).unlink(missing_ok=True)
+    for events in (directory / TENSORBOARD).glob("events.out.tfevents.*"):
+        events.unlink()
     for room in (directory / CHECKPOINTS, directory / APART):
         if room.is_dir() and not room.is_symlink():
             collect(room)

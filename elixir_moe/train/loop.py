@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -35,12 +35,14 @@ from elixir_moe.train.checkpoints import CheckpointManager
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.control import REQUEUE, Control, ControlFile, Signals
 from elixir_moe.train.data import Data
-from elixir_moe.train.directory import CONTROL, Claim, extra_of
+from elixir_moe.train.directory import CONTROL, TENSORBOARD, Claim, extra_of
 from elixir_moe.train.memory import Scarcity
 from elixir_moe.train.report import Console, Report, StepRecord, Summary
 from elixir_moe.train.supervisor import Action, Observation, Supervisor, Verdict
 from elixir_moe.train.timeline import recorded
 from elixir_moe.train.training import Training
+from elixir_moe.train.waiting import Waits
+from elixir_moe.train.writers import TensorBoard
 
 _LOG = logging.getLogger(__name__)
 DIVERGED = 3
@@ -134,15 +136,26 @@ def _train(
 ) -> Summary | None:
     """Runs a training to its end; appends its `Loop` to `loops`, so that the caller has it after a failure."""
     with ExitStack() as stack:
+        waits = Waits(quiet=claim is None or console.quiet)
         source = [str(claim.source) if claim is not None and claim.source is not None else None]
         dist.broadcast_object_list(source)
-        training = Training(config, data, mesh)
+        with waits("making the model and its shards"):
+            training = Training(config, data, mesh)
         report = None
         if claim is not None:
             run, loss = config.run, data.baseline(training.validation)
             done = extra_of(claim.source)["progress"]["step"] if claim.source is not None else 0
+            writers = [TensorBoard(claim.path / TENSORBOARD, done)] if run.tensorboard else []
             report = stack.enter_context(
-                Report(console, claim.path, steps=run.steps, log_every=run.log_every, bigram_loss=loss, done=done)
+                Report(
+                    console,
+                    claim.path,
+                    steps=run.steps,
+                    log_every=run.log_every,
+                    bigram_loss=loss,
+                    done=done,
+                    writers=writers,
+                )
             )
             report.write("config.yaml", settings.to_yaml(config))
         loop = Loop(training, report, signals, watchdog, Path(config.run.out))
@@ -213,12 +226,14 @@ class Loop:
                 self.step()
         self._seconds = time.perf_counter() - begin
         if self.config.save.every is not None or not self.training.recipe.leaves_weights:
-            self.keeper.save(asynchronous=False, must=True)
+            with self._busy_with("saving"):
+                self.keeper.save(asynchronous=False, must=True)
         return self._conclude()
 
     def _begin(self, source: Path | None) -> None:
         if source is not None:
-            self.keeper.take(source)
+            with self._busy_with("reading the checkpoint"):
+                self.keeper.take(source)
             _LOG.debug("resumed from %s, step %d", source, self.training.progress.step)
         else:
             self.keeper.move_apart(0)
@@ -329,7 +344,8 @@ class Loop:
             val_loss=training.evaluate() if due else None,
         )
         if self.report is not None:
-            self.report.step(self._last)
+            found = inspect(training.model).prediction
+            self.report.step(self._last, None if found is None else found.as_dict())
         self._follow(agreed)
 
     def _agree(self, loss: float, seconds: float) -> Agreed:
@@ -439,6 +455,9 @@ class Loop:
                 setattr(progress, name, value)
                 self._event("control", f"{name} is {value:g} from step {progress.step + 1} on, it was {before}")
         return Control() if first else control
+
+    def _busy_with(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.report is None else self.report.busy(what)
 
     def _event(self, kind: str, text: str) -> None:
         if self.report is not None:

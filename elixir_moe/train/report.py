@@ -6,7 +6,8 @@ Owns the form of every record in the run directory. Only rank 0 has a `Report`. 
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from elixir_moe.train.history import finite, losses_of, records_of
+from elixir_moe.train.writers import Writer, values_of
 
 __all__ = ["Console", "Report", "StepRecord", "Summary"]
 
@@ -86,9 +88,19 @@ class Report:
     """Rank 0's reporter, from the first line to the last file."""
 
     def __init__(
-        self, console: Console, directory: Path, *, steps: int, log_every: int, bigram_loss: float | None, done: int = 0
+        self,
+        console: Console,
+        directory: Path,
+        *,
+        steps: int,
+        log_every: int,
+        bigram_loss: float | None,
+        done: int = 0,
+        writers: Sequence[Writer] = (),
     ) -> None:
-        """`done`: steps already done by a resumed run; records of later steps are dropped."""
+        """`done`: steps already done by a resumed run; records of later steps are dropped. `writers` get the numbers of
+        each step, too."""
+        self._writers = writers
         self._console, self._directory = console, directory
         self._steps, self._log_every, self.bigram_loss = steps, log_every, bigram_loss
         self._first = done + 1
@@ -113,6 +125,15 @@ class Report:
     ) -> None:
         self._progress.stop()
         self._metrics.close()
+        for writer in self._writers:
+            writer.close()
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """While open, the bar on a terminal says `what` is being done in the place of a step."""
+        self._progress.update(self._task, description=what)
+        yield
+        self._progress.update(self._task, description="")
 
     def say(self, text: str) -> None:
         """Prints a line."""
@@ -135,10 +156,13 @@ class Report:
         self.write("layout.json", json.dumps(facts) + "\n")
         return before if before != plan_json else None
 
-    def step(self, record: StepRecord) -> None:
-        """Records a step, and shows it if due."""
-        self._metrics.write(json.dumps(finite(asdict(record)), allow_nan=False) + "\n")
+    def step(self, record: StepRecord, prediction: Mapping[str, Any] | None = None) -> None:
+        """Records a step, and shows it if due. `prediction`: of its cost, for the writers."""
+        plain = finite(asdict(record))
+        self._metrics.write(json.dumps(plain, allow_nan=False) + "\n")
         self._metrics.flush()
+        for writer in self._writers:
+            writer.write(record.step, values_of(plain, prediction))
         self._train_losses.append((record.step, record.loss))
         if record.val_loss is not None:
             self._val_losses.append((record.step, record.val_loss))

@@ -1,0 +1,104 @@
+"""The numbers of a run for TensorBoard and others: those of metrics.jsonl, under names."""
+
+import builtins
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elixir_moe.errors import ConfigError
+from elixir_moe.train.report import Console, Report, StepRecord
+from elixir_moe.train.writers import TensorBoard, check_tensorboard, values_of
+
+
+class Noting:
+    """A writer as anybody may write one."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def write(self, step: int, values: Any) -> None:
+        self.written.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def record(step: int, val_loss: float | None) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=2.5,
+        grad_norm=float("nan"),
+        lr=1e-3,
+        step_seconds=0.5,
+        tokens_per_second=64.0,
+        statistics={
+            "misses": 7,
+            "prefetched": 5,
+            "off_schedule": 1,
+            "bytes_fetched": {"host": 100},
+            "bytes_offloaded": {"host": 50},
+        },
+        held_bytes={"device": 10, "host": 20},
+        process_bytes={"host": 1000},
+        tokens_per_expert={"layer": [3, 0, 1]},
+        val_loss=val_loss,
+    )
+
+
+def test_a_writer_gets_what_the_file_has(tmp_path: Path) -> None:
+    noting, console = Noting(), Console(file=io.StringIO())
+    prediction = {"predicted_step_seconds": 0.4, "predicted_host_bytes": 21}
+    with Report(console, tmp_path, steps=2, log_every=1, bigram_loss=None, writers=[noting]) as report:
+        report.step(record(1, None))
+        report.step(record(2, 2.25), prediction)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert noting.written == [(1, values_of(lines[0], None)), (2, values_of(lines[1], prediction))] and noting.closed
+    found = noting.written[1][1]
+    assert found == {
+        "loss/train": 2.5,
+        "loss/validation": 2.25,
+        "step/learning rate": 1e-3,
+        "step/seconds": 0.5,
+        "step/seconds, predicted": 0.4,
+        "step/tokens a second": 64.0,
+        "bytes held/device": 10.0,
+        "bytes held/host": 20.0,
+        "bytes held/host, predicted": 21.0,
+        "bytes of the process/host": 1000.0,
+        "bytes moved/fetched from host": 100.0,
+        "bytes moved/offloaded to host": 50.0,
+        "stalls/gathers on demand": 2.0,
+        "stalls/requests off schedule": 1.0,
+        "busiest expert/layer": 3 * 3 / 4,
+    }
+    assert "loss/validation" not in noting.written[0][1], "nothing that is missing or not finite"
+
+
+def test_without_the_package_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = builtins.__import__
+
+    def refusing(name: str, *rest: Any, **named: Any) -> Any:
+        if name == "tensorboard":
+            raise ImportError(name)
+        return plain(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", refusing)
+    with pytest.raises(ConfigError, match="pip install tensorboard"):
+        check_tensorboard()
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for done, steps in ((0, (1, 2, 3)), (2, (3,))):
+        writer = TensorBoard(tmp_path, done)
+        for step in steps:
+            writer.write(step, {"loss/train": float(10 * done + step)})
+        writer.close()
+    found = EventAccumulator(str(tmp_path)).Reload().Scalars("loss/train")
+    assert [(event.step, event.value) for event in found] == [(1, 1.0), (2, 2.0), (3, 23.0)]
