@@ -9,7 +9,7 @@ DOCS_STAMP := $(VENV)/.docs-installed
 CONSTRAINTS := constraints.txt
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test test-all test-torch test-peers lint format train docs bench gpu-proof bench-gpu chaos paper-table wheel test-wheel clean
+.PHONY: setup test test-all test-torch test-peers lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -93,6 +93,10 @@ bench-gpu: $(BENCH_STAMP)
 
 chaos: setup
 	$(BIN)/python -m tests.faults.chaos --points 200 $(CHAOS_ARGS)
+
+# Every family under every plan; goes on where it stopped. ONLY=NAME runs a row anew, FRESH=1 all of them.
+certificate: setup
+	$(BIN)/elixir-moe verify --suite --out docs/certificate.json $(if $(ONLY),--only '$(ONLY)') $(if $(FRESH),--fresh)
 
 paper-table: setup
 	$(BIN)/python -m benchmarks.paper_table

@@ -12,22 +12,20 @@ from typing import Any
 
 import torch
 
-from elixir_moe.chunks.plan import Plan
-from elixir_moe.errors import ConfigError, nothing_called
+from elixir_moe.errors import ConfigError
 from elixir_moe.models import presets
 from elixir_moe.models.adapters import Lora
+from elixir_moe.quantized.formats import scheme_called
 from elixir_moe.train import launch
 from elixir_moe.train.waiting import Waits
 from elixir_moe.verify import subject
 from elixir_moe.verify.certificate import Check, as_dicts, certify, first_failed
+from elixir_moe.verify.plans import PLANS, asked
 from elixir_moe.verify.ranks import on_ranks
-from elixir_moe.verify.training import Setup, under_the_plan
+from elixir_moe.verify.training import Setup, run_under_the_plan
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-_PLANS = ("ddp", "zero2", "zero3", "offload", "disk")
 _MOST_RANKS = 64
-_ALL_CHUNKS = 2**20
-"""More chunks than any model has."""
 
 
 def add_verify(verb: argparse.ArgumentParser) -> None:
@@ -40,10 +38,13 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
         metavar="PACKAGE.MODULE:FUNCTION",
         help="a function without arguments that returns a transformers model, or (module, step, sample)",
     )
+    model.add_argument("--suite", action="store_true", help="the whole certificate: 12 families under every plan")
+    model.add_argument("--check", type=Path, metavar="FILE", help="whether a certificate is as it was written")
     verb.add_argument(
-        "--plan", default="zero3", metavar="PLAN", help=f"{', '.join(_PLANS)}, or a plan in JSON or its file"
+        "--plan", default="zero3", metavar="PLAN", help=f"{', '.join(PLANS)}, or a plan in JSON or its file"
     )
     verb.add_argument("--ranks", type=int, default=2, metavar="N", help="processes on this machine's CPU")
+    verb.add_argument("--resume-ranks", type=int, metavar="N", help="processes that load and go on; by default as many")
     verb.add_argument("--steps", type=int, default=3, metavar="N", help="before the save, and again after the load")
     verb.add_argument("--rows", type=int, default=4, metavar="N", help="rows of a micro-batch, all ranks together")
     verb.add_argument("--seq", type=int, default=16, metavar="N", help="tokens of a row")
@@ -53,6 +54,12 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--lora", metavar="WORDS", help="adapters of peft: r=16,alpha=32,targets=q_proj,v_proj,experts,parameters=NAME"
     )
+    verb.add_argument("--quantize", metavar="SCHEME", help="keep frozen weights in nf4, mxfp4, fp8 or int8")
+    suite = verb.add_argument_group("of --suite")
+    suite.add_argument("--only", metavar="PATTERN", help="run anew the rows whose names match it, or begin with it")
+    suite.add_argument("--out", type=Path, default=Path("certificate.json"), metavar="FILE", help="a page lies beside")
+    suite.add_argument("--jobs", type=int, metavar="N", help="rows at a time; by default as many as cores")
+    suite.add_argument("--fresh", action="store_true", help="keep nothing of what FILE has")
     verb.add_argument("--no-shrink", action="store_true", help="take the model in its full size")
 
 
@@ -60,14 +67,19 @@ def run_verify(known: argparse.Namespace) -> int:
     """Prints the certificate; returns 0 if everything agrees, and 1 if not. Raises ConfigError and PlanError."""
     if launch.under_torchrun():
         raise ConfigError("verify starts ranks of its own: call it without torchrun")
+    if known.suite or known.check is not None:
+        from elixir_moe.cli import certificate
+
+        return certificate.run(known, _versions())
     _check_numbers(known)
     with tempfile.TemporaryDirectory() as folder:
-        plan = _plan(known.plan, folder)
+        plan = asked(known.plan, Path(folder), accumulation=known.accumulation)
         source = _source(known)
         setup = Setup(
             source=source,
             plan=plan,
             ranks=known.ranks,
+            resumed_ranks=known.resume_ranks or known.ranks,
             steps=known.steps,
             accumulation=known.accumulation,
             compute_dtype=_DTYPES[known.compute_dtype],
@@ -77,7 +89,7 @@ def run_verify(known: argparse.Namespace) -> int:
             _show_head(known, source.changed)
         waits = Waits(quiet=known.quiet)
         with waits("training under the plan"):
-            on_ranks(known.ranks, under_the_plan, setup)
+            run_under_the_plan(setup, on_ranks)
         with waits("comparing with plain PyTorch"):
             checks: list[Check] = on_ranks(1, certify, setup)
     failed = first_failed(checks)
@@ -99,32 +111,19 @@ def _check_numbers(known: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: expected at least 1, got {getattr(known, name)}")
     if known.ranks > _MOST_RANKS:
         raise ConfigError(f"--ranks {known.ranks}: expected at most {_MOST_RANKS} processes on one machine")
-    if known.rows % known.ranks:
-        raise ConfigError(
-            f"--rows {known.rows} for --ranks {known.ranks}: expected a multiple, so that each rank gets equally many"
-        )
-
-
-def _plan(text: str, folder: str) -> Plan:
-    """The plan that `text` names, or holds, or whose file it is."""
-    presets = {
-        "ddp": Plan.ddp,
-        "zero2": Plan.zero2,
-        "zero3": Plan.zero3,
-        "offload": Plan.offload,
-        "disk": lambda: Plan.offload(disk=folder, disk_chunks=_ALL_CHUNKS),
-    }
-    if text in presets:
-        return presets[text]()
-    if text.lstrip().startswith("{"):
-        return Plan.from_json(text)
-    if not Path(text).is_file():
-        raise nothing_called("plan", text, _PLANS)
-    return Plan.from_json(Path(text).read_text())
+    for name, ranks in (("ranks", known.ranks), ("resume-ranks", known.resume_ranks or known.ranks)):
+        if ranks < 1 or known.rows % ranks:
+            raise ConfigError(
+                f"--rows {known.rows} for --{name} {ranks}: expected a multiple, so that each rank gets equally many"
+            )
 
 
 def _source(known: argparse.Namespace) -> Any:
     lora = None if known.lora is None else Lora.parse(known.lora)
+    if known.quantize is not None:
+        scheme_called(known.quantize)
+        if known.hf is None or lora is None:
+            raise ConfigError("--quantize needs --hf, and --lora for something to train beside frozen weights")
     if known.model is not None:
         if lora is not None:
             raise ConfigError("--lora needs --hf or --module: models by name are not for peft")
@@ -137,6 +136,7 @@ def _source(known: argparse.Namespace) -> Any:
             checkpointing=known.checkpointing,
         )
     options = {"rows": known.rows, "length": known.seq, "lora": lora, "checkpointing": known.checkpointing}
+    options["quantized"] = known.quantize
     if known.module is not None:
         return subject.function(known.module, **options)
     return subject.huggingface(known.hf, shrink=not known.no_shrink, **options)

@@ -92,6 +92,13 @@ class Lora:
 
 
 def adapted(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
+    """`with_adapters`, with those of fused experts multiplied beside their weights. Raises ConfigError as it does."""
+    found = with_adapters(model, lora, init=init)
+    adapt_beside(found)
+    return found
+
+
+def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
     """The model with peft's adapters, which alone are trained.
 
     Args:
@@ -122,7 +129,6 @@ def adapted(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
         found: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(f"--lora: peft refuses {lora}: {str(error).partition('. ')[0]}") from error
-    adapt_beside(found)
     return found
 
 

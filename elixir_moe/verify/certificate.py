@@ -7,13 +7,17 @@ element of a gradient of size up to 1 then carries an error of a few ulps, 3e-7,
 1. AdamW divides by the root of the second moment plus eps = 1e-4, so a step of lr = 1e-2 differs by at most
 lr * 3e-7 / eps = 3e-5 (`WEIGHT`), and after n steps weights differ by n times that. What is computed from such weights
 is held to a part of its size: loss and global norm to 2e-5, the norm of one gradient to 1e-4 plus 2e-5 of the global
-norm, an element of a moment to 1e-3 of the largest, logits to 1e-4 for each step.
+norm, an element of a moment to 1e-3 of the largest, logits to 1e-4 for each step. What a module returns in the first
+step is computed from equal weights; its norm is held to 1e-4.
 
 In bf16 the plain run has bf16 weights with fp32 masters too. Where masters differ in the last bit, their bf16 copies
 differ by 2**-8 here and there, and an element of a gradient that nearly cancels may change its sign. So loss and norm
 are held to 2e-2. Single gradients and weights are not compared, but all weights together: they may be apart by a
 quarter of their way from the start, since about 2 in 100 elements can turn. What is moved and not computed (loads,
-saves, exports) is compared bit for bit in any dtype.
+saves, exports) and what must not move (frozen weights) is compared bit for bit in any dtype.
+
+Two checks hold of both runs, since a fault of the model itself is in both: each router that is trained gets a gradient,
+and the loss reaches the logits of as many rows at each position.
 """
 
 import math
@@ -24,10 +28,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elixir_moe.verify.training import Record, Setup, Weights, exported, in_plain_pytorch, saved_moments
+from elixir_moe.verify.training import (
+    Record,
+    Setup,
+    Weights,
+    exported,
+    in_plain_pytorch,
+    record_of,
+    saved_moments,
+)
 
 WEIGHT, LOSS, GRADIENT, GRADIENT_OF_ALL = 3e-5, 2e-5, 1e-4, 2e-5
 HALF_LOSS, HALF_WAY = 2e-2, 0.25
+_ROUTERS = {"router", "gate"}
+"""Names of modules that choose experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +78,7 @@ class _Difference:
 
 def certify(setup: Setup) -> list[Check]:
     """Runs the plain half, reads the ranks' record and compares both."""
-    ours = Record(**torch.load(setup.folder / "record.pt", weights_only=True))
+    ours = record_of(setup)
     plain, order = in_plain_pytorch(setup)
     weights, outputs = exported(setup)
     return list(_checks(setup, ours, plain, order, weights, outputs))
@@ -90,18 +104,31 @@ def _checks(
     if plain.started:
         yield _check("weights read from a folder", _tensors(order, ours.started, plain.started, 0.0))
     for first, last, when in ((0, setup.steps, ""), (setup.steps, 2 * setup.steps, " after the load")):
+        ranks = setup.resumed_ranks if first else setup.ranks
         if first:
             moved = {name: ours.weights[first][name] for name in order}
-            yield _check("moments when saved", _moments(order, saved_moments(setup), plain.moments, half))
+            if plain.moments:
+                yield _check("moments when saved", _moments(order, saved_moments(setup), plain.moments, half))
             yield _check("weights after the load", _tensors(order, ours.loaded, moved, 0.0))
         for step in range(first, last):
             of = f"of step {step + 1}{when}"
-            yield _check(f"loss {of}", [_number(ours.losses[step], plain.losses[step], LOSS if exact else HALF_LOSS)])
+            both = ours.losses[step], plain.losses[step]
+            if not step and plain.labelled:
+                yield _check("labels of step 1", list(_labels(ours, plain)))
+            if not step and exact and plain.modules:
+                yield _check("outputs of modules in step 1", list(_modules(order, ours, plain)))
+            yield _check(f"loss {of}", [_number(*both, LOSS if exact else HALF_LOSS, _as_if(*both, ranks))])
+            if not step and (routers := list(_routers(order, ours, plain))):
+                yield _check("gradients of routers in step 1", routers)
             if exact:
                 yield _check(f"gradients {of}", list(_gradients(order, ours, plain, step)))
             norms = ours.norms[step], plain.norms[step]
-            yield _check(f"gradient norm {of}", [_number(*norms, LOSS if exact else HALF_LOSS)])
+            weighed = _weighed(order, *norms, ours.gradients[step], ranks)
+            yield _check(f"gradient norm {of}", [_number(*norms, LOSS if exact else HALF_LOSS, weighed)])
             after = ours.weights[step + 1], plain.weights[step + 1]
+            if plain.frozen:
+                kept = [name for name in order if name in set(plain.frozen)]
+                yield _check(f"frozen weights {of}", _tensors(kept, after[0], plain.weights[0], 0.0))
             if exact:
                 yield _check(f"weights {of}", _tensors(order, *after, WEIGHT * (step + 1)))
             else:
@@ -148,9 +175,70 @@ def _tensors(order: list[str], ours: Weights, plain: Weights, tolerance: float) 
     return [_tensor(_module_of(name), ours.get(name), plain.get(name), tolerance) for name in order]
 
 
-def _number(ours: float, plain: float, relative: float) -> _Difference:
-    place = f"{ours:.6g} here, {plain:.6g} plain"
+def _number(ours: float, plain: float, relative: float, hint: str = "") -> _Difference:
+    place = f"{ours:.6g} here, {plain:.6g} plain{hint}"
     return _difference(place, abs(ours - plain), relative * (1.0 + abs(plain)))
+
+
+def _as_if(ours: float, plain: float, ranks: int) -> str:
+    """What the ratio of two losses says of the ranks."""
+    if ranks > 1 and plain:
+        for factor, words in ((ranks, "multiplied"), (1 / ranks, "divided")):
+            if abs(ours / plain - factor) < LOSS * factor:
+                return f": as if {words} by the {ranks} ranks"
+    return ""
+
+
+def _weighed(order: list[str], ours: float, plain: float, gradients: dict[str, float], ranks: int) -> str:
+    """Which parameters the global norm leaves out or weighs by the ranks, where that explains its difference.
+
+    Parameters are tried together whose names share a word, such as all experts, as a norm treats a kind of them alike.
+    """
+    if abs(ours - plain) <= LOSS * (1.0 + abs(plain)):
+        return ""
+    squares = {name: gradients.get(name, 0.0) ** 2 for name in order}
+    words = {word: None for name in order for word in name.split(".") if not word.isdecimal()}
+    for factor, said in ((0.0, "left out"), (1 / ranks, f"averaged over {ranks} ranks"), (ranks, f"counted {ranks}x")):
+        for word in words if factor != 1 else ():
+            members = [name for name in order if word in name.split(".")]
+            found = sum(squares.values()) + (factor - 1) * sum(squares[name] for name in members)
+            if len(members) < len(order) and abs(max(found, 0.0) ** 0.5 - ours) <= LOSS * (1.0 + ours):
+                return f": as if the squares of {_module_of(members[0])} and all of {word!r} were {said}"
+    return ""
+
+
+def _labels(ours: Record, plain: Record) -> Iterator[_Difference]:
+    """Rows whose loss reaches the logits, for each position; the last one has no label in either run."""
+    positions = max(len(ours.labelled), len(plain.labelled))
+    for position in range(positions):
+        rows = [one.labelled[position] if position < len(one.labelled) else 0 for one in (ours, plain)]
+        place = f"logits of position {position + 1} of {positions}: the loss of {rows[0]} rows here, {rows[1]} plain"
+        yield _difference(place, abs(rows[0] - rows[1]), 0.0)
+
+
+def _modules(order: list[str], ours: Record, plain: Record) -> Iterator[_Difference]:
+    """Root of the sum of squares of what each module returned, in the order in which they end: inner ones first."""
+    for name, square in plain.modules.items():
+        mine, wanted = ours.modules.get(name, math.nan) ** 0.5, square**0.5
+        place = f"module {name or '(the model itself)'}{_made_of(order, name)}, output of norm {mine:.6g} here, "
+        yield _difference(f"{place}{wanted:.6g} plain", abs(mine - wanted), GRADIENT * wanted + GRADIENT_OF_ALL)
+
+
+def _made_of(order: list[str], module: str) -> str:
+    """The parameters of a module, and of the adapters around it."""
+    whole = module.partition(".base_layer")[0]
+    own = [name.removeprefix(f"{whole}.") for name in order if name.startswith(f"{whole}.")]
+    names = [name for name in own if name.count(".") <= 3][:6]
+    return f" with {', '.join(names)}" if names and whole else ""
+
+
+def _routers(order: list[str], ours: Record, plain: Record) -> Iterator[_Difference]:
+    """Whether each router that is trained has a gradient, in both runs."""
+    for name in order:
+        if name not in plain.frozen and not _ROUTERS.isdisjoint(name.split(".")):
+            mine, wanted = (one.gradients[0].get(name, 0.0) for one in (ours, plain))
+            place = f"{_module_of(name)}, which is trained and has no gradient {'here' if wanted else 'in either run'}"
+            yield _difference(place, 0.0 if mine else math.inf, 0.0)
 
 
 def _gradients(order: list[str], ours: Record, plain: Record, step: int) -> Iterator[_Difference]:

@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -26,6 +27,15 @@ _SECONDS_FOR_OTHERS = 5.0
 """For ranks to report their error after another has: the cause may be theirs."""
 
 
+_PRELOADED = ("elixir_moe", IMPORTED_LATE)
+
+
+def load_once(*modules: str) -> None:
+    """Has the server import these modules too, so that ranks have them when they start; before the first rank."""
+    multiprocessing.set_forkserver_preload([*_PRELOADED, *modules])
+    forkserver.ensure_running()
+
+
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls ``function(*arguments)`` on so many CPU ranks; returns what rank 0 returned.
 
@@ -34,7 +44,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
             ElixirError with their traceback.
     """
     context: Any = multiprocessing.get_context("forkserver")
-    multiprocessing.set_forkserver_preload(["elixir_moe", IMPORTED_LATE])
+    multiprocessing.set_forkserver_preload(list(_PRELOADED))  # a server that runs already is left as it is
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(ranks):

@@ -1,13 +1,15 @@
 """What is verified: a model with its loss and its batches, that any process can build again.
 
-Owns the three ways a user names a model (a Hugging Face config, a name of `elixir-moe plan`, a function of their own)
-and the adapters put on it. Everything here can be sent to another process; nothing trains.
+Owns the three ways a user names a model (a Hugging Face config, a name of `elixir-moe plan`, a function of their own),
+the adapters put on it and its frozen weights in 4 or 8 bits. Everything here can be sent to another process; nothing
+trains.
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from math import gcd
@@ -18,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elixir_moe import annotate, init_mesh
+from elixir_moe import annotate, dequantize, init_mesh, quantize
 from elixir_moe.errors import ConfigError, meant
 from elixir_moe.models import GPT, GPTConfig, gpt_patterns, lm_loss, presets
-from elixir_moe.models.adapters import Lora, adapted
+from elixir_moe.models.adapters import Lora, with_adapters
 from elixir_moe.torch_private import Dropout, tree_leaves, tree_map
 from elixir_moe.verify.shrink import changes, shrunk, without_noise
 
@@ -40,13 +42,20 @@ class Subject:
     """The loss of a batch."""
     sample: Callable[[], Any]
     """Draws a batch with all rows of a micro-batch from torch's generator."""
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    """Makes the optimizer of both runs; None is AdamW, for which the tolerances are derived."""
 
 
 class Source(Protocol):
     """How a subject is built; the same in every process that draws from the same seed."""
 
-    def build(self, *, over_ranks: bool = False) -> Subject:
-        """The subject; `over_ranks`: with experts spread over the ranks, where it can do so."""
+    def build(self, *, under_plan: bool = False) -> Subject:
+        """The subject of the plain run, or that of the run under the plan.
+
+        The plain one is PyTorch, transformers and peft as they are, with frozen weights as their bytes decode. Under
+        the plan, experts are spread over the ranks where they can be, adapters of experts are multiplied beside them,
+        and frozen weights are bytes.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,13 +70,22 @@ class _Asked:
     """Adapters on the model."""
     checkpointing: bool = False
     """Recompute activations of each layer of a transformers model."""
+    quantized: str | None = None
+    """The scheme in which frozen weights are kept."""
     changed: tuple[str, ...] = field(default=(), compare=False)
     """What was shrunk."""
 
-    def prepared(self, model: Any) -> Any:
-        """The model with the adapters, and with activation checkpointing. Raises ConfigError if it cannot have them."""
-        if self.lora is not None:
-            model = adapted(model, self.lora)
+    def adapted(self, model: Any) -> Any:
+        """The model with the adapters. Raises ConfigError if it cannot have them."""
+        return model if self.lora is None else with_adapters(model, self.lora)
+
+    def prepared(self, model: Any, *, under_plan: bool) -> Any:
+        """The model with adapters, quantised weights and activation checkpointing. Raises ConfigError if it cannot."""
+        model = self.adapted(model)
+        if self.quantized is not None and under_plan:
+            quantize(model, self.quantized)
+        elif self.quantized is not None:
+            model.load_state_dict(dequantize(quantize(deepcopy(model), self.quantized)).state_dict())
         if self.checkpointing:
             if not hasattr(model, "gradient_checkpointing_enable"):
                 raise ConfigError(
@@ -100,9 +118,9 @@ class HuggingFace(_Asked):
 
         return getattr(transformers, self.architecture)(self.config()).train()
 
-    def build(self, *, over_ranks: bool = False) -> Subject:
+    def build(self, *, under_plan: bool = False) -> Subject:
         """See `Source.build`."""
-        return Subject(model=self.prepared(self.base()), step=own_loss, sample=self.sample)
+        return Subject(model=self.prepared(self.base(), under_plan=under_plan), step=own_loss, sample=self.sample)
 
     def sample(self) -> dict[str, Tensor]:
         """Random tokens."""
@@ -122,6 +140,9 @@ class HuggingFace(_Asked):
             ) from error
         if self.lora is not None:
             self.lora.check(model)
+        if self.quantized is not None:
+            with torch.device("meta"):
+                self.prepared(self.base(), under_plan=True)
         if self.checkpointing and not model.supports_gradient_checkpointing:
             raise ConfigError(f"--checkpointing: {self.architecture} has none, leave it out")
 
@@ -211,9 +232,9 @@ class Named:
     changed: tuple[str, ...] = field(default=(), compare=False)
     """What was shrunk."""
 
-    def build(self, *, over_ranks: bool = False) -> Subject:
+    def build(self, *, under_plan: bool = False) -> Subject:
         """See `Source.build`."""
-        mesh = init_mesh(device_type="cpu") if over_ranks and dist.get_world_size() > 1 else None
+        mesh = init_mesh(device_type="cpu") if under_plan and dist.get_world_size() > 1 else None
         model = GPT(self.config, mesh)
         if mesh is not None:
             annotate(model, gpt_patterns(model))
@@ -271,14 +292,17 @@ class Function(_Asked):
             raise ConfigError(f"{asked}: no function of that name is there; {meant(self.name, vars(module))}")
         return found  # type: ignore[no-any-return]
 
-    def build(self, *, over_ranks: bool = False) -> Subject:
+    def build(self, *, under_plan: bool = False) -> Subject:
         """See `Source.build`."""
         made = self.function()()
         several = isinstance(made, tuple)
-        if several and (len(made) != 3 or not isinstance(made[0], nn.Module) or not all(map(callable, made[1:]))):
+        if several and (
+            len(made) not in (3, 4) or not isinstance(made[0], nn.Module) or not all(map(callable, made[1:]))
+        ):
             raise ConfigError(
                 f"{self.name}() returned a tuple of {', '.join(type(part).__name__ for part in made)}: expected a "
-                f"module, step(model, sample) that returns the loss, and sample() that draws a batch"
+                f"module, step(model, sample) that returns the loss, sample() that draws a batch, and perhaps "
+                f"optimizer(parameters)"
             )
         model = made[0] if several else made
         if not several and not (isinstance(model, nn.Module) and hasattr(getattr(model, "config", None), "model_type")):
@@ -286,12 +310,13 @@ class Function(_Asked):
                 f"{self.name}() returned a {type(model).__name__}: expected a transformers model, or (module, step, "
                 f"sample) with step(model, sample) that returns the loss, and sample() that draws a batch"
             )
-        model = self.prepared(model)
+        model = self.prepared(model, under_plan=under_plan)
         for module in model.modules():
             if isinstance(module, Dropout):
                 module.p = 0.0
         if several:
-            return Subject(model=model.train(), step=made[1], sample=made[2])
+            step, sample, optimizer = (*made[1:], None)[:3]
+            return Subject(model=model.train(), step=step, sample=sample, optimizer=optimizer)
         config = model.config
         return Subject(model=model.train(), step=own_loss, sample=lambda: _tokens(config, self.rows, self.length))
 
