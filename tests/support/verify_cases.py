@@ -1,18 +1,11 @@
-"""Models for `elixir-moe verify`: a sound one, and the same with faults that others have shipped.
+"""Models for `elixir-moe verify`, each a function that is given as `--module`; tests/museum plants faults in them."""
 
-Each function is given as `--module` and runs in the ranks alone, so that what it patches ends with them.
-"""
-
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-import elixir_moe as em
-from elixir_moe.verify import training
 
 E, D, ROWS = 4, 8, 4
 Case = tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor], Callable[[], Tensor]]
@@ -78,74 +71,36 @@ def no_model() -> Any:
     return 3
 
 
-def overwritten() -> Case:
-    """Experts are drawn anew after they have been loaded."""
-    load = training.load
-
-    def broken(path: Any, model: Any, optimizer: Any) -> Any:
-        extra = load(path, model, optimizer)
-        with torch.no_grad():
-            model.experts.weight.normal_(std=0.3)
-        return extra
-
-    training.load = broken
-    return sound()
-
-
 def scaled() -> Case:
     """The loss is multiplied by the number of ranks."""
     return Mixture(), lambda model, x: loss_of(model, x) * dist.get_world_size(), sample
 
 
-def stale() -> Case:
-    """The moments of experts stay as they were."""
-    step = em.ShardedOptimizer.step
+class Orthogonal(torch.optim.Optimizer):
+    """Muon in a few lines, by another name: momentum whose update is orthogonalised where a parameter is a matrix."""
 
-    def broken(self: Any, closure: Any = None) -> Any:
-        experts = [p for chunk in self._kept._chunks for p in chunk.parameters if p.dim() == 3]
-        kept = [
-            (elements, elements.read().clone())
-            for p in experts
-            if self._kept.piece_of(p) is not None
-            for name, elements in self._kept.of(p).items()
-            if name.startswith("exp_avg")
-        ]
-        result = step(self, closure)
-        for elements, before in kept:
-            elements.write(before)
-        return result
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.02})
 
-    em.ShardedOptimizer.step = broken  # type: ignore[method-assign]
-    return sound()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.mul_(0.9).add_(p.grad)
+                update = momentum
+                if p.dim() == 2:
+                    u, _, v = torch.linalg.svd(momentum, full_matrices=False)
+                    update = u @ v
+                p.data.add_(update, alpha=-group["lr"])
 
 
-def averaged() -> Case:
-    """The squares of the experts' gradients are averaged over the ranks in the norm."""
-    clip = em.ShardedOptimizer.clip_grad_norm_
-
-    def broken(self: Any, max_norm: float) -> Tensor:
-        norms = self.grad_norms()
-        squares = [norm**2 / (dist.get_world_size() if "experts" in name else 1) for name, norm in norms.items()]
-        found = sum(squares) ** 0.5
-        clip(self, max_norm * sum(norm**2 for norm in norms.values()) ** 0.5 / found)
-        return torch.tensor(found)
-
-    em.ShardedOptimizer.clip_grad_norm_ = broken  # type: ignore[method-assign]
-    return sound()
+def with_muon() -> Any:
+    """Trained by an optimizer that looks at whole matrices."""
+    return *sound(), Orthogonal
 
 
-def lost_adapters() -> Case:
-    """The adapters of experts are left out of what is exported."""
-    save_pretrained = training.save_pretrained
-
-    def broken(model: nn.Module, folder: Any) -> None:
-        from safetensors.torch import load_file, save_file
-
-        save_pretrained(model, folder)
-        if dist.get_rank() == 0:
-            file = Path(folder) / "adapter_model.safetensors"
-            kept = {name: value for name, value in load_file(file).items() if "experts" not in name}
-            save_file(kept, file, {"format": "pt"})
-
-    training.save_pretrained = broken
-    return sound()
+def frozen_first() -> Case:
+    """The first layer is frozen."""
+    model = Mixture()
+    model.first.requires_grad_(False)
+    return model, loss_of, sample

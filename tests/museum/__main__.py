@@ -1,0 +1,7 @@
+"""Writes docs/museum.md."""
+
+from pathlib import Path
+
+from tests.museum.cases import page
+
+Path("docs/museum.md").write_text(page())
