@@ -6,10 +6,12 @@ Owns what is shown while rows run, and which commit they are of. Decides nothing
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,14 +48,20 @@ def _run_rows(known: argparse.Namespace, versions: dict[str, str]) -> dict[str, 
     jobs = cores if known.jobs is None else known.jobs
     if jobs < 1:
         raise ConfigError(f"--jobs: expected at least 1, got {jobs}")
-    load_once("transformers", "peft", suite.__name__, *suite.modules_of_families())
     rows = suite.chosen(known.only)
+    load_once("transformers", "peft", suite.__name__, *suite.modules_of_families())
     with _shown(len(rows), quiet=known.json) as tell:
-        facts = {"versions": versions, "commit": _commit()}
+        facts = {"versions": versions, "packages": _packages(), "commit": _commit()}
         again = known.only is not None
         content = suite.run_suite(rows, known.out, facts, jobs, tell, again=again, fresh=known.fresh)
     known.out.with_suffix(".md").write_text(suite.page(content, known.out.name))
     return content
+
+
+def _packages() -> dict[str, str]:
+    """Python and every package that is installed beside this one."""
+    found = {one.metadata["Name"]: one.version for one in metadata.distributions()}
+    return {"python": platform.python_version(), **dict(sorted(found.items(), key=lambda item: item[0].lower()))}
 
 
 def _commit() -> str:

@@ -7,6 +7,7 @@ import argparse
 import json
 import tempfile
 from importlib import metadata
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def run_verify(known: argparse.Namespace) -> int:
             source=source,
             plan=plan,
             ranks=known.ranks,
-            resumed_ranks=known.resume_ranks or known.ranks,
+            resumed_ranks=_resumed(known),
             steps=known.steps,
             accumulation=known.accumulation,
             compute_dtype=_DTYPES[known.compute_dtype],
@@ -111,11 +112,16 @@ def _check_numbers(known: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: expected at least 1, got {getattr(known, name)}")
     if known.ranks > _MOST_RANKS:
         raise ConfigError(f"--ranks {known.ranks}: expected at most {_MOST_RANKS} processes on one machine")
-    for name, ranks in (("ranks", known.ranks), ("resume-ranks", known.resume_ranks or known.ranks)):
+    for name, ranks in (("ranks", known.ranks), ("resume-ranks", _resumed(known))):
         if ranks < 1 or known.rows % ranks:
             raise ConfigError(
                 f"--rows {known.rows} for --{name} {ranks}: expected a multiple, so that each rank gets equally many"
             )
+
+
+def _resumed(known: argparse.Namespace) -> int:
+    ranks: int = known.ranks if known.resume_ranks is None else known.resume_ranks
+    return ranks
 
 
 def _source(known: argparse.Namespace) -> Any:
@@ -130,7 +136,7 @@ def _source(known: argparse.Namespace) -> Any:
         return subject.named(
             known.model,
             shrink=not known.no_shrink,
-            ranks=known.ranks,
+            ranks=gcd(known.ranks, _resumed(known)),
             rows=known.rows,
             length=known.seq,
             checkpointing=known.checkpointing,

@@ -220,14 +220,15 @@ def _modules(order: list[str], ours: Record, plain: Record) -> Iterator[_Differe
     """Root of the sum of squares of what each module returned, in the order in which they end: inner ones first."""
     for name, square in plain.modules.items():
         mine, wanted = ours.modules.get(name, math.nan) ** 0.5, square**0.5
-        place = f"module {name or '(the model itself)'}{_made_of(order, name)}, output of norm {mine:.6g} here, "
+        trained = [one for one in order if one not in plain.frozen]
+        place = f"module {name or '(the model itself)'}{_made_of(trained, name)}, output of norm {mine:.6g} here, "
         yield _difference(f"{place}{wanted:.6g} plain", abs(mine - wanted), GRADIENT * wanted + GRADIENT_OF_ALL)
 
 
-def _made_of(order: list[str], module: str) -> str:
-    """The parameters of a module, and of the adapters around it."""
+def _made_of(trained: list[str], module: str) -> str:
+    """The trained parameters of a module, and of the adapters around it."""
     whole = module.partition(".base_layer")[0]
-    own = [name.removeprefix(f"{whole}.") for name in order if name.startswith(f"{whole}.")]
+    own = [name.removeprefix(f"{whole}.") for name in trained if name.startswith(f"{whole}.")]
     names = [name for name in own if name.count(".") <= 3][:6]
     return f" with {', '.join(names)}" if names and whole else ""
 

@@ -188,8 +188,8 @@ def run_suite(
 ) -> Answer:
     """Runs the rows that `file` has not as equal, `jobs` at a time, and writes each as it ends; returns the content.
 
-    `facts` are of this run: "commit" goes with each row, and rows of other "versions" are not kept. `again`: also
-    those that `file` has; `fresh`: nothing of the file is kept.
+    `facts` are of this run: "commit" goes with each row, rows of other "versions" are not kept, and "packages" are
+    told beside them. `again`: rows that `file` has are run too; `fresh`: nothing of the file is kept.
 
     Raises:
         ConfigError: `file` is there and is no certificate, or has been changed.
@@ -220,6 +220,7 @@ def _content(facts: Answer, done: dict[str, Answer]) -> Answer:
     return {
         "what": "elixir-moe verify --suite",
         "versions": facts["versions"],
+        "packages": facts["packages"],
         "steps": {"before the save": _STEPS, "after the load": _STEPS, "rows": ROWS, "tokens of a row": LENGTH},
         "left out": left_out(),
         "not run": [row.name for row in every if row.name not in done],
