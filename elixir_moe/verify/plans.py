@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.chunks.plan import Plan
 from elixir_moe.errors import nothing_called
 
 PLANS = ("ddp", "zero2", "zero3", "offload", "disk", "auto")
@@ -27,11 +27,12 @@ class AskedPlan:
     accumulation: int = 1
     """Backwards of a step, for the search."""
 
-    def of(self, step: Callable[[Any, Any], Any], sample: Any) -> Plan | AutoPlan:
-        """What `em.wrap` gets for a model with this step and batch."""
+    def of(self, step: Callable[[Any, Any], Any], sample: Any) -> dict[str, Any]:
+        """The arguments of `em.wrap` for a model with this step and batch; a search has the step already."""
         if self.given is not None:
-            return self.given
-        return Plan.auto(step=step, sample=sample, hardware=_SEARCHED_FOR, accumulation=self.accumulation)
+            return {"plan": self.given, "step": step, "sample": sample}
+        auto = Plan.auto(step=step, sample=sample, hardware=_SEARCHED_FOR, accumulation=self.accumulation)
+        return {"plan": auto}
 
 
 def asked(text: str, folder: Path, *, accumulation: int = 1) -> AskedPlan:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -28,10 +29,12 @@ _SECONDS_FOR_OTHERS = 5.0
 
 
 _PRELOADED = ("elixir_moe", IMPORTED_LATE)
+_QUIET = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def load_once(*modules: str) -> None:
     """Has the server import these modules too, so that ranks have them when they start; before the first rank."""
+    os.environ |= _QUIET  # libraries read some of it when they are imported
     multiprocessing.set_forkserver_preload([*_PRELOADED, *modules])
     forkserver.ensure_running()
 
@@ -93,7 +96,8 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Connection, function: Calla
     """The life of one rank."""
     prepare_process()
     torch.set_num_threads(1)
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    os.environ |= _QUIET
+    warnings.simplefilter("ignore", FutureWarning)  # libraries' words to each other
     meeting = f"file://{folder}/meeting"
     try:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=_TIMEOUT)

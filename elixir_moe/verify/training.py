@@ -139,19 +139,16 @@ def _leave(setup: Setup, record: Record) -> None:
         torch.save({name: getattr(record, name) for name in Record.__dataclass_fields__}, setup.folder / "record.pt")
 
 
-def _wrapped(setup: Setup, seed: int, **options: Any) -> tuple[Subject, nn.Module, ShardedOptimizer]:
+def _wrapped(setup: Setup, seed: int) -> tuple[Subject, nn.Module, ShardedOptimizer]:
     torch.manual_seed(seed)
     subject = setup.source.build(under_plan=True)
     sample = _own_rows(batch_of(subject, 0, 0))
     model, optimizer = wrap(
         subject.model,
         _optimizer(subject, (p for p in subject.model.parameters() if p.requires_grad)),
-        plan=setup.plan.of(subject.step, sample),
-        step=subject.step,
-        sample=sample,
         compute_dtype=setup.compute_dtype,
         device=torch.device("cpu"),
-        **options,
+        **setup.plan.of(subject.step, sample),
     )
     return subject, model, optimizer
 
@@ -255,7 +252,7 @@ def _start_from_a_folder(setup: Setup, record: Record) -> None:
         empty = type(model)(model.config)
     trained = _optimizer(subject, empty.parameters())
     plan = setup.plan.of(subject.step, _own_rows(batch_of(subject, 0, 0)))
-    empty, optimizer = wrap(empty, trained, plan=plan, weights=folder, device=torch.device("cpu"))
+    empty, optimizer = wrap(empty, trained, weights=folder, device=torch.device("cpu"), **plan)
     record.started = _full(empty)
     optimizer.close()
 
