@@ -77,7 +77,7 @@ class _Asked:
 
     def adapted(self, model: Any) -> Any:
         """The model with the adapters. Raises ConfigError if it cannot have them."""
-        return model if self.lora is None else with_adapters(model, self.lora)
+        return model if self.lora is None else with_adapters(model, self.lora, init=False)
 
     def prepared(self, model: Any, *, under_plan: bool) -> Any:
         """The model with adapters, quantised weights and activation checkpointing. Raises ConfigError if it cannot."""
