@@ -1,5 +1,6 @@
 """Fixtures every test shares: the pools of ranks, started at first use and kept for the whole run."""
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,12 @@ from tests.support.ranks import RankPool
 
 spare_tiles()  # for the processes that tests start, too
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Tests collect what they leave, not the half million objects of imports and of the tests themselves."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
