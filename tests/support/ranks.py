@@ -19,9 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing  # lets tensors through the pipes
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_dtensor_caches
 
 from elixir_moe.parallel.mesh import prepare_process
-from tests.support.preloaded import clear_dtensor_caches
 
 RUN_TIMEOUT_SECONDS = 240
 
