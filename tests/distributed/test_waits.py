@@ -1,8 +1,6 @@
 """Ranks that wait for each other say so: who waits for what. No clock decides anything."""
 
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,43 +9,32 @@ import torch
 
 import elixir_moe as em
 from tests.faults.test_elastic import environment
+from tests.support.programs import Program
 
 PROGRAM = str(Path(__file__).parents[1] / "support" / "wait_program.py")
 SECONDS = "0.4"
 
 
-class Rank:
+class Rank(Program):
     """A process of `tests.support.wait_program`."""
 
     def __init__(self, rank: int, port: int) -> None:
         where = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            [sys.executable, PROGRAM],
-            env=environment(**where, ELIXIR_WAIT_SECONDS=SECONDS),
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            bufsize=1,
-        )
+        super().__init__(PROGRAM, environment=environment(**where, ELIXIR_WAIT_SECONDS=SECONDS))
 
     def tell(self, line: str) -> None:
         """Begins a verb."""
-        assert self.process.stdin is not None
-        print(line, file=self.process.stdin, flush=True)
+        print(line, file=self.stdin, flush=True)
 
     def answer(self, verb: str) -> str:
         """What came of it."""
-        assert self.process.stdout is not None
-        name, _, text = self.process.stdout.readline().strip().partition(" ")
-        assert name == verb, (name, text, self.process.poll() is not None and self.process.communicate()[1])
+        name, _, text = self.stdout.readline().strip().partition(" ")
+        assert name == verb, (name, text, self.ended and self.stderr.read())
         return text
 
     def warning(self, text: str) -> str:
         """The next one with `text` in it: on a busy machine the start takes long, too."""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self.stderr:
             assert "failed on rank" not in line, line
             if "has waited" in line and text in line:
                 return line
@@ -64,12 +51,11 @@ def start() -> Iterator[Callable[[], Pair]]:
 
     def end() -> None:
         for rank in ranks:
-            rank.process.kill()
-            rank.process.communicate()
+            rank.close()
         ranks.clear()
 
     def get() -> Pair:
-        if not ranks or any(rank.process.poll() is not None for rank in ranks):
+        if not ranks or any(rank.ended for rank in ranks):
             end()
             with socket.socket() as free:
                 free.bind(("localhost", 0))
@@ -131,12 +117,12 @@ def test_ranks_that_wait_for_each_other_say_who_waits_for_what(pair: Pair) -> No
     assert pair[1].warning(place).partition("Warning: ")[2].startswith(f"rank 1 has waited for {SECONDS} s {place}")
     pair[0].tell("evaluate")
     assert f"Last seen: rank 1 {place}" in pair[0].warning("gather")
-    pair[1].process.kill()
+    pair[1].kill()
     error = pair[0].answer("evaluate")
     assert error.startswith("ElixirError: gather ") and "over ranks 0, 1, that of chunk 0 (0.weight" in error
     assert "failed on rank 0" in error and f"Last seen: rank 1 {place}" in error
-    _, err = pair[0].process.communicate(timeout=60)
-    assert pair[0].process.returncode == 0, err
+    pair[0].stdin.close()
+    assert pair[0].wait(60) == 0, pair[0].stderr.read()
 
 
 @pytest.mark.parametrize("seconds", ["soon", "0", "-1", "nan"])

@@ -16,6 +16,7 @@ from elixir_moe.train.config import PlanConfig
 from elixir_moe.train.memory import smaller
 from tests.support.cases import with_further
 from tests.support.checkpoint_cases import assert_same
+from tests.support.programs import Program
 from tests.support.ranks import RankPool
 from tests.support.train_cases import last_state, run, settings_of, written
 
@@ -140,17 +141,16 @@ def test_a_rank_that_stands_still_is_named_by_the_others_which_end(rank: int, fa
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    command = [sys.executable, str(ROOT / "tests" / "support" / "fault_program.py"), str(out), str(rank), f"2={fault}"]
-    options = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
-    both = [subprocess.Popen(command, env=environment(RANK=str(r), **address), **options) for r in range(2)]  # type: ignore[call-overload]
+    program = (str(ROOT / "tests" / "support" / "fault_program.py"), str(out), str(rank), f"2={fault}")
+    both = [Program(*program, environment=environment(RANK=str(r), **address)) for r in range(2)]
     ended = []
     try:
         for process in (both[1 - rank], *([both[rank]] if fault == "hang" else [])):
-            _, said = process.communicate(timeout=300)  # a hang, whatever the machine
-            ended.append((process.returncode, said))
+            code = process.wait(300)  # a hang, whatever the machine
+            ended.append((code, process.stderr.read()))
     finally:
-        both[rank].send_signal(signal.SIGKILL)
-        both[rank].communicate()
+        for process in both:
+            process.close()
     code, said = ended[0]
     assert code == 1 and "ElixirError: " in said and "Timed out waiting 12000ms" in said, said
     if fault == "hang":

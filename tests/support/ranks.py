@@ -34,6 +34,11 @@ class RankError(AssertionError):
         self.types = {rank: kind for rank, (kind, _) in failures.items()}
 
 
+def prepare_server() -> None:
+    """Says what the server imports when it starts, with the first process that is forked from it."""
+    multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
+
+
 def _serve(rank: int, world: int, rendezvous: str, backend: str, timeout_seconds: int, pipe: Connection) -> None:
     gc.freeze()  # tests collect what they leave, not what was imported
     prepare_process()
@@ -83,7 +88,7 @@ class RankPool:
     def __init__(self, world: int, *, backend: str = "gloo", timeout_seconds: int = 60) -> None:
         self.world = world
         context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
-        multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
+        prepare_server()
         self._directory = tempfile.TemporaryDirectory()
         rendezvous = os.path.join(self._directory.name, "rendezvous")
         self._pipes: list[Connection] = []
