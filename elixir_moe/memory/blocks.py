@@ -26,6 +26,37 @@ from elixir_moe.memory.slabs import allocation
 from elixir_moe.torch_private import storage_uses
 
 Allocating = Callable[[], AbstractContextManager[object]]
+_MOST_PLACES = 4096
+"""Most views that a block keeps; each takes less than a kilobyte of Python's memory."""
+
+
+class _Memory:
+    """The memory of a block and what is made for it once: one object, so that an interrupt cannot part them."""
+
+    __slots__ = ("flat", "idle_uses", "places", "wire")
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        """`flat` is uint8, and its storage is nobody else's."""
+        self.flat = flat
+        self.wire = _own_storage(flat)
+        """The same bytes for collectives."""
+        self.idle_uses = storage_uses(flat)
+        """Uses of the storage while nobody reads it: by `flat` and `places`."""
+        self.places: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """By chunk: the tensor that `Block.claim` returned, and its parameters' views of it."""
+
+    def keep(self, chunk: int, whole: torch.Tensor, made: list[torch.Tensor]) -> None:
+        """Keeps `whole`, which is of this memory, and the views `made` of it.
+
+        An interrupt in between leaves `idle_uses` too low. The block then gets other memory, which harms nobody.
+        """
+        assert whole.data_ptr() == self.flat.data_ptr(), "views of a block's former memory"
+        kept = sum(1 + len(views) for _, views in self.places.values())
+        if kept + len(made) >= _MOST_PLACES:
+            self.idle_uses -= kept
+            self.places.clear()
+        self.places[chunk] = whole, made
+        self.idle_uses += 1 + len(made)
 
 
 class Block:
@@ -35,22 +66,21 @@ class Block:
         """A block on `memory`, flat uint8, whose storage nobody else uses; `allocating` as in `Blocks`."""
         self._statistics = statistics
         self._allocating = allocating
-        self._both = memory, _own_storage(memory)
-        """The memory, and the same bytes for collectives; assigned together, so that an interrupt cannot part them."""
-        self._idle_uses = storage_uses(memory)
+        self._memory = _Memory(memory)
         self.busy: Work | None = None
         """The operation that must end before the block is written again."""
         self._read_later = False
         """A view of the block was left when its chunk was dropped, and may be read after `busy` has ended."""
 
-    @property
-    def _memory(self) -> torch.Tensor:
-        return self._both[0]
-
     def vacate(self, work: Work) -> None:
         """Releases the block, which may be written when `work` has ended and no other tensor shares its storage."""
         self.busy = work
-        self._read_later = storage_uses(self._memory) > self._idle_uses
+        self._read_later = self._is_read
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether a tensor of somebody else shares the storage."""
+        return storage_uses(self._memory.flat) > self._memory.idle_uses
 
     @property
     def quiet(self) -> bool:
@@ -66,30 +96,44 @@ class Block:
         if self.busy is not None:
             self.busy.wait()
             self.busy = None
-        kept = storage_uses(self._memory) > self._idle_uses
+        kept = self._is_read
         if kept:
             self._replace()
         if kept or self._read_later:
             wait_for_compute()
             self._read_later = False
         if kept:
-            self._memory.zero_()
-        return self._memory[: spec.nbytes].view(spec.key.dtype)
+            self._memory.flat.zero_()
+        known = self._memory.places.get(spec.index)
+        return self._memory.flat[: spec.nbytes].view(spec.key.dtype) if known is None else known[0]
+
+    def places(
+        self, chunk: int, whole: torch.Tensor, make: Callable[[torch.Tensor], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """What `make` returns for `whole`, which `claim` has returned: views of it, made once and not to be given away.
+
+        Only the use count tells who reads a block, and it does not tell these views from those of others.
+        """
+        known = self._memory.places.get(chunk)
+        if known is None:
+            known = whole, make(whole)
+            self._memory.keep(chunk, *known)
+        return known[1]
 
     def wire(self, spec: ChunkSpec) -> torch.Tensor:
         """The same memory for collectives, which may keep their tensors for a moment after they end."""
-        return self._both[1][: spec.nbytes].view(spec.key.dtype)
+        return self._memory.wire[: spec.nbytes].view(spec.key.dtype)
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that belong to the block."""
-        return self._memory.nbytes
+        return self._memory.flat.nbytes
 
     def _replace(self) -> None:
         self._statistics.blocks_replaced += 1
         with self._allocating():
-            memory = torch.empty_like(self._memory)
-        self._both = memory, _own_storage(memory)
+            memory = torch.empty_like(self._memory.flat)
+        self._memory = _Memory(memory)
 
 
 class ShardBlock(Block):
@@ -105,14 +149,13 @@ class ShardBlock(Block):
             self.busy.wait()
             self.busy = None
         self._shard.values()
-        if self._both[1].data_ptr() != self._shard.shown.data_ptr():  # an interrupt came before the last assignment
-            memory = _own_storage(self._shard.shown)
-            self._both = memory, _own_storage(memory)
-        return self._memory.view(spec.key.dtype)
+        if self._memory.wire.data_ptr() != self._shard.shown.data_ptr():  # an interrupt came before the last assignment
+            self._memory = _Memory(_own_storage(self._shard.shown))
+        return self._memory.flat.view(spec.key.dtype)
 
     def make_writable(self) -> None:
         """Moves the shard to new memory if anybody still reads the old one."""
-        if storage_uses(self._memory) > self._idle_uses:
+        if self._is_read:
             self._replace()
 
     @property
@@ -124,10 +167,10 @@ class ShardBlock(Block):
         assert self._shard.spec.residence is IN_PLACE, "no other shard is overwritten by its gradient"
         self._statistics.blocks_replaced += 1
         with self._allocating():
-            memory = torch.empty_like(self._memory)
-        both = memory.copy_(self._memory), _own_storage(memory)
-        self._shard.move_to(both[1])
-        self._both = both
+            memory = torch.empty_like(self._memory.flat)
+        new = _Memory(memory.copy_(self._memory.flat))
+        self._shard.move_to(new.wire)
+        self._memory = new
 
 
 class Blocks:

@@ -69,9 +69,20 @@ class Placeholder:
 class Gradients:
     """The gradients of one chunk until their reduction, at their parameters' places in a flat tensor."""
 
-    def __init__(self, chunk: "Chunk", memory: torch.Tensor, wire: torch.Tensor, *, adds: bool = False) -> None:
-        """`adds`: the memory holds the sum of earlier backwards. `wire` is the same memory, for collectives."""
-        self._chunk, self._memory, self._wire, self._adds = chunk, memory, wire, adds
+    def __init__(
+        self,
+        chunk: "Chunk",
+        memory: torch.Tensor,
+        wire: torch.Tensor,
+        places: list[torch.Tensor],
+        *,
+        adds: bool = False,
+    ) -> None:
+        """`places` are the parameters' views of `memory`. `wire` is the same memory, for collectives.
+
+        `adds`: the memory holds the sum of earlier backwards.
+        """
+        self._chunk, self._memory, self._wire, self._places, self._adds = chunk, memory, wire, places, adds
         self._landed: set[int] = set()
 
     def add(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -80,7 +91,7 @@ class Gradients:
         One launch copies several that all come first.
         """
         indices = [index for index, _ in gradients]
-        places = self._chunk.places_in(self._memory, indices)
+        places = [self._places[index] for index in indices]
         several = len(indices) > 1 and len(set(indices)) == len(indices)
         if several and not self._adds and self._landed.isdisjoint(indices):
             foreach_copy_(places, [gradient for _, gradient in gradients])
@@ -93,13 +104,14 @@ class Gradients:
     def move_out(self) -> None:
         """Moves the gradients to new memory."""
         self._memory = self._wire = self._memory.clone()
+        self._places = self._chunk.places_in(self._memory)
 
     def complete(self) -> torch.Tensor:
         """Zeroes elements without a gradient; returns the tensor to sum over the ranks, (numel,)."""
         if not self._adds:
-            missing = set(range(len(self._chunk.parameters))) - self._landed
-            for place in self._chunk.places_in(self._memory, missing):
-                place.zero_()
+            for index, place in enumerate(self._places):
+                if index not in self._landed:
+                    place.zero_()
             for start, stop in self._chunk.gaps:
                 self._memory[start:stop].zero_()
         return self._wire
@@ -183,17 +195,21 @@ class Chunk:
 
     # ---------------------------------------------------------------------------------------------------------- weights
 
-    def places_in(self, memory: torch.Tensor, indices: Iterable[int]) -> list[torch.Tensor]:
-        """The views of these parameters in a flat tensor, in the parameters' shapes; one operator makes each."""
-        offset, places = memory.storage_offset(), map(self._shapes.__getitem__, indices)
-        return [memory.as_strided(shape, stride, offset + start) for shape, stride, start in places]
+    def places_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' views of a flat tensor, in their shapes; one operator makes each."""
+        offset = memory.storage_offset()
+        return [memory.as_strided(shape, stride, offset + start) for shape, stride, start in self._shapes]
+
+    def _places_in(self, block: Block, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The same, for memory that the chunk has claimed of a block, which keeps them for the next time."""
+        return block.places(self.spec.index, memory, self.places_in)
 
     def attach(self) -> None:
         """Makes the parameters views of the buffer."""
         if self.spec.residence is not ATTACHED:
             self._refuse_old_views()
-        assert self.buffer is not None
-        self._show(self.places_in(self.buffer, range(len(self.locals))))
+        assert self.buffer is not None and self.block is not None
+        self._show(self._places_in(self.block, self.buffer))
 
     def detach(self) -> None:
         """Makes the parameters placeholders and drops the buffer."""
@@ -228,9 +244,9 @@ class Chunk:
         self._versions = self._present_versions()
 
     def _store(self, index: int) -> None:
-        assert self.buffer is not None
+        assert self.buffer is not None and self.block is not None
         self.frozen_sums.clear()
-        local, [place] = self.locals[index], self.places_in(self.buffer, [index])
+        local, place = self.locals[index], self._places_in(self.block, self.buffer)[index]
         with DisableTorchFunctionSubclass():
             if local.data_ptr() != place.data_ptr():  # user code gave it other memory: ``parameter.data = …``
                 if local.shape != place.shape:
@@ -329,13 +345,13 @@ class Chunk:
             memory = self.shard.sum_memory
             if self.shard.has_gradient and self.communicator.index:
                 memory.zero_()
-            self.gradients = Gradients(self, memory, memory, adds=self.shard.has_gradient)
+            self.gradients = Gradients(self, memory, memory, self.places_in(memory), adds=self.shard.has_gradient)
         elif self.gradient_block is not None:
-            memory = self.gradient_block.claim(self.spec)
-            self.gradients = Gradients(self, memory, self.gradient_block.wire(self.spec))
+            memory, wire = self.gradient_block.claim(self.spec), self.gradient_block.wire(self.spec)
+            self.gradients = Gradients(self, memory, wire, self._places_in(self.gradient_block, memory))
         else:
             memory = torch.empty(self.spec.numel, dtype=self.spec.key.dtype, device=self.device)
-            self.gradients = Gradients(self, memory, memory)
+            self.gradients = Gradients(self, memory, memory, self.places_in(memory))
 
     def land_loose(self) -> None:
         """Copies the gradients in `loose` to their places."""

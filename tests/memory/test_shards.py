@@ -19,7 +19,7 @@ from elixir_moe.chunks.packing import build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.distributed.collectives import Communicator
+from elixir_moe.distributed.collectives import Communicator, Work
 from elixir_moe.errors import ElixirError, PlanError, TierError
 from elixir_moe.memory.blocks import Block, ShardBlock
 from elixir_moe.memory.build import build_shards
@@ -414,6 +414,64 @@ def test_gathered_parameters_are_views_of_the_block(chunk: Chunk) -> None:
     chunk.detach()
     assert weight.isnan().all()
     assert chunk.buffer is None
+
+
+def test_a_block_makes_the_views_of_a_chunk_once_and_still_sees_every_other_view(
+    chunk: Chunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and gradients are shown by the same views; a view that somebody keeps moves the block as ever."""
+    made: list[torch.Tensor] = []
+    make = Chunk.places_in
+
+    def counted(self: Chunk, memory: torch.Tensor) -> list[torch.Tensor]:
+        made.extend(views := make(self, memory))
+        return views
+
+    monkeypatch.setattr(Chunk, "places_in", counted)
+    statistics = Statistics()
+    chunk.block = Block(torch.zeros(chunk.spec.nbytes, dtype=torch.uint8), statistics)
+
+    def leave() -> None:
+        chunk.detach()
+        chunk.transition(ChunkState.SHARDED)
+        assert chunk.block is not None
+        chunk.block.vacate(Work())
+
+    for _ in range(3):
+        gather(chunk)
+        leave()
+    chunk.gradient_block = chunk.block
+    chunk.open_gradients()
+    assert chunk.gradients is not None
+    chunk.gradients.add([(0, torch.ones(chunk.parameters[0].shape))])
+    chunk.gradients = chunk.gradient_block = None
+    assert (len(made), statistics.blocks_replaced) == (2, 0)
+    gather(chunk)
+    kept = chunk.parameters[0].detach()
+    leave()
+    gather(chunk)
+    assert (len(made), statistics.blocks_replaced) == (4, 1), "the kept view has the old memory"
+    assert chunk.parameters[0].data_ptr() == made[2].data_ptr() != kept.data_ptr()
+    assert kept.flatten().tolist() == chunk.parameters[0].flatten().tolist() == list(range(16))
+    leave()
+    gather(chunk)
+    assert (len(made), statistics.blocks_replaced) == (4, 1)
+
+
+def test_a_block_drops_views_before_there_are_too_many(chunk: Chunk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elixir_moe.memory.blocks._MOST_PLACES", 4)
+    statistics = Statistics()
+    memory = torch.zeros(64, dtype=torch.uint8)
+    block = Block(memory, statistics)
+    first = block.places(1, memory[:], lambda whole: [whole[:8], whole[8:16]])
+    assert block.places(1, memory, lambda _: []) is first
+    del first
+    second = block.places(2, memory[:], lambda whole: [whole[:16]])
+    assert block.places(2, memory, lambda _: []) is second
+    assert len(block.places(1, memory[:], lambda whole: [whole[:8]])) == 1, "made again"
+    block.vacate(Work())
+    block.claim(chunk.spec)
+    assert statistics.blocks_replaced == 0, "every view is one of the block's own"
 
 
 def test_gradients_land_in_a_block_of_their_own_and_leave_the_weights(chunk: Chunk) -> None:
