@@ -138,8 +138,8 @@ class Communicator:
         works = []
         for step in range(1, self.size):  # every rank starts with another peer
             to, source = (self.index + step) % self.size, (self.index - step) % self.size
-            works.append(dist.irecv(slices[source], self.ranks[source], group=self._gather_group, tag=tag))
-            works.append(dist.isend(slices[self.index], self.ranks[to], group=self._gather_group, tag=tag))
+            works.append(dist.irecv(slices[source], group=self._gather_group, tag=tag, group_src=source))
+            works.append(dist.isend(slices[self.index], group=self._gather_group, tag=tag, group_dst=to))
         return Work(works, what=what, ranks=self.ranks)
 
     def reduce_scatter(
@@ -188,10 +188,10 @@ class Communicator:
         if place is None:
             assert staging is not None
             place = staging
-        theirs, own, peer = place, slices[self.index], self.ranks[1 - self.index]
+        theirs, own, peer = place, slices[self.index], 1 - self.index
         works = [
-            dist.irecv(theirs.view(torch.uint8), peer, group=self._reduce_group, tag=tag),
-            dist.isend(leaving[1 - self.index], peer, group=self._reduce_group, tag=tag),
+            dist.irecv(theirs.view(torch.uint8), group=self._reduce_group, tag=tag, group_src=peer),
+            dist.isend(leaving[peer], group=self._reduce_group, tag=tag, group_dst=peer),
         ]
         return Work(works, lambda: land(theirs, add_and_square(theirs, own)), what=what, ranks=self.ranks)
 

@@ -135,22 +135,23 @@ class Scheduler:
         self.phase.check(READABLE, who)
         self._streams.enter_compute()
         cached = self._cached_of(chunks)
-        if cached:
-            self._ask(ACQUIRE, cached, tracked=tracked, who=who)
-        try:
-            for index in chunks:
-                chunk = self.chunks[index]
-                if chunk.spec.residence is not CACHED:
-                    chunk.holds += 1
-                    if chunk.state is SHARDED:
-                        self._queue_gather(chunk)
-                if chunk.state is GATHERING:
-                    self._wait_for_unshard(chunk)
-                elif chunk.arrived is not None:
-                    chunk.arrived.wait()  # for the first time, if this is another stream
-        except BaseException:  # an update that failed, a rank that is gone, an interrupt
-            self.phase.torn = True
-            raise
+        with _unrecorded():  # once: what is called here finds nothing left to leave
+            if cached:
+                self._ask(ACQUIRE, cached, tracked=tracked, who=who)
+            try:
+                for index in chunks:
+                    chunk = self.chunks[index]
+                    if chunk.spec.residence is not CACHED:
+                        chunk.holds += 1
+                        if chunk.state is SHARDED:
+                            self._queue_gather(chunk)
+                    if chunk.state is GATHERING:
+                        self._wait_for_unshard(chunk)
+                    elif chunk.arrived is not None:
+                        chunk.arrived.wait()  # for the first time, if this is another stream
+            except BaseException:  # an update that failed, a rank that is gone, an interrupt
+                self.phase.torn = True
+                raise
 
     def release(self, chunks: tuple[int, ...], *, tracked: bool) -> None:
         """Ends one hold on each of `chunks`."""
