@@ -4,7 +4,8 @@ Owns the cut of the stacks and of peft's adapters on them, and their patterns. W
 order: rank i of ``ep`` has the experts from ``i · E / ep`` on. `fused` runs them.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -48,8 +49,13 @@ def spread_experts(model: M, mesh: DeviceMesh) -> M:
         raise UsageError("spread_experts() of a wrapped model: call em.spread_experts before em.wrap")
     ranks = LayerRanks.on(mesh)
     experts = {name: module for name, module in model.named_modules() if is_fused_experts(module)}
+    users = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    wrappers: Any = [m for m in model.modules() if getattr(m, "parameter_name", None) not in (None, *STACKS)]
+    uncut = {wrapper.get_base_layer(): wrapper.parameter_name for wrapper in reversed(wrappers)}
     problems = [
-        f"module {name!r} {why}" for name, module in experts.items() if (why := _refusal(model, module, ranks.ep))
+        f"module {name!r} {why}"
+        for name, module in experts.items()
+        if (why := _refusal(module, ranks.ep, users, uncut.get(module)))
     ]
     if not experts:
         problems = [
@@ -68,8 +74,11 @@ def spread_experts(model: M, mesh: DeviceMesh) -> M:
     return model
 
 
-def _refusal(model: nn.Module, module: Any, ep: int) -> str | None:
-    """Why the experts of a module cannot be spread; None if they can."""
+def _refusal(module: Any, ep: int, users: Mapping[nn.Parameter, int], adapted: str | None) -> str | None:
+    """Why the experts of a module cannot be spread; None if they can.
+
+    `users` counts the names of each parameter in the model. `adapted` is a parameter with adapters that is no stack.
+    """
     if module.num_experts % ep:
         degrees = [n for n in range(1, module.num_experts + 1) if module.num_experts % n == 0]
         return f"has {module.num_experts} experts, which ep={ep} ranks cannot share equally: choose ep among {degrees}"
@@ -82,18 +91,14 @@ def _refusal(model: nn.Module, module: Any, ep: int) -> str | None:
         return "has no parameter with a row for each expert"
     if any(pattern_of(p) is not None for _, p in stacks):
         return "has patterns already: leave its experts out of em.annotate, since em.spread_experts annotates them"
-    users = [p for _, p in model.named_parameters(remove_duplicate=False)]
-    if shared := [name for name, p in stacks if sum(p is other for other in users) > 1]:
+    if shared := [name for name, p in stacks if users[p] > 1]:
         return f"has {shared[0]!r}, which other modules share"
     if heard := [
         name for name, p in stacks if p._backward_hooks or p._post_accumulate_grad_hooks or p.grad is not None
     ]:
         return f"has {heard[0]!r} with hooks or a gradient, which a part of it would lose"
-    other: Any
-    for other in model.modules():
-        own = getattr(other, "parameter_name", None)
-        if own is not None and own not in STACKS and other.get_base_layer() is module:
-            return f"has adapters on {own!r}, which cannot be cut: adapt its weights ({', '.join(STACKS)}) alone"
+    if adapted is not None:
+        return f"has adapters on {adapted!r}, which cannot be cut: adapt its weights ({', '.join(STACKS)}) alone"
     if lost := [name for name, p in stacks if record_of(p) is not None and record_of(p.detach()[:1].clone()) is None]:
         return f"has {lost[0]!r}, which em.wrap draws: call em.spread_experts inside em.sharded_init()"
     return None
