@@ -72,15 +72,14 @@ def linear_cross_entropy(
         ConfigError: a shape, dtype or setting is wrong; a label is outside of the vocabulary; `weight` is a module that
             does more than a product (one with adapters, say), or a DTensor.
     """
-    tiles = _tiles_of(weight, bias)
+    tiles = [_as_computed(tile, hidden) for tile in _tiles_of(weight, bias)]
     head = _Head(label_smoothing=label_smoothing, softcap=softcap, chunk_bytes=chunk_bytes)
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"linear_cross_entropy: reduction={reduction!r}: expected 'mean' or 'sum'")
     vocabulary = sum(len(tile.weight) for tile in tiles)
     _check_shapes(hidden, labels, tiles)
     rows, kept = _with_labels(hidden.reshape(-1, hidden.shape[-1]), labels.flatten(), vocabulary, ignore_index)
-    dtypes = [tile.weight.dtype if tile.packed is None else computed_in(hidden, tile.packed) for tile in tiles]
-    total = (_tiled if len(tiles) > 1 else _one)(rows, tiles, dtypes, kept, head)
+    total = _tiled(rows, tiles, kept, head) if len(tiles) > 1 else _computed(_Whole, rows, tiles[0], kept, head)
     if reduction == "sum":
         return total
     return total / len(kept) if len(kept) else total + torch.nan
@@ -118,6 +117,15 @@ class _Part(NamedTuple):
     """Of codes."""
     packed: Packed | None = None
     """What codes and scales are."""
+    dtype: torch.dtype | None = None
+    """Of the operands of products, once the tokens are known."""
+
+    def values(self) -> "_Weight":
+        """The weight that was given, or the one that its bytes are."""
+        if self.packed is None or self.scales is None:
+            return self.weight
+        assert self.dtype is not None
+        return _Decoded(self.weight, self.scales, self.packed, self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -157,6 +165,10 @@ def _part_of(module: Any) -> _Part:
     return _Part(module.weight, getattr(module, "bias", None), scales, packed)
 
 
+def _as_computed(part: _Part, hidden: Tensor) -> _Part:
+    return part._replace(dtype=part.weight.dtype if part.packed is None else computed_in(hidden, part.packed))
+
+
 def _check_shapes(hidden: Tensor, labels: Tensor, tiles: Sequence[_Part]) -> None:
     if hidden.dim() < 1 or hidden.shape[:-1] != labels.shape:
         raise ConfigError(
@@ -192,56 +204,30 @@ def _with_labels(hidden: Tensor, labels: Tensor, vocabulary: int, ignore_index: 
     return (hidden if kept is labels else hidden.index_select(0, places)), kept
 
 
+def _computed(function: type[torch.autograd.Function], rows: Tensor, part: _Part, labels: Tensor, head: _Head) -> Any:
+    """Applies `_Whole` or `_Tile`. A parameter of a wrapped model is gathered first, and this called again."""
+    given = part.weight, part.bias, part.scales
+    if has_torch_function(given):
+        return handle_torch_function(_computed, given, function, rows, part, labels, head)
+    return function.apply(rows, *part, labels, head, torch.is_grad_enabled())
+
+
 # --------------------------------------------------------------------------------------------------------- whole head
 
 
-def _one(rows: Tensor, tiles: Sequence[_Part], dtypes: Sequence[torch.dtype], labels: Tensor, head: _Head) -> Tensor:
-    """() sum of the losses of all tokens."""
-    (part,), (dtype,) = tiles, dtypes
-    return _whole(rows, *part, dtype, labels, head)
-
-
-def _whole(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scales: Tensor | None,
-    packed: Packed | None,
-    dtype: torch.dtype,
-    labels: Tensor,
-    head: _Head,
-) -> Tensor:
-    given = weight, bias, scales
-    if has_torch_function(given):  # a parameter of a wrapped model is gathered, and this called again
-        return handle_torch_function(_whole, given, rows, *given, packed, dtype, labels, head)  # type: ignore[no-any-return]
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, weight, bias))
-    total: Tensor = _Whole.apply(rows, *given, packed, dtype, labels, head, wanted)
-    return total
-
-
 class _Whole(torch.autograd.Function):
-    """The sum of all losses. Gradients are computed in forward, where the logits are."""
+    """The sum of all losses, (). Gradients are computed in forward, where the logits are."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        given: Tensor,
-        bias: Tensor | None,
-        scales: Tensor | None,
-        packed: Packed | None,
-        dtype: torch.dtype,
-        labels: Tensor,
-        head: _Head,
-        wanted: bool,
-    ) -> Tensor:
-        weight = _weight(given, scales, packed, dtype)
-        needs = [wanted and need for need in ctx.needs_input_grad[:3]]
+    def forward(ctx: Any, rows: Tensor, *given: Any) -> Tensor:
+        whole, (labels, head, with_grad) = _Part(*given[:-3]), given[-3:]
+        weight = whole.values()
+        needs = [with_grad and need for need in ctx.needs_input_grad[:3]]
         sums = _Gradients.of(rows, weight, needs)
         losses = rows.new_empty(len(rows), dtype=sums.dtype)
         smooth = head.label_smoothing
         with torch.autocast(rows.device.type, enabled=False):
-            for part, chunk in _chunks(rows, weight, bias, labels, head):
+            for part, chunk in _chunks(rows, weight, whole.bias, labels, head):
                 sum_of_exp, picked, total = chunk.statistics()
                 losses[part] = sum_of_exp - (1 - smooth) * picked
                 if smooth:
@@ -251,7 +237,7 @@ class _Whole(torch.autograd.Function):
                     chunk.to_gradient(sum_of_exp, ones, (smooth - 1) * ones, (-smooth / len(weight)) * ones)
                     sums.add(chunk.logits, rows[part], part, weight, head.chunk_bytes)
         ctx.save_for_backward(sums.rows, sums.weight, sums.bias)
-        ctx.dtypes = [None if t is None else t.dtype for t in (rows, given, bias)]
+        ctx.dtypes = [None if t is None else t.dtype for t in (rows, *whole[:2])]
         return losses.sum()
 
     @staticmethod
@@ -270,12 +256,12 @@ class _Whole(torch.autograd.Function):
 # --------------------------------------------------------------------------------------------------------- tiled head
 
 
-def _tiled(rows: Tensor, tiles: Sequence[_Part], dtypes: Sequence[torch.dtype], labels: Tensor, head: _Head) -> Tensor:
-    """As `_one`: the sums of exponentials of all tiles are joined."""
+def _tiled(rows: Tensor, tiles: Sequence[_Part], labels: Tensor, head: _Head) -> Tensor:
+    """As `_Whole`: the sums of exponentials of all tiles are joined."""
     first, found = 0, []
     rows = rows.to(_wide(rows))  # whose gradients are summed over tiles
-    for tile, dtype in zip(tiles, dtypes, strict=True):
-        found.append(_tile(rows, *tile, dtype, labels - first, head))
+    for tile in tiles:
+        found.append(_computed(_Tile, rows, tile, labels - first, head))
         first += len(tile.weight)
     sums, picked, totals = (torch.stack(parts) for parts in zip(*found, strict=True))
     losses = sums.logsumexp(0) - (1 - head.label_smoothing) * picked.sum(0)
@@ -284,61 +270,34 @@ def _tiled(rows: Tensor, tiles: Sequence[_Part], dtypes: Sequence[torch.dtype], 
     return losses.sum()
 
 
-def _tile(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scales: Tensor | None,
-    packed: Packed | None,
-    dtype: torch.dtype,
-    labels: Tensor,
-    head: _Head,
-) -> tuple[Tensor, ...]:
-    """As `_Chunk.statistics`, of all tokens."""
-    given = weight, bias, scales
-    if has_torch_function(given):
-        return handle_torch_function(_tile, given, rows, *given, packed, dtype, labels, head)  # type: ignore[no-any-return]
-    found: tuple[Tensor, ...] = _Tile.apply(rows, *given, packed, dtype, labels, head)
-    return found
-
-
 class _Tile(torch.autograd.Function):
-    """What `_tile` returns. Logits are computed again in backward."""
+    """As `_Chunk.statistics`, of all tokens. Logits are computed again in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        given: Tensor,
-        bias: Tensor | None,
-        scales: Tensor | None,
-        packed: Packed | None,
-        dtype: torch.dtype,
-        labels: Tensor,
-        head: _Head,
-    ) -> tuple[Tensor, ...]:
-        weight = _weight(given, scales, packed, dtype)
+    def forward(ctx: Any, rows: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        tile, (labels, head, _) = _Part(*given[:-3]), given[-3:]
+        weight = tile.values()
         found = rows.new_empty(3, len(rows), dtype=_wide(weight))
         with torch.autocast(rows.device.type, enabled=False):
-            for part, chunk in _chunks(rows, weight, bias, labels, head):
+            for part, chunk in _chunks(rows, weight, tile.bias, labels, head):
                 for row, values in zip(found, chunk.statistics(), strict=True):
                     row[part] = values
         sums, picked, totals = found
-        ctx.save_for_backward(rows, given, bias, scales, labels, sums)
-        ctx.head, ctx.packed, ctx.dtype = head, packed, dtype
+        ctx.save_for_backward(rows, *tile[:3], labels, sums)
+        ctx.head, ctx.of_bytes = head, tile[3:]
         return sums.clone(), picked.clone(), totals.clone()  # views of one tensor would be one output to autograd
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, given, bias, scales, labels, sums = ctx.saved_tensors
-        weight = _weight(given, scales, ctx.packed, ctx.dtype)
+        weight = _Part(given, bias, scales, *ctx.of_bytes).values()
         found = _Gradients.of(rows, weight, ctx.needs_input_grad[:3])
         for part, chunk in _chunks(rows, weight, bias, labels, ctx.head):
             chunk.to_gradient(sums[part], *(grad[part] for grad in grads))
             found.add(chunk.logits, rows[part], part, weight, ctx.head.chunk_bytes)
         made = zip((found.rows, found.weight, found.bias), (rows, given, bias), strict=True)
-        return *(None if grad is None else grad.to(of.dtype) for grad, of in made), *(None,) * 5
+        return *(None if grad is None else grad.to(of.dtype) for grad, of in made), *(None,) * 6
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks
@@ -367,11 +326,6 @@ class _Decoded:
 
 
 _Weight = Tensor | _Decoded
-
-
-def _weight(given: Tensor, scales: Tensor | None, packed: Packed | None, dtype: torch.dtype) -> _Weight:
-    """The weight that was given, or the one that its bytes are."""
-    return given if packed is None or scales is None else _Decoded(given, scales, packed, dtype)
 
 
 def _wide(tensor: _Weight) -> torch.dtype:
