@@ -14,15 +14,16 @@ start on whole blocks of codes: so no shard cuts a block, and codes do not depen
 elements are stored at home and sent. The rest of the block is unused, because all groups share one block length;
 `waste_fraction` counts it.
 
-A chunk begins where a repeated module begins, one with a number for its name, if the module then lies in fewer chunks:
-a layer in one chunk is gathered as one unit. Each chunk group does so for all its modules, or for none where that would
-waste more than `LAYERS_WASTE` of its blocks.
+A chunk begins where a repeated module begins, one with a number for its name, if the module then lies in one chunk
+instead of several: a layer in one chunk is gathered as one unit. A module that backward recomputes at once is a unit in
+any number of chunks, and needs only lie in fewer of them. Each chunk group does so for all its modules, or for none
+where that would waste more than `LAYERS_WASTE` of its blocks.
 Sources: Elixir v1, sections IV-A (grouping, fused small groups) and V (fully symmetric partitioning); v2, A.2.
 """
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -252,8 +253,8 @@ def build_layout(
         sizes = [params[i].numel for i in indices]
         packed = _pack(sizes, most if residence is CACHED else math.inf, alignment(key))
         if whole_layers and len(packed) > 1:
-            names = [params[i].name for i in indices]
-            packed = _with_whole_layers(packed, sizes, names, most, alignment(key))
+            modules = _repeated_modules([params[i] for i in indices])
+            packed = _with_whole_layers(packed, sizes, modules, most, alignment(key))
         for first, starts, used in packed:
             slots = tuple(
                 Slot(param=indices[first + k], start=start, numel=sizes[first + k]) for k, start in enumerate(starts)
@@ -396,20 +397,20 @@ _Packed = list[tuple[int, list[int], int]]
 """For each chunk: index of its first parameter, start of each, elements used."""
 
 
-def _pack(
-    sizes: Sequence[int], limit: float, align: int, modules: Mapping[int, Sequence[int]] | None = None
-) -> _Packed:
+def _pack(sizes: Sequence[int], limit: float, align: int, modules: "_Modules | None" = None) -> _Packed:
     """Packs consecutive sizes, each chunk until one does not fit.
 
-    With `modules`, as from `_repeated_modules`, a chunk also ends where one begins that then lies in fewer chunks.
+    With `modules`, a chunk also ends where one begins that then lies in one chunk instead of several, or in fewer
+    chunks where it is recomputed at once.
     """
     packed, first, starts, used = _Packed(), 0, list[int](), 0
     for index, size in enumerate(sizes):
         start = _round_up(used, align)
         ends = start + size > limit
-        for stop in () if ends or modules is None else modules.get(index, ()):
+        for stop, at_once in () if ends or modules is None else modules.get(index, ()):
             inside = sizes[index:stop]
-            ends = ends or _chunks_of(inside, limit, align) < _chunks_of(inside, limit, align, start)
+            alone = _chunks_of(inside, limit, align)
+            ends = ends or ((alone == 1 or at_once) and alone < _chunks_of(inside, limit, align, start))
         if starts and ends:
             packed.append((first, starts, used))
             first, starts, start = index, [], 0
@@ -431,27 +432,30 @@ def _chunks_of(sizes: Sequence[int], limit: float, align: int, used: int = 0) ->
     return count
 
 
-def _with_whole_layers(packed: _Packed, sizes: Sequence[int], names: Sequence[str], limit: int, align: int) -> _Packed:
+def _with_whole_layers(packed: _Packed, sizes: Sequence[int], modules: "_Modules", limit: int, align: int) -> _Packed:
     """`packed`, with chunks that begin where repeated modules begin, if these are not many more."""
-    aligned = _pack(sizes, limit, align, _repeated_modules(names))
+    aligned = _pack(sizes, limit, align, modules)
     return aligned if len(aligned) <= len(packed) * (1 + LAYERS_WASTE) else packed
 
 
-def _repeated_modules(names: Sequence[str]) -> dict[int, list[int]]:
-    """{first parameter: one past the last one of each repeated module that begins there, outermost first}.
+_Modules = dict[int, list[tuple[int, bool]]]
+"""By first parameter: (one past the last one, whether backward recomputes it at once) of each module, outermost first.
+"""
 
-    A repeated module has a number for its name; `names` are those of consecutive parameters.
-    """
+
+def _repeated_modules(params: Sequence[ParamSpec]) -> _Modules:
+    """The repeated modules among consecutive parameters: those with a number for a name."""
     stops: dict[tuple[int, str], int] = {}
     first_of: dict[str, int] = {}
-    for index, name in enumerate(names):
-        parts = name.split(".")[:-1]
+    for index, param in enumerate(params):
+        parts = param.name.split(".")[:-1]
         around = [".".join(parts[: depth + 1]) for depth, part in enumerate(parts) if part.isdecimal()]
         first_of = {module: first_of.get(module, index) for module in around}
         stops.update({(first, module): index + 1 for module, first in first_of.items()})
-    found: dict[int, list[int]] = {}
+    found = _Modules()
     for (first, _), stop in stops.items():
-        found.setdefault(first, []).append(stop)
+        regions = {param.region for param in params[first:stop]}
+        found.setdefault(first, []).append((stop, len(regions) == 1 and None not in regions))
     return found
 
 

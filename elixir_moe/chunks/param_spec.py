@@ -106,6 +106,8 @@ class ParamSpec:
     """The chunk group it belongs to."""
     tied: bool = False
     """Used by several modules: its chunk has a buffer of its own and stays gathered during a step."""
+    region: int | None = None
+    """The part of the model that backward is known to recompute at once with the parameter, the outermost one."""
 
     @property
     def numel(self) -> int:

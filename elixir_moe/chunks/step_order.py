@@ -114,8 +114,7 @@ def choose_units(
     joins = [True] * len(parts)
     chooses = [part.chooses for part in parts]
     saves_none = [part.saves_none or not part.params for part in parts]
-    in_turn = [part.saves_none and bool(part.params) for part in parts]
-    """Whether a part has tiles inside, which are gathered one after the other also where they run again."""
+    in_turn = _with_tiles(parts)
     for number in reversed(range(len(parts))):
         parent = parts[number].parent
         if parent is not None:
@@ -124,7 +123,6 @@ def choose_units(
             joins[parent] &= joins[number] and not parts[number].shared
             chooses[parent] |= chooses[number]
             saves_none[parent] &= saves_none[number]
-            in_turn[parent] |= in_turn[number]
             params[parent] += params[number]
     units: list[UnitSpec | None] = []
     for number, part in enumerate(parts):
@@ -143,6 +141,28 @@ def choose_units(
     return units
 
 
+def _with_tiles(parts: Sequence[Part]) -> list[bool]:
+    """Whether each part has tiles inside, which are gathered one after the other also where they run again."""
+    found = [part.saves_none and bool(part.params) for part in parts]
+    for number in reversed(range(len(parts))):
+        if (parent := parts[number].parent) is not None:
+            found[parent] |= found[number]
+    return found
+
+
+def regions_of(parts: Sequence[Part]) -> dict[int, int]:
+    """{parameter: the outermost part around it that is a unit in any chunks, since backward recomputes it at once}."""
+    tiles = _with_tiles(parts)
+    region: list[int | None] = []
+    found: dict[int, int] = {}
+    for number, part in enumerate(parts):
+        around = None if part.parent is None else region[part.parent]
+        region.append(number if around is None and part.recomputed and not tiles[number] else around)
+        if (mine := region[number]) is not None:
+            found.update(dict.fromkeys(part.params, mine))
+    return found
+
+
 def moving_chunks(layout: Layout) -> dict[int, int]:
     """{parameter: chunk} for the chunks that use the rCache or are overwritten by their gradients."""
     return {
@@ -156,6 +176,13 @@ def moving_chunks(layout: Layout) -> dict[int, int]:
 def chosen_units(parts: Sequence[Part], layout: Layout) -> list[UnitSpec | None]:
     """The unit of each part of a packed model; see `choose_units`."""
     return choose_units(parts, moving_chunks(layout), whole_layers=layout.whole_layers)
+
+
+def units_moved(parts: Sequence[Part], layout: Layout) -> int:
+    """The number of units that gather anything."""
+    moving = moving_chunks(layout)
+    units = dict.fromkeys(unit for unit in chosen_units(parts, layout) if unit is not None)
+    return sum(any(p in moving for p in unit.params) for unit in units)
 
 
 def units_of(chosen: Sequence[UnitSpec | None], layout: Layout, label: Callable[[int], str]) -> dict[int, Unit]:

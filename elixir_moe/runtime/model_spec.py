@@ -15,7 +15,7 @@ from elixir_moe.chunks.cache_policy import Schedule, advice
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import WIDE, ChunkGroupKey, ParamSpec, Precision, takes_narrow_state, trainable_of
 from elixir_moe.chunks.plan import Plan
-from elixir_moe.chunks.step_order import StepEvent, StepOrder, by_first_use
+from elixir_moe.chunks.step_order import StepEvent, StepOrder, by_first_use, regions_of
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.pattern import Pattern
@@ -94,7 +94,9 @@ def describe(
         precision=plan.precision,
         narrow_state=plan.narrow_state,
     )
-    computed_in = dict.fromkeys(spec.key.dtype for spec in specs.values() if spec.key.trainable)
+    regions = regions_of(part_specs)
+    params = tuple(replace(spec, region=regions.get(i)) for i, spec in enumerate(specs.values()))
+    computed_in = dict.fromkeys(spec.key.dtype for spec in params if spec.key.trainable)
     if reduce_dtype not in (None, torch.float32, *computed_in) and computed_in:
         raise ConfigError(
             f"the plan has reduce_dtype={reduce_dtype}, and trainable parameters are computed in "
@@ -102,12 +104,12 @@ def describe(
         )
     return ModelSpec(
         parameters=parameters,
-        params=tuple(specs.values()),
+        params=params,
         names={p: names for p, names in names_of(model).items() if isinstance(p, nn.Parameter)},
         buffers=tuple(chain(*persistent_buffers(model).values())),
         keys=keys_of(model),
         parts=replace(parts, specs=part_specs),
-        step_order=StepOrder(part_specs, events, trainable_of(specs.values())),
+        step_order=StepOrder(part_specs, events, trainable_of(params)),
         ranks=ranks_of(model, everywhere),
     )
 

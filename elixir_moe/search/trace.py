@@ -13,13 +13,14 @@ gradient of its input. Memory that one period allocates and another frees is thu
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elixir_moe.chunks.param_spec import WIDE, ParamSpec, Precision
-from elixir_moe.chunks.step_order import Happening, StepEvent, by_first_use
+from elixir_moe.chunks.step_order import Happening, StepEvent, by_first_use, regions_of
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.memory.slabs import bytes_of
 from elixir_moe.moe.layer import MoE
@@ -89,9 +90,10 @@ def trace(
     index_of = {p: i for i, p in enumerate(specs)}
     found = list(_of_step(events, numbers, {name: index_of[p] for name, p in model.named_parameters()}))
     order, part_specs, step_events = by_first_use(parts.specs, found, len(listed))
+    regions = regions_of(part_specs)
     kept, kept_peaks = kept_of(events)
     return Profile(
-        params=tuple(listed[i] for i in order),
+        params=tuple(replace(listed[i], region=regions.get(place)) for place, i in enumerate(order)),
         order=tuple(order),
         parts=part_specs,
         events=step_events,

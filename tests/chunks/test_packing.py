@@ -150,14 +150,21 @@ def test_chunks_are_filled_where_whole_layers_would_add_too_many() -> None:
     assert len(found.chunks) == 1 + 2, "a chunk group for itself"
 
 
-def test_a_layer_longer_than_a_chunk_begins_one_where_it_is_then_cut_less() -> None:
+def recomputed(params: list[ParamSpec]) -> list[ParamSpec]:
+    """The parameters, as of a model whose blocks backward recomputes, each at once."""
+    return [replace(p, region=int(p.name.split(".")[1]) if p.name.startswith("blocks.") else None) for p in params]
+
+
+def test_a_recomputed_layer_longer_than_a_chunk_begins_one_where_it_is_then_cut_less() -> None:
     layers = [layer(f"blocks.{i}", 3, 1, 4, 4) for i in range(4)]
-    params = named(("positions", 1), *(each for one in layers for each in one))
+    unknown = named(("positions", 1), *(each for one in layers for each in one))
+    assert chunks_of(unknown, 4) == chunks_of(unknown, 4, whole_layers=False), "it is several units either way"
+    params = recomputed(unknown)
     cut, whole = (chunks_of(params, 4, whole_layers=w) for w in (False, True))
     assert cut[:2] == [["positions", "blocks.0.a.weight"], ["blocks.0.b.weight"]]
     assert whole[:2] == [["positions"], ["blocks.0.a.weight", "blocks.0.b.weight"]], "in three chunks instead of four"
     assert len(whole) == len(cut) == 1 + 4 * 3
-    params = named(("positions", 1), *(each for i in range(4) for each in layer(f"blocks.{i}", 3, 4, 4)))
+    params = recomputed(named(("positions", 1), *(each for i in range(4) for each in layer(f"blocks.{i}", 3, 4, 4))))
     assert chunks_of(params, 4) == chunks_of(params, 4, whole_layers=False), "in three chunks either way"
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import Plan
-from elixir_moe.chunks.step_order import chosen_units, moving_chunks
+from elixir_moe.chunks.step_order import chosen_units, moving_chunks, units_moved
 from elixir_moe.models.adapters import Lora, adapted
-from elixir_moe.models.config import GPTConfig
+from elixir_moe.models.config import Checkpoint, GPTConfig
 from elixir_moe.models.gpt import GPT, lm_loss
 from elixir_moe.quantized.convert import quantize
 from elixir_moe.runtime.units import Parts, find_parts
@@ -99,11 +99,9 @@ def qwen() -> Case:
     return traced(huggingface("Qwen3Moe", **qwen3_moe()), loss, IDS, decoder(48))
 
 
-def gpt2() -> Case:
+def gpt2(checkpoint: Checkpoint = "non_reentrant") -> Case:
     """gpt2-5.5b: layers of three chunks, and an embedding that is tied to the head and thus no unit's."""
-    config = GPTConfig(
-        vocab_size=50257, seq_len=1024, d_model=4096, n_layers=26, n_heads=32, checkpoint="non_reentrant"
-    )
+    config = GPTConfig(vocab_size=50257, seq_len=1024, d_model=4096, n_layers=26, n_heads=32, checkpoint=checkpoint)
     with torch.device("meta"):
         model = GPT(config)
     sample = torch.empty(1, 257, dtype=torch.int64, device="meta")
@@ -164,6 +162,13 @@ def test_a_layer_is_a_unit(name: str) -> None:
         assert case.units(filled) != case.expected, "there is something to win"
         least, before = (case.profile.schedule(each).least_blocks() for each in (layout, filled))
         assert (layout.chunk_numel, least) <= (filled.chunk_numel, before), "and it costs no memory"
+
+
+def test_layers_longer_than_a_chunk_are_no_more_units_where_nothing_is_recomputed() -> None:
+    case = gpt2(checkpoint="none")
+    for preset, plan in PRESETS.items():
+        whole, filled = (replace(plan, whole_layers=w).layout(case.profile.params) for w in (True, False))
+        assert len(case.units(whole)) == len(case.units(filled)) == units_moved(case.profile.parts, whole), preset
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen", "gpt2"])
