@@ -5,7 +5,7 @@ Derivations are in docs/cost_model.md. Sources: Elixir v2, 4.1, 5.1 and A.1; the
 
 A step of one rank::
 
-    |-- device: (products / peak + other traffic / bandwidth) / efficiency + overhead * gathered parameters -|
+    |-- device: (products / peak + other traffic / bandwidth) / efficiency + overheads of parameters, units -|
     |-- host link up: every gather of a host chunk -------|                                                |-- updates |
     |-- host link down: every gradient of a host chunk ---|                                                |-- exposed |
 
@@ -84,6 +84,8 @@ class Traffic:
     """(global ranks, bytes of chunks and gradients, number of gathers and reductions) of each process group."""
     gathered_numel: int
     """Elements of all chunks."""
+    units: int = 0
+    """Modules whose chunks are gathered together."""
 
 
 def allowed_bytes(profile: Profile, capacity_bytes: int) -> int:
@@ -97,7 +99,14 @@ def activations(profile: Profile, imbalance: float) -> int:
 
 
 def traffic(
-    plan: Plan, layout: Layout, loads: Iterable[int], moments: int = 2, *, staged: bool = False, kept_bytes: int = 0
+    plan: Plan,
+    layout: Layout,
+    loads: Iterable[int],
+    moments: int = 2,
+    *,
+    staged: bool = False,
+    kept_bytes: int = 0,
+    units: int = 0,
 ) -> Traffic:
     """The traffic of one step.
 
@@ -108,6 +117,7 @@ def traffic(
         moments: fp32 values the optimizer keeps per element.
         staged: whether reductions run over gloo.
         kept_bytes: inputs of checkpointed regions in host memory.
+        units: the number of units.
     """
     own = (chunk.index for chunk in layout.chunks if chunk.residence is not CACHED and chunk.key.trainable)
     gathers = Counter([*loads, *own])  # frozen chunks with memory of their own stay gathered
@@ -150,6 +160,7 @@ def traffic(
         disk_written_bytes=record + sum(paged_bytes(values_bytes(chunk)) for chunk in whole),
         collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in collective.items()),
         gathered_numel=sum(slot.numel for chunk in layout.chunks for slot in chunk.slots),
+        units=units,
     )
 
 
@@ -173,6 +184,7 @@ def seconds(
             flops / (fitted.device_efficiency * hardware.peak_tflops * 1e12)
             + profile.traffic_bytes / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA)
             + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
+            + moved.units * hardware.unit_us / 1e6
             + exchange
         ),
         fetch=max(accumulation * (moved.fetched_bytes + moved.kept_bytes) * gpus / (links.b_c2g * _GIGA), disk_beside),

@@ -144,6 +144,7 @@ _MEANINGS = {
     "disk_bytes": "bytes: disks of one node for shards; leave the three lines out without a disk",
     "disk_read": "1e9 bytes a second: all disks of one node",
     "disk_write": "1e9 bytes a second: all disks of one node",
+    "unit_us": "microseconds: host time that a unit, mostly a layer, adds to a forward and backward",
     "fitted": "parts, and nanoseconds: see docs/cost_model.md; keep these until steps are measured",
     "device_efficiency": "0 to 1: part of the peaks that kernels reach",
     "exposed_collectives": "0 to 1: part of gathers and reductions that compute does not hide",

@@ -19,6 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,15 +29,26 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from elixir_moe.chunks.cache_policy import CacheState
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.plan import Plan, Tier
+from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.all_ranks import gathered, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator, build_communicators
 from elixir_moe.errors import ConfigError, TierError
 from elixir_moe.kernels import adam_step, cpu_features, host_threads
+from elixir_moe.memory.blocks import Blocks
+from elixir_moe.memory.build import build_shards
 from elixir_moe.memory.disk import Spill, disk_bytes_left
 from elixir_moe.memory.slabs import host_bytes_left
+from elixir_moe.runtime.chunk import Chunk, Placeholder
+from elixir_moe.runtime.hooks import Hooks
+from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.runtime.streams import Streams
+from elixir_moe.runtime.units import build_units, find_parts
 from elixir_moe.search.hardware import Fitted, Hardware, Links, Wire
 
-_FORMAT = 1
+_FORMAT = 2
 _COPY_BYTES = 1 << 26
 _ADAM_NUMEL = 1 << 23
 """Both sizes exceed the caches of a processor."""
@@ -45,6 +57,8 @@ _MATRIX = 512
 _WIRE_BYTES = 1 << 22
 """Bytes of a timed gather and reduction on a CPU; sixteen times that on a GPU, whose links need more to reach speed."""
 _DISK_BYTES = 1 << 25
+_UNITS = 16
+"""Units of the model on which the host time of one is measured."""
 _REPEATS = 3
 """Timed spans, of which the fastest counts: slower ones were disturbed."""
 _SPAN_SECONDS = {"cpu": 0.01, "cuda": 0.1}
@@ -66,6 +80,7 @@ _MEASURED = (
     "node_bandwidth",
     "disk_read",
     "disk_write",
+    "unit_us",
 )
 
 
@@ -206,9 +221,10 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         _adam_rate(device) if cuda else v_c,
         v_c,
         *(_temporary_rates() if dist.get_rank() == neighbours[0] else (0.0, 0.0)),
+        _unit_seconds(device),
     )
     columns = list(zip(*gathered(mine), strict=True))
-    up, down, v_g, v_c, read, written = (sum(column) / nodes for column in columns[2:])
+    up, down, v_g, v_c, read, written = (sum(column) / nodes for column in columns[2:-1])
     groups = {ranks: _wire_of(ranks, device) for ranks in sorted({neighbours, tuple(range(len(hosts)))})}
     within, across = groups[neighbours], groups[tuple(range(len(hosts)))]
     if (memory_bytes := host_bytes_left()) == sys.maxsize:  # nobody tells what is left
@@ -231,6 +247,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         node_bandwidth=across.bandwidth * (nodes - 1) / nodes if nodes > 1 and across is not None else None,
         disk_read=read or None,
         disk_write=written or None,
+        unit_us=max(columns[-1]) * 1e6,
         origins=dict.fromkeys(_MEASURED, "measured") | {"fitted": "assumed"},
     )
     box = [measured.to_json()]
@@ -362,6 +379,45 @@ def _adam_rate(device: torch.device, threads: int | None = None) -> float:
         )
 
     return _ADAM_NUMEL / _at_once(update, device) / 1e9
+
+
+def _unit_seconds(device: torch.device) -> float:
+    """Host time that a unit adds to a forward and backward while its chunk is in its block; hooks of the runtime.
+
+    The layers are frozen, so that no gradient is part of it: gradients are as many in any units.
+    """
+    plain = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(_UNITS))).requires_grad_(False)
+    plain.to(device)
+    model = deepcopy(plain)
+    batch = torch.zeros(1, 8, device=device, requires_grad=True)
+    key = ChunkGroupKey(ranks=(dist.get_rank(),), dtype=torch.float32, trainable=False, divisor=1)
+    plan = Plan.offload(rcache_blocks="all", chunk_numel=64)
+    layout = plan.layout([ParamSpec(name=name, shape=(8, 8), key=key) for name, _ in model.named_parameters()])
+    cache, streams, placeholder = CacheState(_UNITS, prefetch=plan.prefetch), Streams(device), Placeholder(device)
+    statistics = Statistics(cache=cache.counts)
+    shards = build_shards([(chunk, Tier.HOST) for chunk in layout.chunks], device)
+    blocks = Blocks(layout, _UNITS, 0, shards, device, statistics, streams.allocating)
+    chunks = [
+        Chunk(chunk, [parameter], [name], shard, Communicator(key.ranks), placeholder)
+        for chunk, shard, (name, parameter) in zip(layout.chunks, shards, model.named_parameters(), strict=True)
+    ]
+    scheduler = Scheduler(chunks, cache, blocks, None, streams, statistics)
+    hooks = Hooks(model, build_units(find_parts(model), layout), scheduler, placeholder)
+
+    def span(contender: torch.nn.Module) -> float:
+        """Seconds of the process, whatever else the machine does."""
+        start = time.process_time()
+        for _ in range(_UNITS):
+            contender(batch).sum().backward()
+            scheduler.rewind()
+        return (time.process_time() - start) / _UNITS
+
+    try:
+        spans = [(span(model), span(plain)) for _ in range(1 + _REPEATS)][1:]
+    finally:
+        hooks.remove()
+    with_units, without = map(min, zip(*spans, strict=True))
+    return max(with_units - without, with_units / 10) / _UNITS
 
 
 def _temporary_rates() -> tuple[float, float]:

@@ -27,6 +27,7 @@ from elixir_moe.chunks.packing import (
 from elixir_moe.chunks.param_spec import WIDE, ParamSpec, group_parameters
 from elixir_moe.chunks.plan import Plan, Tier, enough_text, size_text
 from elixir_moe.chunks.settle import Homes
+from elixir_moe.chunks.step_order import units_moved
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
@@ -120,6 +121,8 @@ class Choice:
 def solve(task: Task, packings: "Packings | None" = None) -> Choice:
     """The fastest plan that fits; `packings` are those of a problem that differs in memory alone.
 
+    Chunks that are filled wherever layers begin (`Plan.whole_layers`) are tried at the length of the fastest plan.
+
     Raises:
         PlanError: no plan fits; the message has the missing bytes, the tier and a remedy.
     """
@@ -149,6 +152,10 @@ def solve(task: Task, packings: "Packings | None" = None) -> Choice:
     if not found:
         raise PlanError(_why_not(task, shortages))
     best = min(found.values(), key=_rank)
+    assert best.plan.chunk_numel is not None, "a search gives it"
+    filled = packings.filled(best.plan.chunk_numel)
+    for search in _searches(best.task, filled):
+        best = min((choice for choice in (best, search.best(best)) if choice is not None), key=_rank)
     precision = next((p.key.precision for p in task.profile.params if p.key.precision.is_narrow), WIDE)
     return replace(best, plan=replace(best.plan, master=precision.master, moments=precision.moments))
 
@@ -198,6 +205,7 @@ def price(
     layout: Layout | None = None,
     loads: Sequence[int] | None = None,
     size: Footprint | None = None,
+    units: int | None = None,
 ) -> Choice:
     """The cost of `plan`, whether it fits or not; what is known already may be given.
 
@@ -211,7 +219,9 @@ def price(
         schedule = task.profile.schedule(layout)
         layout = replace(layout, open_gradients=schedule.open_gradients())
         loads = gathers(schedule, plan.blocks(layout))
-    moved = cost.traffic(plan, layout, loads, task.moments, staged=task.staged, kept_bytes=task.kept_bytes)
+    if units is None:
+        units = units_moved(task.profile.parts, layout)
+    moved = cost.traffic(plan, layout, loads, task.moments, staged=task.staged, kept_bytes=task.kept_bytes, units=units)
     return Choice(
         task=task,
         plan=plan,
@@ -315,12 +325,12 @@ class _Held:
 class _Packing:
     """The parameters in chunks of one length, and the step with them. The same in any memory."""
 
-    def __init__(self, task: Task, chunk_numel: int, *, bound: bool = False) -> None:
+    def __init__(self, task: Task, chunk_numel: int, *, bound: bool = False, whole_layers: bool = True) -> None:
         """`bound`: blocks are counted as one, and none is for gradients. That is a lower bound of memory."""
         self.chunk_numel, self._task = chunk_numel, task
         self.bound = bound
         """Whether there is no step."""
-        self.layout = build_layout(task.profile.params, chunk_numel)
+        self.layout = build_layout(task.profile.params, chunk_numel, whole_layers=whole_layers)
         away = None if bound else self._stepped(self.layout)
         if away is not None:
             self.layout = replace(self.layout, open_gradients=away[2])
@@ -329,7 +339,7 @@ class _Packing:
         self._in_place = list(accumulate((c.shards == 1 for c in reversed(self.layout.chunks)), initial=0))
         """Chunks used in place for each number of chunks on the device."""
         self._steps = {} if away is None else {0: away}
-        """By chunks used in place: (schedule, least blocks, most open gradients)."""
+        """By chunks used in place: (schedule, least blocks, most open gradients, units)."""
 
     def homes(self, *, values_on_disk: bool = False) -> Homes:
         """All chunks in host memory. `values_on_disk`: those that go to disk will have their values there too."""
@@ -345,12 +355,13 @@ class _Packing:
             blocks = cached + (self.layout.open_gradients or 0) if cached else 0
             yield _Held(*self._task.held_bytes(homes.ledger.footprint()), 0, None, blocks, homes.ledger.block_bytes)
 
-    def _stepped(self, layout: Layout) -> tuple[Schedule, int, int]:
-        schedule = self._task.profile.schedule(layout)
-        return schedule, schedule.least_blocks(), schedule.open_gradients()
+    def _stepped(self, layout: Layout) -> tuple[Schedule, int, int, int]:
+        profile = self._task.profile
+        schedule = profile.schedule(layout)
+        return schedule, schedule.least_blocks(), schedule.open_gradients(), units_moved(profile.parts, layout)
 
-    def step(self, device_chunks: int) -> tuple[Schedule, int, int]:
-        """(schedule, least blocks, most open gradients) of the step with so many chunks on the device."""
+    def step(self, device_chunks: int) -> tuple[Schedule, int, int, int]:
+        """(schedule, least blocks, most open gradients, units) of the step with so many chunks on the device."""
         assert not self.bound, "a bound counts no blocks"
         in_place = self._in_place[device_chunks]
         if in_place not in self._steps:
@@ -366,6 +377,8 @@ class Packings:
         self.lengths = chunk_lengths(task.profile.params)
         self.at = cache(partial(_Packing, task))
         """The packing with a step by its chunk length, made once."""
+        self.filled = cache(partial(_Packing, task, whole_layers=False))
+        """The same without whole layers."""
 
 
 def _searches(task: Task, packing: _Packing) -> "Iterator[_Length]":
@@ -456,7 +469,7 @@ class _Length:
         if not fits:
             return
         count = fits[-1]
-        schedule, least, gradients = self._packing.step(count)
+        schedule, least, gradients, units = self._packing.step(count)
         if blocks < least:
             return
         held = self._held(count)
@@ -471,9 +484,9 @@ class _Length:
                 values_on_disk=self._whole and held.disk_chunks > 0,
                 chunk_numel=self._packing.chunk_numel,
             )
-        plan = replace(plan, host_checkpoints=self._task.kept_regions)
+        plan = replace(plan, host_checkpoints=self._task.kept_regions, whole_layers=self._layout.whole_layers)
         layout = replace(plan.place(self._layout), open_gradients=gradients)
-        priced = partial(price, self._task, plan, layout, size=self._task.footprint(plan, layout))
+        priced = partial(price, self._task, plan, layout, size=self._task.footprint(plan, layout), units=units)
         if known is None or _rank(priced(schedule.must_load)) < _rank(known):
             self._found[blocks] = priced(gathers(schedule, plan.blocks(layout)))
 

@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -48,6 +49,21 @@ def test_nothing_beats_the_plan_found(gpus: int, room: float) -> None:
     best = min(choice.seconds.step for choice in every_plan(given, random.Random(0)))
     assert found.seconds.step <= best * (1 + 1e-12)
     assert "chunks" in explain(found)
+
+
+@pytest.mark.parametrize("unit_us", [1e-6, 1e6])
+def test_whole_layers_are_chosen_by_bytes_and_by_the_host_time_of_units(unit_us: float) -> None:
+    given = task(2, 0.65, layers=4)
+    given = replace(given, hardware=replace(given.hardware, unit_us=unit_us))
+    found = solve(given)
+    other = replace(found.plan, whole_layers=not found.plan.whole_layers)
+    try:
+        turned = price(found.task, other)
+    except PlanError:  # too few blocks for it
+        assert found.plan.whole_layers
+        return
+    assert shortage(turned.task, turned.size) or turned.seconds.step >= found.seconds.step
+    assert (turned.moved.units > found.moved.units) == found.plan.whole_layers
 
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
