@@ -38,7 +38,7 @@ def add_parser(verbs: "argparse._SubParsersAction[Any]") -> Sequence[argparse.Ar
     ls.add_argument("directory", type=Path, help="a run's, or one that holds checkpoints")
     check = actions.add_parser("verify", help="hash every file of a checkpoint", allow_abbrev=False)
     export = actions.add_parser("export", help="write full weights for other programs", allow_abbrev=False)
-    again = actions.add_parser("reshard", help="write a checkpoint again, into another number of files", allow_abbrev=False)
+    again = actions.add_parser("reshard", help="write a checkpoint again, as other files", allow_abbrev=False)
     for verb in (check, export, again):
         verb.add_argument("checkpoint", type=Path, help="or a directory as `ls` takes it: the latest in it")
     export.add_argument("out", type=Path, help="a new folder (hf) or file (torch)")
@@ -137,7 +137,7 @@ def _ls(directory: Path, as_json: bool) -> int:
                 f"files: {row['files']}  bytes: {row['bytes']:,}"
             )
     for path in unfinished:
-        print(f"{path}  partial: a save that is running, or whose process died; the next save or latest() removes a dead one")
+        print(f"{path}  partial: a running save, or one whose process died; the next save or latest() removes that")
     if not rows and not unfinished:
         print(f"{directory} holds no checkpoint")
     return 0
