@@ -101,6 +101,12 @@ def run_snippets(page: Path, scope: dict[str, object]) -> int:
     return len(snippets)
 
 
+def test_every_snippet_is_python() -> None:
+    for page in PAGES:
+        for snippet in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            compile(snippet, str(page), "exec")
+
+
 @pytest.mark.parametrize(
     ("name", "number", "printed"),
     [("training_loop", 11, '"scatter": true'), ("weights", 3, ""), ("i_want_to", 8, "host")],
