@@ -46,12 +46,11 @@ class _Weight:
 def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = None, skip: str | Sequence[str] = ()) -> M:
     """Turns frozen weights into packed bytes and scales, in place; returns the model.
 
-    To be called before `wrap`, and before or after peft adds its adapters. Layers of class `nn.Linear` and Hugging
-    Face's fused experts can be quantised. Each product decodes the weight that it multiplies, in the dtype of its
-    input, and its backward decodes it again; gradients reach what is trained before and after. For `wrap` and
-    everything after it the weight is two frozen parameters of dtype uint8, the codes under the weight's own name and
-    the scales under that name with ``_scales``. On a model of `sharded_init` or on meta, the bytes are made when `wrap`
-    makes the weights.
+    Call it before `wrap`, and before or after peft adds its adapters. Layers of class `nn.Linear` and Hugging Face's
+    fused experts can be quantized. Each product decodes the weight that it multiplies, in the dtype of its input, and
+    its backward decodes it again. Gradients flow through it. From then on the weight is two frozen parameters of dtype
+    uint8: the codes under the weight's own name, and the scales under that name with ``_scales``. On a model of
+    `sharded_init` or on meta, the bytes are made when `wrap` makes the weights.
 
     ::
 
@@ -66,13 +65,13 @@ def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = Non
         scheme: "nf4", "mxfp4", "fp8" or "int8".
         targets: shell patterns; weights are chosen whose name, or the name of whose module, matches one. By default
             all frozen weights of linear layers and fused experts inside lists of blocks, but no embedding, router or
-            ``lm_head``; norms are never quantised.
+            ``lm_head``; norms are never quantized.
         skip: patterns of weights to leave as they are.
 
     Raises:
         ConfigError: the scheme is unknown; a pattern matches nothing; a chosen weight is trained, shared by modules,
-            annotated, not finite, or of a shape that is no multiple of the block; stacked experts belong to a module
-            that cannot be quantised. It names the parameters, and nothing has been changed.
+            annotated, not finite, or of a shape that is not a multiple of the block; stacked experts belong to a
+            module that cannot be quantized. It names the parameters, and nothing has been changed.
         UsageError: the model is wrapped.
     """
     _refuse_wrapped(model, "quantize")
@@ -95,18 +94,18 @@ def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = Non
 
 
 def dequantize(model: M, dtype: torch.dtype | None = None) -> M:
-    """Turns quantised weights into frozen weights of a floating dtype, in place; returns the model.
+    """Turns quantized weights into frozen weights of a floating dtype, in place; returns the model.
 
-    The weights are those that products used, so adapters trained on them can be merged without a further error. To
-    quantise the merged weights again loses up to half a step of the format in each weight, which may be more than what
-    was learnt.
+    The weights are those that products used, so merging adapters that were trained on them adds no error. Quantizing
+    the merged weights again loses up to half a step of the format in each weight, which may be more than the adapters
+    have learned.
 
     Args:
         model: a model that is not wrapped.
         dtype: by default each weight's dtype before `quantize`.
 
     Raises:
-        ConfigError: `dtype` is no floating dtype.
+        ConfigError: `dtype` is not a floating dtype.
         UsageError: the model is wrapped.
     """
     _refuse_wrapped(model, "dequantize")
