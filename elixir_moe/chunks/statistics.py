@@ -26,8 +26,8 @@ class Statistics:
     collective_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By (chunk group's label, collective). The bytes of a process group are the sum over its chunk groups."""
     blocks_replaced: int = 0
-    """Blocks allocated anew because a reader kept the old one beyond its use, and extra memory for gradients that found
-    no block. Should be 0."""
+    """Blocks allocated in place of one that a reader still held, and extra memory for gradients without a block.
+    Expected to be 0."""
 
     def copy(self) -> Self:
         """A snapshot."""

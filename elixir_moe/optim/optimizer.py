@@ -171,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def update_in_backward(self) -> Iterator[None]:
-        """A context for the last backward of a step, in which updates begin, where no gradient is clipped.
+        """A context for the last backward of a step, in which updates start; for steps that clip no gradient.
 
         An update of Adam in host memory or on disk begins when all gradients of its chunk have come home, from the
         second backward on. `step` must follow; it updates the rest. The result is the same to the bit. Where all state
