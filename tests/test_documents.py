@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import peft
 import pytest
 import tokenizers
 import torch
@@ -116,6 +117,44 @@ def test_the_snippets_run_one_after_another(
 ) -> None:
     assert run_snippets(DOCS / f"{name}.md", {"__name__": "snippets", "out": tmp_path}) == number
     assert printed in capsys.readouterr().out
+
+
+_BUILT = "model = build(); optimizer = torch.optim.AdamW(model.parameters())"
+_SCHEDULED = f"{_BUILT}; schedule = torch.optim.lr_scheduler.LinearLR(optimizer)"
+SETTINGS = {
+    ("less_memory", 0): _BUILT,
+    ("less_memory", 1): _BUILT,
+    ("less_memory", 2): _BUILT,
+    ("checkpoints", 0): f"{_SCHEDULED}; model, optimizer = em.wrap(model, optimizer, plan=em.Plan.ddp())",
+    ("trainer", 2): "folder = 'base'",
+    ("finetune", 0): "Path('base').rename('Qwen3-30B-A3B')",
+    ("accelerate_fabric", 0): f"{_SCHEDULED}; loader = torch.utils.data.DataLoader(rows)",
+}
+"""{(page, number of a snippet): what its reader has}, without snippets that need two GPUs or another library."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "number"), SETTINGS, ids=lambda value: str(value))
+def test_snippets_run_with_what_their_reader_has(
+    name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
+    config = transformers.Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=2)
+
+    def build() -> transformers.PreTrainedModel:
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    build().save_pretrained("base")
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(64).view(4, 16)]
+    data = [{key: value[None] for key, value in row.items()} for row in rows]
+    scope = {"__name__": "snippet", "em": em, "torch": torch, "Path": Path, "build": build, "rows": rows, "data": data}
+    scope |= {"AutoConfig": transformers.AutoConfig, "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
+    scope |= {"AdamW": torch.optim.AdamW, "LoraConfig": peft.LoraConfig, "get_peft_model": peft.get_peft_model}
+    snippets = re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(), re.DOTALL)
+    exec(SETTINGS[name, number], scope)
+    exec(compile(snippets[number], f"{name}.md, snippet {number}", "exec"), scope)
 
 
 def test_the_example_of_the_readme_fine_tunes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
