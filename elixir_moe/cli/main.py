@@ -234,7 +234,7 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]], argument
 
     config = configs.load(known.config, overrides)
     ranks = _number_of_ranks(known.nproc)
-    shown = _rank() == 0 and not known.quiet
+    shown = _rank() == 0 and not launch.has_launcher() and not known.quiet
     with Waits(quiet=not shown)("reading the data and the model's config"):
         config.check_ranks(ranks)
         data = config.load_data()

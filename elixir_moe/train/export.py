@@ -4,9 +4,12 @@ Owns `elixir-moe export` beyond its arguments. Runs in one process, on the CPU, 
 folder appears when all is written and the comparison has passed.
 """
 
+import importlib.util
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,8 +107,7 @@ def _written(config: TrainConfig, checkpoint: Path, folder: Path, what: str) -> 
     recipe = config.recipe()
     tokens = _tokens(config, recipe)
     adapter = folder / "adapter" if what == "merged" else folder
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers and peft warn of what they are meant to do here
+    with _in_silence():
         model, optimizer = _restored(config, recipe, checkpoint)
         try:
             wanted = _logits(recipe, model, tokens)
@@ -133,6 +135,25 @@ def _written(config: TrainConfig, checkpoint: Path, folder: Path, what: str) -> 
     if config.data.tokenizer is not None or recipe.tokenizer is not None:
         tokenizer_of(config.data.tokenizer or str(recipe.tokenizer)).save_pretrained(folder)
     return _compared(found, wanted, base, folder)
+
+
+@contextmanager
+def _in_silence() -> Iterator[None]:
+    """While open, transformers and peft neither warn of what they are meant to do here, nor draw bars of their own."""
+    if importlib.util.find_spec("transformers") is None:
+        yield
+        return
+    from transformers.utils import logging
+
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
 
 
 def _compared(found: Tensor, wanted: Tensor, base: Tensor | None, folder: Path) -> dict[str, Any]:

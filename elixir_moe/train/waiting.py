@@ -58,8 +58,10 @@ class _Line:
 
             columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
             # what is printed meanwhile goes where it belongs
-            kept = {"redirect_stdout": False, "redirect_stderr": False, "transient": True}
-            self._progress = Progress(*columns, console=Console(file=self._stream), **kept)
+            console = Console(file=self._stream)
+            self._progress = Progress(
+                *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
             self._progress.add_task(self._what)
             self._progress.start()
 

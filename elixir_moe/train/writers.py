@@ -4,6 +4,7 @@ Owns the names of the values and the interface. Computes nothing that `metrics.j
 package `tensorboard` is imported when it is asked for.
 """
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,10 +49,8 @@ class TensorBoard:
 
 def check_tensorboard() -> None:
     """Raises ConfigError if TensorBoard is missing."""
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("run.tensorboard writes by the package tensorboard: pip install tensorboard") from error
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("run.tensorboard writes by the package tensorboard: pip install tensorboard")
 
 
 def values_of(record: Mapping[str, Any], prediction: Mapping[str, Any] | None) -> dict[str, float]:

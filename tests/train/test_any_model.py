@@ -191,7 +191,7 @@ def test_a_resume_on_another_number_of_ranks_goes_on_with_the_same_rows(
     changes = {"lora": EXPERTS, "save": {"every": 1}}
     whole = ranks(1).run(run, settings_of(folders, "Qwen3Moe", tmp_path / "whole", **changes), None, 0, True)[0]
     config = settings_of(folders, "Qwen3Moe", tmp_path / "out", **changes)
-    assert ranks(1).run(run, config, {1: "SIGTERM"}, 0, True)[0]["ended"].startswith("75 stopped after step 1")
+    assert ranks(1).run(run, config, {1: "SIGTERM"}, 0, True)[0]["ended"].startswith("75 stopped after step 2")
     found = ranks(1).run(run, config, None, 0, True)[0]
     assert found["metrics"] == whole["metrics"] and [kind for kind, _ in found["events"]] == ["stopped", "resumed"]
     assert_same(last_state(tmp_path / "out"), last_state(tmp_path / "whole"), "the last step")
@@ -281,11 +281,11 @@ def test_our_own_gpt_has_any_vocabulary_by_a_tokenizer_and_is_exported(
     found = ranks(1).run(run, settings.build(TrainConfig, sections), None, 0, True)[0]
     assert found["ended"] == "" and "tokens to train on" in found["said"] and "bigram" not in found["said"]
     assert (tmp_path / "out" / "sample.txt").read_text().replace(" ", "")
-    assert export(tmp_path / "out").difference < 1e-6
     rows = sections | {"data": {"file": str(folders / "rows.jsonl"), "tokenizer": str(folders / "Llama")}}
     rows["run"] = sections["run"] | {"out": str(tmp_path / "rows")}
     ended = ranks(1).run(run, settings.build(TrainConfig, rows), None, 0, True)[0]
-    assert ended["ended"] == "" and "1 texts are longer" not in ended["said"]
+    assert ended["ended"] == "" and "rows of 17 tokens" in ended["said"]
+    assert export(tmp_path / "out").difference < 1e-6
 
 
 def said_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

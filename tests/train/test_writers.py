@@ -1,6 +1,6 @@
 """The numbers of a run for TensorBoard and others: those of metrics.jsonl, under names."""
 
-import builtins
+import importlib.util
 import io
 import json
 from pathlib import Path
@@ -79,14 +79,7 @@ def test_a_writer_gets_what_the_file_has(tmp_path: Path) -> None:
 
 
 def test_without_the_package_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = builtins.__import__
-
-    def refusing(name: str, *rest: Any, **named: Any) -> Any:
-        if name == "tensorboard":
-            raise ImportError(name)
-        return plain(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", refusing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install tensorboard"):
         check_tensorboard()
 

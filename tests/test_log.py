@@ -1,0 +1,56 @@
+"""What the library decides, in its log: nothing by itself, all of it with --verbose, on stderr."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import elixir_moe as em
+from elixir_moe.cli.main import main
+from elixir_moe.train.rows import load_rows
+
+
+def test_decisions_are_logged_by_room(caplog: pytest.LogCaptureFixture) -> None:
+    """The plan, the home tiers and the schedule that the rCache learns in its first step."""
+    em.init_mesh(device_type="cpu")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with caplog.at_level(logging.DEBUG, "elixir_moe"):
+        model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload())
+        for _ in range(2):
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    dist.destroy_process_group()
+    said = {(record.name, record.getMessage().split(":")[0].split(" of ")[0]) for record in caplog.records}
+    assert ("elixir_moe.setup.deciding", "the plan") in said and ("elixir_moe.setup.deciding", "home tiers") in said
+    learned = "the rCache follows a schedule learned in the last step"
+    assert ("elixir_moe.runtime.scheduler", learned) in said
+    assert all(record.levelno == logging.DEBUG for record in caplog.records)
+
+
+def test_packing_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.support.hf_folders import some_rows, tokenizer, write_rows
+
+    with caplog.at_level(logging.DEBUG, "elixir_moe"):
+        found = load_rows(str(write_rows(tmp_path / "a.jsonl", some_rows())), tokenizer(), 64, 0.1, packed=True)
+    assert f"22 texts are in {len(found.train)} rows of 64 tokens" in caplog.text
+
+
+def test_verbose_alone_shows_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def account(_directory: Path) -> None:
+        logging.getLogger("elixir_moe.train.history").debug("looked")
+        raise em.ConfigError("enough")
+
+    monkeypatch.setattr("elixir_moe.train.history.account", account)
+    for options, shown in (([], False), (["-v"], True), (["--verbose"], True), ([], False)):
+        assert main(["report", str(tmp_path), *options]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and ("elixir_moe.train.history: looked" in err) == shown
+    assert not logging.getLogger("elixir_moe").handlers
