@@ -53,9 +53,11 @@ def _run_rows(known: argparse.Namespace, versions: dict[str, str]) -> dict[str, 
     with _shown(len(rows), quiet=known.json) as tell:
         facts = {"versions": versions, "packages": _packages(), "commit": _commit()}
         again = known.only is not None
-        content = suite.run_suite(rows, known.out, facts, jobs, tell, again=again, fresh=known.fresh)
-    known.out.with_suffix(".md").write_text(suite.page(content, known.out.name))
-    return content
+        try:
+            return suite.run_suite(rows, known.out, facts, jobs, tell, again=again, fresh=known.fresh)
+        finally:  # whatever ends the run, the page is that of the rows in the file
+            if known.out.exists():
+                known.out.with_suffix(".md").write_text(suite.page(suite.read(known.out), known.out.name))
 
 
 def _packages() -> dict[str, str]:

@@ -277,6 +277,8 @@ def _lines(content: Answer, name: str) -> Iterator[str]:
         f"Made by `make certificate` from [{name}]({name}); do not edit. {equal} of {len(rows())} rows are equal, "
         f"{len(answers) - equal} differ or fail, and {len(content['not run'])} have not been run."
     )
+    if content["not run"]:
+        yield "The run was stopped before those: they are listed below, and the same command goes on with them."
     yield from ("", *_ABOUT, "", f"- Rows: {content['left out']}")
     yield f"- Versions: {', '.join(f'{package} {version}' for package, version in content['versions'].items())}"
     yield f"- Commits: {', '.join(commits) or 'none'}"

@@ -251,8 +251,8 @@ def _start_from_a_folder(setup: Setup, record: Record) -> None:
     with torch.device("meta"):
         empty = type(model)(model.config)
     trained = _optimizer(subject, empty.parameters())
-    plan = setup.plan.of(subject.step, _own_rows(batch_of(subject, 0, 0)))
-    empty, optimizer = wrap(empty, trained, weights=folder, device=torch.device("cpu"), **plan)
+    plan = setup.plan.of(subject.step, _own_rows(batch_of(subject, 0, 0)))["plan"]  # no step can run without data
+    empty, optimizer = wrap(empty, trained, plan=plan, weights=folder, device=torch.device("cpu"))
     record.started = _full(empty)
     optimizer.close()
 
