@@ -28,9 +28,10 @@ _BASE: dict[str, Any] = {
 }
 _SHARED_HEADS = {"num_key_value_heads": 2, "head_dim": 16}
 _EXPERTS = {"moe_intermediate_size": _D, "num_experts_per_tok": 2}
+_PIXELS = 16
 _TOWER = {
     **{"model_type": "clip_vision_model", "hidden_size": _D, "intermediate_size": _D, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "image_size": 16, "patch_size": 8, "projection_dim": _D},
+    **{"num_attention_heads": 4, "image_size": _PIXELS, "patch_size": 8, "projection_dim": _D},
 }
 _PICTURE_TOKEN, _PATCHES = 127, 4
 _QV = "q_proj,v_proj"
@@ -88,7 +89,7 @@ class WithPictures(Drawn):
         words = torch.randint(3, _PICTURE_TOKEN, (self.rows, self.length))
         words[:, :_PATCHES] = _PICTURE_TOKEN
         labels = words.masked_fill(words == _PICTURE_TOKEN, -100)
-        pixels = torch.randint(-256, 256, (self.rows, 3, _TOWER["image_size"], _TOWER["image_size"])) / 256
+        pixels = torch.randint(-256, 256, (self.rows, 3, _PIXELS, _PIXELS)) / 256
         return {"input_ids": words, "pixel_values": pixels, "labels": labels}
 
 
