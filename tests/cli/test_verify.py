@@ -142,7 +142,7 @@ def test_shrinking_keeps_the_kind() -> None:
         (("--module", f"{CASES}:sound", "--quantize", "nf4"), "--quantize needs --hf, and --lora"),
         (("--module", f"{CASES}:sound", "--quantize", "nf5"), "nf5"),
         (("--check", "/no/such/file"), "cannot be read as a certificate"),
-        (("--suite", "--only", "lama*"), "matches no row"),
+        (("--suite", "--only", "gwen*"), "matches no row"),
         (("--hf", "/no/such/folder"), "expected a config.json or its folder"),
     ],
 )
