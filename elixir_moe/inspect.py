@@ -99,8 +99,9 @@ class Inspection:
             backwards: backwards of a step; several need memory for sums of gradients.
 
         Returns:
-            ``chunks``: for each chunk its number, chunk group, tier, residence, shards, the bytes of its state on this
-            rank and [name, elements] of each parameter. ``planned_bytes``: {tier: {kind: bytes}}.
+            ``chunks``: for each chunk its number, chunk group, tier, residence, shards, whether the ranks of this host
+            share its memory, the bytes of its state on this rank and [name, elements] of each parameter.
+            ``planned_bytes``: {tier: {kind: bytes}}.
         """
         plan, names, parameters = self.plan, self._wrapped.spec.names, self._wrapped.spec.parameters
         chunks = [
@@ -110,6 +111,7 @@ class Inspection:
                 "tier": plan.home(self.layout, chunk).value,
                 "residence": chunk.residence.value,
                 "shards": chunk.shards,
+                "shared": self._wrapped.scheduler.chunks[chunk.index].shard.whole is not None,
                 "shard_bytes": shard_bytes(plan, self.layout, chunk, self._wrapped.moments),
                 "parameters": [[names[parameters[slot.param]][0], slot.numel] for slot in chunk.slots],
             }
@@ -145,7 +147,7 @@ class Inspection:
         tables = [
             document.card("Chunks", [drawn.chunk_table(facts["chunks"])]),
             document.card("Planned and held in a backward", [drawn.bytes_table(facts, self.held_bytes)]),
-            document.card("Plan", [document.text("\n".join([f"{self.plan}", *self._trainable_lines()]))]),
+            document.card("Plan", [document.text("\n".join(self._plan_lines()))]),
             document.card("Counted since wrap, on this rank", [document.table(["", "count"], rows)]),
         ]
         charts = [drawn.layers(facts["chunks"]), drawn.planned(facts)]
@@ -154,7 +156,21 @@ class Inspection:
     def __str__(self) -> str:
         """The plan, and the state on this rank under it, as a table."""
         held = ", ".join(f"{tier}: {size_text(nbytes)}" for tier, nbytes in self.held_bytes.items())
-        return "\n".join([f"{self.plan}", *self._trainable_lines(), held, HELD_HEAD, *map(held_line, self.rows)])
+        return "\n".join([*self._plan_lines(), held, HELD_HEAD, *map(held_line, self.rows)])
+
+    def _plan_lines(self) -> list[str]:
+        return [f"{self.plan}", *self._trainable_lines(), *self._sharing_lines()]
+
+    def _sharing_lines(self) -> list[str]:
+        """Which frozen chunks lie once in the host's memory, if the plan has any do so."""
+        if not self.plan.shared_frozen:
+            return []
+        shared = sum(chunk["shared"] for chunk in self.facts()["chunks"])
+        apart = [
+            f"frozen chunks of ranks {', '.join(map(str, ranks))} are scattered, not shared: {why}"
+            for ranks, why in self._wrapped.not_shared.items()
+        ]
+        return [f"frozen chunks once in this host's memory, gathered without a collective: {shared}", *apart]
 
     def _trainable_lines(self) -> list[str]:
         """What is trainable, if some parameters are frozen; names without what all of them begin with."""

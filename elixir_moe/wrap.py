@@ -53,6 +53,7 @@ from elixir_moe.setup.checks import (
 from elixir_moe.setup.deciding import close_all, decide
 from elixir_moe.setup.drawing import plain_on_meta
 from elixir_moe.setup.filling import Passage, build_chunks, open_files, settle_buffers
+from elixir_moe.setup.one_home import one_home
 from elixir_moe.state.full import groups_needed, refuse_plain_state_dicts
 from elixir_moe.state.huggingface import Pretrained, refuse_merges
 from elixir_moe.state.wrapped import Wrapped
@@ -189,6 +190,7 @@ def _wrapped(
     size = ledger.footprint(plan.blocks(layout))
     check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
     check_device_memory(device, size, model)
+    home = one_home(plan, layout, device)
     spill, values = open_files(plan, layout, moments, device)
     files = tuple(file for file in (spill, values) if file is not None)
     made.callback(close_all, files)
@@ -204,7 +206,16 @@ def _wrapped(
     statistics, placeholder, streams = Statistics(cache=cache.counts), Placeholder(device), Streams(device)
 
     def allocate() -> tuple[list[ShardState], Blocks, Passage]:
-        shards = build_shards(homes, device, spill, sums, values, values_on_disk=plan.values_on_disk)
+        shards = build_shards(
+            homes,
+            device,
+            spill,
+            sums,
+            values,
+            values_on_disk=plan.values_on_disk,
+            shared=home.memory,
+            rank=dist.get_rank(),
+        )
         most = schedule.gradient_blocks(plan.blocks(layout))
         blocks = Blocks(layout, plan.blocks(layout), most, shards, device, statistics, streams.allocating)
         return shards, blocks, Passage(layout, device)
@@ -249,6 +260,7 @@ def _wrapped(
         kept=sharded._kept,
         files=files,
         weights=None if weights is None else os.path.abspath(os.path.expanduser(weights)),
+        not_shared=home.refused,
         prediction=decided.prediction,
     )
     model._elixir = wrapped  # type: ignore[assignment]

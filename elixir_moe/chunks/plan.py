@@ -185,6 +185,10 @@ class Plan:
     """Folder in which each rank creates the file for its chunks on disk; nothing remains in it afterwards."""
     verify: bool = False
     """Keep checksums of everything written to disk, and compare them on every read."""
+    shared_frozen: bool = False
+    """Frozen chunks at home in host memory lie once in memory that all ranks of a host map, and a gather of one is a
+    copy from there and no collective. It is for chunks whose ranks are all on one host; others are scattered as ever
+    (`em.inspect` says which). After `wrap`, their weights cannot be written but by `em.load`."""
     chunk_numel: int | None = None
     """Chunk length C in elements; None takes `best_chunk_numel`, the smallest length with little waste."""
     whole_layers: bool = True
@@ -217,7 +221,7 @@ class Plan:
     """Why a search chose this plan; ignored in comparisons and left out of the JSON."""
 
     def __post_init__(self) -> None:
-        for name in ("scatter", "offloaded", "values_on_disk", "verify", "whole_layers"):
+        for name in ("scatter", "offloaded", "values_on_disk", "verify", "shared_frozen", "whole_layers"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected True or False")
         for name, least, others in _WHOLE_NUMBERS:
@@ -239,6 +243,11 @@ class Plan:
                 raise PlanError(
                     f"{name}={getattr(self, name)} needs offloaded=True: all chunks are on the device as it is"
                 )
+        if self.shared_frozen and not (self.offloaded and self.scatter):
+            raise PlanError(
+                "shared_frozen=True needs offloaded=True and scatter=True: it is for frozen chunks in host memory, of "
+                "which each rank would hold a part"
+            )
         for size, count in (("rcache", "rcache_blocks"), ("device", "device_chunks"), ("host", "disk_chunks")):
             nbytes = getattr(self, f"{size}_bytes")
             if nbytes is not None and getattr(self, count) not in (0, None):
@@ -331,6 +340,7 @@ class Plan:
         disk: str | os.PathLike[str] | None = None,
         values_on_disk: bool = False,
         verify: bool = False,
+        shared_frozen: bool = False,
         rcache: int | str | None = None,
         rcache_blocks: int | Literal["all"] | None = None,
         device_chunks: int = 0,
@@ -354,6 +364,8 @@ class Plan:
             values_on_disk: put the weights that gathers read, and sums of gradients, on disk too: chunks on disk then
                 keep nothing in host memory. For models whose 16-bit weights alone exceed it.
             verify: keep checksums of everything written to disk, and compare them on every read.
+            shared_frozen: keep frozen weights once for all ranks of a host, and gather them without a collective: for
+                adapters on GPUs that cannot read each other's memory.
             rcache: device memory for gathered chunks, as in `zero3`.
             rcache_blocks, device_chunks, disk_chunks: numbers of blocks and chunks, instead of sizes.
             chunk_numel, reduce_dtype, host_checkpoints, master, moments: as in `zero3`.
@@ -372,6 +384,7 @@ class Plan:
             values_on_disk=values_on_disk,
             disk=_path("disk", disk),
             verify=verify,
+            shared_frozen=shared_frozen,
             chunk_numel=chunk_numel,
             reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
             host_checkpoints=host_checkpoints,
@@ -484,6 +497,10 @@ class Plan:
         """(first chunk on disk, first chunk on the device): those before, in order of first use, are in host memory."""
         on_device = max(0, len(layout.chunks) - self.device_chunks) if self.offloaded else 0
         return max(0, on_device - (self.disk_chunks or 0)), on_device
+
+    def shares(self, chunk: ChunkSpec, tier: Tier) -> bool:
+        """Whether the ranks of a chunk at home in `tier` share its memory, if they are on one host."""
+        return self.shared_frozen and tier is Tier.HOST and not chunk.key.trainable and chunk.shards > 1
 
     @property
     def precision(self) -> Precision:

@@ -5,6 +5,7 @@ Owns the allocation: one slab for each tier and dtype, and the parts that each s
 """
 
 from collections import defaultdict, deque
+from collections.abc import Mapping
 
 import torch
 
@@ -29,12 +30,15 @@ def build_shards(
     values: ValuesFile | None = None,
     *,
     values_on_disk: bool = False,
+    shared: Mapping[int, torch.Tensor] | None = None,
+    rank: int = 0,
 ) -> list[ShardState]:
     """Allocates the state of all chunks: one slab for each tier and dtype, several where one would be page-locked
     beyond `LOCKED_BYTES`.
 
     For chunks on disk, `spill` is the file of masters and moments, and `values` that of values: of frozen chunks, and
-    with `values_on_disk` of trainable ones too. `beside` adds gradients of chunks outside the device tier, beside
+    with `values_on_disk` of trainable ones too. `shared` has the memory of whole chunks that ranks of this host share:
+    the shards of global rank `rank` are parts of it. `beside` adds gradients of chunks outside the device tier, beside
     backward.
 
     With a GPU, host state in the compute dtype has slabs of its own: it is copied to the GPU, and so page-locked.
@@ -53,8 +57,9 @@ def build_shards(
             wanted[key].append(0)
         wanted[key][-1] += spec.shard_numel
 
+    shared = shared or {}
     for spec, tier in chunks:
-        if not reads_disk(spec, tier, values_on_disk=values_on_disk):
+        if not reads_disk(spec, tier, values_on_disk=values_on_disk) and spec.index not in shared:
             want(spec, tier.of_compute, spec.key.dtype)
         if spec.key.trainable and tier is not Tier.DISK:
             want(spec, tier, spec.key.dtype if spec.key.master_in_values else torch.float32)
@@ -84,6 +89,9 @@ def build_shards(
     def build(spec: ChunkSpec, tier: Tier) -> ShardState:
         if reads_disk(spec, tier, values_on_disk=values_on_disk):
             return whole(spec)
+        if (together := shared.get(spec.index)) is not None:
+            gate, (start, stop) = Gate(), spec.shard_bounds(rank)
+            return ShardState(spec, tier, ValuesInMemory(together[start:stop], gate), gate, whole=together)
         gate, adder, own = Gate(), None if tier is Tier.DEVICE else beside, take(spec, tier.of_compute, spec.key.dtype)
         if not spec.key.trainable:
             return ShardState(spec, tier, ValuesInMemory(own, gate), gate)

@@ -84,6 +84,7 @@ class ShardState:
         *,
         master: torch.Tensor | None = None,
         spilled: Spilled | None = None,
+        whole: torch.Tensor | None = None,
     ) -> None:
         self.spec = spec
         self.tier = tier
@@ -97,6 +98,8 @@ class ShardState:
         """fp32 weights, if there are any in memory; in fp32 they are the values themselves."""
         self.spilled = spilled
         """fp32 weights and moments, if they are on disk."""
+        self.whole = whole
+        """The whole frozen chunk, in memory that the ranks of a host share; this shard's values are a part of it."""
         self.contents = VALUES
         self.squares: float | torch.Tensor | None = None
         """The sum of squares of the gradient, if it is known already; on a GPU if it was computed there."""

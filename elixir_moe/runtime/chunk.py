@@ -305,9 +305,12 @@ class Chunk:
         return self.version(index), crc32(values.numpy().data)
 
     def show_home(self) -> None:
-        """Restores this rank's part of the buffer from the shard."""
+        """Restores this rank's part of the buffer from the shard, or all of it where ranks share the chunk."""
         self.attach()
-        if self.spec.residence is not ATTACHED:
+        if self.shard.whole is not None:
+            assert self.buffer is not None
+            self.buffer.copy_(self.shard.whole)
+        elif self.spec.residence is not ATTACHED:
             self._own_part().copy_(self.shard.kept_values())
 
     def moved(self) -> str | None:

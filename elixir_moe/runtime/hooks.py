@@ -299,6 +299,8 @@ class Hooks:
     def _unshard_for_block(self, parameters: list[nn.Parameter], write: bool) -> Iterator[None]:
         """Gathers parameters for a block of user code; with `write`, their values at its end are stored."""
         slots = [self._slot_of[p] for p in parameters]
+        if write:
+            self._scheduler.refuse_writes(slots)
         outermost = not self._calls and not in_backward()
         with self._unshard_for_call(parameters, recorded=not outermost):
             if outermost:

@@ -18,7 +18,7 @@ Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the 
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -40,7 +40,7 @@ from elixir_moe.chunks.residence import ATTACHED, CACHED
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.step_machine import Answer
 from elixir_moe.distributed.collectives import Work
-from elixir_moe.errors import PlanError
+from elixir_moe.errors import PlanError, UsageError
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.runtime.chunk import GATHERED, GATHERING, SHARDED, Chunk
@@ -230,12 +230,13 @@ class Scheduler:
         if chunk.spec.index in self.phase.early:
             self.phase.check(WHOLE, f"{chunk.label} is to be gathered")
         chunk.transition(GATHERING)
+        parts = chunk.spec.shards if chunk.shard.whole is None else 1
         if not chunk.spec.residence.in_shard:
-            self.statistics.bytes_fetched[chunk.shard.compute_tier.value] += chunk.spec.nbytes // chunk.spec.shards
-        if chunk.spec.shards > 1:
+            self.statistics.bytes_fetched[chunk.shard.compute_tier.value] += chunk.spec.nbytes // parts
+        if parts > 1:
             self._count(chunk, "all_gather", chunk.spec.nbytes)
         self._queue.append(chunk)
-        if chunk.spec.shards > 1:
+        if parts > 1:
             self._gathered.append(chunk.spec.index)
 
     def _begin_gathers(self, until: Chunk | None = None, *, released: bool = False) -> None:
@@ -270,14 +271,17 @@ class Scheduler:
         assert chunk.block is not None
         with _unrecorded(), self._streams.fetching():
             self._order_behind_reduction(chunk)
-            values = chunk.shard.values()
+            values, whole = chunk.shard.values(), chunk.shard.whole
             chunk.buffer = chunk.block.claim(chunk.spec, self._streams.fetch_after_compute)
             if not chunk.spec.residence.in_shard:
                 start, stop = chunk.spec.shard_bounds(chunk.communicator.rank)
                 with span("fetch", chunk.label):
-                    chunk.buffer[start:stop].copy_(values, non_blocking=True)
+                    if whole is None:
+                        chunk.buffer[start:stop].copy_(values, non_blocking=True)
+                    else:
+                        chunk.buffer.copy_(whole, non_blocking=True)
                 chunk.shard.source.sent(lambda: self._streams.marked(Work()))
-            if chunk.spec.shards == 1:
+            if chunk.spec.shards == 1 or whole is not None:
                 chunk.arriving = self._streams.marked(Work())
                 return
             with self._streams.gathering(), self.phase.issuing(chunk.label), span("gather", chunk.label):
@@ -339,6 +343,11 @@ class Scheduler:
     def _store(self, chunk: Chunk, positions: list[int]) -> None:
         """Stores the current values of some parameters of a gathered chunk, and in-place writes to its others."""
         positions = list(dict.fromkeys([*positions, *chunk.written()]))
+        if positions and chunk.shard.whole is not None:
+            self._streams.join_compute()
+            chunk.forget_writes()
+            chunk.show_home()
+            self.refuse_writes((chunk.spec.index, position) for position in positions)
         if positions:
             if chunk.spec.index in self.phase.early:
                 chunk.forget_writes()  # said once: `step` goes on without them
@@ -348,6 +357,21 @@ class Scheduler:
             chunk.store(positions)
         if self.phase.first:
             self._look(chunk, positions)
+
+    def refuse_writes(self, slots: Iterable[tuple[int, int]]) -> None:
+        """Raises UsageError if a parameter, given as (chunk, index in the chunk), is in memory that ranks share."""
+        for index, position in slots:
+            if self.chunks[index].shard.whole is not None:
+                raise UsageError(
+                    f"parameter {self.chunks[index].names[position]!r} is frozen and lies once for all ranks of this "
+                    f"host, which may read it now: its weights cannot be written. Wrap with a plan of "
+                    f"shared_frozen=False to write them"
+                )
+
+    def finish_shared_reads(self) -> None:
+        """Blocks until this rank reads no memory that ranks share, so that others may write their parts of it."""
+        if self._streams.asynchronous and any(chunk.shard.whole is not None for chunk in self.chunks):
+            torch.cuda.synchronize(self.chunks[0].device)
 
     def _look(self, chunk: Chunk, written: Sequence[int] = ()) -> None:
         """As `Chunk.look`, behind all that may have written; its small memory is used on one stream alone."""

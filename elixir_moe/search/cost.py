@@ -133,15 +133,16 @@ def traffic(
             of = collective.setdefault(chunk.key.ranks, [0, 0])
             of[0], of[1] = of[0] + times * nbytes, of[1] + times
 
+    shared = {chunk.index for chunk in at[Tier.HOST] if plan.shares(chunk, Tier.HOST)}
     for index, times in gathers.items():
         gathered = layout.chunks[index]
-        count(gathered, gathered.nbytes, times * (gathered.shards > 1))
+        count(gathered, gathered.nbytes, times * (gathered.shards > 1 and index not in shared))
     for chunk in layout.chunks:
         if chunk.key.trainable:  # an all-reduce moves twice
             count(chunk, chunk.reduced_bytes(staged=staged), 1 if chunk.shards > 1 else 2)
 
     def fetched(chunks: Iterable[ChunkSpec]) -> int:
-        return sum(gathers[chunk.index] * values_bytes(chunk) for chunk in chunks)
+        return sum(gathers[c.index] * (c.nbytes if c.index in shared else values_bytes(c)) for c in chunks)
 
     read = [chunk for chunk in at[Tier.DISK] if reads_disk(chunk, Tier.DISK, values_on_disk=plan.values_on_disk)]
     record = sum(spilled_bytes(chunk.shard_numel, 1 + moments) for chunk in trained[Tier.DISK])
@@ -172,6 +173,8 @@ def seconds(
     flops = profile.flops + (imbalance - 1) * sum(e.expert_flops for e in profile.exchanges)
     exchange = sum(hardware.exchange_seconds(range(e.ep), e.times * e.nbytes) for e in profile.exchanges) * imbalance
     exchange += sum(hardware.gather_seconds(sent.ranks, sent.nbytes, sent.times) for sent in profile.sent)
+    sent = [nbytes * (len(ranks) - 1) // len(ranks) for ranks, nbytes, _ in moved.collectives]
+    both_ways = moved.kept_bytes + (0 if hardware.peer_to_peer else sum(sent))
     collectives = accumulation * sum(hardware.gather_seconds(*group) for group in moved.collectives)
     v_c = links.v_c * _GIGA / gpus / fitted.host_update_slowdown
     update = moved.disk_read_bytes, moved.disk_written_bytes
@@ -187,8 +190,8 @@ def seconds(
             + moved.units * hardware.unit_us / 1e6
             + exchange
         ),
-        fetch=max(accumulation * (moved.fetched_bytes + moved.kept_bytes) * gpus / (links.b_c2g * _GIGA), disk_beside),
-        offload=accumulation * (moved.offloaded_bytes + moved.kept_bytes) * gpus / (links.b_g2c * _GIGA),
+        fetch=max(accumulation * (moved.fetched_bytes + both_ways) * gpus / (links.b_c2g * _GIGA), disk_beside),
+        offload=accumulation * (moved.offloaded_bytes + both_ways) * gpus / (links.b_g2c * _GIGA),
         collectives=collectives,
         exposed=fitted.exposed_collectives * collectives,
         device_update=moved.device_numel * gpus / (links.v_g * _GIGA),

@@ -87,6 +87,7 @@ def machine(name: str, gpus: int) -> Hardware:
         fitted=Hardware.named(REFERENCE).fitted,
         by_gpus={n: _links(gpu, host, n) for n in sorted({1, min(2, members), members})},
         node_bandwidth=gpu["network"] if gpus > most else None,
+        peer_to_peer="peer_link" in gpu or most == 1,
         origins=origins,
     )
 
@@ -144,6 +145,7 @@ _MEANINGS = {
     "disk_bytes": "bytes: disks of one node for shards; leave the three lines out without a disk",
     "disk_read": "1e9 bytes a second: all disks of one node",
     "disk_write": "1e9 bytes a second: all disks of one node",
+    "peer_to_peer": "whether GPUs of a node reach each other's memory; else gathers cross the host link",
     "unit_us": "microseconds: host time that a unit, mostly a layer, adds to a forward and backward",
     "fitted": "parts, and nanoseconds: see docs/cost_model.md; keep these until steps are measured",
     "device_efficiency": "0 to 1: part of the peaks that kernels reach",

@@ -3,8 +3,8 @@
 Owns `Hardware`, the format of its files and the messages about them. Measures nothing itself (`measure` does).
 Source of the format: Elixir v2, Tables 4 and 5. Bandwidths are in 1e9 bytes a second, of n GPUs together.
 
-Optional in a file: `node_bandwidth`, without which there is one node; the disk's figures; `unit_us`; `wires`, which
-give for single process groups what `by_gpus` gives by number of ranks; `origins`; and `mean_error`.
+Optional in a file: `node_bandwidth`, without which there is one node; the disk's figures; `peer_to_peer`; `unit_us`;
+`wires`, which give for single process groups what `by_gpus` gives by number of ranks; `origins`; and `mean_error`.
 """
 
 import json
@@ -93,6 +93,9 @@ class Hardware:
     disk_read: Annotated[float | None, ABOVE_0] = None
     """Bandwidth of a node's disks, like `disk_write` in 1e9 bytes a second; None if unknown."""
     disk_write: Annotated[float | None, ABOVE_0] = None
+    peer_to_peer: bool = True
+    """GPUs of a node reach each other's memory. Without it, what they gather and reduce crosses the host link both
+    ways, beside what is fetched and offloaded."""
     unit_us: _Speed = 60.0
     """Host time that a unit adds to a forward and its backward, in microseconds: hooks, and requests to the rCache."""
     wires: tuple[Wire, ...] = ()

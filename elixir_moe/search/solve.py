@@ -154,10 +154,23 @@ def solve(task: Task, packings: "Packings | None" = None) -> Choice:
     best = min(found.values(), key=_rank)
     assert best.plan.chunk_numel is not None, "a search gives it"
     filled = packings.filled(best.plan.chunk_numel)
-    for search in _searches(best.task, filled):
-        best = min((choice for choice in (best, search.best(best)) if choice is not None), key=_rank)
+    for other in _searches(best.task, filled):
+        best = min((choice for choice in (best, other.best(best)) if choice is not None), key=_rank)
+    best = min(best, with_sharing(best), key=_rank)
     precision = next((p.key.precision for p in task.profile.params if p.key.precision.is_narrow), WIDE)
     return replace(best, plan=replace(best.plan, master=precision.master, moments=precision.moments))
+
+
+def with_sharing(choice: Choice) -> Choice:
+    """The choice with frozen chunks once in the memory of a host; unchanged if some would lie on several hosts."""
+    plan, layout, hardware = choice.plan, choice.layout, choice.task.hardware
+    if not (plan.offloaded and plan.scatter):
+        return choice
+    turned = replace(plan, shared_frozen=True)
+    groups = {chunk.key.ranks for chunk in layout.chunks if turned.shares(chunk, plan.home(layout, chunk))}
+    if not groups or any(len({rank // hardware.gpus_per_node for rank in ranks}) > 1 for ranks in groups):
+        return choice
+    return price(choice.task, turned, layout, choice.loads, choice.size, choice.moved.units)
 
 
 def _kept_counts(task: Task) -> list[int]:

@@ -108,10 +108,9 @@ def full_parameters(
     for chunk in wrapped.scheduler.chunks:
         if wanted is not None and not any(parameter in wanted for parameter in chunk.parameters):
             continue
-        source = chunk.shard.weights().read().cpu()
-        whole = (
-            torch.cat(_all(source, wrapped.groups.by_ranks[chunk.spec.key.ranks])) if chunk.spec.shards > 1 else source
-        )
+        source = chunk.shard.weights().read().cpu() if chunk.shard.whole is None else chunk.shard.whole
+        apart = chunk.spec.shards > 1 and chunk.shard.whole is None
+        whole = torch.cat(_all(source, wrapped.groups.by_ranks[chunk.spec.key.ranks])) if apart else source
         owned = zip(chunk.spec.slots, chunk.parameters, chunk.locals, chunk.original_dtypes, strict=True)
         for slot, parameter, shaped, dtype in owned:
             if wanted is not None and parameter not in wanted:

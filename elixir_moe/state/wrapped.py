@@ -3,6 +3,7 @@
 Owns `Wrapped`, and the check that a model has not changed since `wrap`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -50,6 +51,8 @@ class Wrapped:
     """The files of the chunks on disk."""
     weights: str | None
     """The folder that `wrap` read weights from."""
+    not_shared: Mapping[tuple[int, ...], str]
+    """{ranks of a process group: why its frozen chunks do not lie once in the host's memory, as the plan has them}."""
     prediction: Any
     """The predicted cost of a step (`search.prediction.Prediction`); None for a plan without a search."""
 

@@ -17,6 +17,7 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile, SentCollective
+from elixir_moe.search.solve import Task, price, with_sharing
 from tests.support.cases import with_further
 
 MACHINE = "a100-80g-pcie-x4"
@@ -78,6 +79,55 @@ def test_values_on_disk_are_read_and_gradients_written_there(accumulation: int) 
     kept = cost.traffic(replace(plan, values_on_disk=False), layout, [0, 1, 2, 3, 3, 2, 1, 0])
     assert kept.read_bytes == kept.summed_bytes == 0
     assert kept.disk_read_bytes == kept.disk_written_bytes == 2 * 12 * shard
+
+
+def frozen(ranks: int = 4) -> Profile:
+    """A frozen model, but for its last parameter."""
+    given = profile(ranks)
+    *rest, last = given.params
+    key = replace(last.key, trainable=False)
+    return replace(given, params=(*(replace(p, key=key) for p in rest), last))
+
+
+def test_a_shared_chunk_is_fetched_whole_and_not_gathered() -> None:
+    params = frozen().params
+    plan = Plan.offload(rcache_blocks=2, chunk_numel=1 << 20)
+    layout, loads = plan.layout(params), [0, 1, 2, 3, 2, 1, 0]
+    apart = cost.traffic(plan, layout, loads)
+    shared = cost.traffic(replace(plan, shared_frozen=True), layout, loads)
+    whole = 2 << 20
+    assert apart.fetched_bytes == 7 * whole // 4
+    assert shared.fetched_bytes == 6 * whole + whole // 4, "six gathers of frozen chunks, one of the other"
+    ((_, nbytes, times),), ((_, fewer, left),) = apart.collectives, shared.collectives
+    assert (nbytes - fewer, times - left) == (6 * whole, 6)
+    assert left == 2, "a gather and a reduction of what is trained"
+
+
+def test_without_peer_access_what_is_gathered_crosses_the_host_link_both_ways() -> None:
+    given, plan = frozen(), Plan.offload(rcache_blocks=2, chunk_numel=1 << 20)
+    layout, near = plan.layout(given.params), Hardware.named(MACHINE)
+    moved = cost.traffic(plan, layout, [0, 1, 2, 3, 2, 1, 0])
+    links, ((_, nbytes, _),) = near.links(4), moved.collectives
+    seconds = [cost.seconds(given, moved, replace(near, peer_to_peer=p), 4) for p in (True, False)]
+    crossing = nbytes * 3 // 4
+    assert seconds[1].fetch - seconds[0].fetch == pytest.approx(crossing * 4 / (links.b_c2g * 1e9))
+    assert seconds[1].offload - seconds[0].offload == pytest.approx(crossing * 4 / (links.b_g2c * 1e9))
+
+
+@pytest.mark.parametrize(("peer_to_peer", "per_node"), [(True, 4), (False, 4), (False, 2)])
+def test_the_search_shares_frozen_chunks_where_that_is_faster_and_one_host_has_them(
+    peer_to_peer: bool, per_node: int
+) -> None:
+    given = replace(frozen(), flops=1, traffic_bytes=1, activation_bytes=1 << 20)  # nothing hides a transfer
+    machine = replace(Hardware.named(MACHINE), peer_to_peer=peer_to_peer, gpus_per_node=per_node, node_bandwidth=10.0)
+    task = Task(profile=given, hardware=machine, gpus=4, capacity_bytes=1, host_bytes=1 << 40)
+    plan = Plan.offload(rcache_blocks=2, chunk_numel=1 << 20)
+    layout, loads = plan.layout(given.params), [0, 1, 2, 3, 2, 1, 0]
+    apart, shared = (price(task, replace(plan, shared_frozen=s), layout, loads) for s in (False, True))
+    better = with_sharing(apart)
+    assert better.plan.shared_frozen == (per_node == 4)
+    assert better == (shared if per_node == 4 else apart)
+    assert (shared.seconds.step < apart.seconds.step) or peer_to_peer
 
 
 def test_a_step_is_the_sum_of_what_is_written_in_the_docs() -> None:
