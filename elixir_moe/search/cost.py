@@ -48,12 +48,14 @@ class Seconds:
     host_update: float
     disk_update: float
     """Update of chunks on disk: the longer of Adam on the host and the disk's reads and writes."""
+    units: float = 0.0
+    """Host time of units, beside `compute`."""
 
     @property
     def step(self) -> float:
         """The whole step."""
         updates = self.device_update + self.host_update + self.disk_update
-        return max(self.compute, self.fetch, self.offload) + self.exposed + updates
+        return max(self.compute + self.units, self.fetch, self.offload) + self.exposed + updates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +189,6 @@ def seconds(
             flops / (fitted.device_efficiency * hardware.peak_tflops * 1e12)
             + profile.traffic_bytes / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA)
             + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
-            + moved.units * hardware.unit_us / 1e6
             + exchange
         ),
         fetch=max(accumulation * (moved.fetched_bytes + both_ways) * gpus / (links.b_c2g * _GIGA), disk_beside),
@@ -197,6 +198,7 @@ def seconds(
         device_update=moved.device_numel * gpus / (links.v_g * _GIGA),
         host_update=moved.host_numel / v_c,
         disk_update=max(moved.disk_numel / v_c, disk),
+        units=accumulation * moved.units * hardware.unit_us / 1e6,
     )
 
 

@@ -38,9 +38,9 @@ def explain(choice: Choice) -> str:
         *kept,
         f"disk      {size_text(size.disk_bytes)} a rank of {size_text(task.disk_bytes or 0)}",
         f"step      {seconds.step:.3f} s, {tflops:.1f} TFLOPS a GPU: compute "
-        f"{seconds.compute:.3f}, fetch {seconds.fetch:.3f}, offload {seconds.offload:.3f}, exposed collectives "
-        f"{seconds.exposed:.3f}, updates {seconds.device_update:.3f} on device, {seconds.host_update:.3f} on host, "
-        f"{seconds.disk_update:.3f} on disk",
+        f"{seconds.compute + seconds.units:.3f}, fetch {seconds.fetch:.3f}, offload {seconds.offload:.3f}, exposed "
+        f"collectives {seconds.exposed:.3f}, updates {seconds.device_update:.3f} on device, "
+        f"{seconds.host_update:.3f} on host, {seconds.disk_update:.3f} on disk",
     ]
     others = {"one block fewer": replace(plan, rcache_blocks=max(1, blocks - 1))}
     if plan.offloaded and plan.device_chunks:

@@ -94,9 +94,10 @@ class Prediction:
 def corrected(fitted: Fitted, expected: Seconds, measured: float) -> Fitted:
     """The constants with which the prediction would have equalled the measurement, as far as compute explains it.
 
-    The predicted times of transfers, collectives and updates are kept, since these were measured alone. The rest of the
-    measured step is compute, and at least as long as the transfers it hides.
+    The predicted times of transfers, collectives, units and updates are kept, since these were measured alone. The rest
+    of the measured step is compute, and with the units at least as long as the transfers it hides.
     """
-    left = measured - (expected.step - max(expected.compute, expected.fetch, expected.offload))
-    compute = max(left, expected.fetch, expected.offload, expected.compute / 100)
+    beside = max(expected.compute + expected.units, expected.fetch, expected.offload)
+    left = measured - (expected.step - beside)
+    compute = max(max(left, expected.fetch, expected.offload) - expected.units, expected.compute / 100)
     return replace(fitted, device_efficiency=fitted.device_efficiency * expected.compute / compute)
