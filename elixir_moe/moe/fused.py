@@ -261,10 +261,16 @@ def restore_classes(changed: Iterable[tuple[nn.Module, type[nn.Module]]]) -> Non
             module.__class__ = before  # type: ignore[assignment]
 
 
+def adapted_parameter(module: nn.Module) -> str | None:
+    """The name of the parameter of its base layer that peft's wrapper adapts; None if the module is no such wrapper."""
+    name = getattr(module, "parameter_name", None)
+    return name if isinstance(name, str) and hasattr(module, "get_base_layer") else None
+
+
 def adapted_stacks(model: nn.Module) -> Iterator[nn.Module]:
     """peft's wrappers of single stacks of fused experts."""
     for module in model.modules():
-        if getattr(module, "parameter_name", None) in STACKS and hasattr(module, "_activate_lora"):
+        if adapted_parameter(module) in STACKS and hasattr(module, "_activate_lora"):
             experts: Any = module.get_base_layer()  # type: ignore[operator]
             if is_fused_experts(experts) or isinstance(experts, FusedExperts):
                 yield module

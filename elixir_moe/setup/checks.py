@@ -12,7 +12,7 @@ from torch import nn
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.errors import ConfigError, LayoutError
-from elixir_moe.moe.fused import STACKS
+from elixir_moe.moe.fused import STACKS, adapted_parameter
 from elixir_moe.optim.accepted import check_optimizer, is_adam
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.quantized.packed import packed_in, packed_parameters
@@ -158,8 +158,8 @@ def _check_targets(model: Any) -> None:
 def check_adapted_bytes(model: nn.Module) -> None:
     """Raises ConfigError for adapters that peft would add to the bytes of a weight."""
     for name, module in model.named_modules():
-        own = getattr(module, "parameter_name", None)
-        if isinstance(own, str) and hasattr(module, "get_base_layer") and own not in STACKS:
+        own = adapted_parameter(module)
+        if own is not None and own not in STACKS:
             packed = packed_in(module.get_base_layer())  # type: ignore[operator]
             if own in packed:
                 raise ConfigError(

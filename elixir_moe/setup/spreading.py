@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import ConfigError, LayoutError, UsageError
-from elixir_moe.moe.fused import STACKS, adapt_beside, adapted_stacks, become_fused, is_fused_experts, is_spread
+from elixir_moe.moe.fused import (
+    STACKS,
+    adapt_beside,
+    adapted_parameter,
+    adapted_stacks,
+    become_fused,
+    is_fused_experts,
+    is_spread,
+)
 from elixir_moe.moe.layer import LayerRanks
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern
@@ -50,7 +58,7 @@ def spread_experts(model: M, mesh: DeviceMesh) -> M:
     ranks = LayerRanks.on(mesh)
     experts = {name: module for name, module in model.named_modules() if is_fused_experts(module)}
     users = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
-    wrappers: Any = [m for m in model.modules() if getattr(m, "parameter_name", None) not in (None, *STACKS)]
+    wrappers: Any = [m for m in model.modules() if adapted_parameter(m) not in (None, *STACKS)]
     uncut = {wrapper.get_base_layer(): wrapper.parameter_name for wrapper in reversed(wrappers)}
     problems = [
         f"module {name!r} {why}"

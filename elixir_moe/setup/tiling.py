@@ -28,6 +28,7 @@ from elixir_moe.moe.fused import (
     FusedExperts,
     FusedTile,
     adapt_beside,
+    adapted_parameter,
     become_fused,
     is_fused_experts,
     is_spread,
@@ -302,9 +303,11 @@ def _refusal(model: nn.Module, name: str, module: nn.Module) -> str | None:
     if inner.startswith("lora_") and isinstance(model.get_submodule(".".join(path).strip(".")), AdaptersBeside):
         needed = max(p.nbytes for p in parameters)
         return f"module {name!r} is a factor of adapters, which peft reads whole: expected at_most of {needed} or more"
-    while hasattr(above, "parameter_name"):  # wrappers of one module's parameters lie around each other
+    while (
+        adapted := adapted_parameter(above)
+    ) is not None:  # wrappers of one module's parameters lie around each other
         if not isinstance(above, AdaptersBeside):
-            whose = f"parameter {above.parameter_name!r} of module {name!r} has adapters"
+            whose = f"parameter {adapted!r} of module {name!r} has adapters"
             return f"{whose}, which peft adds to the whole of it: tile the model without target_parameters there"
         name_above = name_above.rpartition(".")[0]
         above = model.get_submodule(name_above)
