@@ -9,6 +9,7 @@ import gc
 import math
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
 
 
+@cache
 def plain(family: str, scheme: str) -> tuple[list[float], dict[str, Tensor]]:
-    """The oracle."""
+    """The oracle; the same for all worlds and tests."""
     model = built(family, scheme, decoded=True)
     losses = steps(model, optimizer_of(model))
     return [loss.item() for loss in losses], {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
