@@ -1,13 +1,16 @@
 """The benchmarks run and write what they say; nothing here looks at a time."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.multiprocessing as mp
 
 from benchmarks.run import main as measure
 from elixir_moe.cli.main import main
 from tests.support.cases import with_further
+from tests.support.ranks import prepare_server
 
 DISK = "disk"
 HOOKS = "hooks of a unit: zero3, 3 blocks, checkpointed"
@@ -35,8 +38,16 @@ def number(value: object) -> bool:
     ),
 )
 def test_a_quick_run_measures_every_row(
-    only: str | None, ranks: set[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    only: str | None,
+    ranks: set[int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Ranks are forked; that which reads from disk is started, as the command does it."""
+    if only != DISK:
+        prepare_server()
+        monkeypatch.setattr(mp, "spawn", partial(mp.start_processes, start_method="forkserver"))
     path = tmp_path / "deeper" / "bench.json"
     as_json = only == "zero2"
     wanted = [*([only] if only == DISK else ["--only", only] if only else []), *["--json"] * as_json]
