@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "adam_simd.hpp"
+#include "bfloat16_simd.hpp"
 #include "narrow_blocks.hpp"
 
 namespace elixir {
@@ -29,15 +30,7 @@ struct Avx2 {
     static F load_float16(const std::uint16_t* from) {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     }
-    static __m128i round_bfloat16(F x) {
-        const __m256i bits = _mm256_castps_si256(x);
-        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-        const __m256i to_even = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-        const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, to_even), 16);
-        const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-        const __m256i words = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
-        return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    }
+    static __m128i round_bfloat16(F x) { return simd::round_bfloat16(x); }
     static __m128i round_float16(F x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     static void stream(std::uint16_t* to, __m128i x) { _mm_stream_si128(reinterpret_cast<__m128i*>(to), x); }
     static void fence() { _mm_sfence(); }

@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "adam_simd.hpp"
+#include "bfloat16_simd.hpp"
 #include "narrow_blocks.hpp"
 
 namespace elixir {
@@ -29,15 +30,7 @@ struct Avx512 {
     static F load_float16(const std::uint16_t* from) {
         return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     }
-    // Not vcvtneps2bf16: that instruction treats subnormals as zero.
-    static __m256i round_bfloat16(F x) {
-        const __m512i bits = _mm512_castps_si512(x);
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        const __m512i to_even = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-        const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, to_even), 16);
-        const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-        return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc0)));
-    }
+    static __m256i round_bfloat16(F x) { return simd::round_bfloat16(x); }
     static __m256i round_float16(F x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     static void stream(std::uint16_t* to, __m256i x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(to), x); }
     static void fence() { _mm_sfence(); }

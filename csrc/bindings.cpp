@@ -82,7 +82,7 @@ std::size_t blocks_in(std::size_t numel, std::size_t block) {
 // What both steps ask of the arrays beside the weight, which has `numel` elements.
 template <class Moment>
 void check_arrays(const Moment& exp_avg, const Moment& exp_avg_sq, const ConstArray& grad,
-                  const std::optional<Array>& compute, std::size_t numel, std::int64_t step, int threads) {
+                  const std::optional<Array>& compute, std::size_t numel, int threads) {
     on_host("exp_avg", exp_avg);
     on_host("exp_avg_sq", exp_avg_sq);
     on_host("grad", grad);
@@ -91,8 +91,23 @@ void check_arrays(const Moment& exp_avg, const Moment& exp_avg_sq, const ConstAr
     same_length("exp_avg_sq", exp_avg_sq.size(), numel);
     same_length("grad", grad.size(), numel);
     if (compute) same_length("compute", compute->size(), numel);
-    if (step < 1) throw std::invalid_argument("step is " + std::to_string(step) + "; the first step is 1");
     if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + "; at least 1 is needed");
+}
+
+elixir::AdamSettings settings_of(double lr, double beta1, double beta2, double eps, double weight_decay,
+                                 std::int64_t step, double grad_scale, bool decoupled, bool maximize) {
+    if (step < 1) throw std::invalid_argument("step is " + std::to_string(step) + "; the first step is 1");
+    return {
+        .lr = lr,
+        .beta1 = beta1,
+        .beta2 = beta2,
+        .eps = eps,
+        .weight_decay = weight_decay,
+        .step = step,
+        .grad_scale = grad_scale,
+        .decoupled = decoupled,
+        .maximize = maximize,
+    };
 }
 
 void adam_step(Floats master, Floats exp_avg, Floats exp_avg_sq, ConstArray grad, std::optional<Array> compute,
@@ -100,7 +115,7 @@ void adam_step(Floats master, Floats exp_avg, Floats exp_avg_sq, ConstArray grad
                double grad_scale, bool decoupled, bool maximize, int threads, const std::string& isa_name) {
     const std::size_t numel = master.size();
     on_host("master", master);
-    check_arrays(exp_avg, exp_avg_sq, grad, compute, numel, step, threads);
+    check_arrays(exp_avg, exp_avg_sq, grad, compute, numel, threads);
 
     const elixir::AdamArrays arrays{
         .master = master.data(),
@@ -115,17 +130,8 @@ void adam_step(Floats master, Floats exp_avg, Floats exp_avg_sq, ConstArray grad
     if (arrays.compute_dtype == elixir::Dtype::float32) {
         throw std::invalid_argument("compute is float32; the master shard is its own compute shard then, pass None");
     }
-    const elixir::AdamSettings settings{
-        .lr = lr,
-        .beta1 = beta1,
-        .beta2 = beta2,
-        .eps = eps,
-        .weight_decay = weight_decay,
-        .step = step,
-        .grad_scale = grad_scale,
-        .decoupled = decoupled,
-        .maximize = maximize,
-    };
+    const elixir::AdamSettings settings =
+        settings_of(lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, maximize);
     const elixir::Isa isa = isa_named(isa_name);
     const nb::gil_scoped_release no_gil;
     elixir::adam_step(arrays, settings, isa, threads);
@@ -151,7 +157,7 @@ void narrow_step(Array weight, Array exp_avg, Array exp_avg_sq, std::optional<Ex
                  int threads, const std::string& isa_name) {
     const std::size_t numel = weight.size();
     on_host("weight", weight);
-    check_arrays(exp_avg, exp_avg_sq, grad, compute, numel, step, threads);
+    check_arrays(exp_avg, exp_avg_sq, grad, compute, numel, threads);
     const elixir::Moments moments = moments_of("exp_avg", exp_avg.dtype());
     if (moments_of("exp_avg_sq", exp_avg_sq.dtype()) != moments) {
         throw std::invalid_argument("exp_avg and exp_avg_sq have different dtypes");
@@ -184,17 +190,8 @@ void narrow_step(Array weight, Array exp_avg, Array exp_avg_sq, std::optional<Ex
     if (arrays.weight_dtype == elixir::Dtype::float16 || arrays.compute_dtype == elixir::Dtype::float32) {
         throw std::invalid_argument("weight is float32 or bfloat16, and compute bfloat16, float16 or None");
     }
-    const elixir::AdamSettings settings{
-        .lr = lr,
-        .beta1 = beta1,
-        .beta2 = beta2,
-        .eps = eps,
-        .weight_decay = weight_decay,
-        .step = step,
-        .grad_scale = grad_scale,
-        .decoupled = decoupled,
-        .maximize = maximize,
-    };
+    const elixir::AdamSettings settings =
+        settings_of(lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, maximize);
     const elixir::Isa isa = isa_named(isa_name);
     const nb::gil_scoped_release no_gil;
     elixir::narrow_step(arrays, settings, isa, threads);

@@ -1,5 +1,6 @@
 // Decoders on 8 lanes. Compiled with AVX2; called only if the CPU has it.
 
+#include "bfloat16_simd.hpp"
 #include "decode_simd.hpp"
 
 namespace elixir {
@@ -15,17 +16,10 @@ struct Avx2 {
     static F set(float x) { return _mm256_set1_ps(x); }
     static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 
-    static __m128i round_bfloat16(F x) {
-        const __m256i bits = _mm256_castps_si256(x);
-        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-        const __m256i to_even = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-        const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, to_even), 16);
-        const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-        const __m256i words = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
-        return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    }
     static void store(float* to, F x) { _mm256_storeu_ps(to, x); }
-    static void store(std::uint16_t* to, F x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), round_bfloat16(x)); }
+    static void store(std::uint16_t* to, F x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), simd::round_bfloat16(x));
+    }
 
     static F from_e4m3fn(const std::uint8_t* from) {
         const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
@@ -64,8 +58,8 @@ struct Avx2 {
     class Rounded {
       public:
         explicit Rounded(const Table& results) {
-            const __m128i first = round_bfloat16(results.low);
-            const __m128i second = round_bfloat16(results.high);
+            const __m128i first = simd::round_bfloat16(results.low);
+            const __m128i second = simd::round_bfloat16(results.high);
             const __m128i byte = _mm_set1_epi16(0xff);
             low_ = twice(_mm_packus_epi16(_mm_and_si128(first, byte), _mm_and_si128(second, byte)));
             high_ = twice(_mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8)));

@@ -1,5 +1,6 @@
 // Decoders on 16 lanes. Compiled with AVX-512F and BW; called only if the CPU has both.
 
+#include "bfloat16_simd.hpp"
 #include "decode_simd.hpp"
 
 namespace elixir {
@@ -13,18 +14,9 @@ struct Avx512 {
     static F set(float x) { return _mm512_set1_ps(x); }
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 
-    // Not vcvtneps2bf16: that instruction treats subnormals as zero.
-    static __m256i round_bfloat16(F x) {
-        const __m512i bits = _mm512_castps_si512(x);
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        const __m512i to_even = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-        const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, to_even), 16);
-        const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-        return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc0)));
-    }
     static void store(float* to, F x) { _mm512_storeu_ps(to, x); }
     static void store(std::uint16_t* to, F x) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), round_bfloat16(x));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), simd::round_bfloat16(x));
     }
 
     static F from_e4m3fn(const std::uint8_t* from) {
@@ -56,7 +48,7 @@ struct Avx512 {
     /// another's.
     class Rounded {
       public:
-        explicit Rounded(const Table& results) : words_(_mm512_broadcast_i64x4(round_bfloat16(results))) {}
+        explicit Rounded(const Table& results) : words_(_mm512_broadcast_i64x4(simd::round_bfloat16(results))) {}
 
         template <bool high_first, bool streamed>
         void store(std::uint16_t* to, const std::uint8_t* from) const {

@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypedDict, Unpack
+from typing import NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -65,16 +65,35 @@ _COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
 _DECODED_DTYPES = (torch.bfloat16, torch.float32)
 
 
-class _Settings(TypedDict):
+class AdamSettings(TypedDict):
+    """The numbers of one step of Adam or AdamW, for `adam_step` and `narrow_step`."""
+
     lr: float
+    """Learning rate of this step."""
     beta1: float
+    """Decay of the first moment."""
     beta2: float
+    """Decay of the second moment."""
     eps: float
+    """Added to the denominator."""
     weight_decay: float
+    """Decoupled from the gradient (AdamW) or added to it (Adam), as `decoupled` says."""
     step: int
-    grad_scale: float | Tensor
-    decoupled: bool
-    maximize: bool
+    """Number of this step, counted from 1; the bias corrections depend on it."""
+    grad_scale: NotRequired[float | Tensor]
+    """Factor on the gradient: one over the loss scale, the clipping coefficient, or their product. On a GPU it may be a
+    scalar there. By default 1."""
+    decoupled: NotRequired[bool]
+    """AdamW's weight decay rather than Adam's; by default it is."""
+    maximize: NotRequired[bool]
+    """Ascend rather than descend; by default not."""
+
+
+def _complete(settings: AdamSettings) -> AdamSettings:
+    """All settings, with defaults. Raises ValueError for a step below 1."""
+    if settings["step"] < 1:
+        raise ValueError(f"step is {settings['step']}; the first step is 1")
+    return {"grad_scale": 1.0, "decoupled": True, "maximize": False, **settings}
 
 
 def cpu_features() -> str:
@@ -183,17 +202,9 @@ def adam_step(
     grad: Tensor,
     compute: Tensor | None,
     *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float | Tensor = 1.0,
-    decoupled: bool = True,
-    maximize: bool = False,
     threads: int | None = None,
     skip: Tensor | None = None,
+    **settings: Unpack[AdamSettings],
 ) -> None:
     """Takes one Adam (or, `decoupled`, AdamW) step on a shard, in place, and writes the compute shard.
 
@@ -210,35 +221,14 @@ def adam_step(
         compute: Where the new weight goes, bfloat16 or float16, same shape and device, rounded to nearest even as
             `Tensor.to` does; None where the master shard is itself the compute shard. May be the very memory of `grad`
             if that is of a 16-bit dtype too.
-        lr: Learning rate of this step.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the denominator.
-        weight_decay: Decoupled from the gradient (AdamW) or added to it (Adam), as `decoupled` says.
-        step: Number of this step, counted from 1; the bias corrections depend on it.
-        grad_scale: Factor on the gradient: one over the loss scale, the clipping coefficient, or their product. On a
-            GPU it may be a scalar there.
-        decoupled: AdamW's weight decay rather than Adam's.
-        maximize: Ascend rather than descend.
         threads: Threads of the native kernel; by default as many as torch uses on this thread.
         skip: On a GPU, an fp32 scalar there: if it is 1, weight and moments stay, and `compute` gets the weight again.
+        settings: `AdamSettings` by name.
 
     Raises:
         ValueError: The arrays do not match as described above, or `step` is below 1.
     """
-    if step < 1:
-        raise ValueError(f"step is {step}; the first step is 1")
-    settings: _Settings = {
-        "lr": lr,
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "step": step,
-        "grad_scale": grad_scale,
-        "decoupled": decoupled,
-        "maximize": maximize,
-    }
+    settings = _complete(settings)
     master, exp_avg, exp_avg_sq, grad = master.detach(), exp_avg.detach(), exp_avg_sq.detach(), grad.detach()
     compute = None if compute is None else compute.detach()
     _check("master", master, master, _MASTER_DTYPES)
@@ -250,7 +240,9 @@ def adam_step(
     if _native is None or master.device.type != "cpu":
         _torch_step(master, exp_avg, exp_avg_sq, grad, compute, skip, **settings)
     else:
-        assert skip is None and not isinstance(grad_scale, Tensor), "the host knows both numbers of a step of its own"
+        assert skip is None and not isinstance(settings["grad_scale"], Tensor), (
+            "the host knows both numbers of a step of its own"
+        )
         _native.adam_step(  # capsules: the arrays' own `__dlpack__` would cost more than a short shard's step
             to_dlpack(master),
             to_dlpack(exp_avg),
@@ -389,17 +381,9 @@ def narrow_step(
     compute: Tensor | None,
     rounding: Rounding,
     *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float | Tensor = 1.0,
-    decoupled: bool = True,
-    maximize: bool = False,
     threads: int | None = None,
     skip: Tensor | None = None,
+    **settings: Unpack[AdamSettings],
 ) -> None:
     """`adam_step` on a shard whose weight or moments have fewer bytes than fp32, rounded stochastically.
 
@@ -414,23 +398,15 @@ def narrow_step(
         compute: Where the new fp32 weight goes, rounded to the nearest, as in `adam_step`; not for a weight in bf16,
             which is itself sent.
         rounding: The random bits of this run.
-        lr, beta1, beta2, eps, weight_decay, step, grad_scale, decoupled, maximize, threads, skip: As in `adam_step`.
+        threads, skip, settings: As in `adam_step`.
     """
-    settings: _Settings = {
-        "lr": lr,
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "step": step,
-        "grad_scale": grad_scale,
-        "decoupled": decoupled,
-        "maximize": maximize,
-    }
+    settings = _complete(settings)
     if _native is None or weight.device.type != "cpu":
         _torch_narrow(weight, exp_avg, exp_avg_sq, grad, compute, rounding, skip, settings)
         return
-    assert skip is None and not isinstance(grad_scale, Tensor), "the host knows both numbers of a step of its own"
+    assert skip is None and not isinstance(settings["grad_scale"], Tensor), (
+        "the host knows both numbers of a step of its own"
+    )
     avg, avg_exponents = exp_avg if isinstance(exp_avg, tuple) else (exp_avg, None)
     sq, sq_exponents = exp_avg_sq if isinstance(exp_avg_sq, tuple) else (exp_avg_sq, None)
 
@@ -456,7 +432,7 @@ def _torch_narrow(
     compute: Tensor | None,
     rounding: Rounding,
     skip: Tensor | None,
-    settings: _Settings,
+    settings: AdamSettings,
 ) -> None:
     """The same step with torch's operators, on any device: those of csrc/narrow.hpp, one after another."""
     for start in range(0, weight.numel(), TORCH_SLICE_NUMEL):
@@ -474,7 +450,7 @@ def _torch_narrow(
         _leave(exp_avg_sq, part, v, words >> 12 if coded else words >> 16, signed=False)
 
 
-def _updated(p: Tensor, m: Tensor, v: Tensor, g: Tensor, s: _Settings) -> tuple[Tensor, Tensor, Tensor]:
+def _updated(p: Tensor, m: Tensor, v: Tensor, g: Tensor, s: AdamSettings) -> tuple[Tensor, Tensor, Tensor]:
     """Weight and moments after the step, fp32; every operation is rounded by itself, and scalars are once."""
 
     def once(x: float) -> float:
@@ -523,7 +499,7 @@ def _torch_step(
     grad: Tensor,
     compute: Tensor | None,
     skip: Tensor | None,
-    **settings: Unpack[_Settings],
+    **settings: Unpack[AdamSettings],
 ) -> None:
     """The same step with torch's own functional Adam: any device, no native code."""
     for start in range(0, master.numel(), TORCH_SLICE_NUMEL):

@@ -4,7 +4,7 @@ Owns the mark of modules with such products alone, and the product of a Linear l
 backward runs, weights that autograd has saved stay gathered until they are used. Those that are read again need not.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -39,12 +39,16 @@ class ReadAgain:
         """The parameter. Raises torch's error for a saved tensor that was written since."""
         now = self._parameter._version
         if now != self._version:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"weight of shape {list(self._parameter.shape)} is at version {now}; expected version {self._version} "
-                f"instead"
-            )
+            refuse_written(now, self._version, self._parameter.shape)
         return self._parameter
+
+
+def refuse_written(now: int, then: int, shape: torch.Size) -> NoReturn:
+    """Raises torch's own error for a tensor of a backward that was written since."""
+    raise RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"of shape {list(shape)} is at version {now}; expected version {then} instead"
+    )
 
 
 class LinearReadAgain(nn.Linear):

@@ -9,7 +9,7 @@ Saved-tensor hooks that user code has set around the model get every saved tenso
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from elixir_moe.chunks.step_machine import StepMachine
 from elixir_moe.errors import PlanError
 from elixir_moe.parallel.dtensor import local_of, spec_of, wrap_local
+from elixir_moe.parallel.read_again import refuse_written
 from elixir_moe.runtime.chunk import Chunk, Placeholder
 from elixir_moe.runtime.host_checkpoints import Away, HostCheckpoints, kept_by_region
 from elixir_moe.runtime.scheduler import Scheduler
@@ -126,19 +127,19 @@ class SavedTensors:
         if type(packed) is tuple:
             tensor, version = packed
             if tensor._version != version:
-                _refuse_written(tensor._version, version, tensor.shape)
+                refuse_written(tensor._version, version, tensor.shape)
             return tensor
         if isinstance(packed, Away):
             assert self._checkpoints is not None
             tensor = self._checkpoints.bring_back(packed)
             if packed.written is not None:
-                _refuse_written(packed.written, packed.version, packed.size)
+                refuse_written(packed.written, packed.version, packed.size)
             return tensor
         self.check_current(packed.update)
         chunk = packed.chunk
         version = chunk.version(packed.index)
         if version != packed.version:
-            _refuse_written(version, packed.version, packed.size)
+            refuse_written(version, packed.version, packed.size)
         if self._machine.backward is None:
             self._unpacking()
         self._machine.unpack(chunk.spec.index, running_node)
@@ -181,11 +182,3 @@ def leave(hooks: saved_tensors_hooks) -> None:
     """Ends the context of `hooks`, unless an interrupt came before it was entered, or after it was left."""
     if top_saved_tensors_hooks(True) == (hooks.pack_hook, hooks.unpack_hook):
         hooks.__exit__(None, None, None)
-
-
-def _refuse_written(now: int, then: int, shape: torch.Size) -> NoReturn:
-    """Raises torch's own error for a saved tensor that was written since."""
-    raise RuntimeError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-        f"of shape {list(shape)} is at version {now}; expected version {then} instead"
-    )
