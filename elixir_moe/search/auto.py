@@ -168,6 +168,7 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
         compute_dtype=request.compute_dtype,
         reduce_dtype=request.wanted.reduce_dtype,
         precision=request.wanted.precision,
+        native_decoder=request.device.type == "cpu",
     )
     return Task(
         profile=profile,

@@ -76,6 +76,8 @@ class Traffic:
     """Elements updated on the device."""
     host_numel: int
     """Elements updated in host memory."""
+    narrow_numel: tuple[int, int]
+    """Those of them, on the device and in host memory, whose master or moments have fewer bytes than fp32."""
     disk_numel: int
     """Elements updated on disk."""
     disk_read_bytes: int
@@ -128,6 +130,10 @@ def traffic(
     for chunk in layout.chunks:
         at[tier_at(chunk.index, *bounds)].append(chunk)
     trained = {tier: [chunk for chunk in chunks if chunk.key.trainable] for tier, chunks in at.items()}
+
+    def updated(tier: Tier, narrow: bool = False) -> int:
+        return sum(c.shard_numel for c in trained[tier] if not narrow or c.key.precision.is_narrow)
+
     collective: dict[tuple[int, ...], list[int]] = {}
 
     def count(chunk: ChunkSpec, nbytes: int, times: int) -> None:
@@ -156,9 +162,10 @@ def traffic(
         offloaded_bytes=sum(values_bytes(chunk) for chunk in trained[Tier.HOST] + trained[Tier.DISK]),
         summed_bytes=summed,
         kept_bytes=kept_bytes,
-        device_numel=sum(chunk.shard_numel for chunk in trained[Tier.DEVICE]),
-        host_numel=sum(chunk.shard_numel for chunk in trained[Tier.HOST]),
-        disk_numel=sum(chunk.shard_numel for chunk in trained[Tier.DISK]),
+        device_numel=updated(Tier.DEVICE),
+        host_numel=updated(Tier.HOST),
+        narrow_numel=(updated(Tier.DEVICE, True), updated(Tier.HOST, True)),
+        disk_numel=updated(Tier.DISK),
         disk_read_bytes=record + summed,
         disk_written_bytes=record + sum(paged_bytes(values_bytes(chunk)) for chunk in whole),
         collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in collective.items()),
@@ -179,6 +186,7 @@ def seconds(
     both_ways = moved.kept_bytes + (0 if hardware.peer_to_peer else sum(sent))
     collectives = accumulation * sum(hardware.gather_seconds(*group) for group in moved.collectives)
     v_c = links.v_c * _GIGA / gpus / fitted.host_update_slowdown
+    on_device, on_host = ((hardware.narrow_update - 1) * numel for numel in moved.narrow_numel)
     update = moved.disk_read_bytes, moved.disk_written_bytes
     read_again = (accumulation - 1) * moved.summed_bytes
     beside = accumulation * moved.read_bytes + read_again, accumulation * moved.summed_bytes
@@ -195,8 +203,8 @@ def seconds(
         offload=accumulation * (moved.offloaded_bytes + both_ways) * gpus / (links.b_g2c * _GIGA),
         collectives=collectives,
         exposed=fitted.exposed_collectives * collectives,
-        device_update=moved.device_numel * gpus / (links.v_g * _GIGA),
-        host_update=moved.host_numel / v_c,
+        device_update=(moved.device_numel + on_device) * gpus / (links.v_g * _GIGA),
+        host_update=(moved.host_numel + on_host) / v_c,
         disk_update=max(moved.disk_numel / v_c, disk),
         units=accumulation * moved.units * hardware.unit_us / 1e6,
     )

@@ -147,6 +147,7 @@ _MEANINGS = {
     "disk_write": "1e9 bytes a second: all disks of one node",
     "peer_to_peer": "whether GPUs of a node reach each other's memory; else gathers cross the host link",
     "unit_us": "microseconds: host time that a unit, mostly a layer, adds to a forward and backward",
+    "narrow_update": "factor: an update with state in fewer bytes than fp32, over one in fp32",
     "fitted": "parts, and nanoseconds: see docs/cost_model.md; keep these until steps are measured",
     "device_efficiency": "0 to 1: part of the peaks that kernels reach",
     "exposed_collectives": "0 to 1: part of gathers and reductions that compute does not hide",

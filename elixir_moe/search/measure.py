@@ -36,7 +36,16 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.all_ranks import gathered, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator, build_communicators
 from elixir_moe.errors import ConfigError, TierError
-from elixir_moe.kernels import adam_step, cpu_features, host_threads
+from elixir_moe.kernels import (
+    CODE_BLOCK,
+    AdamSettings,
+    Rounding,
+    adam_step,
+    cpu_features,
+    encode,
+    host_threads,
+    narrow_step,
+)
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.build import build_shards
 from elixir_moe.memory.disk import Spill, disk_bytes_left
@@ -67,6 +76,7 @@ _UNFITTED = Fitted(
     device_efficiency=1.0, exposed_collectives=1.0, host_update_slowdown=1.0, overhead_ns_per_parameter=1e-3
 )
 """Start values: measured speeds are already those that kernels reach; real steps correct the rest."""
+_ADAM: AdamSettings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
 _MEASURED = (
     "gpu_bytes",
     "cpu_bytes",
@@ -76,6 +86,7 @@ _MEASURED = (
     "b_g2c",
     "v_g",
     "v_c",
+    "narrow_update",
     "b_g2g",
     "node_bandwidth",
     "disk_read",
@@ -223,7 +234,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         *(_temporary_rates() if dist.get_rank() == neighbours[0] else (0.0, 0.0)),
         _unit_seconds(device),
     )
-    columns = list(zip(*gathered(mine), strict=True))
+    *columns, slowdowns = zip(*gathered((*mine, v_c / _narrow_rate(host_threads(device)))), strict=True)
     up, down, v_g, v_c, read, written = (sum(column) / nodes for column in columns[2:-1])
     groups = {ranks: _wire_of(ranks, device) for ranks in sorted({neighbours, tuple(range(len(hosts)))})}
     within, across = groups[neighbours], groups[tuple(range(len(hosts)))]
@@ -248,6 +259,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         disk_read=read or None,
         disk_write=written or None,
         unit_us=max(columns[-1]) * 1e6,
+        narrow_update=max(slowdowns),
         origins=dict.fromkeys(_MEASURED, "measured") | {"fitted": "assumed"},
     )
     box = [measured.to_json()]
@@ -363,20 +375,7 @@ def _adam_rate(device: torch.device, threads: int | None = None) -> float:
     gradient = gradient.bfloat16()
 
     def update() -> None:
-        adam_step(
-            master,
-            exp_avg,
-            exp_avg_sq,
-            gradient,
-            gradient,
-            lr=1e-3,
-            beta1=0.9,
-            beta2=0.95,
-            eps=1e-8,
-            weight_decay=0.0,
-            step=1,
-            threads=threads,
-        )
+        adam_step(master, exp_avg, exp_avg_sq, gradient, gradient, **_ADAM, threads=threads)
 
     return _ADAM_NUMEL / _at_once(update, device) / 1e9
 
@@ -418,6 +417,23 @@ def _unit_seconds(device: torch.device) -> float:
         hooks.remove()
     with_units, without = map(min, zip(*spans, strict=True))
     return max(with_units - without, with_units / 10) / _UNITS
+
+
+def _narrow_rate(threads: int | None) -> float:
+    """As `_adam_rate` on the host, with the fewest bytes of state: a bf16 master and moments of 8 bits."""
+    weight, gradient = (torch.rand(_ADAM_NUMEL, device="cpu").bfloat16() for _ in range(2))
+    blocks = -(-_ADAM_NUMEL // CODE_BLOCK)
+    moments = []
+    for signed in (True, False):
+        codes = torch.empty(_ADAM_NUMEL, dtype=torch.uint8), torch.empty(blocks, dtype=torch.uint8)
+        encode(torch.rand(_ADAM_NUMEL), *codes, signed=signed)
+        moments.append(codes)
+    rounding = Rounding.of(0, "weight", 1, 0)
+
+    def update() -> None:
+        narrow_step(weight, moments[0], moments[1], gradient, None, rounding, **_ADAM, threads=threads)
+
+    return _ADAM_NUMEL / _at_once(update, torch.device("cpu")) / 1e9
 
 
 def _temporary_rates() -> tuple[float, float]:

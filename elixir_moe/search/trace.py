@@ -32,6 +32,7 @@ from elixir_moe.quantized.packed import weights_behind
 from elixir_moe.runtime.model_spec import param_specs
 from elixir_moe.runtime.units import Parts, find_parts
 from elixir_moe.search import megatron_dataless
+from elixir_moe.search.decoding import decoding_bytes
 from elixir_moe.search.events import Event, Kind, Recorder, kept_of, peak_of
 from elixir_moe.search.profile import Profile, Sent, SentCollective
 from elixir_moe.search.repeat import Cut, cuts_of, made_whole
@@ -52,6 +53,7 @@ def trace(
     precision: Precision = WIDE,
     tokens: int | None = None,
     whole: bool = False,
+    native_decoder: bool = False,
 ) -> Profile:
     """Profiles one forward and backward of ``step(model, sample)``, which returns the loss.
 
@@ -66,6 +68,7 @@ def trace(
         precision: of the plan's narrow state.
         tokens: tokens of this rank's batch; by default the elements of the first integer tensor in `sample`.
         whole: trace every layer, identical or not.
+        native_decoder: quantised weights are decoded in one pass, as on a CPU, and not by torch's operators.
 
     Raises:
         ConfigError: the step returns no scalar loss, needs data (it reads values of tensors), or keeps tensors outside
@@ -85,6 +88,7 @@ def trace(
             raise
         events = None  # perhaps the model depends on the number of its layers
     if events is None:
+        dtypes |= {"native_decoder": native_decoder}
         return trace(model, step, sample, world=world, rank=rank, **dtypes, tokens=tokens, whole=True)
     numbers = {name: i for i, name in enumerate(parts.names)}
     index_of = {p: i for i, p in enumerate(specs)}
@@ -100,7 +104,8 @@ def trace(
         parameters=sum(behind.get(p, logical_numel(p)) for p in specs),
         tokens=_tokens(sample) if tokens is None else tokens,
         flops=sum(event.flops for event in events),
-        traffic_bytes=sum(event.traffic for event in events),
+        traffic_bytes=sum(event.traffic for event in events)
+        + decoding_bytes(model, events, compute_dtype, native=native_decoder),
         activation_bytes=peak_of(events),
         buffer_bytes=sum(map(bytes_of, model.buffers())),
         kept=tuple(kept),
