@@ -81,26 +81,36 @@ inline std::uint16_t base_of(std::uint32_t exponent, std::uint32_t most) {
     return static_cast<std::uint16_t>(top > most ? top - most : 0);
 }
 
-/// What a block of codes needs besides them: the steps below its first code, and the new numbers of steps, q of
-/// narrow.hpp; that of exp_avg with the sign in bit 11.
-struct alignas(64) Block {
-    std::uint16_t base_avg, base_sq;
-    std::uint16_t q_avg[kCodeBlock], q_sq[kCodeBlock];
+/// The steps below the first code of a block.
+template <class V>
+struct Bases {
+    typename V::H avg, sq;
+};
+
+template <class V>
+inline Bases<V> bases_of(std::uint32_t exponent_avg, std::uint32_t exponent_sq) {
+    return {V::half(base_of(exponent_avg, kMostAvg)), V::half(base_of(exponent_sq, kMostSq))};
+}
+
+/// The new numbers of steps of a block, q of narrow.hpp; that of exp_avg with the sign in bit 11.
+struct Steps {
+    alignas(64) std::uint16_t avg[kCodeBlock];
+    alignas(64) std::uint16_t sq[kCodeBlock];
 };
 constexpr std::uint16_t kSteps = 0x7ff;
 
 template <class V>
-inline Floats<V> decode_avg(const NarrowArrays& a, const Block& block, std::size_t i) {
+inline Floats<V> decode_avg(const NarrowArrays& a, typename V::H base, std::size_t i) {
     const auto code = V::load_bytes(static_cast<const std::uint8_t*>(a.exp_avg) + i);
     const auto size = V::both(code, V::half(kMostAvg));
-    const auto bits = V::zero_where_zero(V::template left<4>(V::plus(size, V::half(block.base_avg))), size);
+    const auto bits = V::zero_where_zero(V::template left<4>(V::plus(size, base)), size);
     return widen<V>(V::either(bits, V::template left<8>(V::differ(code, size))));
 }
 
 template <class V>
-inline Floats<V> decode_sq(const NarrowArrays& a, const Block& block, std::size_t i) {
+inline Floats<V> decode_sq(const NarrowArrays& a, typename V::H base, std::size_t i) {
     const auto code = V::load_bytes(static_cast<const std::uint8_t*>(a.exp_avg_sq) + i);
-    return widen<V>(V::zero_where_zero(V::template left<4>(V::plus(code, V::half(block.base_sq))), code));
+    return widen<V>(V::zero_where_zero(V::template left<4>(V::plus(code, base)), code));
 }
 
 /// Adam's arithmetic.
@@ -117,15 +127,15 @@ inline void advance(const AdamConstants& c, typename V::F& p, typename V::F& m, 
 
 /// Updates 2 * width elements from i on, `at` being the first of the block; codes are left as numbers of steps.
 template <class V, Moments moments, Dtype weight_dtype, Dtype grad_dtype>
-inline void update(const NarrowArrays& a, const AdamConstants& c, Block& block, std::size_t at, std::size_t i,
-                   typename V::H& top_avg, typename V::H& top_sq) {
+inline void update(const NarrowArrays& a, const AdamConstants& c, const Bases<V>& bases, Steps& steps, std::size_t at,
+                   std::size_t i, typename V::H& top_avg, typename V::H& top_sq) {
     using I = typename V::I;
     constexpr Dtype moments_dtype = moments == Moments::float32 ? Dtype::float32 : Dtype::bfloat16;
     const Floats<V> g = load<V, grad_dtype>(a.grad, i);
     Floats<V> p = load<V, weight_dtype>(a.weight, i), m, v;
     if constexpr (moments == Moments::code) {
-        m = decode_avg<V>(a, block, i);
-        v = decode_sq<V>(a, block, i);
+        m = decode_avg<V>(a, bases.avg, i);
+        v = decode_sq<V>(a, bases.sq, i);
     } else {
         m = load<V, moments_dtype>(a.exp_avg, i);
         v = load<V, moments_dtype>(a.exp_avg_sq, i);
@@ -155,8 +165,8 @@ inline void update(const NarrowArrays& a, const AdamConstants& c, Block& block, 
         };
         const auto q_avg = V::pack(avg(m.low, random_low), avg(m.high, random_high));
         const auto q_sq = V::pack(sq(v.low, random_low), sq(v.high, random_high));
-        V::store_halves(block.q_avg + (i - at), q_avg);
-        V::store_halves(block.q_sq + (i - at), q_sq);
+        V::store_halves(steps.avg + (i - at), q_avg);
+        V::store_halves(steps.sq + (i - at), q_sq);
         top_avg = V::larger(top_avg, V::both(q_avg, V::half(kSteps)));
         top_sq = V::larger(top_sq, q_sq);
     } else if constexpr (moments == Moments::bfloat16) {
@@ -175,13 +185,13 @@ inline void update(const NarrowArrays& a, const AdamConstants& c, Block& block, 
 }
 
 template <class V>
-inline void encode(const NarrowArrays& a, const Block& block, std::size_t at, std::size_t i) {
-    const auto q = V::load_halves(block.q_avg + (i - at));
-    const auto size = V::minus_or_zero(V::both(q, V::half(kSteps)), V::half(block.base_avg));
+inline void encode(const NarrowArrays& a, const Bases<V>& bases, const Steps& steps, std::size_t at, std::size_t i) {
+    const auto q = V::load_halves(steps.avg + (i - at));
+    const auto size = V::minus_or_zero(V::both(q, V::half(kSteps)), bases.avg);
     const auto sign = V::both(V::template right<4>(q), V::half(128));
     V::store_bytes(static_cast<std::uint8_t*>(a.exp_avg) + i, V::zero_where_zero(V::either(size, sign), size));
-    const auto q_sq = V::load_halves(block.q_sq + (i - at));
-    const auto code = V::larger(V::minus_or_zero(q_sq, V::half(block.base_sq)), V::smaller(q_sq, V::half(1)));
+    const auto q_sq = V::load_halves(steps.sq + (i - at));
+    const auto code = V::larger(V::minus_or_zero(q_sq, bases.sq), V::smaller(q_sq, V::half(1)));
     V::store_bytes(static_cast<std::uint8_t*>(a.exp_avg_sq) + i, code);
 }
 
@@ -192,22 +202,21 @@ void update_blocks(const NarrowArrays& arrays, const AdamConstants& constants, s
     // Local copies: the compiler knows that no store below changes them.
     const NarrowArrays a = arrays;
     const AdamConstants c = constants;
-    Block block;
+    Steps steps;
+    auto bases = bases_of<Vec>(0, 0);
     for (std::size_t at = begin; at < end; at += kCodeBlock) {
         if constexpr (moments == Moments::code) {
-            block.base_avg = base_of(a.exponents_avg[at / kCodeBlock], kMostAvg);
-            block.base_sq = base_of(a.exponents_sq[at / kCodeBlock], kMostSq);
+            bases = bases_of<Vec>(a.exponents_avg[at / kCodeBlock], a.exponents_sq[at / kCodeBlock]);
         }
         auto top_avg = Vec::half(0), top_sq = Vec::half(0);
         for (std::size_t i = at; i < at + kCodeBlock; i += 2 * Vec::width)
-            update<Vec, moments, weight_dtype, grad_dtype>(a, c, block, at, i, top_avg, top_sq);
+            update<Vec, moments, weight_dtype, grad_dtype>(a, c, bases, steps, at, i, top_avg, top_sq);
         if constexpr (moments == Moments::code) {
             const std::uint32_t exponent_avg = Vec::largest(top_avg) >> 3, exponent_sq = Vec::largest(top_sq) >> 3;
             a.exponents_avg[at / kCodeBlock] = static_cast<std::uint8_t>(exponent_avg);
             a.exponents_sq[at / kCodeBlock] = static_cast<std::uint8_t>(exponent_sq);
-            block.base_avg = base_of(exponent_avg, kMostAvg);
-            block.base_sq = base_of(exponent_sq, kMostSq);
-            for (std::size_t i = at; i < at + kCodeBlock; i += 2 * Vec::width) encode<Vec>(a, block, at, i);
+            bases = bases_of<Vec>(exponent_avg, exponent_sq);
+            for (std::size_t i = at; i < at + kCodeBlock; i += 2 * Vec::width) encode<Vec>(a, bases, steps, at, i);
         }
     }
 }
