@@ -113,6 +113,19 @@ inline Floats<V> decode_sq(const NarrowArrays& a, typename V::H base, std::size_
     return widen<V>(V::zero_where_zero(V::template left<4>(V::plus(code, base)), code));
 }
 
+constexpr std::size_t bytes_of(Moments moments) {
+    return moments == Moments::float32 ? 4 : moments == Moments::bfloat16 ? 2 : 1;
+}
+
+constexpr std::size_t kFetchAhead = 512;  // elements
+
+/// Asks for an array's elements before they are used, as adam_simd.hpp does and for its reason. The address may be past
+/// the array's end: that does nothing.
+inline void fetch_ahead(const void* array, std::size_t i, std::size_t bytes) {
+    const auto address = reinterpret_cast<std::uintptr_t>(array) + (i + kFetchAhead) * bytes;
+    __builtin_prefetch(reinterpret_cast<const void*>(address));
+}
+
 /// Adam's arithmetic.
 template <class V>
 inline void advance(const AdamConstants& c, typename V::F& p, typename V::F& m, typename V::F& v, typename V::F g) {
@@ -130,6 +143,10 @@ template <class V, Moments moments, Dtype weight_dtype, Dtype grad_dtype>
 inline void update(const NarrowArrays& a, const AdamConstants& c, const Bases<V>& bases, Steps& steps, std::size_t at,
                    std::size_t i, typename V::H& top_avg, typename V::H& top_sq) {
     using I = typename V::I;
+    fetch_ahead(a.weight, i, weight_dtype == Dtype::float32 ? 4 : 2);
+    fetch_ahead(a.grad, i, grad_dtype == Dtype::float32 ? 4 : 2);
+    fetch_ahead(a.exp_avg, i, bytes_of(moments));
+    fetch_ahead(a.exp_avg_sq, i, bytes_of(moments));
     constexpr Dtype moments_dtype = moments == Moments::float32 ? Dtype::float32 : Dtype::bfloat16;
     const Floats<V> g = load<V, grad_dtype>(a.grad, i);
     Floats<V> p = load<V, weight_dtype>(a.weight, i), m, v;
@@ -225,18 +242,18 @@ void update_blocks(const NarrowArrays& arrays, const AdamConstants& constants, s
 template <class Vec, Moments moments, Dtype weight_dtype, Dtype grad_dtype>
 void update_rest(const NarrowArrays& a, const AdamConstants& c, std::size_t at, std::size_t end) {
     alignas(64) unsigned char copies[5][kCodeBlock * sizeof(float)] = {};
-    constexpr std::size_t moment_bytes = moments == Moments::float32 ? 4 : moments == Moments::bfloat16 ? 2 : 1;
+    constexpr std::size_t moment_bytes = bytes_of(moments);
     constexpr std::size_t weight_bytes = weight_dtype == Dtype::float32 ? 4 : 2;
     constexpr std::size_t grad_bytes = grad_dtype == Dtype::float32 ? 4 : 2;
     const std::size_t n = end - at;
-    const auto bytes_of = [=](auto* array, std::size_t width) {
+    const auto start_of = [=](auto* array, std::size_t width) {
         return reinterpret_cast<unsigned char*>(const_cast<void*>(static_cast<const void*>(array))) + at * width;
     };
     NarrowArrays copy = a;
-    std::memcpy(copy.weight = copies[0], bytes_of(a.weight, weight_bytes), n * weight_bytes);
-    std::memcpy(copy.exp_avg = copies[1], bytes_of(a.exp_avg, moment_bytes), n * moment_bytes);
-    std::memcpy(copy.exp_avg_sq = copies[2], bytes_of(a.exp_avg_sq, moment_bytes), n * moment_bytes);
-    std::memcpy(copies[3], bytes_of(a.grad, grad_bytes), n * grad_bytes);
+    std::memcpy(copy.weight = copies[0], start_of(a.weight, weight_bytes), n * weight_bytes);
+    std::memcpy(copy.exp_avg = copies[1], start_of(a.exp_avg, moment_bytes), n * moment_bytes);
+    std::memcpy(copy.exp_avg_sq = copies[2], start_of(a.exp_avg_sq, moment_bytes), n * moment_bytes);
+    std::memcpy(copies[3], start_of(a.grad, grad_bytes), n * grad_bytes);
     copy.grad = copies[3];
     copy.compute = copies[4];
     copy.first = a.first + static_cast<std::uint32_t>(at);
@@ -245,10 +262,10 @@ void update_rest(const NarrowArrays& a, const AdamConstants& c, std::size_t at, 
         copy.exponents_sq = a.exponents_sq + at / kCodeBlock;
     }
     update_blocks<Vec, moments, weight_dtype, grad_dtype>(copy, c, 0, kCodeBlock);
-    std::memcpy(bytes_of(a.weight, weight_bytes), copies[0], n * weight_bytes);
-    std::memcpy(bytes_of(a.exp_avg, moment_bytes), copies[1], n * moment_bytes);
-    std::memcpy(bytes_of(a.exp_avg_sq, moment_bytes), copies[2], n * moment_bytes);
-    if (a.compute_dtype != Dtype::none) std::memcpy(bytes_of(a.compute, 2), copies[4], n * 2);
+    std::memcpy(start_of(a.weight, weight_bytes), copies[0], n * weight_bytes);
+    std::memcpy(start_of(a.exp_avg, moment_bytes), copies[1], n * moment_bytes);
+    std::memcpy(start_of(a.exp_avg_sq, moment_bytes), copies[2], n * moment_bytes);
+    if (a.compute_dtype != Dtype::none) std::memcpy(start_of(a.compute, 2), copies[4], n * 2);
 }
 
 template <class Vec, Moments moments, Dtype weight_dtype, Dtype grad_dtype>
