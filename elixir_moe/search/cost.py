@@ -186,7 +186,8 @@ def seconds(
     both_ways = moved.kept_bytes + (0 if hardware.peer_to_peer else sum(sent))
     collectives = accumulation * sum(hardware.gather_seconds(*group) for group in moved.collectives)
     v_c = links.v_c * _GIGA / gpus / fitted.host_update_slowdown
-    on_device, on_host = ((hardware.narrow_update - 1) * numel for numel in moved.narrow_numel)
+    factors = hardware.narrow_update_on_device, hardware.narrow_update
+    on_device, on_host = ((factor - 1) * numel for factor, numel in zip(factors, moved.narrow_numel, strict=True))
     update = moved.disk_read_bytes, moved.disk_written_bytes
     read_again = (accumulation - 1) * moved.summed_bytes
     beside = accumulation * moved.read_bytes + read_again, accumulation * moved.summed_bytes

@@ -58,12 +58,12 @@ def bytes_a_weight(scheme: str, dtype: torch.dtype, *, native: bool) -> float:
     codes = torch.empty(form.codes_shape(_SAMPLE), dtype=form.codes_dtype, device="meta")
     scales = torch.empty(form.scales_shape(_SAMPLE), dtype=form.scales_dtype, device="meta")
     written = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    with _Moved() as moved:
+    with Moved() as moved:
         form.decode_into(codes, scales, torch.empty(_SAMPLE, dtype=written, device="meta"))
     return moved.nbytes / numel
 
 
-class _Moved(TorchDispatchMode):
+class Moved(TorchDispatchMode):
     """Counts the bytes that operators read and write; views and empty memory move none."""
 
     def __init__(self) -> None:

@@ -4,8 +4,8 @@ Owns `Hardware`, the format of its files and the messages about them. Measures n
 Source of the format: Elixir v2, Tables 4 and 5. Bandwidths are in 1e9 bytes a second, of n GPUs together.
 
 Optional in a file: `node_bandwidth`, without which there is one node; the disk's figures; `peer_to_peer`; `unit_us`;
-`narrow_update`; `wires`, which give for single process groups what `by_gpus` gives by number of ranks; `origins`; and
-`mean_error`.
+`narrow_update` and `narrow_update_on_device`; `wires`, which give for single process groups what `by_gpus` gives by
+number of ranks; `origins`; and `mean_error`.
 """
 
 import json
@@ -22,8 +22,11 @@ from elixir_moe.records import ABOVE_0, Check, at_least, build
 _GIGA = 1e9
 ORIGINS = ("measured", "data sheet", "assumed", "given")
 """Where a figure may come from; "given" is what the user says of the machine."""
-NARROW_UPDATE = 1.3
-"""`Hardware.narrow_update` as measured on two cores with AVX-512, for a bf16 master and moments of 8 bits."""
+NARROW_UPDATE = 0.7
+"""`Hardware.narrow_update` where nobody has measured it, for a bf16 master and moments of 8 bits: arithmetic bounds it,
+and memory bounds an update in fp32."""
+NARROW_UPDATE_ON_DEVICE = 30.0
+"""`Hardware.narrow_update_on_device` where nobody has measured it: by the bytes that torch's operators move."""
 _Origin = Annotated[str, Check(f"one of {', '.join(ORIGINS)}", ORIGINS.__contains__)]
 _Name = Annotated[str, Check("the name of a figure", lambda name: name in _figures())]
 _Speed = Annotated[float, ABOVE_0]
@@ -103,6 +106,8 @@ class Hardware:
     """Host time that a unit adds to a forward and its backward, in microseconds: hooks, and requests to the rCache."""
     narrow_update: _Speed = NARROW_UPDATE
     """Time of an update whose master or moments have fewer bytes than fp32, over one in fp32, on the host."""
+    narrow_update_on_device: _Speed = NARROW_UPDATE_ON_DEVICE
+    """The same on the device, where it is made of torch's operators, unless the device is the CPU."""
     wires: tuple[Wire, ...] = ()
     """Process groups that were measured."""
     origins: Mapping[_Name, _Origin] = field(default_factory=dict)

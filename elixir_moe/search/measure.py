@@ -16,9 +16,11 @@ import platform
 import socket
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
@@ -27,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch import Tensor, multiprocessing
 
 from elixir_moe.chunks.cache_policy import CacheState
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
@@ -42,9 +44,9 @@ from elixir_moe.kernels import (
     Rounding,
     adam_step,
     cpu_features,
-    encode,
     host_threads,
     narrow_step,
+    work_on,
 )
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.build import build_shards
@@ -61,6 +63,10 @@ _FORMAT = 2
 _COPY_BYTES = 1 << 26
 _ADAM_NUMEL = 1 << 23
 """Both sizes exceed the caches of a processor."""
+_HOST_ADAM_NUMEL = 1 << 26
+"""Elements of an update on the host beside a GPU: 1 GB of state, so that pages and caches are those of a step."""
+_WARM_SECONDS = 0.05
+"""Updates run that long before one is timed: a core that has rested runs at a lower clock at first."""
 _MATRIX = 512
 """Side of the multiplied matrices on a CPU; eight times that on a GPU."""
 _WIRE_BYTES = 1 << 22
@@ -87,6 +93,7 @@ _MEASURED = (
     "v_g",
     "v_c",
     "narrow_update",
+    "narrow_update_on_device",
     "b_g2g",
     "node_bandwidth",
     "disk_read",
@@ -224,17 +231,18 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
     hosts = gathered(socket.gethostname())
     neighbours = tuple(rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()])
     nodes = len(set(hosts))
-    v_c = _adam_rate(torch.device("cpu"), host_threads(device))
+    v_c, narrow_v_c = _host_adam_rates(device)
+    v_g, narrow_v_g = (_adam_rate(device), _narrow_rate(device)) if cuda else (v_c, narrow_v_c)
     mine = (
         _product_rate(device, getattr(torch, machine["dtype"])),
         _memory_rate(device),
         *_copy_rates(device),
-        _adam_rate(device) if cuda else v_c,
+        v_g,
         v_c,
         *(_temporary_rates() if dist.get_rank() == neighbours[0] else (0.0, 0.0)),
         _unit_seconds(device),
     )
-    *columns, slowdowns = zip(*gathered((*mine, v_c / _narrow_rate(host_threads(device)))), strict=True)
+    *columns, on_host, on_device = zip(*gathered((*mine, v_c / narrow_v_c, v_g / narrow_v_g)), strict=True)
     up, down, v_g, v_c, read, written = (sum(column) / nodes for column in columns[2:-1])
     groups = {ranks: _wire_of(ranks, device) for ranks in sorted({neighbours, tuple(range(len(hosts)))})}
     within, across = groups[neighbours], groups[tuple(range(len(hosts)))]
@@ -259,7 +267,8 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         disk_read=read or None,
         disk_write=written or None,
         unit_us=max(columns[-1]) * 1e6,
-        narrow_update=max(slowdowns),
+        narrow_update=max(on_host),
+        narrow_update_on_device=max(on_device),
         origins=dict.fromkeys(_MEASURED, "measured") | {"fitted": "assumed"},
     )
     box = [measured.to_json()]
@@ -369,15 +378,53 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
     return _COPY_BYTES / up / 1e9, _COPY_BYTES / down / 1e9
 
 
-def _adam_rate(device: torch.device, threads: int | None = None) -> float:
+def _host_adam_rates(device: torch.device) -> tuple[float, float]:
+    """`_adam_rate` and `_narrow_rate` on the host, as in a step: with a GPU, while its bus moves bytes both ways."""
+    host, threads = torch.device("cpu"), host_threads(device)
+    if device.type == "cpu":
+        return _adam_rate(host, threads=threads), _narrow_rate(host, threads=threads)
+    with _busy_bus(device):
+        return (
+            _adam_rate(host, _HOST_ADAM_NUMEL, threads=threads),
+            _narrow_rate(host, _HOST_ADAM_NUMEL, threads=threads),
+        )
+
+
+@contextmanager
+def _busy_bus(device: torch.device) -> Iterator[None]:
+    """Copies from host memory to a GPU and back go on while the context lasts, as those of gathers and gradients do."""
+    ended = threading.Event()
+
+    def copy() -> None:
+        work_on(device)
+        up, down = (torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2))
+        there, other = torch.empty_like(up, device=device), torch.empty_like(down, device=device)
+        streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        while not ended.is_set():
+            for stream, (to, of) in zip(streams, ((there, up), (down, other)), strict=True):
+                with torch.cuda.stream(stream):
+                    to.copy_(of, non_blocking=True)
+            for stream in streams:
+                stream.synchronize()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _adam_rate(device: torch.device, numel: int = _ADAM_NUMEL, *, threads: int | None = None) -> float:
     """Speed of Adam in 1e9 elements a second: bf16 gradients in; master, moments and compute shard out."""
-    master, exp_avg, exp_avg_sq, gradient = (torch.rand(_ADAM_NUMEL, device=device) for _ in range(4))
-    gradient = gradient.bfloat16()
+    master, exp_avg, exp_avg_sq = (torch.rand(numel, device=device) for _ in range(3))
+    gradient = torch.rand(numel, device=device, dtype=torch.bfloat16)
 
     def update() -> None:
         adam_step(master, exp_avg, exp_avg_sq, gradient, gradient, **_ADAM, threads=threads)
 
-    return _ADAM_NUMEL / _at_once(update, device) / 1e9
+    return _updates_a_second(update, numel, device)
 
 
 def _unit_seconds(device: torch.device) -> float:
@@ -419,21 +466,30 @@ def _unit_seconds(device: torch.device) -> float:
     return max(with_units - without, with_units / 10) / _UNITS
 
 
-def _narrow_rate(threads: int | None) -> float:
-    """As `_adam_rate` on the host, with the fewest bytes of state: a bf16 master and moments of 8 bits."""
-    weight, gradient = (torch.rand(_ADAM_NUMEL, device="cpu").bfloat16() for _ in range(2))
-    blocks = -(-_ADAM_NUMEL // CODE_BLOCK)
-    moments = []
-    for signed in (True, False):
-        codes = torch.empty(_ADAM_NUMEL, dtype=torch.uint8), torch.empty(blocks, dtype=torch.uint8)
-        encode(torch.rand(_ADAM_NUMEL), *codes, signed=signed)
-        moments.append(codes)
+def _narrow_rate(device: torch.device, numel: int = _ADAM_NUMEL, *, threads: int | None = None) -> float:
+    """As `_adam_rate`, with the fewest bytes of state: a bf16 master and moments of 8 bits."""
+    weight, gradient = (torch.rand(numel, device=device, dtype=torch.bfloat16) for _ in range(2))
+    exp_avg, exp_avg_sq = (
+        (_random_bytes(numel, device), _random_bytes(-(-numel // CODE_BLOCK), device) // 2) for _ in range(2)
+    )
     rounding = Rounding.of(0, "weight", 1, 0)
 
     def update() -> None:
-        narrow_step(weight, moments[0], moments[1], gradient, None, rounding, **_ADAM, threads=threads)
+        narrow_step(weight, exp_avg, exp_avg_sq, gradient, None, rounding, **_ADAM, threads=threads)
 
-    return _ADAM_NUMEL / _at_once(update, torch.device("cpu")) / 1e9
+    return _updates_a_second(update, numel, device)
+
+
+def _random_bytes(numel: int, device: torch.device) -> Tensor:
+    return torch.randint(256, (numel,), dtype=torch.uint8, device=device)
+
+
+def _updates_a_second(update: Callable[[], None], numel: int, device: torch.device) -> float:
+    """1e9 elements a second of a warm processor."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < _WARM_SECONDS:
+        _span(update, 1, device)
+    return numel / _at_once(update, device) / 1e9
 
 
 def _temporary_rates() -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The bytes that the decoding of quantised weights moves, as a trace counts them."""
+"""The bytes that the decoding of quantised weights moves, as a trace counts them, and those of a narrow update."""
 
 from typing import Any
 
@@ -8,8 +8,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
+from elixir_moe import kernels
+from elixir_moe.kernels import AdamSettings
 from elixir_moe.quantized.formats import SCHEMES
-from elixir_moe.search.decoding import bytes_a_weight
+from elixir_moe.search.decoding import Moved, bytes_a_weight
+from elixir_moe.search.hardware import NARROW_UPDATE_ON_DEVICE
 from elixir_moe.search.trace import trace
 
 WIDTH, LAYERS = 128, 5
@@ -56,3 +59,16 @@ def test_torchs_operators_move_more_than_one_pass(scheme: str) -> None:
     assert bytes_a_weight(scheme, torch.bfloat16, native=False) > bytes_a_weight(scheme, torch.bfloat16, native=True)
     one = SCHEMES[scheme].nbytes((512, 512)) / 512**2 + 2
     assert bytes_a_weight(scheme, torch.bfloat16, native=True) == pytest.approx(one)
+
+
+def test_operators_of_a_narrow_update_move_what_a_machine_file_assumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of an update with a bf16 master and codes, by torch's operators, over the 28 of a fused one in fp32."""
+    monkeypatch.setattr(kernels, "_native", None)
+    numel = 1 << 14
+    weight, gradient = (torch.ones(numel, dtype=torch.bfloat16) for _ in range(2))
+    codes, exponents = (torch.ones(n, dtype=torch.uint8) for n in (numel, numel // kernels.CODE_BLOCK))
+    moments = [(codes.clone(), exponents.clone()) for _ in range(2)]
+    settings: AdamSettings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
+    with Moved() as moved:
+        kernels.narrow_step(weight, *moments, gradient, None, kernels.Rounding((1, 2)), **settings)
+    assert moved.nbytes / numel / 28 == pytest.approx(NARROW_UPDATE_ON_DEVICE, rel=0.1)
