@@ -49,6 +49,9 @@ Kernels kernels_of(Isa isa) {
     if (isa == Isa::avx512) return {adam_avx512, norm_avx512, narrow_avx512};
     if (isa == Isa::avx2) return {adam_avx2, norm_avx2, narrow_avx2};
 #endif
+#ifdef ELIXIR_NEON
+    if (isa == Isa::neon) return {adam_neon, norm_neon, narrow_neon};
+#endif
     (void)isa;
     return {adam_scalar, norm_scalar, narrow_scalar};
 }
@@ -61,7 +64,16 @@ Isa best_isa() noexcept {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
         return Isa::avx2;
 #endif
+#ifdef ELIXIR_NEON
+    return Isa::neon;
+#else
     return Isa::scalar;
+#endif
+}
+
+bool can_run(Isa isa) noexcept {
+    const Isa best = best_isa();
+    return isa == Isa::scalar || isa == best || (isa == Isa::avx2 && best == Isa::avx512);
 }
 
 void adam_step(const AdamArrays& arrays, const AdamSettings& settings, Isa isa, int threads) {

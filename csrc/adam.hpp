@@ -25,7 +25,7 @@ namespace elixir {
 
 enum class Dtype : std::uint8_t { none, float32, bfloat16, float16 };
 
-enum class Isa : std::uint8_t { scalar, avx2, avx512 };
+enum class Isa : std::uint8_t { scalar, avx2, avx512, neon };
 
 /// A shard's long-lived state and its gradient, all of `numel` elements, at any alignment.
 /// `compute` may be the same memory as `grad` if both have the same element size; no other arrays may overlap.
@@ -55,8 +55,11 @@ struct AdamSettings {
 /// The best instruction set of this CPU and operating system.
 Isa best_isa() noexcept;
 
+/// Whether this CPU and operating system can run it.
+bool can_run(Isa isa) noexcept;
+
 /// Updates the arrays in place with at most `threads` threads, the caller's included; small shards use fewer.
-/// `isa` must be no better than best_isa().
+/// `isa` must be one that can_run.
 void adam_step(const AdamArrays& arrays, const AdamSettings& settings, Isa isa, int threads);
 
 /// The sum of squares of `numel` elements of a gradient, of any dtype but none: per kNormRow elements, 16 float sums

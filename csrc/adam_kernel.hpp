@@ -1,4 +1,4 @@
-// Constants and signatures shared by the kernels of the three instruction sets. Included by csrc/adam*.cpp only.
+// Constants and signatures shared by the kernels of the instruction sets. Included by csrc/adam*.cpp only.
 //
 // Nothing here may be an inline function: the kernels are compiled for different instruction sets, and the linker keeps
 // one copy of an inline function, possibly one that this CPU cannot run.
@@ -36,9 +36,11 @@ using NormKernel = double(const void* grad, Dtype dtype, std::size_t begin, std:
 NormKernel norm_scalar;
 NormKernel norm_avx2;
 NormKernel norm_avx512;
+NormKernel norm_neon;
 
 AdamKernel adam_scalar;
 AdamKernel adam_avx2;
 AdamKernel adam_avx512;
+AdamKernel adam_neon;
 
 }  // namespace elixir

@@ -1,5 +1,5 @@
-// The Adam kernel over vectors, written once. adam_avx2.cpp and adam_avx512.cpp define the vector and instantiate the
-// kernel.
+// The Adam kernel over vectors, written once. adam_avx2.cpp, adam_avx512.cpp and adam_neon.cpp define the vector and
+// instantiate the kernel.
 //
 // `Vec` is an internal-linkage type of the including file, so each gets its own copy of these templates. It provides
 // `F` (a register of floats), `width`, and load, store, set, add, sub, mul, div, sqrt, fma, and the conversions

@@ -29,17 +29,18 @@ using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig>;
 using Array = nb::ndarray<nb::ndim<1>, nb::c_contig>;
 using ConstArray = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig>;
 
-constexpr std::array<const char*, 3> kIsaNames = {"scalar", "avx2", "avx512"};
+constexpr std::array<const char*, 4> kIsaNames = {"scalar", "avx2", "avx512", "neon"};
 
 const char* name_of(elixir::Isa isa) {
     return kIsaNames[static_cast<std::size_t>(isa)];
 }
 
 elixir::Isa isa_named(const std::string& name) {
-    const elixir::Isa best = elixir::best_isa();
+    using elixir::Isa;
+    const Isa best = elixir::best_isa();
     if (name.empty()) return best;
-    for (const elixir::Isa isa : {elixir::Isa::scalar, elixir::Isa::avx2, elixir::Isa::avx512}) {
-        if (name == name_of(isa) && isa <= best) return isa;
+    for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512, Isa::neon}) {
+        if (name == name_of(isa) && elixir::can_run(isa)) return isa;
     }
     throw std::invalid_argument("isa is '" + name + "'; this CPU runs everything up to '" + name_of(best) + "'");
 }
@@ -283,7 +284,7 @@ NB_MODULE(_native, m) {
 
     m.def(
         "cpu_features", [] { return std::string(name_of(elixir::best_isa())); },
-        "The instruction set the kernels use on this CPU: 'avx512', 'avx2' or 'scalar'.");
+        "The instruction set the kernels use on this CPU: 'avx512', 'avx2', 'neon' or 'scalar'.");
 
     m.def("tiles_trap", &elixir::tiles_trap, "Whether this CPU announces matrix tiles (AMX) that trap when used.");
 

@@ -1,5 +1,5 @@
 // The kernel for narrow state, written once over vectors. adam_scalar.cpp instantiates it with one lane, which is the
-// reference; adam_avx2.cpp and adam_avx512.cpp with theirs.
+// reference; adam_avx2.cpp, adam_avx512.cpp and adam_neon.cpp with theirs.
 //
 // `Vec` is an internal-linkage type of the including file, so each gets its own copy of these templates. It provides
 // `F` and `I` (registers of `width` floats and 32-bit words), `H` (a register of 2 * width halves of 16 bits), and the

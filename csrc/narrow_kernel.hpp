@@ -1,4 +1,4 @@
-// Signatures of the kernels for narrow state, shared by the three instruction sets. Nothing here may be an inline
+// Signatures of the kernels for narrow state, shared by the instruction sets. Nothing here may be an inline
 // function (see adam_kernel.hpp).
 #pragma once
 
@@ -14,5 +14,6 @@ using NarrowKernel = void(const NarrowArrays& arrays, const AdamConstants& const
 NarrowKernel narrow_scalar;
 NarrowKernel narrow_avx2;
 NarrowKernel narrow_avx512;
+NarrowKernel narrow_neon;
 
 }  // namespace elixir

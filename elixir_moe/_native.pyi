@@ -3,7 +3,7 @@
 from torch import Tensor
 
 def cpu_features() -> str:
-    """The instruction set the kernels use on this CPU: "avx512", "avx2" or "scalar"."""
+    """The instruction set the kernels use on this CPU: "avx512", "avx2", "neon" or "scalar"."""
 
 def tiles_trap() -> bool:
     """Whether this CPU announces matrix tiles (AMX) and does not describe them: using one is fatal."""

@@ -97,7 +97,10 @@ def _complete(settings: AdamSettings) -> AdamSettings:
 
 
 def cpu_features() -> str:
-    """The code that updates shards in host memory: "avx512", "avx2" or "scalar" (native), "torch" if none was built."""
+    """The code that updates shards in host memory.
+
+    "avx512", "avx2", "neon" or "scalar" (native), "torch" if none was built.
+    """
     return "torch" if _native is None else _native.cpu_features()
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elixir_moe import _native, kernels
 
-ISAS = ["scalar", "avx2", "avx512"]
+ISAS = ["scalar", "neon"] if _native.cpu_features() == "neon" else ["scalar", "avx2", "avx512"]
 ISAS = ISAS[: ISAS.index(_native.cpu_features()) + 1]
 DTYPES = [torch.bfloat16, torch.float32]
 NASTY = [0.0, -0.0, 1.0, -3.7, 1e-45, 2.0**-126, 2.0**-133, 1e-39, 3.3e38, -3.3e38, math.inf, -math.inf, math.nan]

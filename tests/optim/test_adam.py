@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elixir_moe import _native, kernels
 
 EPS = 2.0**-23
-ISAS = ["scalar", "avx2", "avx512"]
+ISAS = ["scalar", "neon"] if _native.cpu_features() == "neon" else ["scalar", "avx2", "avx512"]
 ISAS = ISAS[: ISAS.index(_native.cpu_features()) + 1]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SETTINGS: dict[str, Any] = {
