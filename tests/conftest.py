@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.kernels import spare_tiles
+from elixir_moe.train import waiting
 from tests.support.ranks import RankPool
 
 spare_tiles()  # for the processes that tests start, too
@@ -18,6 +19,14 @@ def pytest_collection_finish() -> None:
     """Tests collect what they leave, not the half million objects of imports and of the tests themselves."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_is_told() -> Iterator[None]:
+    """On a machine with much to do, any command may take two seconds; what tests read of stderr is the same then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waiting, "AFTER_SECONDS", 3600.0)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -72,8 +72,7 @@ def to_yaml(config: Any) -> str:
 
 def help_of(cls: type) -> str:
     """Help text for every setting of a dataclass of sections: the docstring under its field, its type and default."""
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, conflict_handler="resolve")
-    group = parser.add_argument_group("settings, in the file or as --section.key value")
+    texts: dict[str, list[str]] = {}
     for section, kinds in records.records_in(cls).items():
         for kind in kinds or (cls,):
             hints, words = get_type_hints(kind), _docstrings(kind)
@@ -85,9 +84,12 @@ def help_of(cls: type) -> str:
                 facts = f"required, {facts}" if is_needed else f"{facts}, default: {field.default}"
                 if kind in kinds[1:] and field.name != records.mark_of(kind):
                     facts = f"with {section}.{records.mark_of(kind)}, {facts}"
-                text = f"{words[field.name]} ({facts})".replace("%", "%%")
                 name = f"{section}.{field.name}" if kinds else field.name
-                group.add_argument(f"--{name}", metavar=field.name.upper(), help=text, dest=f"{kind.__name__} {name}")
+                texts.setdefault(name, []).append(f"{words[field.name]} ({facts})".replace("%", "%%"))
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+    group = parser.add_argument_group("settings, in the file or as --section.key value")
+    for name, text in texts.items():
+        group.add_argument(f"--{name}", metavar=name.rpartition(".")[2].upper(), help=" ".join(text))
     return parser.format_help()
 
 

@@ -16,9 +16,9 @@ AFTER_SECONDS = 2.0
 class Waits:
     """``with waits("reading the data"): ...``"""
 
-    def __init__(self, *, quiet: bool = False, after_seconds: float = AFTER_SECONDS) -> None:
-        """`quiet`: nothing is shown."""
-        self._quiet, self._after = quiet, after_seconds
+    def __init__(self, *, quiet: bool = False, after_seconds: float | None = None) -> None:
+        """`quiet`: nothing is shown; `after_seconds`: how long a wait may be before it is told."""
+        self._quiet, self._after = quiet, AFTER_SECONDS if after_seconds is None else after_seconds
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:

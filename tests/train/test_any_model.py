@@ -6,6 +6,9 @@ norms are compared within 1e-4.
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +27,7 @@ from elixir_moe.train.export import export
 from tests.support.checkpoint_cases import assert_same
 from tests.support.hf_folders import model_folder, some_rows, tokenizer, write_rows
 from tests.support.ranks import RankPool
-from tests.support.train_cases import last_state, run
+from tests.support.train_cases import last_state, run, written
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -203,6 +206,31 @@ def test_a_resume_on_another_number_of_ranks_goes_on_with_the_same_rows(
     )
     changed = settings_of(folders, "Qwen3Moe", tmp_path / "other", **changes | {"run": {"steps": 9}, "lora": {"r": 8}})
     assert "lora.r is 8, but was 4" in ranks(1).run(run, changed, None, 0, True)[0]["ended"]
+
+
+@pytest.mark.slow
+def test_a_step_without_memory_is_redone(folders: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """Rank 1 has none left in step 2: all redo it from the same rows, in more and smaller micro-batches."""
+    root, out = Path(__file__).parents[2], tmp_path / "out"
+    config = settings_of(folders, "Qwen3Moe", out, lora=EXPERTS, plan={"kind": "ddp"}, run={"timeout_seconds": 240.0})
+    Path(f"{out}.yaml").write_text(settings.to_yaml(config))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [str(root / "tests" / "support" / "fault_program.py"), str(out), "1", "2=memory"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, *program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    found = written(out)
+    assert [kind for kind, _ in found["events"]] == ["out of memory", "resumed"]
+    assert found["events"][0][1].startswith("rank 1 in step 2; it is redone with micro-batches: 2")
+    changes: dict[str, Any] = {"lora": EXPERTS, "plan": {"kind": "ddp"}}
+    whole = ranks(2).run(run, settings_of(folders, "Qwen3Moe", tmp_path / "whole", **changes), None, 0, True)[0]
+    losses = [[line["loss"] for line in lines] for lines in (found["metrics"], whole["metrics"])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 class Toy(nn.Module):
