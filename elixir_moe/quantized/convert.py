@@ -173,6 +173,10 @@ def _chosen(model: nn.Module, targets: list[str] | None, skip: list[str] | None)
         )
 
 
+_CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
+"""Modules whose weight has three dims and is no stack of experts, as Mamba's."""
+
+
 def _in_blocks(name: str) -> bool:
     """Whether a parameter belongs to one of a list of modules."""
     return any(part.isdecimal() for part in name.split("."))
@@ -181,7 +185,7 @@ def _in_blocks(name: str) -> bool:
 def _refuse_unknown_experts(model: nn.Module, skip: list[str]) -> None:
     """Raises ConfigError for stacks of frozen weights that would stay as they are without a word."""
     for name, module in model.named_modules():
-        if weights_of(module):
+        if weights_of(module) or isinstance(module, _CONVOLUTIONS):
             continue
         for own, parameter in module.named_parameters(prefix=name, recurse=False):
             plain = parameter.dim() == 3 and parameter.is_floating_point() and not parameter.requires_grad

@@ -81,6 +81,12 @@ def test_the_choice_by_default_is_frozen_weights_in_blocks() -> None:
     assert m.blocks[0].up.bias.dtype == torch.float32
 
 
+def test_a_convolution_is_no_stack_of_experts() -> None:
+    model = nn.ModuleList([nn.Linear(64, 64), nn.Conv1d(64, 64, 3)]).requires_grad_(False)
+    em.quantize(model, "nf4")
+    assert [name for name, p in model.named_parameters() if p.dtype is torch.uint8] == ["0.weight", "0.weight_scales"]
+
+
 def test_bytes() -> None:
     m = em.quantize(model().requires_grad_(False), "nf4")
     packed = sum(p.nbytes for p in m.blocks.parameters() if p.dtype == torch.uint8)
