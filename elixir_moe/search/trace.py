@@ -11,8 +11,10 @@ gradient of its input. Memory that one period allocates and another frees is thu
 """
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -165,7 +167,8 @@ def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: 
     The caches of memoised forwards are cleared.
     """
     before = [
-        (module, dict(module._parameters), dict(module._buffers), dict(vars(module))) for module in model.modules()
+        (module, dict(vars(module)), {name: copy(value) for name, value in vars(module).items() if _is_registry(value)})
+        for module in model.modules()
     ]
     fakes: dict[Tensor, Tensor] = {}
 
@@ -182,20 +185,26 @@ def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: 
         return fakes[tensor]
 
     with mode:
-        for module, parameters, buffers, attributes in before:
-            module._parameters.update({name: fake(p) for name, p in parameters.items()})
-            module._buffers.update({name: fake(b) for name, b in buffers.items()})
+        for module, attributes, registries in before:
+            module._parameters.update({name: fake(p) for name, p in registries["_parameters"].items()})
+            module._buffers.update({name: fake(b) for name, b in registries["_buffers"].items()})
             vars(module).update({name: fake(t) for name, t in attributes.items() if isinstance(t, Tensor)})
     try:
         yield
     finally:
-        for module, parameters, buffers, attributes in before:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+        for module, attributes, registries in before:
             for name in vars(module).keys() - attributes.keys():
                 del vars(module)[name]
             vars(module).update(attributes)
+            for name, content in registries.items():
+                vars(module)[name].clear()
+                vars(module)[name].update(content)
             getattr(type(module).forward, "cache_clear", _nothing)()
+
+
+def _is_registry(value: object) -> bool:
+    """Whether it is a plain dict, as those of parameters and hooks: a first forward may add hooks of its own."""
+    return type(value) in (dict, OrderedDict)
 
 
 def _nothing() -> None: ...

@@ -153,6 +153,29 @@ def test_the_model_is_given_back_as_it_was() -> None:
     assert all(m.tokens_per_expert is c for m, c in zip(mixtures, counts, strict=True))
 
 
+class HearsItself(nn.Module):
+    """Puts a hook on its layer in its first forward, as transformers does to keep hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.heard = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "listens"):
+            self.listens = self.layer.register_forward_hook(self._hear)
+        return self.layer(x)
+
+    def _hear(self, *_: object) -> None:
+        self.heard += 1
+
+
+def test_hooks_of_a_first_forward_are_added_once() -> None:
+    model = HearsItself()
+    trace(model, lambda model, x: model(x).sum(), torch.ones(2, 4))
+    model(torch.ones(2, 4))
+    assert model.heard == 1
+
+
 def test_a_step_that_reads_values_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot run on tensors without data"):
         trace(nn.Linear(2, 2), lambda m, x: m(x).sum() * x.sum().item(), torch.ones(1, 2))
