@@ -295,10 +295,10 @@ def _lines(content: Answer, name: str) -> Iterator[str]:
     if wrong:
         yield from ("", "## What differs or fails", "", "| row | what |", "|---|---|")
         yield from (f"| `{a['row']}` | {_one_line(a.get('error') or a['first'])} |" for a in wrong)
-    yield from ("", "## Rows", "")
-    yield from ("| row | result | inputs (config, batches, weights) |", "|---|---|---|")
+    yield from ("", "## Rows", "", "The result of each, and the hashes of its config, batches and weights.", "", "```")
     for row in rows():
         yield _row_line(row, answers.get(row.name))
+    yield "```"
 
 
 def _cell(answers: dict[str, Answer], family: str, plan: str) -> str:
@@ -320,9 +320,9 @@ def _worst(answers: list[Answer]) -> Iterator[str]:
 
 def _row_line(row: Row, answer: Answer | None) -> str:
     if answer is None:
-        return f"| `{row.name}` | not run | |"
-    inputs = ", ".join(f"`{value[:8]}`" for value in answer.get("inputs", {}).values())
-    return f"| `{row.name}` | {'equal' if answer['ok'] else 'differs'} | {inputs} |"
+        return f"-        {row.name}"
+    inputs = "/".join(value[:8] for value in answer.get("inputs", {}).values())
+    return f"{'equal' if answer['ok'] else 'differs':8} {row.name}  {inputs}".rstrip()
 
 
 def _one_line(text: str) -> str:

@@ -383,7 +383,7 @@ def page() -> str:
         "",
         "Made by `python -m tests.museum`; do not edit. These faults trained wrong models without a word, and were",
         "reported to trackers of other projects. Each is planted again in its smallest form in",
-        "[tests/museum](../tests/museum/cases.py), and `elixir-moe verify` finds it. A test of each case compares what",
+        "`tests/museum/cases.py`, and `elixir-moe verify` finds it. A test of each case compares what",
         "it says with this table.",
         "",
         "| fault | seen in | check that fails first | what it says |",

@@ -673,10 +673,10 @@ def test_a_mixture_that_drops_no_token_asks_for_expandable_segments(
     config = settings_of(tmp_path, model=model)
     training: Any = SimpleNamespace(
         config=config,
+        recipe=config.recipe(),
         device=torch.device(device),
-        text=SimpleNamespace(train=b"", validation=b""),
+        data=SimpleNamespace(describe=lambda validation: ()),
         validation=torch.zeros(1, 1, 2),
-        validation_text=b"",
         parameters=1,
         ranks=1,
         progress=SimpleNamespace(accumulation=1),

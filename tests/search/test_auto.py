@@ -403,7 +403,7 @@ def steps_of_a_clock() -> tuple[int, float | None]:
     wrapped: Any = SimpleNamespace(
         held_bytes=dict,
         groups=SimpleNamespace(control=dist.group.WORLD),
-        model=SimpleNamespace(parameters=[torch.zeros(1)]),
+        spec=SimpleNamespace(parameters=[torch.zeros(1)]),
     )
     taken, clock = 0, SimpleNamespace(perf_counter=accumulate(range(1, 20)).__next__)
     with mock.patch.object(prediction, "time", clock):
