@@ -122,6 +122,7 @@ def solve(task: Task, packings: "Packings | None" = None) -> Choice:
     """The fastest plan that fits; `packings` are those of a problem that differs in memory alone.
 
     Chunks that are filled wherever layers begin (`Plan.whole_layers`) are tried at the length of the fastest plan.
+    Between homes of chunks, the host time of units is not weighed: more chunks on the device are taken to be faster.
 
     Raises:
         PlanError: no plan fits; the message has the missing bytes, the tier and a remedy.

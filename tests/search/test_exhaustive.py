@@ -70,7 +70,9 @@ def drawn(rng: random.Random) -> Task:
     )
     plenty = Task(
         profile=profile,
-        hardware=replace(Hardware.named("a100-80g-pcie-x4"), disk_read=2.0, disk_write=1.0),
+        # Parameters here are of 100 elements: at 60 microseconds, units would be all of a step. The search weighs units
+        # between chunks that begin with layers and chunks that are filled, and not between homes of chunks.
+        hardware=replace(Hardware.named("a100-80g-pcie-x4"), disk_read=2.0, disk_write=1.0, unit_us=1e-9),
         gpus=world,
         capacity_bytes=PLENTY,
         host_bytes=PLENTY,
