@@ -7,11 +7,15 @@ they are used.
 
 import hashlib
 import inspect
+import json
+import logging
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +29,13 @@ from elixir_moe.quantized.convert import quantize
 from elixir_moe.state.safetensors_format import INDEX, SINGLE
 from elixir_moe.train.recipe import check_trainable
 
+_LOG = logging.getLogger(__name__)
 LONGEST = 1024
 """Tokens of a row where nobody says how many."""
+
+
+_SEES_TEXTS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers, by transformers' names, whose masks tell the texts of a row apart."""
 
 
 class HuggingFaceRecipe:
@@ -92,20 +101,30 @@ class HuggingFaceRecipe:
                 f"model.hf: the forward of {self._class().__name__} takes no num_items_in_batch, by which its loss is "
                 f"averaged over all ranks: train it with model.module and a loss of your own"
             )
-        can = "position_ids" in takes and not getattr(self._class(), "_is_stateful", False)
-        if packed and not can:
+        cannot = None if packed is False else self._cannot_pack(takes, text)
+        if packed and cannot is not None:
             raise ConfigError(
-                f"data.packing: {self._class().__name__} cannot tell the texts of a row apart, since it "
-                f"{'takes no positions' if 'position_ids' not in takes else 'carries a state along a row'}: give "
+                f"data.packing: {self._class().__name__} cannot tell the texts of a row apart, since it {cannot}: give "
                 f"data.packing=false"
             )
-        self.restarts = can if packed is None else packed
+        self.restarts = packed is not False and cannot is None
         self._routers: Routers | None = None
 
     @property
     def varies(self) -> bool:
         """As `Recipe` says."""
         return self._routers is not None
+
+    def _cannot_pack(self, takes: Mapping[str, Any], text: Any) -> str | None:
+        """Why texts that share a row would see each other; None if they do not."""
+        if "position_ids" not in takes:
+            return "takes no positions"
+        others = set(getattr(text, "layer_types", None) or ()) - _SEES_TEXTS
+        if others or getattr(self._class(), "_is_stateful", False):
+            return "carries a state along a row"
+        if not _masks_by_position(self._class(), self.config.to_json_string()):
+            return "does not mask by positions"
+        return None
 
     def _class(self) -> Any:
         """The class of the model."""
@@ -225,6 +244,31 @@ class HuggingFaceRecipe:
     def fixed(self) -> Mapping[str, object]:
         """As `Recipe` says: the model's config."""
         return {"model.config": hashlib.sha256((self.folder / "config.json").read_bytes()).hexdigest()}
+
+
+class _Asked(Exception):  # noqa: N818 (no error: it ends a forward early)
+    """transformers looks for the texts of a row."""
+
+
+@cache
+def _masks_by_position(kind: Any, config: str) -> bool:
+    """Whether a model of that class and config, in JSON, hands its positions to transformers' masks, which look there
+    for the texts of a row: a forward without data that ends at the first look."""
+    from transformers import masking_utils
+
+    def ask(position_ids: Tensor) -> None:
+        raise _Asked
+
+    described = kind.config_class.from_dict(json.loads(config))
+    with torch.device("meta"), patch.object(masking_utils, "find_packed_sequence_indices", ask):
+        tokens = torch.zeros(1, 4, dtype=torch.long)
+        try:
+            kind(described)(input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False)
+        except _Asked:
+            return True
+        except Exception as error:  # what a forward without data raises is up to the model
+            _LOG.debug("%s does not run without data, so its rows have one text each: %s", kind.__name__, error)
+    return False
 
 
 def encoded(tokenizer: Any, text: str) -> Tensor:

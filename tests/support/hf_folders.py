@@ -48,7 +48,7 @@ def model_folder(folder: Path, kind: str, **changes: Any) -> Path:
     import transformers
 
     torch.manual_seed(5)
-    config = getattr(transformers, f"{kind}Config")(**TINY | CONFIGS[kind] | changes)
+    config = getattr(transformers, f"{kind}Config")(**TINY | CONFIGS.get(kind, {}) | changes)
     getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder

@@ -24,8 +24,9 @@ from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.export import export
+from elixir_moe.train.huggingface import HuggingFaceRecipe
 from tests.support.checkpoint_cases import assert_same
-from tests.support.hf_folders import model_folder, some_rows, tokenizer, write_rows
+from tests.support.hf_folders import CONFIGS, model_folder, some_rows, tokenizer, write_rows
 from tests.support.ranks import RankPool
 from tests.support.train_cases import last_state, run, written
 
@@ -314,6 +315,33 @@ def test_our_own_gpt_has_any_vocabulary_by_a_tokenizer_and_is_exported(
     ended = ranks(1).run(run, settings.build(TrainConfig, rows), None, 0, True)[0]
     assert ended["ended"] == "" and "rows of 17 tokens" in ended["said"]
     assert export(tmp_path / "out").difference < 1e-6
+
+
+PACKS = {
+    "Llama": {},
+    "Qwen3Moe": CONFIGS["Qwen3Moe"],
+    "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2},
+    "OPT": {"ffn_dim": 32, "word_embed_proj_dim": 16},
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "MiniMax": {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("kind", PACKS)
+def test_rows_are_packed_where_no_text_sees_another(kind: str, tmp_path: Path) -> None:
+    """The logits of a second text change with the first one, or else the model packs."""
+    folder = model_folder(tmp_path / kind, kind, **PACKS[kind])
+    model = HuggingFaceRecipe(str(folder)).plain(None).eval()
+    row, positions = torch.tensor([[5, 6, 7, 8, 9, 10]]), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    other = torch.tensor([[11, 12, 13, 8, 9, 10]])
+    with torch.no_grad():
+        found = [model(input_ids=t, position_ids=positions, use_cache=False).logits[:, 3:] for t in (row, other)]
+    apart = torch.equal(*found)
+    assert apart == (kind in ("Llama", "Qwen3Moe"))
+    assert HuggingFaceRecipe(str(folder)).restarts == apart
+    if not apart:
+        with pytest.raises(ConfigError, match="cannot tell the texts of a row apart"):
+            HuggingFaceRecipe(str(folder), packed=True)
 
 
 def said_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
