@@ -41,6 +41,7 @@ _FLOOR = 1e-4
 _SHARE = 0.02
 """Difference of logits, in parts of what the adapters change, above which the adapters are not those of the run."""
 _ROWS, _TOKENS = 2, 32
+_GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +135,8 @@ def _written(config: TrainConfig, checkpoint: Path, folder: Path, what: str) -> 
         found = _logits(recipe, read, tokens)
     if config.data.tokenizer is not None or recipe.tokenizer is not None:
         tokenizer_of(config.data.tokenizer or str(recipe.tokenizer)).save_pretrained(folder)
+    if what != "adapter" and recipe.tokenizer is not None:
+        _copy_generation_config(Path(recipe.tokenizer), folder)
     return _compared(found, wanted, base, folder)
 
 
@@ -203,6 +206,12 @@ def _with_adapters(model: nn.Module, folder: Path) -> Any:
     import peft
 
     return peft.PeftModel.from_pretrained(model, folder)  # type: ignore[arg-type]
+
+
+def _copy_generation_config(source: Path, folder: Path) -> None:
+    """Puts the model's own file, with its ends of text and ways to sample, in the place of one made of its config."""
+    if (source / _GENERATION).is_file():
+        shutil.copyfile(source / _GENERATION, folder / _GENERATION)
 
 
 def _save_plain(model: Any, folder: Path) -> None:

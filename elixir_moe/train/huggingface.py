@@ -149,9 +149,7 @@ class HuggingFaceRecipe:
                 f"`hf download MODEL --local-dir FOLDER` makes it"
             )
         try:
-            config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
-            config.use_cache = False
-            return config
+            return AutoConfig.from_pretrained(self.folder, local_files_only=True)
         except Exception as error:  # transformers checks its settings with error types of its own
             why = str(error).partition("\n")[0]
             raise ConfigError(f"model.hf: {str(self.folder)!r} is not the folder of a known model: {why}") from error

@@ -403,6 +403,21 @@ def test_a_mistake_is_told_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("what", ["full", "merged"])
+def test_an_export_says_what_the_folder_said_of_generation(what: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Of two ends of text, and ways to sample that are not used, which transformers does not write itself."""
+    folder = model_folder(tmp_path / "model", "Llama", tie_word_embeddings=True)
+    write_rows(tmp_path / "rows.jsonl", some_rows())
+    said = {"eos_token_id": [1, 3], "pad_token_id": 0, "do_sample": False, "temperature": 0.3}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    lora = {"lora": {"r": 2}} if what == "merged" else {}
+    config = settings_of(tmp_path, "model", tmp_path / "out", run={"steps": 1, "sample_bytes": 2}, **lora)
+    assert ranks(1).run(run, config, None, 0, True)[0]["ended"] == ""
+    written = Path(export(tmp_path / "out", what=what).out)
+    assert json.loads((written / "generation_config.json").read_text()) == said
+    assert json.loads((written / "config.json").read_text())["use_cache"] is True
+
+
 def test_what_cannot_be_exported_is_told(folders: Path, ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no run's directory"):
         export(tmp_path)
