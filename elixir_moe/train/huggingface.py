@@ -95,11 +95,14 @@ class HuggingFaceRecipe:
             raise ConfigError(
                 f"data.seq_len={self.length}: {self.name} has {positions} positions, give at most that many"
             )
-        takes = inspect.signature(self._class().forward).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        forward = self._class().forward
+        takes = inspect.signature(forward).parameters
+        own = "loss_function" not in inspect.unwrap(forward).__code__.co_names  # decoders of other models, mostly
+        if own or not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
             raise ConfigError(
-                f"model.hf: the forward of {self._class().__name__} takes no num_items_in_batch, by which its loss is "
-                f"averaged over all ranks: train it with model.module and a loss of your own"
+                f"model.hf: the forward of {self._class().__name__} has a loss that takes no num_items_in_batch, by "
+                f"which it is averaged over all ranks, and may not predict the next token: train it with model.module "
+                f"and a loss of your own"
             )
         cannot = None if packed is False else self._cannot_pack(takes, text)
         if packed and cannot is not None:

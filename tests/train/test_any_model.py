@@ -344,6 +344,14 @@ def test_rows_are_packed_where_no_text_sees_another(kind: str, tmp_path: Path) -
             HuggingFaceRecipe(str(folder), packed=True)
 
 
+def test_a_model_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:
+    """BART's decoder compares each token with its own logits, averaged over the rank."""
+    small = {"d_model": 16, "decoder_layers": 1, "decoder_ffn_dim": 16, "decoder_attention_heads": 2}
+    folder = model_folder(tmp_path / "Bart", "Bart", is_decoder=True, is_encoder_decoder=False, **small)
+    with pytest.raises(ConfigError, match="BartForCausalLM has a loss that takes no num_items_in_batch"):
+        HuggingFaceRecipe(str(folder))
+
+
 def said_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(arguments) == 2
     out, err = capsys.readouterr()
