@@ -250,6 +250,13 @@ def toy() -> nn.Module:
     return Toy()
 
 
+def tied() -> nn.Module:
+    """For model.module, with one weight as embedding and head."""
+    toy = Toy()
+    toy.head.weight = toy.tokens.weight
+    return toy
+
+
 def toy_with_loss() -> tuple[nn.Module, Any]:
     """For model.module, with half the loss that it has by itself."""
 
@@ -260,7 +267,7 @@ def toy_with_loss() -> tuple[nn.Module, Any]:
     return Toy(), loss
 
 
-def of_module(name: str, out: Path) -> TrainConfig:
+def of_module(name: str, out: Path, **changes: Any) -> TrainConfig:
     return settings.build(
         TrainConfig,
         {
@@ -269,6 +276,7 @@ def of_module(name: str, out: Path) -> TrainConfig:
             "plan": {},
             "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "warmup_steps": 0, "final_lr": 1.0, "clip_norm": None},
             "run": {"steps": STEPS, "global_batch": ROWS, "eval_batches": 1, "out": str(out)},
+            **changes,
         },
     )
 
@@ -424,6 +432,16 @@ def test_an_export_says_what_the_folder_said_of_generation(what: str, ranks: Ran
     written = Path(export(tmp_path / "out", what=what).out)
     assert json.loads((written / "generation_config.json").read_text()) == said
     assert json.loads((written / "config.json").read_text())["use_cache"] is True
+
+
+def test_adapters_that_change_little_are_compared_all_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    """Merged into a weight that is the embedding too, they change logits twice; the largest logit is far above both."""
+    config = of_module("tied", tmp_path / "out", optimizer={"lr": 1e-4}, lora={"r": 2, "targets": ["head"]})
+    assert ranks(1).run(run, config, None, 0, True)[0]["ended"] == ""
+    told = export(tmp_path / "out")
+    assert told.change is not None and told.difference <= told.change / 2 < 1e-3 * told.largest_logit
+    with pytest.raises(CheckpointError, match="a weight that is used twice"):
+        export(tmp_path / "out", what="merged")
 
 
 def test_what_cannot_be_exported_is_told(folders: Path, ranks: Ranks, tmp_path: Path) -> None:
