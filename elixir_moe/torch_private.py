@@ -50,6 +50,8 @@ dispatch_modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 
 dispatch_depth = torch._C._len_torch_dispatch_stack
 """The number of dispatch modes that are on, without a list of them: asked for each gather and reduction."""
+function_depth = torch._C._len_torch_function_stack
+"""The number of function modes that are on, `torch.device` as one among them; asked for as often."""
 without_last_dispatch_mode = torch.utils._python_dispatch._pop_mode_temporarily
 """A context without the dispatch mode that was entered last, for the library's own operators in a checkpointed region.
 `disable_dispatch_modes` would also leave what the user has put around the model."""

@@ -23,7 +23,7 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation
-from elixir_moe.torch_private import storage_uses
+from elixir_moe.torch_private import dispatch_depth, function_depth, storage_uses
 
 Allocating = Callable[[], AbstractContextManager[object]]
 _MOST_PLACES = 4096
@@ -104,7 +104,7 @@ class Block:
             self._read_later = False
         if kept:
             self._memory.flat.zero_()
-        known = self._memory.places.get(spec.index)
+        known = None if _seen_by_modes() else self._memory.places.get(spec.index)
         return self._memory.flat[: spec.nbytes].view(spec.key.dtype) if known is None else known[0]
 
     def places(
@@ -112,8 +112,11 @@ class Block:
     ) -> list[torch.Tensor]:
         """What `make` returns for `whole`, which `claim` has returned: views of it, made once and not to be given away.
 
-        Only the use count tells who reads a block, and it does not tell these views from those of others.
+        Only the use count tells who reads a block, and it does not tell these views from those of others. While modes
+        see them they are made anew, and whoever records one is counted.
         """
+        if _seen_by_modes():
+            return make(whole)
         known = self._memory.places.get(chunk)
         if known is None:
             known = whole, make(whole)
@@ -218,6 +221,11 @@ class Blocks:
     def nbytes(self) -> int:
         """Bytes of all blocks; shards are not counted again."""
         return sum(block.nbytes for block in (*self.shared, *self.own.values()))
+
+
+def _seen_by_modes() -> bool:
+    """Whether torch's modes are on: they see the tensors of each operator, and may keep them."""
+    return bool(dispatch_depth() or function_depth())
 
 
 def _own_storage(memory: torch.Tensor) -> torch.Tensor:
