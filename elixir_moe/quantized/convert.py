@@ -24,8 +24,9 @@ from elixir_moe.quantized.packed import SCALES, Packed, as_bytes, packed_in, pac
 
 M = TypeVar("M", bound=nn.Module)
 
-_NEVER = ("*lm_head*", "*embed*", "*router*", "*.gate", "*lora_*")
-"""Modules that stay as they are unless `targets` names them: they are small, or decide much."""
+_NEVER = ("*lm_head*", "*embed*", "*router*", "*.gate", "*lora_*", "*.dt_proj")
+"""Modules that stay as they are unless `targets` names them: they are small, or decide much. Mamba's mixers read the
+weight of `dt_proj` themselves, where bytes would be numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,18 @@ def test_a_convolution_is_no_stack_of_experts() -> None:
     assert [name for name, p in model.named_parameters() if p.dtype is torch.uint8] == ["0.weight", "0.weight_scales"]
 
 
+def test_a_weight_that_a_mixer_reads_itself_stays() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MambaConfig(
+        hidden_size=64, num_hidden_layers=1, vocab_size=16, state_size=4, time_step_rank=64, use_cache=False
+    )
+    model = transformers.MambaForCausalLM(config).requires_grad_(False)
+    em.quantize(model, "nf4")
+    assert model.backbone.layers[0].mixer.dt_proj.weight.is_floating_point()
+    assert model.backbone.layers[0].mixer.in_proj.weight.dtype is torch.uint8
+    assert model(input_ids=torch.ones(1, 5, dtype=torch.long)).logits.isfinite().all()
+
+
 def test_bytes() -> None:
     m = em.quantize(model().requires_grad_(False), "nf4")
     packed = sum(p.nbytes for p in m.blocks.parameters() if p.dtype == torch.uint8)
