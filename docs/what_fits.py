@@ -162,7 +162,7 @@ def table() -> str:
     lines = [f"| {kept['date']} | {' | '.join(MACHINES)} |", "|---|" + "---|" * len(MACHINES)]
     for model in (model for model in MODELS if set(kept["answers"].get(model, ())) == set(WAYS)):
         ways = kept["answers"][model]
-        cells = [" ".join(_letter(way, ways[way][machine]) for way in WAYS) for machine in MACHINES]
+        cells = ["".join(_letter(way, ways[way][machine]) for way in WAYS) for machine in MACHINES]
         lines.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

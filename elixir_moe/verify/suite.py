@@ -295,7 +295,14 @@ def _lines(content: Answer, name: str) -> Iterator[str]:
     if wrong:
         yield from ("", "## What differs or fails", "", "| row | what |", "|---|---|")
         yield from (f"| `{a['row']}` | {_one_line(a.get('error') or a['first'])} |" for a in wrong)
-    yield from ("", "## Rows", "", "The result of each, and the hashes of its config, batches and weights.", "", "```")
+    yield from (
+        "",
+        "## Rows",
+        "",
+        "The hashes of config, batches and weights of each; it is equal unless it says otherwise.",
+        "",
+        "```",
+    )
     for row in rows():
         yield _row_line(row, answers.get(row.name))
     yield "```"
@@ -320,9 +327,9 @@ def _worst(answers: list[Answer]) -> Iterator[str]:
 
 def _row_line(row: Row, answer: Answer | None) -> str:
     if answer is None:
-        return f"-        {row.name}"
+        return f"{row.name}  not run"
     inputs = "/".join(value[:8] for value in answer.get("inputs", {}).values())
-    return f"{'equal' if answer['ok'] else 'differs':8} {row.name}  {inputs}".rstrip()
+    return f"{row.name}  {inputs}{'' if answer['ok'] else '  differs or fails'}"
 
 
 def _one_line(text: str) -> str:
