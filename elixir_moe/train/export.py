@@ -35,7 +35,6 @@ from elixir_moe.train.recipe import Recipe
 from elixir_moe.train.training import adamw
 from elixir_moe.wrap import wrap
 
-KINDS = ("adapter", "merged", "full")
 _FLOOR = 1e-4
 """Difference of logits, in parts of the largest one, that fp32 sums in another order may make."""
 _ROUNDING = 1e-5

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.errors import ConfigError
 from elixir_moe.integrations.routers import Routers, has_routers
-from elixir_moe.models.adapters import Lora, adapted
+from elixir_moe.models.adapters import Lora
 from elixir_moe.models.without_logits import WithoutLogits
-from elixir_moe.quantized.convert import quantize
 from elixir_moe.state.safetensors_format import INDEX, SINGLE
-from elixir_moe.train.recipe import check_trainable
+from elixir_moe.train.recipe import check_uncut, prepared
 
 _LOG = logging.getLogger(__name__)
 LONGEST = 1024
@@ -159,8 +158,7 @@ class HuggingFaceRecipe:
 
     def check(self, ranks: int, tp: int) -> None:
         """As `Recipe` says."""
-        if tp > 1:
-            raise LayoutError(f"run.tp={tp}: only our own GPT is cut over tp; leave it out for {self.name}")
+        check_uncut(tp, self.name)
         with torch.device("meta"):
             model = self.build(None)
         if self._fused:
@@ -177,20 +175,13 @@ class HuggingFaceRecipe:
         except Exception as error:
             why = str(error).partition("\n")[0]
             raise ConfigError(f"model.hf: {self.name} is no causal language model that can be built: {why}") from error
-        model.train()
-        if self._lora is not None:
-            model.requires_grad_(False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of old names and unused defaults within the two libraries
-            if self._scheme is not None:
-                quantize(model, self._scheme)
-            if self._lora is not None:
-                model = adapted(model, self._lora)
+            model = prepared(model.train(), self._lora, self._scheme, self.name)
             if self._recompute:
                 if not model.supports_gradient_checkpointing:
                     raise ConfigError(f"model.checkpoint: {self.name} cannot recompute its layers; leave it out")
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        check_trainable(model, self.name)
         found: nn.Module = model
         self._routers = Routers(found) if has_routers(found) else None
         return found

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.errors import ConfigError, LayoutError
-from elixir_moe.models.adapters import Lora, adapted
-from elixir_moe.quantized.convert import quantize
-from elixir_moe.train.recipe import check_trainable, load_whole, output_logits, summed
+from elixir_moe.errors import ConfigError
+from elixir_moe.models.adapters import Lora
+from elixir_moe.train.recipe import check_uncut, load_whole, prepared, summed
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 _LENGTH = 128
@@ -70,22 +69,13 @@ class ModuleRecipe:
 
     def check(self, ranks: int, tp: int) -> None:
         """As `Recipe` says."""
-        if tp > 1:
-            raise LayoutError(f"run.tp={tp}: only our own GPT is cut over tp; leave it out for {self.name}")
+        check_uncut(tp, self.name)
         with torch.device("meta"):
             self.build(None)
 
     def build(self, mesh: DeviceMesh | None) -> nn.Module:
         """As `Recipe` says; patterns are those that the function has annotated."""
-        model = self._made()[0].train()
-        if self._lora is not None:
-            model.requires_grad_(False)
-        if self._scheme is not None:
-            quantize(model, self._scheme)
-        if self._lora is not None:
-            model = adapted(model, self._lora)
-        check_trainable(model, self.name)
-        return model
+        return prepared(self._made()[0].train(), self._lora, self._scheme, self.name)
 
     def plain(self, folder: str | None) -> nn.Module:
         """As `Recipe` says; the base is as the function draws it with the run's seed."""
@@ -107,7 +97,9 @@ class ModuleRecipe:
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """As `Recipe` says."""
-        return output_logits(model(tokens))
+        output = model(tokens)
+        logits: Tensor = output if isinstance(output, Tensor) else output.logits
+        return logits
 
     def tokens_per_expert(self, model: nn.Module) -> dict[str, list[int]]:
         """As `Recipe` says: nothing is known of experts."""

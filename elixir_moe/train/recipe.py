@@ -7,18 +7,20 @@ nothing, and knows no step. Batches have the form that `train.data.Data` says.
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.models.adapters import Lora, adapted
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, Meshes, gpt_patterns, lm_loss, lm_loss_without_logits, tokens_per_expert
 from elixir_moe.moe.layer import LayerRanks, MoE
 from elixir_moe.parallel.linear import CutLinear
 from elixir_moe.parallel.rules import annotate
+from elixir_moe.quantized.convert import quantize
 
 
 class Recipe(Protocol):
@@ -195,13 +197,24 @@ def check_degree(key: str, degree: int, ranks: int, what: str) -> None:
         )
 
 
-def check_trainable(model: nn.Module, name: str) -> None:
-    """Raises ConfigError if nothing of the model is trained."""
+def check_uncut(tp: int, name: str) -> None:
+    """Raises LayoutError if a model that is not our GPT is to be cut."""
+    if tp > 1:
+        raise LayoutError(f"run.tp={tp}: only our own GPT is cut over tp; leave it out for {name}")
+
+
+def prepared(model: nn.Module, lora: Lora | None, scheme: str | None, name: str) -> nn.Module:
+    """The model with its frozen weights in `scheme` and with adapters, which alone are trained then.
+
+    Raises:
+        ConfigError: a setting matches nothing in the model, or nothing of it is trained.
+    """
+    if lora is not None:
+        model.requires_grad_(False)
+    if scheme is not None:
+        quantize(model, scheme)
+    if lora is not None:
+        model = adapted(model, lora)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"{name} has no parameter to train: all are frozen; give lora.r, or unfreeze some")
-
-
-def output_logits(output: Any) -> Tensor:
-    """The logits of a forward's result."""
-    found: Tensor = output if isinstance(output, Tensor) else output.logits
-    return found
+    return model
