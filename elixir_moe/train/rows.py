@@ -21,6 +21,7 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,7 @@ class Rows:
     def batch(self, *, seed: int, step: int, rows: int) -> Tensor:
         """As `Data` says: all rows come once in an order drawn from the seed, then once in another order, and so on."""
         total, first = len(self.train), (step - 1) * rows
-        orders = {
-            epoch: np.random.default_rng((seed, epoch)).permutation(total)
-            for epoch in range(first // total, (first + rows - 1) // total + 1)
-        }
-        chosen = [int(orders[i // total][i % total]) for i in range(first, first + rows)]
+        chosen = [int(_order(total, seed, i // total)[i % total]) for i in range(first, first + rows)]
         return self.train[chosen].long()
 
     def validation_batches(self, *, batches: int, rows: int) -> Tensor:
@@ -115,6 +112,12 @@ class Rows:
                 f"rows        {self.shortened:,} texts are longer than a row and were cut there"
                 + f"; {self.dropped:,} of them have nothing to predict in it and were left out" * bool(self.dropped)
             )
+
+
+@lru_cache(maxsize=2)
+def _order(rows: int, seed: int, epoch: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """The order of all rows in an epoch; a step is in one epoch, or at the border of two."""
+    return np.random.default_rng((seed, epoch)).permutation(rows)
 
 
 def load_rows(
