@@ -50,7 +50,7 @@ def _run_rows(known: argparse.Namespace, versions: dict[str, str]) -> dict[str, 
         raise ConfigError(f"--jobs: expected at least 1, got {jobs}")
     rows = suite.chosen(known.only)
     load_once("transformers", "peft", suite.__name__, *suite.modules_of_families())
-    with _shown(len(rows), quiet=known.json) as tell:
+    with _shown(len(rows), quiet=known.json or known.quiet) as tell:
         facts = {"versions": versions, "packages": _packages(), "commit": _commit()}
         again = known.only is not None
         try:
