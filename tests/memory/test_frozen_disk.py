@@ -13,6 +13,7 @@ import elixir_moe as em
 from elixir_moe.chunks.ledger import PAGE_BYTES, VALUES_BUFFERS
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.disk_values import ValuesElements, ValuesFile
+from tests.support.adapter_cases import WIDTH, build
 from tests.support.cases import with_further
 from tests.support.parity import trained
 from tests.support.ranks import RankPool
@@ -20,7 +21,6 @@ from tests.support.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 REQUEST = 3 * PAGE_BYTES
 SIZES = [2 * REQUEST + 6, 10, REQUEST]
-WIDTH = 32
 
 
 @pytest.fixture
@@ -101,25 +101,6 @@ def test_a_disk_that_cannot_have_it_is_named(tmp_path: Path) -> None:
     for folder, sizes in ((tmp_path, [1 << 50]), (tmp_path / "nowhere", [10])):
         with pytest.raises(em.TierError, match="for shards cannot be had"):
             ValuesFile(str(folder), sizes, torch.device("cpu"))
-
-
-class Adapted(nn.Module):
-    """A frozen layer with a trainable product beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x -> base(x) + up(down(x))."""
-        return self.base(x).tanh() + self.up(self.down(x))
-
-
-def build() -> tuple[nn.Module, Any]:
-    """Six layers, and an optimizer of the adapters."""
-    model = nn.Sequential(*[Adapted() for _ in range(6)])
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
 
 
 def run(on_disk: bool, dtype: torch.dtype, folder: str, devices: int = 0) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.memory.host_mapping import HostMapping, SharedFile
+from tests.support.adapter_cases import WIDTH, Adapted, build
 from tests.support.cases import with_further
 from tests.support.parity import assert_alike, trained
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
 CPU = torch.device("cpu")
-WIDTH = 32
 CHUNK = WIDTH * WIDTH + WIDTH
 MAPPED = re.compile(r"^[0-9a-f]+-[0-9a-f]+ .*memfd:elixir-moe")
 
@@ -77,25 +77,6 @@ def shared_pages() -> tuple[int, int]:
 
 
 # ------------------------------------------------------------------------------------------------------------ training
-
-
-class Adapted(nn.Module):
-    """A frozen layer with a trainable product beside it."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x -> base(x) + up(down(x))."""
-        return self.base(x).tanh() + self.up(self.down(x))
-
-
-def build() -> tuple[nn.Module, Any]:
-    """Six layers, and an optimizer of the adapters."""
-    model = nn.Sequential(*[Adapted() for _ in range(6)])
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
 
 
 def quantised() -> tuple[nn.Module, Any]:
