@@ -115,7 +115,7 @@ class StepDecision:
         for chunk in self._chunks:
             chunk.clear_gradient()
         self._scheduler.used.clear()
-        self._scheduler.forget_unseen()
+        self._scheduler.writes.forget_unseen()
         self._forget()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -270,7 +270,7 @@ class StepDecision:
         asked, self._asked = "; ".join(self._asked), []
         steps, backwards = self._phase.place
         same = [*_bits(steps), *_bits(zlib.crc32(f"{backwards} {asked}".encode()))]
-        unseen = self._scheduler.written_unseen() is not None
+        unseen = self._scheduler.writes.unseen() is not None
         used_here = map(self._scheduler.used.__contains__, self._slots)
         votes = torch.tensor([squares, begun, *same, float(unseen), *used_here], dtype=torch.float64, device="cpu")
         with Wait("the all-reduce of the gradient norm over all ranks"):
@@ -320,7 +320,7 @@ class StepDecision:
 
     def _refuse_unseen_writes(self) -> None:
         """Raises UsageError on all ranks: a module has written a parameter through ``.data``. Collective."""
-        names = gathered(self._scheduler.written_unseen(), self._groups.peers_group)
+        names = gathered(self._scheduler.writes.unseen(), self._groups.peers_group)
         name = next(name for name in names if name is not None)
         raise UsageError(
             f"a forward has written parameter {name!r} through .data, and the write is lost: write to the parameter "

@@ -313,7 +313,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _check_parameters(self) -> None:
         """Raises UsageError for parameters that have changed since `wrap`, or whose ``grad`` was set by hand."""
-        self._scheduler.flush()
+        self._scheduler.writes.keep_all()
         with DisableTorchFunctionSubclass():
             thawed = [self._hooks.name_of(p) for p in self._frozen if p.requires_grad]
             own = [self._hooks.name_of(p) for p in self._parameters if p.grad is not None]

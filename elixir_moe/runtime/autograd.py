@@ -1,10 +1,11 @@
 """Helpers on torch's modules and autograd: hooks, the tensors in a module's outputs, and whether backward runs.
 
-Owns `Hook`, which torch.compile does not trace and which cannot be copied.
+Owns `Hook`, which torch.compile does not trace and which cannot be copied, and `unrecorded`, in which nothing records.
 """
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -12,7 +13,13 @@ from typing import Any, NoReturn
 import torch
 
 from elixir_moe.runtime.access import refuse_copy
-from elixir_moe.torch_private import graph_task_id
+from elixir_moe.torch_private import (
+    SELECTIVE_CHECKPOINT_MODES,
+    dispatch_depth,
+    dispatch_modes,
+    graph_task_id,
+    without_last_dispatch_mode,
+)
 
 
 class Hook:
@@ -49,6 +56,31 @@ def in_function() -> bool:
 def in_backward() -> bool:
     """Whether the caller runs inside a backward."""
     return graph_task_id() != -1
+
+
+_HERE = nullcontext()
+
+
+def unrecorded() -> AbstractContextManager[object]:
+    """A context in which nothing records the library's operators: autograd, inference mode, a selective checkpoint.
+
+    A backward is one already, where this costs nothing.
+    """
+    if torch.is_inference_mode_enabled() or dispatch_depth():
+        return _outside_of_modes()
+    return torch.no_grad() if torch.is_grad_enabled() else _HERE
+
+
+@contextmanager
+def _outside_of_modes() -> Iterator[None]:
+    modes = dispatch_modes()
+    selective = [i for i, mode in enumerate(modes) if isinstance(mode, SELECTIVE_CHECKPOINT_MODES)]
+    with ExitStack() as stack:
+        for _ in modes[selective[0] :] if selective else ():  # the last ones, with what runs inside the region
+            stack.enter_context(without_last_dispatch_mode())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        yield
 
 
 def hook_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> None:

@@ -125,7 +125,7 @@ class Hooks:
     ) -> None:
         """`checkpoints` takes what checkpointed regions keep, if it goes to host memory."""
         self._root = model
-        self._scheduler = scheduler
+        self._scheduler, self._writes = scheduler, scheduler.writes
         self._on_gpu = placeholder.device.type == "cuda"
         self._phase = scheduler.phase
         stays = all(chunk.spec.residence is ATTACHED for chunk in scheduler.chunks)
@@ -144,7 +144,7 @@ class Hooks:
             unshard_for_call=self._unshard_for_call,
             unshard_for_block=self._unshard_for_block,
             lend=self._lend,
-            keep_exactly=lambda parameter, values: scheduler.keep_exactly(*self._slot_of[parameter], values),
+            keep_exactly=lambda parameter, values: self._writes.keep_exactly(self._slot_of[parameter], values),
             has_gradient=lambda parameter: self._slot_of[parameter] in scheduler.used,
             name_of=self.name_of,
         )
@@ -288,8 +288,7 @@ class Hooks:
             with self._saved.hooks() if with_grad and not self._calls else nullcontext():
                 yield
         finally:
-            for index in reader.chunks:
-                self._scheduler.keep_writes(self._scheduler.chunks[index])
+            self._writes.keep_all(reader.chunks)
             if not again:
                 self._carrier.let_go(reader, tracked=tracked)
             if outermost and not self._calls:  # an interrupt inside `em.unsharded` leaves calls
@@ -300,12 +299,12 @@ class Hooks:
         """Gathers parameters for a block of user code; with `write`, their values at its end are stored."""
         slots = [self._slot_of[p] for p in parameters]
         if write:
-            self._scheduler.refuse_writes(slots)
+            self._writes.refuse_shared(slots)
         outermost = not self._calls and not in_backward()
         with self._unshard_for_call(parameters, recorded=not outermost):
             if outermost:
                 self._phase.end_call()  # reads inside the block are calls of their own
-            before = {} if write else {slot: self._scheduler.fingerprint(*slot) for slot in slots}
+            before = {} if write else self._writes.fingerprints(slots)
             depth = len(self._phase.blocks)
             try:
                 if outermost:
@@ -318,12 +317,12 @@ class Hooks:
                     self._phase.begin_call()
                 lost = outermost and len(given) <= depth
                 if write and not lost:
-                    self._scheduler.store(slots)
+                    self._writes.store(slots)
             if lost:
                 raise UsageError(
                     "what ran inside em.unsharded(...) has failed, and the block with it: what was written is lost"
                 )
-            self._refuse_unseen(before)
+            self._writes.refuse_changes(before)
 
     def _lend(self, parameter: nn.Parameter) -> bool:
         """As `ParamAccess` describes it."""
@@ -352,20 +351,8 @@ class Hooks:
         """Ends the loans in `lent`, which is empty then."""
         while lent:
             reader, tracked = lent.pop()
-            for index in reader.chunks:
-                self._scheduler.keep_writes(self._scheduler.chunks[index])
+            self._writes.keep_all(reader.chunks)
             self._carrier.let_go(reader, tracked=tracked)
-
-    def _refuse_unseen(self, before: dict[ParamId, tuple[int, int]]) -> None:
-        for slot, (version, values) in before.items():
-            now = self._scheduler.fingerprint(*slot)
-            if now[0] == version and now[1] != values:
-                self._scheduler.undo_unseen(slot[0])
-                name = self._scheduler.chunks[slot[0]].names[slot[1]]
-                raise UsageError(
-                    f"parameter {name!r} was written through .data or its address inside em.unsharded(...): pass "
-                    f"write=True"
-                )
 
     def _read_of(self, parameters: Sequence[nn.Parameter]) -> str:
         return f"a read of {', '.join(self._names[p] for p in parameters[:4])}"

@@ -18,8 +18,8 @@ Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the 
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -40,20 +40,16 @@ from elixir_moe.chunks.residence import ATTACHED, CACHED
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.chunks.step_machine import Answer
 from elixir_moe.distributed.collectives import Work
-from elixir_moe.errors import PlanError, UsageError
+from elixir_moe.errors import PlanError
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.host_sums import HostSums
+from elixir_moe.runtime.autograd import unrecorded
 from elixir_moe.runtime.chunk import GATHERED, GATHERING, SHARDED, Chunk
 from elixir_moe.runtime.phase import READABLE, WHOLE, Phase
 from elixir_moe.runtime.reduction_order import Agreement, alone
 from elixir_moe.runtime.streams import Streams
+from elixir_moe.runtime.writes import Writes
 from elixir_moe.spans import span
-from elixir_moe.torch_private import (
-    SELECTIVE_CHECKPOINT_MODES,
-    dispatch_depth,
-    dispatch_modes,
-    without_last_dispatch_mode,
-)
 
 _LOG = logging.getLogger(__name__)
 _MISSES_BEFORE_NEW_SCHEDULE = 3
@@ -81,9 +77,8 @@ class Scheduler:
         """Adds gradients in host memory beside backward, if anybody does."""
         self.statistics = statistics
         self.phase = Phase()
-        self._moved: str | None = None
-        """The name of a parameter that was written without a trace before the end of the first backward (as by
-        ``self.weight.data`` in forward), or given other memory."""
+        self.writes = Writes(chunks, streams, self.phase, self._order_behind_reduction)
+        """What user code writes to gathered weights."""
         self.used: set[tuple[int, int]] = set()
         """(chunk, index in the chunk) of parameters that got a gradient since the last update, on this rank."""
         self.landed: Callable[[Chunk, Callable[[], None]], None] | None = None
@@ -135,7 +130,7 @@ class Scheduler:
         self.phase.check(READABLE, who)
         self._streams.enter_compute()
         cached = self._cached_of(chunks)
-        with _unrecorded():  # once: what is called here finds nothing left to leave
+        with unrecorded():  # once: what is called here finds nothing left to leave
             if cached:
                 self._ask(ACQUIRE, cached, tracked=tracked, who=who)
             try:
@@ -164,7 +159,7 @@ class Scheduler:
                 if chunk.spec.residence is not CACHED:
                     chunk.holds = max(chunk.holds - 1, 0)  # a reset may have run before
                     if self.phase.first:
-                        self.keep_writes(chunk)
+                        self.writes.keep(chunk)
                     self._land_waiting(chunk)
 
     def holds(self, index: int) -> bool:
@@ -269,7 +264,7 @@ class Scheduler:
 
     def _begin_gather(self, chunk: Chunk) -> None:
         assert chunk.block is not None
-        with _unrecorded(), self._streams.fetching():
+        with unrecorded(), self._streams.fetching():
             self._order_behind_reduction(chunk)
             values, whole = chunk.shard.values(), chunk.shard.whole
             chunk.buffer = chunk.block.claim(chunk.spec, self._streams.fetch_after_compute)
@@ -294,132 +289,24 @@ class Scheduler:
         assert chunk.arriving is not None and chunk.buffer is not None
         with span("wait", chunk.label):
             chunk.arriving.wait()
-        with _unrecorded():
+        with unrecorded():
             chunk.attach()
         self.shown_at[chunk.buffer.data_ptr()] = chunk
         chunk.arriving, chunk.arrived = None, chunk.arriving
         chunk.transition(GATHERED)
-        if self.phase.first:
-            with _unrecorded():
-                self._look(chunk)
+        self.writes.watch(chunk)
 
     def _reshard(self, chunk: Chunk) -> None:
         """Drops gathered weights; the shards have them already, so only writes of user code are stored."""
         if chunk.state is GATHERING:
             self._wait_for_unshard(chunk)
-        self.keep_writes(chunk)
-        self._drop(chunk)
-
-    def _drop(self, chunk: Chunk) -> None:
+        self.writes.keep(chunk)
         assert chunk.buffer is not None and chunk.block is not None
         self.shown_at.pop(chunk.buffer.data_ptr(), None)
         chunk.transition(SHARDED)
-        with _unrecorded():
+        with unrecorded():
             chunk.detach()
         chunk.block.vacate(self._streams.all_compute())
-
-    # --------------------------------------------------------------------------------------------------------- writes
-
-    def keep_writes(self, chunk: Chunk) -> None:
-        """Stores in-place writes to a gathered chunk in its shard.
-
-        Every rank has whole parameters and stores its own part of them.
-        """
-        if chunk.state is not GATHERED:
-            return
-        if chunk.arrived is not None:
-            chunk.arrived.wait()
-        with _unrecorded():
-            self._store(chunk, [])
-            if self.phase.first and self._moved is None:
-                self._moved = chunk.moved()
-
-    def store(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Stores the current values of whole gathered parameters, given as (chunk, index in the chunk)."""
-        with _unrecorded():
-            for chunk in dict.fromkeys(self.chunks[index] for index, _ in slots):
-                self._store(chunk, [position for index, position in slots if index == chunk.spec.index])
-
-    def _store(self, chunk: Chunk, positions: list[int]) -> None:
-        """Stores the current values of some parameters of a gathered chunk, and in-place writes to its others."""
-        positions = list(dict.fromkeys([*positions, *chunk.written()]))
-        if positions and chunk.shard.whole is not None:
-            self._streams.join_compute()
-            chunk.forget_writes()
-            chunk.show_home()
-            self.refuse_writes((chunk.spec.index, position) for position in positions)
-        if positions:
-            if chunk.spec.index in self.phase.early:
-                chunk.forget_writes()  # said once: `step` goes on without them
-                self.phase.check(WHOLE, f"a write to parameter {chunk.names[positions[0]]!r}, which is lost,")
-            self._order_behind_reduction(chunk)  # it may still be writing in the values' place
-            self._streams.join_compute()
-            chunk.store(positions)
-        if self.phase.first:
-            self._look(chunk, positions)
-
-    def refuse_writes(self, slots: Iterable[tuple[int, int]]) -> None:
-        """Raises UsageError if a parameter, given as (chunk, index in the chunk), is in memory that ranks share."""
-        for index, position in slots:
-            if self.chunks[index].shard.whole is not None:
-                raise UsageError(
-                    f"parameter {self.chunks[index].names[position]!r} is frozen and lies once for all ranks of this "
-                    f"host, which may read it now: its weights cannot be written. Wrap with a plan of "
-                    f"shared_frozen=False to write them"
-                )
-
-    def finish_shared_reads(self) -> None:
-        """Blocks until this rank reads no memory that ranks share, so that others may write their parts of it."""
-        if self._streams.asynchronous and any(chunk.shard.whole is not None for chunk in self.chunks):
-            torch.cuda.synchronize(self.chunks[0].device)
-
-    def _look(self, chunk: Chunk, written: Sequence[int] = ()) -> None:
-        """As `Chunk.look`, behind all that may have written; its small memory is used on one stream alone."""
-        with self._streams.allocating():
-            self._streams.join_compute()
-            if chunk.arrived is not None:
-                chunk.arrived.wait()
-            chunk.look(written)
-
-    def written_unseen(self) -> str | None:
-        """The name of a parameter that was written without a trace in the first backward or before; blocks for it."""
-        found = [chunk for chunk in self.chunks if chunk.altered is not None]
-        if found and self._moved is None:
-            flags = torch.cat([chunk.altered for chunk in found if chunk.altered is not None]).tolist()
-            names = [name for chunk in found for name in chunk.names]
-            self._moved = next((name for name, flag in zip(names, flags, strict=True) if flag), None)
-        for chunk in found:
-            chunk.altered = None
-        return self._moved
-
-    def forget_unseen(self) -> None:
-        """Forgets writes without a trace, whose step is given up."""
-        self._moved = None
-        for chunk in self.chunks:
-            chunk.altered = None
-
-    def keep_exactly(self, index: int, position: int, values: torch.Tensor) -> None:
-        """Gives the fp32 master of a parameter `values`, of which the shard has stored what the compute dtype holds."""
-        with _unrecorded():
-            self.chunks[index].store_exactly(position, values)
-
-    def fingerprint(self, index: int, position: int) -> tuple[int, int]:
-        """As `Chunk.fingerprint`; two of them show whether and how a gathered parameter was written in between."""
-        return self.chunks[index].fingerprint(position)
-
-    def undo_unseen(self, index: int) -> None:
-        """Undoes writes to a gathered chunk that have left no trace."""
-        with _unrecorded():
-            self.chunks[index].checksums = None  # they are said already
-            self._store(self.chunks[index], [])
-            self.chunks[index].checksums = None
-            self.chunks[index].show_home()
-        self.phase.torn = True  # the block still has the written values in other ranks' parts
-
-    def flush(self) -> None:
-        """Stores in-place writes to all gathered chunks."""
-        for chunk in self.chunks:
-            self.keep_writes(chunk)
 
     # -------------------------------------------------------------------------------------------------------- reduce
 
@@ -452,7 +339,7 @@ class Scheduler:
         outside the rCache instead, since the plan did not foresee the order in which they have come.
         """
         self._streams.enter_compute()
-        with _unrecorded():
+        with unrecorded():
             if chunk.gradients is None:
                 if chunk.spec.residence is CACHED and not self._has_gradient_block(chunk):
                     if not at_once:
@@ -495,7 +382,7 @@ class Scheduler:
         chunk = next(chunk for chunk in self.chunks if chunk.gradient_block is not None)
         assert chunk.gradients is not None
         self.statistics.blocks_replaced += 1
-        with _unrecorded():
+        with unrecorded():
             chunk.gradients.move_out()
         self._leave_gradient_block(chunk, self._streams.all_compute())
         return True
@@ -520,12 +407,7 @@ class Scheduler:
         for chunk in reversed(self.chunks):
             if chunk.gradients is not None or chunk.loose:
                 self.reduce(chunk.spec.index)
-        if self.phase.first:
-            self.flush()
-            for chunk in self.chunks:
-                chunk.checksums = None
-            if not self._streams.asynchronous:  # else the next clip or step waits for it
-                self.written_unseen()
+        self.writes.end_backward()
 
     def reduce(self, index: int) -> None:
         """Issues the reduction of a chunk's gradients: every rank gets the sum for its shard."""
@@ -534,9 +416,9 @@ class Scheduler:
         assert chunk.gradients is not None
         self.phase.reduce()
         self._let_update(chunk)
-        with _unrecorded():
+        with unrecorded():
             gradients = chunk.gradients.complete()
-        issuing = self.phase.issuing(chunk.label) if chunk.communicator.size > 1 else _HERE
+        issuing = self.phase.issuing(chunk.label) if chunk.communicator.size > 1 else nullcontext()
         with self._streams.reducing(), issuing, span("reduce", chunk.label):
             work = self._streams.marked(self._issue_reduction(chunk, gradients))
             if work.pending:
@@ -559,14 +441,14 @@ class Scheduler:
         if self.landed is None or self.phase.first or chunk.shard.tier is Tier.DEVICE:
             return
         if chunk.state is not GATHERING and chunk.moved() is None:
-            self.keep_writes(chunk)
+            self.writes.keep(chunk)
             self.phase.early.add(chunk.spec.index)
 
     def _land_waiting(self, chunk: Chunk) -> None:
         """Lands gradients that have waited for the last use of the values, as the end of their reduction."""
         if chunk.reduced and not chunk.holds:
             self._streams.join_compute()  # any compute stream may have used the values
-            with _unrecorded(), self._streams.reducing():
+            with unrecorded(), self._streams.reducing():
                 chunk.land_waiting()
                 chunk.leaving = self._streams.marked(Work())
 
@@ -585,7 +467,7 @@ class Scheduler:
 
     def _issue_reduction(self, chunk: Chunk, buffer: torch.Tensor) -> Work:
         def land(reduced: torch.Tensor, squares: float | None = None) -> None:
-            with _unrecorded():
+            with unrecorded():
                 chunk.land(reduced, squares)
                 if self.landed is not None and chunk.spec.index in self.phase.early:
                     self.landed(chunk, self._streams.issued())
@@ -682,11 +564,11 @@ class Scheduler:
         for chunk in self.chunks:
             if chunk.arriving is not None:
                 chunk.arriving.wait()
-            self.keep_writes(chunk)
+            self.writes.keep(chunk)
             for block in (chunk.block, chunk.gradient_block):
                 if block is not None:
                     block.vacate(self._streams.all_compute())
-            with _unrecorded():
+            with unrecorded():
                 chunk.reset()
         self._streams.fetch_after_compute()
         self._gradient_blocks = 0
@@ -715,28 +597,3 @@ class Scheduler:
 
     def _count(self, chunk: Chunk, collective: str, nbytes: int) -> None:
         self.statistics.collective_bytes[chunk.group, collective] += nbytes
-
-
-_HERE = nullcontext()
-
-
-def _unrecorded() -> AbstractContextManager[object]:
-    """A context in which nothing records the library's operators: autograd, inference mode, a selective checkpoint.
-
-    A backward is one already, where this costs nothing.
-    """
-    if torch.is_inference_mode_enabled() or dispatch_depth():
-        return _outside_of_modes()
-    return torch.no_grad() if torch.is_grad_enabled() else _HERE
-
-
-@contextmanager
-def _outside_of_modes() -> Iterator[None]:
-    modes = dispatch_modes()
-    selective = [i for i, mode in enumerate(modes) if isinstance(mode, SELECTIVE_CHECKPOINT_MODES)]
-    with ExitStack() as stack:
-        for _ in modes[selective[0] :] if selective else ():  # the last ones, with what runs inside the region
-            stack.enter_context(without_last_dispatch_mode())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        yield

@@ -101,7 +101,7 @@ def full_parameters(
     are neither read nor gathered; by default all parameters are wanted.
     """
     wrapped.phase.require(WHOLE, "em.full_state_dict()")
-    wrapped.scheduler.flush()
+    wrapped.scheduler.writes.keep_all()
     if len(wrapped.spec.ranks) > 1:
         wrapped.phase.agree(wrapped.groups.peers_group)
     tiles: dict[str, dict[int, torch.Tensor]] = {}

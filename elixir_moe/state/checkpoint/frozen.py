@@ -33,7 +33,7 @@ def frozen_records(wrapped: Wrapped, process_group: dist.ProcessGroup) -> dict[s
     holdings = [held for held in held_pieces(wrapped) if not held.chunk.spec.key.trainable]
 
     def sums_here() -> dict[str, int]:
-        wrapped.scheduler.flush()
+        wrapped.scheduler.writes.keep_all()
         sums: dict[str, int] = {}
         for held in holdings:
             sums[held.name] = sums.get(held.name, 0) + _kept_sum(held)

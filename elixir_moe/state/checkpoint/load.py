@@ -112,7 +112,7 @@ def load(
     todo: list[_Todo] = []
     directory = path_of(path)
     files = Files(directory)
-    wrapped.scheduler.finish_shared_reads()
+    wrapped.scheduler.writes.finish_shared_reads()
     raise_on_all_ranks(
         "looked up all parameters in a checkpoint",
         lambda: todo.append(_look_up(manifests[0], files, directory, model, wrapped, convert_state)),

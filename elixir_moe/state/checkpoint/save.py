@@ -312,7 +312,7 @@ def _facts(path: Any, model: nn.Module, extra: Any, wrapped: Wrapped, frozen: bo
             f"this model is a pipeline stage of ranks {list(wrapped.spec.ranks)}, and a checkpoint is of one model of "
             f"all ranks: save em.full_state_dict(model) of each stage instead"
         )
-    wrapped.scheduler.flush()
+    wrapped.scheduler.writes.keep_all()
     wrapped.scheduler.drain()
     encoded = encode(extra, "extra")
     fixed = {}
