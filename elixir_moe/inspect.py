@@ -193,7 +193,7 @@ def _planned_bytes(footprint: Footprint, backwards: int) -> dict[str, dict[str, 
     by_tier[Tier.DEVICE] = {
         "rcache": footprint.rcache_bytes,
         "resident": footprint.resident_bytes,
-        "reductions": footprint.staging_bytes + footprint.landing_bytes,
+        "reductions": footprint.staging_bytes + footprint.gradient_bytes,
         **by_tier[Tier.DEVICE],
     }
     by_tier[Tier.HOST]["buffers"] = footprint.spill_buffer_bytes

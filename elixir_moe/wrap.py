@@ -183,10 +183,10 @@ def _wrapped(
     # 2. Describe the model and settle its plan.
     decided = decide(made, model, optimizer, plan, sample, step, compute_dtype, device)
     described, layout, schedule, plan = decided.spec, decided.layout, decided.schedule, decided.plan
-    moments, staged, communicators = decided.moments, decided.staged, decided.communicators
+    moments, over_gloo, communicators = decided.moments, decided.over_gloo, decided.communicators
 
     # 3. Make files, process groups and memory: all ranks, or none.
-    ledger = Ledger.of(plan, layout, moments=moments, staged=staged, beside=decided.beside)
+    ledger = Ledger.of(plan, layout, moments=moments, over_gloo=over_gloo, beside=decided.beside)
     size = ledger.footprint(plan.blocks(layout))
     check_host_memory(size.host_bytes + (size.device_bytes if device.type == "cpu" else 0))
     check_device_memory(device, size, model)

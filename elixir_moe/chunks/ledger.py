@@ -57,7 +57,7 @@ class Footprint:
     spill_buffer_bytes: int
     """In host memory: buffers for the slices of chunks on disk during their update, for values on disk on their way to
     the device, and, with a GPU, for gradients on their way to disk."""
-    landing_bytes: int
+    gradient_bytes: int
     """On the device, from the first gradient of a chunk to its reduction: gradients of chunks without blocks."""
     accumulator_bytes: dict[str, int]
     """By tier: fp32 sums of gradients, used only if a step has several backwards. With a GPU, in host memory also the
@@ -66,7 +66,7 @@ class Footprint:
     @property
     def device_bytes(self) -> int:
         """Peak device memory with one backward per step."""
-        moving = self.rcache_bytes + self.resident_bytes + self.staging_bytes + self.landing_bytes
+        moving = self.rcache_bytes + self.resident_bytes + self.staging_bytes + self.gradient_bytes
         return moving + self.shard_bytes[Tier.DEVICE]
 
     @property
@@ -94,7 +94,7 @@ class Kind(StrEnum):
     """An fp32 sum of gradients."""
     RESIDENT = "resident"
     """A buffer in which it is gathered."""
-    LANDING = "landing"
+    GRADIENTS = "gradients"
     """Memory for gradients until they are reduced."""
     TURN = "turn"
     """The same, where the reduced gradient overwrites weights: `GRADIENTS_ON_THEIR_WAY` chunks have it at once."""
@@ -108,7 +108,7 @@ class Kind(StrEnum):
     """Buffers for values on their way from disk (`values_buffer_bytes`)."""
 
 
-_SUMMED = frozenset({Kind.SHARD, Kind.SUMS, Kind.RESIDENT, Kind.LANDING})
+_SUMMED = frozenset({Kind.SHARD, Kind.SUMS, Kind.RESIDENT, Kind.GRADIENTS})
 _Need = tuple[Kind, Tier, int]
 """(kind, where, bytes or elements)."""
 
@@ -141,7 +141,7 @@ def needs(chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool) -
     elif residence is RESIDENT:
         yield Kind.RESIDENT, Tier.DEVICE, chunk.nbytes
         if trainable:
-            yield Kind.LANDING, Tier.DEVICE, chunk.nbytes
+            yield Kind.GRADIENTS, Tier.DEVICE, chunk.nbytes
     if residence is IN_PLACE:
         yield Kind.TURN, Tier.DEVICE, chunk.nbytes
 
@@ -155,7 +155,7 @@ class Ledger:
         tiers: Iterable[Tier],
         *,
         moments: int,
-        staged: bool,
+        over_gloo: bool,
         beside: bool | None = None,
         values_on_disk: bool = False,
     ) -> None:
@@ -165,14 +165,14 @@ class Ledger:
             layout: the chunks.
             tiers: the tier of each chunk.
             moments: values the optimizer keeps per element; 2 for Adam.
-            staged: whether reductions run over gloo.
+            over_gloo: whether reductions run over gloo.
             beside: whether sums in host memory run beside backward, as with a GPU; by default if reductions do not run
                 over gloo.
             values_on_disk: whether trainable chunks on disk have their values there too, as in a plan.
         """
         self._layout, self._moments, self._whole = layout, moments, values_on_disk
-        self._beside = not staged if beside is None else beside
-        self._staging_bytes = max((chunk.staging_bytes(staged=staged) for chunk in layout.chunks), default=0)
+        self._beside = not over_gloo if beside is None else beside
+        self._staging_bytes = max((chunk.staging_bytes(over_gloo=over_gloo) for chunk in layout.chunks), default=0)
         self._totals = {kind: {tier.value: 0 for tier in Tier} for kind in _SUMMED}
         self._ascending: dict[Kind, list[int]] = {kind: [] for kind in Kind if kind not in _SUMMED}
         """The numbers of the kinds that chunks share, the largest last."""
@@ -192,10 +192,12 @@ class Ledger:
             numbers.sort()
 
     @classmethod
-    def of(cls, plan: Plan, layout: Layout, *, moments: int, staged: bool, beside: bool | None = None) -> Self:
+    def of(cls, plan: Plan, layout: Layout, *, moments: int, over_gloo: bool, beside: bool | None = None) -> Self:
         """The ledger of a plan, whose layout it is."""
         tiers = [plan.home(layout, chunk) for chunk in layout.chunks]
-        return cls(layout, tiers, moments=moments, staged=staged, beside=beside, values_on_disk=plan.values_on_disk)
+        return cls(
+            layout, tiers, moments=moments, over_gloo=over_gloo, beside=beside, values_on_disk=plan.values_on_disk
+        )
 
     def move(self, index: int, tier: Tier) -> None:
         """Makes `tier` the home of a chunk. O(log chunks)."""
@@ -263,14 +265,16 @@ class Ledger:
             staging_bytes=self._staging_bytes,
             shard_bytes=dict(totals[Kind.SHARD]),
             spill_buffer_bytes=buffers,
-            landing_bytes=totals[Kind.LANDING][Tier.DEVICE] + sum(turns[-GRADIENTS_ON_THEIR_WAY:]),
+            gradient_bytes=totals[Kind.GRADIENTS][Tier.DEVICE] + sum(turns[-GRADIENTS_ON_THEIR_WAY:]),
             accumulator_bytes=sums,
         )
 
 
-def footprint(plan: Plan, layout: Layout, *, moments: int = 2, staged: bool, beside: bool | None = None) -> Footprint:
+def footprint(
+    plan: Plan, layout: Layout, *, moments: int = 2, over_gloo: bool, beside: bool | None = None
+) -> Footprint:
     """The bytes that `plan` needs on one rank; the rest is as for `Ledger`."""
-    ledger = Ledger.of(plan, layout, moments=moments, staged=staged, beside=beside)
+    ledger = Ledger.of(plan, layout, moments=moments, over_gloo=over_gloo, beside=beside)
     return ledger.footprint(plan.blocks(layout))
 
 

@@ -108,7 +108,7 @@ class ChunkSpec:
     shards: int
     """Number of shards: the ranks of its group, or 1 if the plan does not scatter."""
     residence: Residence
-    """Where its gathered weights are, and where its gradients land."""
+    """Where its gathered weights are, and where its gradients are."""
     width: int = 0
     """Bytes of a block that the chunk needs for each of its C elements; 0 stands for those of its dtype."""
 
@@ -138,27 +138,27 @@ class ChunkSpec:
         """Whether gathered parameters view the only weights at home: a write to them changes these, without a copy."""
         return self.residence.in_shard and (self.key.master_in_values or not self.key.trainable)
 
-    def widens(self, *, staged: bool) -> bool:
-        """Whether gradients are widened to fp32 before they are reduced; `staged`: over gloo.
+    def widens(self, *, over_gloo: bool) -> bool:
+        """Whether gradients are widened to fp32 before they are reduced.
 
         A reduce-scatter over gloo needs none of it: it sends gradients as they are and sums in fp32 itself.
         """
         summed = self.key.trainable and len(self.key.ranks) > 1
         wider = self.key.reduce_dtype.itemsize > self.key.dtype.itemsize
-        return summed and wider and not (staged and self.shards > 1)
+        return summed and wider and not (over_gloo and self.shards > 1)
 
-    def reduced_bytes(self, *, staged: bool) -> int:
-        """Bytes of the gradients as a reduction sends them; `staged`: over gloo."""
-        return self.numel * self.key.reduce_dtype.itemsize if self.widens(staged=staged) else self.nbytes
+    def reduced_bytes(self, *, over_gloo: bool) -> int:
+        """Bytes of the gradients as a reduction sends them."""
+        return self.numel * self.key.reduce_dtype.itemsize if self.widens(over_gloo=over_gloo) else self.nbytes
 
-    def staging_bytes(self, *, staged: bool) -> int:
-        """Bytes of the staging buffer for a reduction; `staged`: over gloo.
+    def staging_bytes(self, *, over_gloo: bool) -> int:
+        """Bytes of the staging buffer for a reduction.
 
         For widened gradients, or for what a reduce-scatter over gloo receives: with two ranks, that is one shard.
         """
-        if self.widens(staged=staged):
-            return self.reduced_bytes(staged=staged)
-        if not (staged and self.shards > 1 and self.key.trainable):
+        if self.widens(over_gloo=over_gloo):
+            return self.reduced_bytes(over_gloo=over_gloo)
+        if not (over_gloo and self.shards > 1 and self.key.trainable):
             return 0
         return self.nbytes if self.shards > 2 else self.nbytes // 2
 

@@ -1,4 +1,4 @@
-"""Where the gathered weights of a chunk are, and where its gradients land.
+"""Where the gathered weights of a chunk are, and where its gradients are.
 
 Owns `Residence`, which packing and the plan give to each chunk. Pure: the runtime reads it and never changes it.
 """

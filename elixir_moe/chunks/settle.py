@@ -107,7 +107,7 @@ def _device_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int) -> int
     """The most chunks whose state fits in `device_bytes`."""
     assert plan.device_bytes is not None, "asked for a plan that says it"
     layout = plan.layout(params)
-    ledger = Ledger.of(plan, layout, moments=moments, staged=False)
+    ledger = Ledger.of(plan, layout, moments=moments, over_gloo=False)
     for count, chunk in enumerate(reversed(layout.chunks)):
         ledger.move(chunk.index, Tier.DEVICE)
         if ledger.state_bytes(Tier.DEVICE) > plan.device_bytes:
@@ -119,7 +119,7 @@ def _disk_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int, allowed:
     """The fewest chunks on disk with which host memory is large enough."""
     layout = plan.layout(params)
     _, on_device = plan.bounds(layout)
-    homes = Homes(Ledger.of(plan, layout, moments=moments, staged=False, beside=beside), on_device, on_device)
+    homes = Homes(Ledger.of(plan, layout, moments=moments, over_gloo=False, beside=beside), on_device, on_device)
     if homes.spill(on_device, allowed) is None:
         needed = [homes.ledger.footprint().host_bytes]  # with all of them on disk
         for on_disk in range(1, on_device + 1):

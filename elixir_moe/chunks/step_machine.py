@@ -12,7 +12,7 @@ chunks are reduced. Pure: it is told what happens and calls a `Carrier`. `runtim
     recompute  a checkpointed region enters a unit again        holds the unit until backward has passed it
     left again the region leaves a unit that saves no weights   lets it go, until backward reaches it
     unpack     an operator wants weights that it has saved      holds their chunk until the next operator
-    land       a gradient is complete                           lets go units that nothing reads, reduces the chunk
+    accumulate a gradient is complete                           lets go units that nothing reads, reduces the chunk
     end        backward is over                                 lets everything go, reduces the rest
 
 Passing. Every entry and exit in forward gets the next number. Autograd runs nodes in the reverse order of their
@@ -320,7 +320,7 @@ class StepMachine:
             for chunk in rebuilt:
                 self._carrier.let_go_chunk(chunk)
 
-    def land(self, slot: ParamId) -> None:
+    def accumulate(self, slot: ParamId) -> None:
         """Records a complete gradient and takes it: autograd has summed it over all uses of the parameter.
 
         Nothing reads the weights of a unit any more whose last missing gradient this is.

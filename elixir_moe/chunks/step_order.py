@@ -55,11 +55,11 @@ class Happening(Enum):
     """An operator in backward wants a parameter that it has saved."""
     EXPECT = auto()
     """The gradients of parameters may come from now on, in any order. Only an assumed backward has it."""
-    LAND = auto()
+    ACCUMULATE = auto()
     """A gradient is complete."""
 
 
-ENTER, LEAVE, READ, REACH, AGAIN, LEAVE_AGAIN, READ_AGAIN, UNPACK, EXPECT, LAND = Happening
+ENTER, LEAVE, READ, REACH, AGAIN, LEAVE_AGAIN, READ_AGAIN, UNPACK, EXPECT, ACCUMULATE = Happening
 _IN_FORWARD = frozenset((ENTER, LEAVE, READ))
 
 
@@ -376,7 +376,7 @@ class _Replay:
             READ_AGAIN: self._read_again,
             UNPACK: self._unpack,
             EXPECT: self._expect,
-            LAND: self._land,
+            ACCUMULATE: self._accumulate,
         }
         for event in events:
             if event.kind not in _IN_FORWARD and self._machine.backward is None:
@@ -456,11 +456,11 @@ class _Replay:
             self._machine.end_operator()
             self._requests.reserve(self._slot_of[p][0])
 
-    def _land(self, event: StepEvent) -> None:
+    def _accumulate(self, event: StepEvent) -> None:
         for p in event.params:
             slot = self._slot_of[p]
             if slot[0] in self._trainable:
-                self._machine.land(slot)
+                self._machine.accumulate(slot)
 
 
 @dataclass(slots=True)
@@ -471,7 +471,7 @@ class _Run:
     """Position of its event."""
     part: int
     params: tuple[int, ...]
-    landing: tuple[int, ...]
+    completes: tuple[int, ...]
     """The parameters that get their gradient when backward comes to the run, in that order."""
     left: int
     run: int = 0
@@ -491,26 +491,26 @@ def _assumed_backward(
     around: list[_Run] = []
     for run in sorted(_runs(parts, events, trainable), key=lambda run: -run.left):
         while around and around[-1].entered > run.left:
-            yield from _landings(around.pop().landing)
+            yield from _accumulated(around.pop().completes)
         if run.part < 0:
             yield from (StepEvent(UNPACK, params=(p,), same=i > 0) for i, p in enumerate(run.params))
-            yield from _landings(run.landing)
+            yield from _accumulated(run.completes)
             continue
         yield StepEvent(REACH, run.part, run=run.run)
-        sizes = [trainable[p] for p in run.landing]
+        sizes = [trainable[p] for p in run.completes]
         runs_others, in_turn = run.left > run.entered + 1, len(sizes) == 2 and sizes[0] < sizes[1]
         if len(sizes) > 1 and (runs_others or not in_turn):
-            yield StepEvent(EXPECT, params=run.landing)
+            yield StepEvent(EXPECT, params=run.completes)
         if len(sizes) > 1 and runs_others:
             around.append(run)
         else:
-            yield from _landings(run.landing)
+            yield from _accumulated(run.completes)
     while around:
-        yield from _landings(around.pop().landing)
+        yield from _accumulated(around.pop().completes)
 
 
-def _landings(params: Iterable[int]) -> Iterator[StepEvent]:
-    yield from (StepEvent(LAND, params=(p,)) for p in params)
+def _accumulated(params: Iterable[int]) -> Iterator[StepEvent]:
+    yield from (StepEvent(ACCUMULATE, params=(p,)) for p in params)
 
 
 def _runs(parts: Sequence[Part], events: Sequence[StepEvent], trainable: Mapping[int, int]) -> list[_Run]:

@@ -79,7 +79,7 @@ class Work:
             finish()
 
 
-class Land(Protocol):
+class Reduced(Protocol):
     """A function that takes this rank's result of a reduction."""
 
     def __call__(self, reduced: torch.Tensor, squares: float | None = None) -> None:
@@ -103,9 +103,9 @@ class Communicator:
         self._reduce_group: dist.ProcessGroup | None = None
         if groups:
             self._gather_group, self._reduce_group = groups
-        self.staged = device is not None and bool(groups) and is_staged(groups[0], device)
+        self.over_gloo = device is not None and bool(groups) and goes_over_gloo(groups[0], device)
         """Chunks go in messages over gloo, and sums are made here."""
-        self.tagged = self.staged or not groups
+        self.tagged = self.over_gloo or not groups
         """Messages are matched by tags, so the order among process groups may differ between ranks."""
 
     @property
@@ -129,7 +129,7 @@ class Communicator:
             return Work()
         what = self._issued.gather(of)
         slices = buffer.view(self.size, -1)
-        if not self.staged:
+        if not self.over_gloo:
             own = slices[self.index].view(torch.uint8)  # NCCL does not know all dtypes
             with Wait(what, self.ranks):  # in stream order; the host goes on, but over gloo
                 gather_into(buffer.view(torch.uint8), own, self._gather_group)
@@ -146,44 +146,44 @@ class Communicator:
         self,
         buffer: torch.Tensor,
         staging: torch.Tensor | None,
-        land: Land,
+        then: Reduced,
         place: torch.Tensor | None = None,
         *,
         tag: int = 0,
         of: str = "a chunk",
     ) -> Work:
-        """Sums `buffer` over the ranks and gives `land` this rank's slice when it is complete.
+        """Sums `buffer` over the ranks and gives `then` this rank's slice when it is complete.
 
         Args:
             buffer: one gradient of every parameter; must not change until the work is waited for.
-            staging: where `staged` as large as `buffer`, for two ranks as large as a slice; required if
+            staging: where `over_gloo` as large as `buffer`, for two ranks as large as a slice; required if
                 `needs_staging`.
                 Elsewhere None, or as many elements of a wider dtype, in which the gradients are then summed. In use
                 until the work is waited for.
-            land: called once, in `wait` where `staged`, at once (in stream order) elsewhere; gets the sum of squares
+            then: called once, in `wait` where `over_gloo`, at once (in stream order) elsewhere; gets the sum of squares
                 too, if the reduction has computed it.
-            place: memory for the sum, (numel / size,), so that `land` need not copy it; where `staged` only.
+            place: memory for the sum, (numel / size,), so that `then` need not copy it; where `over_gloo` only.
             tag: as in `all_gather`.
             of: as in `all_gather`.
         """
         slices = buffer.view(self.size, -1)
         if self._issued is None:
-            land(slices[0])
+            then(slices[0])
             return Work()
         what = self._issued.reduction(of)
-        if not self.staged:
+        if not self.over_gloo:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             terms = slices if staging is None else staging.view(self.size, -1).copy_(slices)
             with Wait(what, self.ranks):
                 scatter(terms[self.index], terms.view(-1), group=self._reduce_group)
-            land(slices[self.index] if staging is None else slices[self.index].copy_(terms[self.index]))
+            then(slices[self.index] if staging is None else slices[self.index].copy_(terms[self.index]))
             return Work()
         leaving = slices.view(torch.uint8)
         if self.size > 2:
             assert staging is not None
             received = staging.view(self.size, -1)
             work = dist.all_to_all_single(received.view(torch.uint8), leaving, group=self._reduce_group, async_op=True)
-            return Work([work], lambda: land(torch.sum(received, 0, out=place)), what=what, ranks=self.ranks)
+            return Work([work], lambda: then(torch.sum(received, 0, out=place)), what=what, ranks=self.ranks)
         # Each of two ranks receives one slice of the other, right where the sum will be, and reads its own in place.
         if place is None:
             assert staging is not None
@@ -193,30 +193,30 @@ class Communicator:
             dist.irecv(theirs.view(torch.uint8), group=self._reduce_group, tag=tag, group_src=peer),
             dist.isend(leaving[peer], group=self._reduce_group, tag=tag, group_dst=peer),
         ]
-        return Work(works, lambda: land(theirs, add_and_square(theirs, own)), what=what, ranks=self.ranks)
+        return Work(works, lambda: then(theirs, add_and_square(theirs, own)), what=what, ranks=self.ranks)
 
     def needs_staging(self, place: torch.Tensor | None) -> bool:
         """Whether a reduction into `place` needs a staging buffer."""
-        return self.staged and (self.size > 2 or place is None)
+        return self.over_gloo and (self.size > 2 or place is None)
 
     def all_reduce(
-        self, buffer: torch.Tensor, land: Land, wide: torch.Tensor | None = None, *, of: str = "a chunk"
+        self, buffer: torch.Tensor, then: Reduced, wide: torch.Tensor | None = None, *, of: str = "a chunk"
     ) -> Work:
-        """Sums `buffer` over the ranks in place and gives it to `land`; `of` as in `all_gather`.
+        """Sums `buffer` over the ranks in place and gives it to `then`; `of` as in `all_gather`.
 
         The sum is computed in `wide`, as many elements of a wider dtype, if there is one. It is in use until the work
         is waited for.
         """
         if self._issued is None:
-            land(buffer)
+            then(buffer)
             return Work()
         what = self._issued.reduction(of)
         terms = buffer if wide is None else wide.copy_(buffer)
 
         def finish() -> None:
-            land(buffer if wide is None else buffer.copy_(wide))
+            then(buffer if wide is None else buffer.copy_(wide))
 
-        if not self.staged:
+        if not self.over_gloo:
             with Wait(what, self.ranks):
                 dist.all_reduce(terms, group=self._reduce_group)
             finish()
@@ -229,7 +229,7 @@ class Communicator:
 
         Their buffers belong to the kind of collective, so a few bytes take the way of chunks.
         """
-        if self._device is not None and self._device.type == "cuda" and not self.staged:
+        if self._device is not None and self._device.type == "cuda" and not self.over_gloo:
             buffer = torch.zeros(self.size, device=self._device)
             self.all_gather(buffer, 0, of="no chunk, to connect").wait()
             self.reduce_scatter(buffer, None, lambda *_: None, of="no chunk, to connect").wait()
@@ -273,7 +273,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return name
 
 
-def is_staged(group: dist.ProcessGroup, device: torch.device) -> bool:
+def goes_over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether chunks on `device` go in messages over gloo: those of a CPU, whose memory gloo can read."""
     return backend_of(group, device) == "gloo" and device.type == "cpu"
 

@@ -35,7 +35,7 @@ from elixir_moe.memory.values import ValuesInMemory, ValuesOnDisk
 class Contents(Enum):
     """What the values' place holds, and where the gradient is.
 
-    from         place taken   gradient landed   values wanted     cleared   updated
+    from         place taken   gradient added    values wanted     cleared   updated
     VALUES       STALE         SUM, or STALE     -                 -         -
     STALE        -             GRADIENT          VALUES            -         VALUES
     GRADIENT     refused       STALE_SUM         STALE_SUM         STALE     VALUES
@@ -43,7 +43,7 @@ class Contents(Enum):
     STALE_SUM    refused       -                 SUM               STALE     VALUES
 
     Where a first gradient goes to the sum, VALUES stays when its place is taken. Elsewhere a gradient is copied to the
-    values' place by way of STALE, so that an interrupt in the copy leaves neither; once the shard has a sum, it lands
+    values' place by way of STALE, so that an interrupt in the copy leaves neither; once the shard has a sum, it goes
     there from STALE too, as STALE_SUM. An assignment of the state is the last act of each move.
     """
 
@@ -67,7 +67,7 @@ _LEGAL = {
     SUM: {SUM, VALUES},
     STALE_SUM: {STALE_SUM, SUM, STALE, VALUES},
 }
-_LANDED = {VALUES: SUM, STALE: STALE_SUM, SUM: SUM, STALE_SUM: STALE_SUM}
+_ADDED = {VALUES: SUM, STALE: STALE_SUM, SUM: SUM, STALE_SUM: STALE_SUM}
 _CLEARED = {VALUES: VALUES, STALE: STALE, GRADIENT: STALE, SUM: VALUES, STALE_SUM: STALE}
 
 
@@ -183,7 +183,7 @@ class ShardState:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient has landed since the last update."""
+        """Whether a gradient has been added since the last update."""
         return self.contents in (GRADIENT, SUM, STALE_SUM)
 
     @property
@@ -229,18 +229,18 @@ class ShardState:
             self.squares = sum_of_squares(reduced)
         else:
             self.squares = squares
-        self._land(reduced)
+        self._add(reduced)
 
-    def _land(self, reduced: torch.Tensor) -> None:
+    def _add(self, reduced: torch.Tensor) -> None:
         assert self.sink is not None
         place = self._first_place()
         if self.sink.total is not None and reduced.data_ptr() == self.sink.total.data_ptr():
-            self._become(_LANDED[self.contents])  # summed where it lies
+            self._become(_ADDED[self.contents])  # summed where it lies
         elif place is None:
             self._add_to_sum(reduced)
         elif place is not self.source.memory:
             place.copy_(reduced, non_blocking=True)
-            self._become(_LANDED[self.contents])
+            self._become(_ADDED[self.contents])
         else:
             self._become(STALE)  # in case the copy is interrupted
             if reduced.data_ptr() != place.data_ptr():
@@ -258,7 +258,7 @@ class ShardState:
                 self.squares = squares
 
         self.sink.add(reduced, first=first, told=told)
-        self._become(_LANDED[self.contents])
+        self._become(_ADDED[self.contents])
 
     def _move_to_sum(self) -> None:
         """Begins the sum with the gradient that is in the values' place."""

@@ -62,11 +62,11 @@ class EarlyUpdates:
         """A context in which updates begin, with the options of its start and the `scale` of gradients."""
         self._begun.clear()
         self._options = deepcopy(self._present_options())
-        self._scheduler.landed = lambda chunk, arrived: self._begin(chunk, arrived, scale(chunk))
+        self._scheduler.reduced_early = lambda chunk, arrived: self._begin(chunk, arrived, scale(chunk))
         try:
             yield
         finally:
-            self._scheduler.landed = None
+            self._scheduler.reduced_early = None
 
     def _begin(self, chunk: Chunk, arrived: Callable[[], None], scale: float | torch.Tensor) -> None:
         """Gives the thread an update whose gradient is there when `arrived` returns."""

@@ -84,7 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._pieces = {chunk.spec.index: mine for chunk, mine in zip(self._chunks, pieces, strict=True)}
         self._update = update_for(inner, self._chunks, pieces, self.param_groups, seed)
         there = bool(self._chunks) and all(chunk.shard.tier is Tier.DEVICE for chunk in self._chunks)
-        if not there or not isinstance(self._update, AdamUpdate) or (on_device is not None and on_device.staged):
+        if not there or not isinstance(self._update, AdamUpdate) or (on_device is not None and on_device.over_gloo):
             on_device = None
         self._update_thread = None
         """The thread that starts updates of chunks outside the device tier, beside the next forward or in backward."""

@@ -83,7 +83,7 @@ class Gradients:
         `adds`: the memory holds the sum of earlier backwards.
         """
         self._chunk, self._memory, self._wire, self._places, self._adds = chunk, memory, wire, places, adds
-        self._landed: set[int] = set()
+        self._copied: set[int] = set()
 
     def add(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Stores gradients of parameters, given by index, or adds them to earlier ones.
@@ -93,13 +93,13 @@ class Gradients:
         indices = [index for index, _ in gradients]
         places = [self._places[index] for index in indices]
         several = len(indices) > 1 and len(set(indices)) == len(indices)
-        if several and not self._adds and self._landed.isdisjoint(indices):
+        if several and not self._adds and self._copied.isdisjoint(indices):
             foreach_copy_(places, [gradient for _, gradient in gradients])
-            self._landed.update(indices)
+            self._copied.update(indices)
             return
         for (index, gradient), place in zip(gradients, places, strict=True):
-            (place.add_ if self._adds or index in self._landed else place.copy_)(gradient)
-            self._landed.add(index)
+            (place.add_ if self._adds or index in self._copied else place.copy_)(gradient)
+            self._copied.add(index)
 
     def move_out(self) -> None:
         """Moves the gradients to new memory."""
@@ -110,7 +110,7 @@ class Gradients:
         """Zeroes elements without a gradient; returns the tensor to sum over the ranks, (numel,)."""
         if not self._adds:
             for index, place in enumerate(self._places):
-                if index not in self._landed:
+                if index not in self._copied:
                     place.zero_()
             for start, stop in self._chunk.gaps:
                 self._memory[start:stop].zero_()
@@ -356,13 +356,13 @@ class Chunk:
             memory = torch.empty(self.spec.numel, dtype=self.spec.key.dtype, device=self.device)
             self.gradients = Gradients(self, memory, memory, self.places_in(memory))
 
-    def land_loose(self) -> None:
+    def copy_loose(self) -> None:
         """Copies the gradients in `loose` to their places."""
         assert self.gradients is not None
         self.gradients.add(self.loose)
         self.loose.clear()
 
-    def land(self, reduced: torch.Tensor, squares: float | torch.Tensor | None = None) -> None:
+    def add_reduced(self, reduced: torch.Tensor, squares: float | torch.Tensor | None = None) -> None:
         """Adds this rank's part of the reduced gradient to the shard, after the last use of values it overwrites."""
         if self.spec.residence is IN_PLACE:
             if self.holds:
@@ -379,12 +379,12 @@ class Chunk:
         assert isinstance(self.block, ShardBlock)
         self.block.make_writable()
 
-    def land_waiting(self) -> None:
+    def add_waiting(self) -> None:
         """Adds the gradients in `reduced` to the shard once nobody holds the values."""
         if self.reduced and not self.holds:
             waiting, self.reduced = self.reduced, []
             for reduced, squares in waiting:
-                self.land(reduced, squares)
+                self.add_reduced(reduced, squares)
 
     @property
     def has_gradient(self) -> bool:
@@ -405,7 +405,7 @@ class Chunk:
     def reset(self) -> None:
         """Drops gathered weights and gradients that are not reduced yet; the shard stays."""
         self.holds = 0
-        self.land_waiting()
+        self.add_waiting()
         self.arriving = self.gradients = self.gradient_block = None
         self.loose.clear()
         if self.spec.residence is not ATTACHED or self.state is GATHERING:

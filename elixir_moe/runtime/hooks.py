@@ -132,7 +132,7 @@ class Hooks:
         self._packs = checkpoints is not None or not stays
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
         self._names = {p: name for name, p in model.named_parameters()}
-        self._landings: list[tuple[int, dict[int, Any]]] = []
+        self._gradient_hooks: list[tuple[int, dict[int, Any]]] = []
         self._handles: list[RemovableHandle] = []
         """Of the hooks on modules."""
         self._calls: list[Call] = []
@@ -163,8 +163,8 @@ class Hooks:
         hooks = weakref.ref(self)
         for parameter, slot in self._slot_of.items():
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(partial(_landed, hooks, slot))
-                self._landings.append((handle.id, handle.hooks_dict_ref()))
+                handle = parameter.register_post_accumulate_grad_hook(partial(_accumulated, hooks, slot))
+                self._gradient_hooks.append((handle.id, handle.hooks_dict_ref()))
 
     def _hook(self, module: nn.Module, unit: Unit | None) -> None:
         self._handles.append(module.register_forward_pre_hook(Hook(partial(self._enter, unit))))
@@ -174,7 +174,7 @@ class Hooks:
         """Removes all hooks, and gives the parameters their classes back, for good."""
         for handle in self._handles:
             handle.remove()
-        for key, hooks in self._landings:
+        for key, hooks in self._gradient_hooks:
             del hooks[key]
         self._access.remove()
 
@@ -369,7 +369,7 @@ class Hooks:
         if self.machine.backward is not None or not in_backward():
             return
         self._phase.begin_backward()
-        self._run_landings_last()
+        self._run_last()
         keep_graph = keeps_graph()
         self.machine.begin(left, keep_graph=keep_graph, accumulates=self._accumulates)
         at_end_of_backward(self._end_backward)
@@ -378,9 +378,9 @@ class Hooks:
         for index in lent:  # the function whose backward runs first may have asked already
             self.machine.unpack(index, running_node)
 
-    def _run_landings_last(self) -> None:
+    def _run_last(self) -> None:
         """Moves our hooks on gradients behind all others, which must run before the gradient is taken away."""
-        for key, hooks in self._landings:
+        for key, hooks in self._gradient_hooks:
             if len(hooks) > 1:
                 hooks[key] = hooks.pop(key)
 
@@ -411,11 +411,11 @@ class Hooks:
         self._begin_backward(left)
         self.machine.reach(unit, entered, left)
 
-    def landed(self, slot: ParamId, parameter: nn.Parameter) -> None:
+    def accumulated(self, slot: ParamId) -> None:
         """Takes a complete gradient: autograd has summed it over all uses of the parameter at `slot`."""
         if self.machine.backward is None:
             self._begin_backward()
-        self.machine.land(slot)
+        self.machine.accumulate(slot)
 
     def _take_gradient(self, slot: ParamId) -> None:
         """As `Carrier.take`."""
@@ -514,9 +514,9 @@ def moved_since_wrap(moved: Sequence[tuple[str, str]]) -> str:
 # Python's garbage collector cannot see into autograd's graph: a strong reference there would keep the model alive.
 
 
-def _landed(hooks: weakref.ref[Hooks], slot: ParamId, parameter: nn.Parameter) -> None:
+def _accumulated(hooks: weakref.ref[Hooks], slot: ParamId, _: nn.Parameter) -> None:
     if (alive := hooks()) is not None:
-        alive.landed(slot, parameter)
+        alive.accumulated(slot)
 
 
 def _reach(hooks: weakref.ref[Hooks], unit: weakref.ref[Unit], entered: int, left: int, _: torch.Tensor) -> None:

@@ -81,7 +81,7 @@ class Scheduler:
         """What user code writes to gathered weights."""
         self.used: set[tuple[int, int]] = set()
         """(chunk, index in the chunk) of parameters that got a gradient since the last update, on this rank."""
-        self.landed: Callable[[Chunk, Callable[[], None]], None] | None = None
+        self.reduced_early: Callable[[Chunk, Callable[[], None]], None] | None = None
         """Called with a chunk of `Phase.early` whose gradient is on its way home, and a function that waits for it.
 
         Set in the backward in which updates may begin."""
@@ -107,7 +107,7 @@ class Scheduler:
         """Number of blocks that hold gradients."""
         self._in_flight: deque[Work] = deque()
         """Reductions that the host must wait for."""
-        self._landing: deque[Chunk] = deque()
+        self._outside: deque[Chunk] = deque()
         """Chunks whose gradients left memory outside the blocks, which the device may still use; oldest first."""
         for chunk in chunks:
             chunk.block = blocks.own.get(chunk.spec.index)
@@ -160,7 +160,7 @@ class Scheduler:
                     chunk.holds = max(chunk.holds - 1, 0)  # a reset may have run before
                     if self.phase.first:
                         self.writes.keep(chunk)
-                    self._land_waiting(chunk)
+                    self._add_waiting(chunk)
 
     def holds(self, index: int) -> bool:
         """Whether somebody holds the weights of chunk `index`; weights left in an unneeded block do not count."""
@@ -325,14 +325,14 @@ class Scheduler:
         chunk.loose.append((position, gradient))
         waits = chunk.gradients is not None and gradient.nbytes <= _SMALL_BYTES and len(chunk.loose) <= _MOST_SMALL
         if not waits:
-            self._land(chunk)
+            self._copy_in(chunk)
 
     def reserve_gradients(self, index: int) -> None:
         """Requests a block for gradients that only some ranks get, so that all ranks request it at the same time."""
         if self.chunks[index].spec.residence is CACHED:
-            self._land(self.chunks[index])
+            self._copy_in(self.chunks[index])
 
-    def _land(self, chunk: Chunk, *, at_once: bool = False) -> None:
+    def _copy_in(self, chunk: Chunk, *, at_once: bool = False) -> None:
         """Copies the gradients that have come to the chunk's memory.
 
         While there is no block for them, gradients stay the tensors autograd made. `at_once`: they get temporary memory
@@ -349,7 +349,7 @@ class Scheduler:
                 self._make_way(chunk)
                 chunk.open_gradients()
             self._streams.join_compute(gradient for _, gradient in chunk.loose)
-            chunk.land_loose()
+            chunk.copy_loose()
 
     def _make_way(self, chunk: Chunk) -> None:
         """Has the host wait until another gradient outside the blocks keeps within the plan.
@@ -357,8 +357,8 @@ class Scheduler:
         Its memory is not used again before the host knows that the reduction has ended, and a host runs far ahead.
         """
         if chunk.gradient_block is None and chunk.spec.residence is not ATTACHED:
-            while len(self._landing) > REDUCTIONS_IN_FLIGHT or chunk in self._landing:
-                leaving = self._landing.popleft().leaving
+            while len(self._outside) > REDUCTIONS_IN_FLIGHT or chunk in self._outside:
+                leaving = self._outside.popleft().leaving
                 if leaving is not None:
                     leaving.synchronize()
 
@@ -412,7 +412,7 @@ class Scheduler:
     def reduce(self, index: int) -> None:
         """Issues the reduction of a chunk's gradients: every rank gets the sum for its shard."""
         chunk = self.chunks[index]
-        self._land(chunk, at_once=True)
+        self._copy_in(chunk, at_once=True)
         assert chunk.gradients is not None
         self.phase.reduce()
         self._let_update(chunk)
@@ -427,29 +427,29 @@ class Scheduler:
         if chunk.gradient_block is None:
             self._streams.keep_for_reducing(gradients)
             if chunk.spec.residence is not ATTACHED:
-                self._landing.append(chunk)
+                self._outside.append(chunk)
         self.reductions_issued += 1
         self._leave_in_flight(REDUCTIONS_IN_FLIGHT)
         if chunk.gradient_block is not None:
             self._leave_gradient_block(chunk, work)
 
     def _let_update(self, chunk: Chunk) -> None:
-        """Lets the chunk's update begin once its gradient has landed, if it may in this backward; alike on all ranks.
+        """Lets the chunk's update begin once its gradient is reduced, if it may in this backward; alike on all ranks.
 
         A gather in the queue would read the shard during the update. The first backward still looks for writes.
         """
-        if self.landed is None or self.phase.first or chunk.shard.tier is Tier.DEVICE:
+        if self.reduced_early is None or self.phase.first or chunk.shard.tier is Tier.DEVICE:
             return
         if chunk.state is not GATHERING and chunk.moved() is None:
             self.writes.keep(chunk)
             self.phase.early.add(chunk.spec.index)
 
-    def _land_waiting(self, chunk: Chunk) -> None:
-        """Lands gradients that have waited for the last use of the values, as the end of their reduction."""
+    def _add_waiting(self, chunk: Chunk) -> None:
+        """Adds gradients to the shard that waited for the last use of the values, as the end of their reduction."""
         if chunk.reduced and not chunk.holds:
             self._streams.join_compute()  # any compute stream may have used the values
             with unrecorded(), self._streams.reducing():
-                chunk.land_waiting()
+                chunk.add_waiting()
                 chunk.leaving = self._streams.marked(Work())
 
     def _leave_in_flight(self, most: int) -> None:
@@ -466,38 +466,38 @@ class Scheduler:
             raise
 
     def _issue_reduction(self, chunk: Chunk, buffer: torch.Tensor) -> Work:
-        def land(reduced: torch.Tensor, squares: float | None = None) -> None:
+        def add(reduced: torch.Tensor, squares: float | None = None) -> None:
             with unrecorded():
-                chunk.land(reduced, squares)
-                if self.landed is not None and chunk.spec.index in self.phase.early:
-                    self.landed(chunk, self._streams.issued())
+                chunk.add_reduced(reduced, squares)
+                if self.reduced_early is not None and chunk.spec.index in self.phase.early:
+                    self.reduced_early(chunk, self._streams.issued())
             self.statistics.bytes_offloaded[chunk.shard.compute_tier.value] += reduced.nbytes
 
         communicator, spec = chunk.communicator, chunk.spec
-        nbytes = spec.reduced_bytes(staged=communicator.staged)
+        nbytes = spec.reduced_bytes(over_gloo=communicator.over_gloo)
         staging = self._staging_for(chunk, spec.key.reduce_dtype) if nbytes > spec.nbytes else None
         if spec.shards == 1:
             if communicator.size > 1:
                 self._count(chunk, "all_reduce", 2 * nbytes)
-            return communicator.all_reduce(buffer, land, staging, of=chunk.label)
+            return communicator.all_reduce(buffer, add, staging, of=chunk.label)
         self._count(chunk, "reduce_scatter", nbytes)
         near = chunk.shard.tier is Tier.DEVICE or buffer.device.type == "cpu"
-        place = chunk.shard.take_place() if near and communicator.staged else None
+        place = chunk.shard.take_place() if near and communicator.over_gloo else None
         if communicator.needs_staging(place):
             staging = self._staging_for(chunk, buffer.dtype)
-        return communicator.reduce_scatter(buffer, staging, land, place, tag=spec.index, of=chunk.label)
+        return communicator.reduce_scatter(buffer, staging, add, place, tag=spec.index, of=chunk.label)
 
     def _staging_for(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
         """The staging buffer, which serves one reduction at a time."""
         assert self._staging is not None
         self._leave_in_flight(0)
-        return self._staging[: chunk.spec.staging_bytes(staged=chunk.communicator.staged)].view(dtype)
+        return self._staging[: chunk.spec.staging_bytes(over_gloo=chunk.communicator.over_gloo)].view(dtype)
 
     def drain(self) -> None:
         """Waits until every gradient is in its shard; the host waits too if a shard is outside the device tier."""
         self._leave_in_flight(0)
         for chunk in self.chunks:
-            self._land_waiting(chunk)
+            self._add_waiting(chunk)
         self._finish(partial(self._streams.end_step, host=self._has_host_shards))
         if self.sums is not None:
             self._finish(self.sums.finish)

@@ -40,7 +40,7 @@ class Request:
     """Whether the optimizer can update chunks on disk."""
     moments: int
     """fp32 values the optimizer keeps per element."""
-    staged: bool
+    over_gloo: bool
     """Reductions run over gloo."""
 
 
@@ -178,7 +178,7 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
         host_bytes=room.host_bytes,
         disk_bytes=room.disk_bytes if request.adam and not request.wanted.precision.is_narrow else None,
         moments=request.moments,
-        staged=request.staged,
+        over_gloo=request.over_gloo,
         accumulation=request.wanted.accumulation,
     )
 

@@ -108,7 +108,7 @@ def traffic(
     loads: Iterable[int],
     moments: int = 2,
     *,
-    staged: bool = False,
+    over_gloo: bool = False,
     kept_bytes: int = 0,
     units: int = 0,
 ) -> Traffic:
@@ -119,7 +119,7 @@ def traffic(
         layout: its chunks.
         loads: the cached chunks gathered in a step, once per gather.
         moments: fp32 values the optimizer keeps per element.
-        staged: whether reductions run over gloo.
+        over_gloo: whether reductions run over gloo.
         kept_bytes: inputs of checkpointed regions in host memory.
         units: the number of units.
     """
@@ -147,7 +147,7 @@ def traffic(
         count(gathered, gathered.nbytes, times * (gathered.shards > 1 and index not in shared))
     for chunk in layout.chunks:
         if chunk.key.trainable:  # an all-reduce moves twice
-            count(chunk, chunk.reduced_bytes(staged=staged), 1 if chunk.shards > 1 else 2)
+            count(chunk, chunk.reduced_bytes(over_gloo=over_gloo), 1 if chunk.shards > 1 else 2)
 
     def fetched(chunks: Iterable[ChunkSpec]) -> int:
         return sum(gathers[c.index] * (c.nbytes if c.index in shared else values_bytes(c)) for c in chunks)

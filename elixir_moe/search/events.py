@@ -20,9 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from elixir_moe.chunks.step_order import (
+    ACCUMULATE,
     AGAIN,
     ENTER,
-    LAND,
     LEAVE,
     LEAVE_AGAIN,
     REACH,
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
         self._reading.enter_context(saved_tensors_hooks(self._saved, self._asked))
         for parameter in self._model.parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._landed))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
         super().__enter__()
         return self
 
@@ -316,10 +316,10 @@ class Recorder(TorchDispatchMode):
             saved.region[0] = 0
         return saved.tensor
 
-    def _landed(self, parameter: Tensor) -> None:
+    def _accumulated(self, parameter: Tensor) -> None:
         """Frees the gradient, as the runtime does by moving it into its block at once."""
         parameter.grad = None
-        self.events.append(Event(LAND, params=(self._name_of[parameter],)))
+        self.events.append(Event(ACCUMULATE, params=(self._name_of[parameter],)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -344,7 +344,7 @@ def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device
 
     def both() -> None:
         communicator.all_gather(buffer, 0).wait()
-        communicator.reduce_scatter(buffer, staging if communicator.staged else None, lambda *_: None).wait()
+        communicator.reduce_scatter(buffer, staging if communicator.over_gloo else None, lambda *_: None).wait()
         _synchronize(device)  # a latency is measured, too
 
     def mean(seconds: float) -> float:

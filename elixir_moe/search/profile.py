@@ -62,8 +62,8 @@ class Profile:
     traffic_bytes: int
     """Bytes read and written in device memory by all other operators, decoders of quantised weights among them."""
     activation_bytes: int
-    """Peak bytes of all tensors of a step that are neither parameters nor buffers, gradients included until they land.
-    """
+    """Peak bytes of all tensors of a step that are neither parameters nor buffers, gradients included until
+    the chunk copies them."""
     buffer_bytes: int
     """Bytes of the model's buffers."""
     kept: tuple[int, ...] = ()

@@ -58,7 +58,7 @@ class Task:
     """Disk space of one rank, in bytes; None if the optimizer cannot update chunks on disk."""
     moments: int = 2
     """fp32 values the optimizer keeps per element."""
-    staged: bool = False
+    over_gloo: bool = False
     """Reductions run over gloo."""
     imbalance: float = 1.0
     """Routed rows of the busiest rank, in multiples of an even share."""
@@ -96,7 +96,7 @@ class Task:
 
     def footprint(self, plan: Plan, layout: Layout) -> Footprint:
         """The bytes of `plan`, whose layout it is."""
-        return footprint(plan, layout, moments=self.moments, staged=self.staged)
+        return footprint(plan, layout, moments=self.moments, over_gloo=self.over_gloo)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,7 +235,9 @@ def price(
         loads = gathers(schedule, plan.blocks(layout))
     if units is None:
         units = units_moved(task.profile.parts, layout)
-    moved = cost.traffic(plan, layout, loads, task.moments, staged=task.staged, kept_bytes=task.kept_bytes, units=units)
+    moved = cost.traffic(
+        plan, layout, loads, task.moments, over_gloo=task.over_gloo, kept_bytes=task.kept_bytes, units=units
+    )
     return Choice(
         task=task,
         plan=plan,
@@ -358,7 +360,9 @@ class _Packing:
     def homes(self, *, values_on_disk: bool = False) -> Homes:
         """All chunks in host memory. `values_on_disk`: those that go to disk will have their values there too."""
         task, tiers = self._task, [Tier.HOST] * len(self.layout.chunks)
-        ledger = Ledger(self.layout, tiers, moments=task.moments, staged=task.staged, values_on_disk=values_on_disk)
+        ledger = Ledger(
+            self.layout, tiers, moments=task.moments, over_gloo=task.over_gloo, values_on_disk=values_on_disk
+        )
         return Homes(ledger, len(tiers), len(tiers))
 
     def _by_device_chunks(self) -> Iterator[_Held]:

@@ -22,7 +22,7 @@ from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.chunks.settle import settled
 from elixir_moe.chunks.step_order import StepEvent
 from elixir_moe.distributed.all_ranks import made_on_all_ranks
-from elixir_moe.distributed.collectives import Communicator, build_communicators, is_staged
+from elixir_moe.distributed.collectives import Communicator, build_communicators, goes_over_gloo
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.memory.host_sums import adds_beside
 from elixir_moe.optim.accepted import is_adam, moments_of
@@ -48,7 +48,7 @@ class Decided:
     """The requests of a step to the rCache."""
     moments: int
     """Values the optimizer keeps per element."""
-    staged: bool
+    over_gloo: bool
     """Reductions run over gloo."""
     beside: bool
     """Sums in host memory run beside backward."""
@@ -69,7 +69,7 @@ def decide(
     device: torch.device,
 ) -> Decided:
     """Describes the model and settles its plan; `made` undoes what is made. Collective; raises as `wrap`."""
-    moments, staged = moments_of(optimizer), is_staged(dist.group.WORLD, device)  # type: ignore[arg-type]
+    moments, over_gloo = moments_of(optimizer), goes_over_gloo(dist.group.WORLD, device)  # type: ignore[arg-type]
     beside, prediction, communicators = adds_beside(device), None, {}
     events: Sequence[StepEvent]
     if isinstance(plan, Plan):
@@ -91,7 +91,7 @@ def decide(
             compute_dtype=compute_dtype,
             adam=is_adam(optimizer),
             moments=moments,
-            staged=staged,
+            over_gloo=over_gloo,
         )
         tile_to_fit(model, optimizer, device_room(model, request), compute_dtype)
         parts = find_parts(model)
@@ -120,7 +120,7 @@ def decide(
         layout=layout,
         schedule=schedule,
         moments=moments,
-        staged=staged,
+        over_gloo=over_gloo,
         beside=beside,
         communicators=communicators,
         prediction=prediction,

@@ -64,7 +64,7 @@ class Wrapped:
     def held_bytes(self) -> dict[str, int]:
         """{tier: bytes} that the library holds on this rank in a backward, all gradients counted."""
         held = {tier.value: 0 for tier in Tier}
-        held[Tier.DEVICE] = self.scheduler.buffer_bytes + self.footprint.landing_bytes
+        held[Tier.DEVICE] = self.scheduler.buffer_bytes + self.footprint.gradient_bytes
         held[Tier.HOST] = sum(file.buffer_bytes for file in self.files)
         if self.scheduler.sums is not None:
             held[Tier.HOST] += self.scheduler.sums.nbytes

@@ -49,7 +49,7 @@ LAYOUTS = st.builds(build_layout, PARAMS, st.sampled_from([5000, 7000]), scatter
 OPTIONS = st.fixed_dictionaries(
     {
         "moments": st.integers(0, 3),
-        "staged": st.booleans(),
+        "over_gloo": st.booleans(),
         "beside": st.sampled_from([None, True, False]),
         "values_on_disk": st.booleans(),
     }
@@ -74,11 +74,11 @@ def test_moves_come_to_a_ledger_made_afresh(layout: Layout, options: dict[str, A
 
 @settings(max_examples=200, deadline=None)
 @given(LAYOUTS, st.integers(0, 10), st.integers(0, 10), st.booleans())
-def test_a_placed_layout_has_the_same_bytes(layout: Layout, device: int, disk: int, staged: bool) -> None:
+def test_a_placed_layout_has_the_same_bytes(layout: Layout, device: int, disk: int, over_gloo: bool) -> None:
     plan = Plan.offload(rcache_blocks="all", device_chunks=device, disk_chunks=disk)
     placed = plan.place(layout)
-    ledger = Ledger.of(plan, layout, moments=2, staged=staged)
-    assert ledger.footprint(plan.blocks(placed)) == footprint(plan, placed, staged=staged)
+    ledger = Ledger.of(plan, layout, moments=2, over_gloo=over_gloo)
+    assert ledger.footprint(plan.blocks(placed)) == footprint(plan, placed, over_gloo=over_gloo)
     assert (ledger.cached, ledger.block_bytes) == (len(placed.cached), placed.block_bytes)
     size = ledger.footprint()
     own = [chunk for chunk in placed.chunks if chunk.residence is Residence.RESIDENT]
@@ -86,7 +86,7 @@ def test_a_placed_layout_has_the_same_bytes(layout: Layout, device: int, disk: i
         (chunk.nbytes for chunk in placed.chunks if chunk.residence is Residence.IN_PLACE), reverse=True
     )
     assert size.resident_bytes == sum(chunk.nbytes for chunk in own)
-    assert size.landing_bytes == sum(chunk.nbytes for chunk in own if chunk.key.trainable) + sum(overwriting[:5])
+    assert size.gradient_bytes == sum(chunk.nbytes for chunk in own if chunk.key.trainable) + sum(overwriting[:5])
 
 
 # ------------------------------------------------------------------------------------------- what a wrapped model holds
@@ -167,7 +167,7 @@ def held_and_planned(
             optimizer.step()
             optimizer.zero_grad()
         seen = em.inspect(model)
-        size = footprint(seen.plan, seen.layout, moments=2 * adam, staged=dist.get_world_size() > 1, beside=False)
+        size = footprint(seen.plan, seen.layout, moments=2 * adam, over_gloo=dist.get_world_size() > 1, beside=False)
         assert size == seen.footprint
         device, host = size.memory_bytes(backwards)
         yield seed, seen.held_bytes, {"device": device, "host": host, "disk": size.disk_bytes}
@@ -213,7 +213,7 @@ def test_the_most_chunks_that_fit_stay_on_the_device(
     sizes = []
     for count in range(chunks + 1):
         tried = replace(plan, device_chunks=count)
-        size = footprint(tried, tried.layout(params), moments=options["moments"], staged=True)
+        size = footprint(tried, tried.layout(params), moments=options["moments"], over_gloo=True)
         sizes.append(size.shard_bytes["device"])
     allowed = data.draw(st.sampled_from(sizes)) + data.draw(st.integers(0, 1))
     asked = replace(plan, device_bytes=allowed)
@@ -232,7 +232,7 @@ def test_the_fewest_chunks_that_do_not_fit_are_on_disk(
     sizes = []
     for count in range(max(0, len(layout.chunks) - device) + 1):
         on_disk = {"disk_chunks": count} if count else {"disk_chunks": 0, "disk": None, "values_on_disk": False}
-        size = footprint(replace(plan, **on_disk), layout, moments=moments, staged=True, beside=beside)
+        size = footprint(replace(plan, **on_disk), layout, moments=moments, over_gloo=True, beside=beside)
         sizes.append(size.host_bytes)
     allowed = data.draw(st.sampled_from(sizes)) - data.draw(st.integers(0, 1))
     fits = [count for count, nbytes in enumerate(sizes) if nbytes <= allowed]

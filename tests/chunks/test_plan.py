@@ -136,14 +136,14 @@ def tiny_layout(dtype: torch.dtype = torch.bfloat16, *, trainable: bool = True, 
     ("dtype", "trainable", "per_element", "accumulator"),
     [
         (torch.bfloat16, True, 2 + 12, 4),
-        (torch.float32, True, 4 + 12, 0),  # the compute shard is where gradients land; the master is what is sent
+        (torch.float32, True, 4 + 12, 0),  # the compute shard is where gradients are summed; the master is what is sent
         (torch.bfloat16, False, 2, 0),
         (torch.float32, False, 4, 0),
     ],
 )
 def test_bytes_of_a_footprint(dtype: torch.dtype, trainable: bool, per_element: int, accumulator: int) -> None:
     layout = tiny_layout(dtype, trainable=trainable)
-    size = footprint(Plan.offload(rcache_blocks=2, device_chunks=1), layout, staged=True)
+    size = footprint(Plan.offload(rcache_blocks=2, device_chunks=1), layout, over_gloo=True)
     assert size.rcache_bytes == 2 * 64 * dtype.itemsize
     assert size.resident_bytes == 0
     assert size.staging_bytes == 32 * dtype.itemsize * trainable, "of two ranks each waits for one shard"
@@ -152,10 +152,10 @@ def test_bytes_of_a_footprint(dtype: torch.dtype, trainable: bool, per_element: 
     assert size.device_bytes == size.rcache_bytes + size.staging_bytes + 32 * per_element
     assert size.host_bytes == 64 * per_element
     whole = tiny_layout(dtype, trainable=trainable, scatter=False)
-    assert footprint(Plan.ddp(), whole, staged=False).shard_bytes["device"] == 3 * 64 * per_element
+    assert footprint(Plan.ddp(), whole, over_gloo=False).shard_bytes["device"] == 3 * 64 * per_element
     widened = 64 * 4 * (trainable and dtype == torch.bfloat16)
-    assert footprint(Plan.ddp(), whole, staged=True).staging_bytes == widened, "gloo's all-reduce sums as it is sent"
-    assert footprint(Plan.zero2(), layout, staged=False).staging_bytes == widened
+    assert footprint(Plan.ddp(), whole, over_gloo=True).staging_bytes == widened, "gloo's all-reduce sums as it is sent"
+    assert footprint(Plan.zero2(), layout, over_gloo=False).staging_bytes == widened
 
 
 def test_rows_of_what_a_rank_holds() -> None:
@@ -170,7 +170,7 @@ def test_rows_of_what_a_rank_holds() -> None:
         ("device", False, 1, 48),
     ]
     by_tier = {tier: sum(row["shard_bytes"] for row in rows if row["tier"] == tier) for tier in ("device", "host")}
-    assert by_tier | {"disk": 0} == footprint(plan, layout, staged=False).shard_bytes
+    assert by_tier | {"disk": 0} == footprint(plan, layout, over_gloo=False).shard_bytes
 
 
 # ------------------------------------------------------------------------------------------ the papers' table, measured
@@ -287,7 +287,7 @@ def held_as_promised(found: dict[str, Any]) -> None:
     """What the objects hold is the footprint, from the end of the first backward on, and never moves."""
     size = found["footprint"]
     for step in found["steps"]:
-        assert step["held"] == size.device_bytes - size.landing_bytes + size.host_bytes
+        assert step["held"] == size.device_bytes - size.gradient_bytes + size.host_bytes
         assert step["blocks_replaced"] == 0
     assert found["addresses"][0] == found["addresses"][1] == found["addresses"][2], "not a byte allocated anew"
 
@@ -346,8 +346,8 @@ def test_traffic_and_memory_of_the_papers_table(world: int, ranks: Ranks) -> Non
     for found in (ddp, zero2, zero3, offload, offload_all):
         size = found["footprint"]
         assert size.resident_bytes == L_C * found["resident_numel"]
-        staged = found["largest_bytes"] // (2 if world == 2 else 1)
-        assert size.staging_bytes == (4 // L_C * found["largest_bytes"] if found is ddp else staged)
+        received = found["largest_bytes"] // (2 if world == 2 else 1)
+        assert size.staging_bytes == (4 // L_C * found["largest_bytes"] if found is ddp else received)
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "non_reentrant"])
@@ -368,7 +368,7 @@ def test_accumulators_appear_with_a_second_backward(ranks: Ranks) -> None:
     for found in ranks(2).run(measure, plan, CONFIG, (1, 2, 1, 3)):
         size = found["footprint"]
         more = sum(size.accumulator_bytes.values())
-        base = size.device_bytes - size.landing_bytes + size.host_bytes
+        base = size.device_bytes - size.gradient_bytes + size.host_bytes
         assert more == 4 * found["sum_numel"] // 2
         first, second, *rest = [step["held"] - base for step in found["steps"]]
         assert first == 0

@@ -12,9 +12,9 @@ from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
 from elixir_moe.chunks.param_spec import ChunkGroupKey
 from elixir_moe.chunks.residence import Residence
 from elixir_moe.chunks.step_order import (
+    ACCUMULATE,
     AGAIN,
     ENTER,
-    LAND,
     LEAVE,
     REACH,
     READ,
@@ -102,7 +102,7 @@ def layers(*, hooked: bool) -> tuple[list[Part], list[StepEvent]]:
     for number in (6, 3):
         again = [number] * hooked + [number + 1, number + 2]
         backward += [StepEvent(REACH, number), *(StepEvent(AGAIN, other) for other in again)]
-        backward += [StepEvent(LAND, params=(p,)) for p in (number // 2 + 1, number // 2)]
+        backward += [StepEvent(ACCUMULATE, params=(p,)) for p in (number // 2 + 1, number // 2)]
     return parts, [*forward, *backward]
 
 
@@ -148,7 +148,7 @@ def test_the_gradients_of_a_norm_come_together() -> None:
 def test_a_recomputed_region_is_held_until_its_backward_is_done() -> None:
     parts, layout = [part(number) for number in range(3)], layout_of([0, 1, 2])
     forward = [event for number in range(3) for event in ran(number)]
-    backward = [[StepEvent(REACH, number), StepEvent(LAND, params=(number,))] for number in (2, 1, 0)]
+    backward = [[StepEvent(REACH, number), StepEvent(ACCUMULATE, params=(number,))] for number in (2, 1, 0)]
     again = [StepEvent(AGAIN, number) for number in range(3)]
     kept = [*forward, *backward[0], *backward[1], *backward[2]]
     recomputed = [*forward, backward[0][0], *again, backward[0][1], *backward[1], *backward[2]]
@@ -160,7 +160,11 @@ def test_a_recomputed_region_is_held_until_its_backward_is_done() -> None:
 def test_an_operator_holds_what_it_unpacks_until_the_next_one() -> None:
     parts, layout = [part(0, 1)], layout_of([0, 1])
     reads = [StepEvent(READ, params=(1,)), StepEvent(READ, params=(0,))]
-    backward = [StepEvent(UNPACK, params=(0,)), StepEvent(UNPACK, params=(1,), same=True), StepEvent(LAND, params=(0,))]
+    backward = [
+        StepEvent(UNPACK, params=(0,)),
+        StepEvent(UNPACK, params=(1,), same=True),
+        StepEvent(ACCUMULATE, params=(0,)),
+    ]
     assert lines(parts, [*ran(0), *reads, *backward], layout)[6:] == [
         "acquire 0",
         "acquire 1",

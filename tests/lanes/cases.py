@@ -258,7 +258,7 @@ def run_with_a_bad_step(plan: str) -> tuple[list[str], list[str], list[str]]:
     return messages, machine.memory.races, [n for n, v in states[0].items() if not torch.equal(v, states[1][n])]
 
 
-def bytes_of_landing_gradients(case: Case) -> tuple[int, int]:
+def bytes_of_gradients(case: Case) -> tuple[int, int]:
     """Most bytes of gradients outside the rCache that the host does not know to be done with, and the plan's bytes."""
     machine, spans, most = Machine(), [], 0
     open_gradients = Chunk.open_gradients
@@ -276,7 +276,7 @@ def bytes_of_landing_gradients(case: Case) -> tuple[int, int]:
         model, optimizer = build(case)
         for step in range(case.steps):
             _step(case, model, optimizer, step, "")
-        planned = em.inspect(model).footprint.landing_bytes
+        planned = em.inspect(model).footprint.gradient_bytes
         optimizer.close()
     return most, planned
 

@@ -208,12 +208,12 @@ def _without(owner: Any, method: str, *, on: Any = Scheduler) -> Callable[[Patch
     return lambda patch: _while(patch, on, within, lambda put, _: put(owner, name, _nothing))
 
 
-def _late_landings_on_compute(patch: Patch) -> None:
-    patch(Scheduler, "_land_waiting", lambda scheduler, chunk: chunk.land_waiting())
+def _late_sums_on_compute(patch: Patch) -> None:
+    patch(Scheduler, "_add_waiting", lambda scheduler, chunk: chunk.add_waiting())
 
 
-def _late_landings_unmarked(patch: Patch) -> None:
-    _while(patch, Scheduler, "_land_waiting", lambda put, _: put(Streams, "marked", lambda streams, work: work))
+def _late_sums_unmarked(patch: Patch) -> None:
+    _while(patch, Scheduler, "_add_waiting", lambda put, _: put(Streams, "marked", lambda streams, work: work))
 
 
 def _one_mover_unnoticed(context: str) -> Callable[[Patch], None]:
@@ -279,10 +279,10 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "a gather begins when its update has ended": _gathers_begin_when_updates_have_ended,
     "reductions of ranks that run other modules begin at once": _reductions_at_once,
     "the end of a step does not wait for other compute": _without(Streams, "join_compute in end_step", on=Streams),
-    "a gradient lands late on compute, and nobody waits for it": _late_landings_on_compute,
-    "the end of a late landing is not recorded": _late_landings_unmarked,
+    "a gradient is added late on compute, and nobody waits for it": _late_sums_on_compute,
+    "the end of a late addition is not recorded": _late_sums_unmarked,
     "an early update does not wait for its gradient": _early_updates_do_not_wait_for_gradients,
-    "a sum is added to while it is reduced": _without(Scheduler, "_order_behind_reduction in _land"),
+    "a sum is added to while it is reduced": _without(Scheduler, "_order_behind_reduction in _copy_in"),
     "the host does not wait where only fetches run": _one_mover_unnoticed("fetching"),
     "the host does not wait where only reductions run": _one_mover_unnoticed("reducing"),
 }

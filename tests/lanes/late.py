@@ -182,7 +182,7 @@ def issue_in_order(patch: pytest.MonkeyPatch) -> None:
 
     def make(communicator: Communicator, ranks: Any, groups: Any = (), device: Any = None) -> None:
         made(communicator, ranks, groups, device)
-        communicator.staged, communicator.tagged = False, not groups
+        communicator.over_gloo, communicator.tagged = False, not groups
 
     patch.setattr(Communicator, "__init__", make)
-    patch.setattr(import_module("elixir_moe.setup.deciding"), "is_staged", lambda *_: False)
+    patch.setattr(import_module("elixir_moe.setup.deciding"), "goes_over_gloo", lambda *_: False)

@@ -578,7 +578,7 @@ class Machine:
 
     def _patch_hooks(self, set_to: Callable[..., None]) -> None:
         """A hook in backward runs on the stream of its unit's forward; what ends a backward waits for all of them."""
-        enter, reach, landed, end = Hooks._enter, Hooks.reach, Hooks.landed, Hooks._end_backward
+        enter, reach, accumulated, end = Hooks._enter, Hooks.reach, Hooks.accumulated, Hooks._end_backward
 
         def entered(hooks: Hooks, unit: Any, module: Any, args: Any) -> None:
             if unit is not None and not torch._C._current_graph_task_id() >= 0:
@@ -589,16 +589,18 @@ class Machine:
             with self.on_stream(self._stream_of.get(unit, self.stream)):
                 reach(hooks, unit, *numbers)
 
-        def has_landed(hooks: Hooks, slot: Any, parameter: Any) -> None:
+        def has_accumulated(hooks: Hooks, slot: Any) -> None:
+            parameter = hooks._scheduler.chunks[slot[0]].parameters[slot[1]]
             with self.on_stream(self._stream_of.get(id(parameter), self.stream)):
-                landed(hooks, slot, parameter)
+                accumulated(hooks, slot)
 
         def ended(hooks: Hooks) -> None:
             self.compute.wait_stream(self.side)
             end(hooks)
 
-        for name, seen in (("_enter", entered), ("reach", reached), ("landed", has_landed), ("_end_backward", ended)):
-            set_to(Hooks, name, seen)
+        seen = {"_enter": entered, "reach": reached, "accumulated": has_accumulated, "_end_backward": ended}
+        for name, run in seen.items():
+            set_to(Hooks, name, run)
 
     def _patch_places(self, set_to: Callable[..., None]) -> None:
         """New memory is the device's unless the host is named; a tensor says which of them it is in."""

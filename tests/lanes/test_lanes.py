@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.lanes.cases import (
     Case,
     Outcome,
-    bytes_of_landing_gradients,
+    bytes_of_gradients,
     cases,
     norm_of_a_frozen_model,
     run,
@@ -21,7 +21,7 @@ from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
 QUICK, MANY = 6, 250
-LANDING_LATE = Case(parts=("plain", "frozen"), plan="zero3", half=True, accumulation=2)
+ADDED_LATE = Case(parts=("plain", "frozen"), plan="zero3", half=True, accumulation=2)
 """A gradient waits until the end of backward for the last use of the values in whose place it goes."""
 TELLING = [
     (2, Case(parts=("plain", "bias", "checkpointed", "tied"), plan="zero3", blocks=0, half=True, accumulation=2)),
@@ -110,7 +110,7 @@ TELLING = [
         1,
         Case(parts=("plain", "mixture", "bias"), plan="half", blocks=1, half=True, habits=frozenset({"early", "save"})),
     ),
-    (1, LANDING_LATE),
+    (1, ADDED_LATE),
     (1, Case(parts=("plain", "frozen"), plan="zero3", half=True, habits=frozenset({"evaluation"}))),
     (
         1,
@@ -196,7 +196,7 @@ def test_the_same_bits_as_late_as_events_allow(world: int, case: Case, ranks: Ra
         (LATE[0], "the end of a gather is not recorded"),
         (LATE[0], "the end of a reduction is not recorded"),
         (LATE[0], "a block is taken while it is in use"),
-        (LANDING_LATE, "the end of a late landing is not recorded"),
+        (ADDED_LATE, "the end of a late addition is not recorded"),
     ],
 )
 def test_too_late_gives_other_bits(case: Case, fault: str, ranks: Ranks) -> None:
@@ -215,7 +215,7 @@ def test_too_late_gives_other_bits(case: Case, fault: str, ranks: Ranks) -> None
             Case(parts=("plain", "beside", "plain", "beside"), plan="offload", blocks=0, half=True, accumulation=2),
             "a block is free at once",
         ),
-        (LANDING_LATE, "a gradient lands late on compute, and nobody waits for it"),
+        (ADDED_LATE, "a gradient is added late on compute, and nobody waits for it"),
     ],
 )
 def test_too_early_gives_other_bits(case: Case, fault: str, ranks: Ranks) -> None:
@@ -294,7 +294,7 @@ def test_gradients_outside_blocks_stay_within_the_plan(
 ) -> None:
     """However far the host runs ahead: it waits for an older reduction."""
     case = Case(parts=parts, plan=plan, half=True, accumulation=accumulation)
-    for most, planned in ranks(world).run(bytes_of_landing_gradients, case):
+    for most, planned in ranks(world).run(bytes_of_gradients, case):
         assert most <= planned
 
 

@@ -182,7 +182,7 @@ def test_a_cleared_gradient_leaves_the_values(dtype: torch.dtype) -> None:
 
 # What a test of random calls may do to a shard, and the events of the table that it is.
 CALLS = st.lists(
-    st.sampled_from(["place", "land", "land in place", "values", "clear", "update", "store", "change"]), max_size=12
+    st.sampled_from(["place", "add", "add in place", "values", "clear", "update", "store", "change"]), max_size=12
 )
 
 
@@ -190,36 +190,36 @@ CALLS = st.lists(
 @given(st.sampled_from([torch.bfloat16, torch.float32]), CALLS)
 def test_any_order_of_calls_keeps_weights_and_gradients(dtype: torch.dtype, calls: list[str]) -> None:
     """Against a master and a list of gradients; every move of the state is one of the table, or `_become` asserts."""
-    shard, master, landed = shard_of(dtype), torch.linspace(-1, 1, NUMEL), list[torch.Tensor]()
+    shard, master, added = shard_of(dtype), torch.linspace(-1, 1, NUMEL), list[torch.Tensor]()
     for seed, call in enumerate(calls):
         new = gradient(dtype, seed)
         if call == "place":
             shard.take_place()  # and no gradient comes
-        elif call.startswith("land"):
-            place = shard.take_place() if call == "land in place" else None
+        elif call.startswith("add"):
+            place = shard.take_place() if call == "add in place" else None
             shard.add_gradient(new if place is None else place.copy_(new))
-            landed.append(new)
+            added.append(new)
         elif call == "values":
             assert torch.equal(shard.values(), master.to(dtype))
         elif call == "clear":
             shard.clear_gradient()
-            landed.clear()
-        elif call == "update" and landed:
+            added.clear()
+        elif call == "update" and added:
             master = master - shard.gradient().float()
             update(shard)
-            landed.clear()
+            added.clear()
         elif call == "store":
             shard.store(3, new[3:9])
             master[3:9] = torch.where(master[3:9].to(dtype) == new[3:9], master[3:9], new[3:9].float())
-        elif call == "change" and landed:
+        elif call == "change" and added:
             shard.change_gradient([(0, 8)], lambda part: part.zero_())
-            landed = [one.clone() for one in landed]
-            for one in landed:
+            added = [one.clone() for one in added]
+            for one in added:
                 one[:8] = 0
-        assert shard.has_gradient == bool(landed)
-        if landed:
-            total = landed[0].float()
-            for more in landed[1:]:
+        assert shard.has_gradient == bool(added)
+        if added:
+            total = added[0].float()
+            for more in added[1:]:
                 total = total + more
             assert torch.equal(shard.gradient().float(), total)
         assert shard.master is not None and torch.equal(shard.master, master)
@@ -474,7 +474,7 @@ def test_a_block_drops_views_before_there_are_too_many(chunk: Chunk, monkeypatch
     assert statistics.blocks_replaced == 0, "every view is one of the block's own"
 
 
-def test_gradients_land_in_a_block_of_their_own_and_leave_the_weights(chunk: Chunk) -> None:
+def test_gradients_are_copied_to_a_block_of_their_own_and_leave_the_weights(chunk: Chunk) -> None:
     block = gather(chunk)
     gradients = open_gradients(chunk)
     gradients.add([(1, torch.full((3,), 7.0))])
@@ -518,11 +518,11 @@ def test_a_reader_that_outlives_a_chunk_used_in_place_keeps_the_values() -> None
     gather(chunk)
     view, reduced = chunk.parameters[0].detach(), torch.full((chunk.spec.numel,), 2.0, dtype=torch.bfloat16)
     chunk.holds = 1
-    chunk.land(reduced)
+    chunk.add_reduced(reduced)
     assert chunk.parameters[0].flatten().tolist() == list(range(16)), "somebody computes with them"
     assert not chunk.shard.has_gradient
     chunk.holds = 0
-    chunk.land_waiting()
+    chunk.add_waiting()
     assert chunk.shard.gradient().eq(2).all()
     assert view.flatten().tolist() == list(range(16))
     assert chunk.parameters[0].isnan().all()

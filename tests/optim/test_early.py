@@ -120,7 +120,7 @@ def compare(plan: str, half: bool, accumulation: int) -> list[str]:
         assert some <= allowed
         assert bool(some) == (plan != "zero3")
         if dist.get_world_size() == 1:
-            assert some == allowed, "one rank lands every gradient in backward"
+            assert some == allowed, "one rank has every gradient reduced in backward"
     return [n for n, value in expected.items() for other in (found, anyhow) if not torch.equal(value, other[n])]
 
 

@@ -109,7 +109,7 @@ def on_a_shared_gpu() -> list[Any]:
     """What chunks on a GPU get over gloo, whose messages cannot read a GPU's memory; tensors are on the CPU."""
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
     communicator = Communicator((0, 1), groups, torch.device("cuda", 0))
-    found: list[Any] = [communicator.staged, communicator.tagged]
+    found: list[Any] = [communicator.over_gloo, communicator.tagged]
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("writev: Bad address")
@@ -211,7 +211,7 @@ def test_a_ticket_is_waited_for_on_its_own_device(index: int, lanes: Lanes) -> N
     assert [lane.behind for lane in lanes.compute.values()] == [{"reduction"} if i == index else set() for i in (0, 1)]
 
 
-def test_a_gradient_that_lands_from_a_gpu_brings_its_squares() -> None:
+def test_a_gradient_that_comes_from_a_gpu_brings_its_squares() -> None:
     """A scalar there, for which nobody waits; of the sum of two nobody knows them."""
     key = ChunkGroupKey(ranks=(0,), dtype=torch.bfloat16, trainable=True, divisor=1)
     spec = ChunkSpec(index=0, key=key, slots=(), numel=64, shards=1, residence=Residence.CACHED)
@@ -468,7 +468,7 @@ def test_threads_beside_training_work_on_the_gpu_of_their_rank(
 def gathered_bytes() -> bool:
     """Gathers what no backend knows the dtype of, as on NCCL."""
     communicator = build_communicators([(0, 1)], torch.device("cpu"))[0, 1]
-    communicator.staged = False
+    communicator.over_gloo = False
     buffer = torch.tensor([1, 2, 3, 4], dtype=torch.int16)
     buffer[2 * (1 - communicator.index) :][:2] = 0
     communicator.all_gather(buffer, 0).wait()
@@ -503,7 +503,7 @@ def out_of_step() -> list[str]:
     model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
     communicator = optimizer._scheduler.chunks[0].communicator
     said = [str(communicator.issued)]  # where messages have tags nobody need count
-    communicator.staged = communicator.tagged = False
+    communicator.over_gloo = communicator.tagged = False
     before = communicator.issued
     model(torch.ones(2, 8)).square().mean().backward()
     optimizer.step()
@@ -515,7 +515,7 @@ def out_of_step() -> list[str]:
             run()
         said.append(str(raised.value))
         optimizer.zero_grad()
-    communicator.staged = communicator.tagged = True
+    communicator.over_gloo = communicator.tagged = True
     optimizer.close()
     return said
 
@@ -579,8 +579,8 @@ def connected() -> list[str]:
     """The collectives of a communicator as on NCCL when it is made; of one on gloo there are none."""
     build_communicators([(0, 1)], torch.device("cpu"))[0, 1].close()
     communicator = Communicator((0, 1), (dist.group.WORLD,) * 2, torch.device("cpu"))  # type: ignore[arg-type]
-    assert communicator.staged
-    communicator.staged, communicator._device = False, torch.device("cuda", 0)
+    assert communicator.over_gloo
+    communicator.over_gloo, communicator._device = False, torch.device("cuda", 0)
     issued: list[str] = []
 
     def noting(name: str) -> Callable[..., Work]:
@@ -592,7 +592,7 @@ def connected() -> list[str]:
         zeros = torch.zeros
         monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
         communicator.connect()
-        communicator.staged = True
+        communicator.over_gloo = True
         communicator.connect()
     return issued
 

@@ -37,7 +37,7 @@ def test_only_what_is_whole_at_home_on_the_device_is_used_in_place() -> None:
         layout = plan.place(build_layout(params, 64, scatter=plan.scatter))
         assert [chunk.residence.in_shard for chunk in layout.chunks] == wanted
         assert len(layout.cached) == 3 - sum(wanted)
-        size = footprint(plan, layout, staged=False)
+        size = footprint(plan, layout, over_gloo=False)
         assert size.rcache_bytes == plan.blocks(layout) * 128
         assert size.resident_bytes == 0
 
@@ -93,7 +93,7 @@ def test_no_weight_is_copied_in_one_process(pair: Any) -> None:
     assert em.inspect(model).held_bytes == {"device": size.device_bytes, "host": 0, "disk": 0}
     for step in range(2):
         both(pair, lambda m, _, step=step: m(rows(step)).square().mean().backward())
-        assert chunk.shard.gradient().data_ptr() == chunk.shard.sum_memory.data_ptr(), "summed where they land"
+        assert chunk.shard.gradient().data_ptr() == chunk.shard.sum_memory.data_ptr(), "summed where they are copied"
         both(pair, lambda _, o: (o.step(), o.zero_grad()))
         assert_equal(pair)
     assert em.inspect(model).statistics.bytes_fetched == {}

@@ -102,15 +102,15 @@ def test_no_gradient_outlives_the_process_groups(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_no_gradient_lands_beside_a_running_update(dtype: torch.dtype) -> None:
+def test_no_gradient_is_added_beside_a_running_update(dtype: torch.dtype) -> None:
     """The update reads the gradient before it; a head that this rank has left out has nobody who has waited."""
     shard = shard_of(dtype)
     update: Future[Any] = Future()
     update.set_exception(em.TierError("the update was waited for"))
     shard.update_beside(update)
-    for land in (shard.take_place, lambda: shard.add_gradient(torch.ones(NUMEL))):
+    for add in (shard.take_place, lambda: shard.add_gradient(torch.ones(NUMEL))):
         with pytest.raises(em.TierError, match="was waited for"):
-            land()
+            add()
 
 
 class Frozen(nn.Module):

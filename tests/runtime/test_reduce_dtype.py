@@ -32,10 +32,10 @@ def like_nccl(patch: pytest.MonkeyPatch) -> None:
 
     def make(communicator: Communicator, *args: Any) -> None:
         made(communicator, *args)
-        communicator.staged = False
+        communicator.over_gloo = False
 
     patch.setattr(Communicator, "__init__", make)
-    patch.setattr(import_module("elixir_moe.setup.deciding"), "is_staged", lambda *_: False)
+    patch.setattr(import_module("elixir_moe.setup.deciding"), "goes_over_gloo", lambda *_: False)
 
 
 def sums(wide: bool) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def sums(wide: bool) -> dict[str, Any]:
 
     communicator.reduce_scatter(term(), torch.empty(8 * world, dtype=BF16), keep("gloo")).wait()
     communicator.all_reduce(term(), keep("all-reduced"), staging).wait()
-    communicator.staged = False
+    communicator.over_gloo = False
     communicator.reduce_scatter(term(), staging, keep("nccl")).wait()
     communicator.close()
     return found
@@ -83,7 +83,7 @@ def trained(plan: em.Plan, patterned: torch.dtype | None, accumulation: int) -> 
             optimizer.step()
             optimizer.zero_grad()
         seen = em.inspect(model)
-        size = footprint(seen.plan, seen.layout, staged=False)
+        size = footprint(seen.plan, seen.layout, over_gloo=False)
         result = {
             "state": em.full_state_dict(model, all_ranks=True),
             "sent": sum(n for (_, what), n in seen.statistics.collective_bytes.items() if what != "all_gather"),

@@ -81,7 +81,7 @@ def auto(model: nn.Module, step: Any, sample: Any, budget: int) -> Any:
             compute_dtype=None,
             moments=2,
             adam=True,
-            staged=True,
+            over_gloo=True,
         ),
     )
 
@@ -111,7 +111,7 @@ def trained(name: str, tight: bool) -> dict[str, Any]:
         "predicted": (em.inspect(model).prediction.device_bytes, em.inspect(model).prediction.host_bytes),
         "counted": em.inspect(model).held_bytes,
         "held": held(optimizer),
-        "gradients": em.inspect(model).footprint.landing_bytes,
+        "gradients": em.inspect(model).footprint.gradient_bytes,
         "plan": em.inspect(model).plan,
         "statistics": em.inspect(model).statistics.as_dict(),
     }

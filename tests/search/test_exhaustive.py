@@ -14,7 +14,7 @@ import torch
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan, size_bytes
-from elixir_moe.chunks.step_order import AGAIN, ENTER, LAND, LEAVE, REACH, Part, StepEvent
+from elixir_moe.chunks.step_order import ACCUMULATE, AGAIN, ENTER, LEAVE, REACH, Part, StepEvent
 from elixir_moe.errors import PlanError
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.profile import Profile
@@ -54,7 +54,7 @@ def drawn(rng: random.Random) -> Task:
         moved = [replace(event, part=event.part + 1) if event.part >= 0 else event for event in events]
         forward, backward = moved[: 2 * len(regions)], moved[2 * len(regions) :]
         around = [StepEvent(ENTER, 0), *forward, StepEvent(LEAVE, 0), StepEvent(REACH, 0), *backward]
-        events = [*around, StepEvent(LAND, params=parts[0].params)]
+        events = [*around, StepEvent(ACCUMULATE, params=parts[0].params)]
     profile = Profile(
         params=tuple(params),
         order=tuple(range(len(params))),
@@ -76,7 +76,7 @@ def drawn(rng: random.Random) -> Task:
         gpus=world,
         capacity_bytes=PLENTY,
         host_bytes=PLENTY,
-        staged=rng.random() < 0.5,
+        over_gloo=rng.random() < 0.5,
         accumulation=rng.choice([1, 1, 2]),
     )
     most, _ = plenty.held_bytes(price(plenty, Plan.zero2()).size)
@@ -98,7 +98,7 @@ def _events(parts: list[Part], regions: list[int | None]) -> list[StepEvent]:
         region = regions[number]
         events += [StepEvent(AGAIN, other) for other in numbers if region not in done and regions[other] == region]
         done.add(region)
-        events += [StepEvent(LAND, params=(p,)) for p in reversed(parts[number].params)]
+        events += [StepEvent(ACCUMULATE, params=(p,)) for p in reversed(parts[number].params)]
     return events
 
 

@@ -68,7 +68,7 @@ def task_asked(known: argparse.Namespace) -> Task:
     """The planning problem, on ranks that talk over gloo."""
     machine = gpus.with_disk(gpus.machine(known.gpu, known.gpus), 10**12, None)
     task = task_of(known, machine, model_of(known, None), known.batch, known.seq)
-    return replace(task, staged=True)
+    return replace(task, over_gloo=True)
 
 
 def real(path: str, lora: str | None, dtype: torch.dtype, checkpointing: bool, scheme: str | None = None) -> Any:

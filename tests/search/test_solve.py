@@ -123,7 +123,7 @@ def held(room: float) -> dict[str, Any]:
         gpus=world,
         capacity_bytes=int(1.25 * profile.activation_bytes + room),
         host_bytes=1 << 40,
-        staged=True,
+        over_gloo=True,
     )
     found = solve(given)
     model, optimizer = em.wrap(
