@@ -1,8 +1,8 @@
 """Updates that begin in backward, chunk by chunk, before `step` knows the global norm.
 
-Owns which updates have begun, and withdraws those that have not when `step` asks: they then go on as ever. Never begins
-the update of a shard whose gradient is not finite, of a chunk with a parameter that has no gradient on this rank, or of
-one on the device.
+Begins updates, which `Phase.early` keeps, and withdraws those that have not begun when `step` asks: they then go on as
+ever. Never begins the update of a shard whose gradient is not finite, of a chunk with a parameter that has no gradient
+on this rank, or of one on the device.
 """
 
 import math
@@ -53,14 +53,11 @@ class EarlyUpdates:
         self._scheduler, self._update, self._pieces, self._groups = scheduler, update, pieces, groups
         self._phase = scheduler.phase
         self._thread = thread
-        self._begun: dict[int, _Begun] = {}
-        """By chunk; of the present step if `Phase.early` has the chunk."""
         self._options: list[dict[str, Any]] = []
 
     @contextmanager
     def open(self, scale: Callable[[Chunk], float | torch.Tensor]) -> Iterator[None]:
         """A context in which updates begin, with the options of its start and the `scale` of gradients."""
-        self._begun.clear()
         self._options = deepcopy(self._present_options())
         self._scheduler.reduced_early = lambda chunk, arrived: self._begin(chunk, arrived, scale(chunk))
         try:
@@ -88,24 +85,27 @@ class EarlyUpdates:
         prepared = self._thread.submit(prepare)
         done = self._thread.submit(_run, prepared)
         shard.gate.begin_update(done)
-        self._begun[index] = _Begun(shard=shard, prepared=prepared, done=done)
+        self._phase.early[index] = _Begun(shard=shard, prepared=prepared, done=done)
+
+    @property
+    def _begun(self) -> dict[int, _Begun]:
+        """The updates of this step that were given to the thread and not withdrawn, by chunk."""
+        return {index: one for index, one in self._phase.early.items() if one is not None}
 
     def settle(self) -> int:
         """Withdraws the updates that have not begun to change anything; returns the number of the others."""
-        if not self._phase.early:
-            self._begun.clear()
-        for index, one in list(self._begun.items()):
+        for index, one in self._begun.items():
             withdrawn = one.done.cancel()
             if withdrawn and not one.prepared.cancel():
                 one.prepared.exception()  # until it no longer reads the gradient
             if withdrawn or one.prepared.result() is None:
-                del self._begun[index]
+                self._phase.early[index] = None
                 one.shard.gate.withdraw_update()
         return len(self._begun)
 
     def __contains__(self, chunk: Chunk) -> bool:
         """Whether the chunk's update of this step has begun; after `settle`."""
-        return chunk.spec.index in self._begun and chunk.spec.index in self._phase.early
+        return self._phase.early.get(chunk.spec.index) is not None
 
     def check_options(self) -> None:
         """Raises UsageError if options have changed since updates began."""

@@ -31,6 +31,7 @@ one last, so that an interrupt at any place leaves a state that is true.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from typing import Any
 
 import torch.distributed as dist
 
@@ -92,8 +93,10 @@ class Phase:
     """The phase of one wrapped model on this rank."""
 
     def __init__(self) -> None:
-        self.early: set[int] = set()
-        """Chunks reduced in a backward in which updates may begin: until the step ends, weights are old or new."""
+        self.early: dict[int, Any] = {}
+        """Chunks reduced in a backward in which updates may begin: until the step ends, weights are old or new.
+
+        With what `optim.early` keeps of an update that was given to its thread, or None."""
         self.blocks: list[list[str]] = []
         """Names of parameters of each open `em.unsharded` block outside of a forward, outermost first."""
         self.first = True

@@ -442,7 +442,7 @@ class Scheduler:
             return
         if chunk.state is not GATHERING and chunk.moved() is None:
             self.writes.keep(chunk)
-            self.phase.early.add(chunk.spec.index)
+            self.phase.early.setdefault(chunk.spec.index)
 
     def _add_waiting(self, chunk: Chunk) -> None:
         """Adds gradients to the shard that waited for the last use of the values, as the end of their reduction."""

@@ -36,7 +36,7 @@ WAYS: dict[State, Callable[[Phase], Any]] = {
     CLIPPED: lambda phase: phase.move(CLIPPED),
     LATE: lambda phase: (phase.move(CLIPPED), phase.reduce()),
     LOST: lambda phase: phase.lose(),
-    EARLY: lambda phase: phase.early.add(0),
+    EARLY: lambda phase: phase.early.setdefault(0),
     UPDATING: lambda phase: phase.write("a test"),
     BROKEN: lambda phase: phase.move(BROKEN, "ranks are apart"),
     CLOSED: lambda phase: phase.move(CLOSED),
