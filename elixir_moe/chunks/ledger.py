@@ -122,7 +122,7 @@ def needs(chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool) -
     """
     trainable, numel, values = chunk.key.trainable, chunk.shard_numel, values_bytes(chunk)
     whole = reads_disk(chunk, tier, values_on_disk=values_on_disk)
-    residence = chunk.residence_in_shard if tier is Tier.DEVICE and chunk.shards == 1 else chunk.residence
+    residence = chunk.residence_at(on_device=tier is Tier.DEVICE)
     if not whole:
         memory = second_bytes(chunk) + moments * chunk.key.precision.moment_bytes(numel)
         yield Kind.SHARD, tier.of_compute, values + (memory if trainable and tier is not Tier.DISK else 0)

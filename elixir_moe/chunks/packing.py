@@ -127,9 +127,10 @@ class ChunkSpec:
         """Bytes of the gathered chunk in its compute dtype."""
         return self.numel * self.key.dtype.itemsize
 
-    @property
-    def residence_in_shard(self) -> Residence:
-        """The residence of the chunk where it is used in its shard."""
+    def residence_at(self, *, on_device: bool) -> Residence:
+        """The residence of the chunk by its home. Whole at home on the device, it is used there: no block, no copy."""
+        if self.shards > 1 or not on_device:
+            return self.residence
         overwritten = self.key.trainable and self.key.dtype != torch.float32
         return IN_PLACE if overwritten else ATTACHED
 
@@ -197,9 +198,9 @@ class Layout:
         """Bytes of one rCache block."""
         return self.chunk_numel * self.block_itemsize
 
-    def with_in_place(self, indices: Collection[int]) -> "Layout":
-        """A copy in which the chunks of `indices`, which are whole at home on the device, are used there."""
-        chunks = tuple(replace(c, residence=c.residence_in_shard) if c.index in indices else c for c in self.chunks)
+    def with_homes(self, on_device: Collection[int]) -> "Layout":
+        """A copy for homes: those of the chunks in `on_device` are there, and the others elsewhere."""
+        chunks = tuple(replace(c, residence=c.residence_at(on_device=c.index in on_device)) for c in self.chunks)
         widest = max((chunk.block_itemsize for chunk in chunks if chunk.residence is CACHED), default=0)
         return replace(
             self,

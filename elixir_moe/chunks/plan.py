@@ -476,10 +476,8 @@ class Plan:
         return self.place(build_layout(params, length, scatter=self.scatter, whole_layers=self.whole_layers))
 
     def place(self, layout: Layout) -> Layout:
-        """A copy of `layout` that uses unscattered chunks at home on the device in place: no block, no copy."""
-        return layout.with_in_place(
-            {c.index for c in layout.chunks if c.shards == 1 and self.home(layout, c) is Tier.DEVICE}
-        )
+        """A copy of `layout` in which each chunk has the residence of its home."""
+        return layout.with_homes({c.index for c in layout.chunks if self.home(layout, c) is Tier.DEVICE})
 
     @property
     def most_host_checkpoints(self) -> float:

@@ -244,8 +244,8 @@ def test_blocks_are_as_wide_as_the_widest_cached_chunk() -> None:
 @pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
 def test_bytes_fill_blocks_as_wide_as_those_of_other_chunks(wide: torch.dtype) -> None:
     """Bytes of quantised weights beside an embedding and a head: as many as fill an element count as one."""
-    rest, packed = (replace(KEY, dtype=dtype, trainable=False) for dtype in (wide, torch.uint8))
-    small = replace(KEY, dtype=torch.float64)  # a few adapters have a chunk of their own, and no say
+    rest, packed = (replace(KEY, ranks=(0,), dtype=dtype, trainable=False) for dtype in (wide, torch.uint8))
+    small = replace(KEY, ranks=(0,), dtype=torch.float64)  # a few adapters have a chunk of their own, and no say
     params = [param(8192, rest), *(param(4096, packed) for _ in range(16)), param(8192, rest), param(8, small)]
     layout = build_layout(params)
     check_bytes(layout, params)
@@ -253,7 +253,8 @@ def test_bytes_fill_blocks_as_wide_as_those_of_other_chunks(wide: torch.dtype) -
     assert len([c for c in layout.cached if c.key == packed]) == 16 * 4096 // layout.block_bytes
     assert layout.waste_fraction < 0.01
     for chunk in layout.cached:  # without the others, which lie in place, blocks are no wider than bytes need
-        alone = layout.with_in_place({c.index for c in layout.cached if c.key != packed})
+        alone = layout.with_homes({c.index for c in layout.cached if c.key != packed})
+        assert {c.key for c in alone.cached} <= {packed}
         assert max(c.nbytes for c in alone.cached) <= alone.block_bytes <= layout.block_bytes, chunk
 
 
@@ -264,7 +265,7 @@ def check_bytes(layout: Layout, params: list[ParamSpec]) -> None:
 
 
 def test_a_parameter_of_bytes_may_be_longer_than_the_chunks_of_others() -> None:
-    rest, packed = (replace(KEY, dtype=dtype, trainable=False) for dtype in (torch.bfloat16, torch.uint8))
+    rest, packed = (replace(KEY, ranks=(0,), dtype=dtype, trainable=False) for dtype in (torch.bfloat16, torch.uint8))
     params = [*(param(1024, rest) for _ in range(4)), param(2048, packed), param(2048, packed)]
     layout = build_layout(params, 1024)
     check_bytes(layout, params)
