@@ -395,8 +395,8 @@ class StepMachine:
 class Sends:
     """The order in which one backward reduces its chunks, and the gradients that each still waits for.
 
-    Where only the order of collectives matches them (`in_order`), it must not differ between ranks that run different
-    modules, collectives of these modules included. Reductions then wait for the end of backward.
+    With `in_order` (see `Communicator.tagged`), reductions of ranks that run different modules wait for the end of
+    backward: these modules may have collectives too.
     """
 
     def __init__(self, *, in_order: bool = False) -> None:

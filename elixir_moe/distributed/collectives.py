@@ -106,11 +106,12 @@ class Communicator:
         self.over_gloo = device is not None and bool(groups) and goes_over_gloo(groups[0], device)
         """Chunks go in messages over gloo, and sums are made here."""
         self.tagged = self.over_gloo or not groups
-        """Messages are matched by tags, so the order among process groups may differ between ranks."""
+        """Messages are matched by tags. Elsewhere, on NCCL, only their order matches collectives, over all process
+        groups together: nothing that depends on time may then decide when one is issued."""
 
     @property
     def issued(self) -> list[int]:
-        """Numbers of gathers and reductions this rank has issued, if only their order matches them; else empty.
+        """Numbers of gathers and reductions this rank has issued; empty if they are `tagged`.
 
         When backward begins, the numbers are equal on all ranks: the chunks that forward used have been updated and
         gathered, so no gather in the queue waits for an update.

@@ -6,7 +6,7 @@ Ranks may run different modules: layers dropped at random, a head for each task,
 every rank has whole are reduced all the same, with zeros from ranks that did not use them. Scattered chunks must be
 gathered by all ranks in the same order. If they were not, all ranks raise here, before gradients of different chunks
 are summed. The same holds if ranks are at different places in training (`phase`), or if one has issued a collective
-that others have not, where only the order of collectives matches them.
+that others have not (`Communicator.issued`).
 """
 
 import zlib

@@ -10,9 +10,7 @@ Ranks that run the same scattered modules cannot deadlock: gathers follow reques
 `chunks.cache_policy` decides evictions from the requests alone, and `reduction_order` gives the order of reductions.
 
 Overlap. Compute waits for a gather when it needs the weights, an update waits for reductions, and a refill waits for
-the last use of its block. On gloo a prefetched gather begins when the update of its shard has ended; until then it
-delays only the prefetches behind it. On NCCL it begins at once if no update can be running. Otherwise it begins when a
-unit is left and the chunk is needed next: the unit's kernels run while the host waits.
+the last use of its block. A prefetched gather begins when `_may_begin` allows it.
 Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the calling order).
 """
 
@@ -87,7 +85,7 @@ class Scheduler:
         Set in the backward in which updates may begin."""
         self._has_host_shards = any(chunk.shard.tier is not Tier.DEVICE for chunk in chunks)
         self.in_order = not all(chunk.communicator.tagged for chunk in chunks)
-        """Only their order matches collectives, over all process groups together: it must be the same on all ranks."""
+        """Some collectives are not `Communicator.tagged`."""
         self._agreement = agreement
         self._gathered: list[int] = []
         """Chunks whose shards were gathered since the last backward."""
@@ -252,10 +250,11 @@ class Scheduler:
             until = None if chunk is until else until
 
     def _may_begin(self, chunk: Chunk, *, released: bool) -> bool:
-        """Whether the gather may begin.
+        """Whether a prefetched gather may begin.
 
-        Where only the order of collectives matches them, that must not depend on time. The host may then have to wait
-        for the shard, and does so after a release, for what is needed next. Elsewhere it waits for the block alone.
+        Where collectives are `in_order`: at once if no update of its shard can be running, else when a unit is left and
+        the chunk is needed next, so that the unit's kernels run while the host waits. Elsewhere: when the update has
+        ended and the block is free, or the chunk is needed next.
         """
         assert chunk.block is not None
         if self.in_order:
