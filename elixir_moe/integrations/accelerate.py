@@ -1,13 +1,14 @@
 """Hugging Face Accelerate: an `Accelerator` whose `prepare` wraps model and optimizer.
 
-Owns which of Accelerate's verbs go to this library: preparing model and optimizer, clipping, saving and loading. All
-others are Accelerate's own: data loaders, schedulers, accumulation, gathering, logging. Needs the package `accelerate`.
+Owns which of Accelerate's verbs go to this library: preparing model and optimizer, backward, clipping, saving and
+loading. All others are Accelerate's own: data loaders, schedulers, accumulation, gathering, logging. Needs the package
+`accelerate`.
 """
 
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,15 +56,31 @@ class ElixirAccelerator(Accelerator):
     ``mixed_precision="bf16"`` becomes `compute_dtype`: weights are gathered in bf16, and fp32 masters are updated.
     """
 
+    update_in_backward: bool = False
+    """Whether `backward` of the last micro-batch of a step runs in `ShardedOptimizer.update_in_backward`."""
+
     def __init__(
-        self, *args: Any, plan: Plan | AutoPlan | None = None, wrap: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        plan: Plan | AutoPlan | None = None,
+        wrap: dict[str, Any] | None = None,
+        update_in_backward: bool = False,
+        **kwargs: Any,
     ):
-        """`plan`: as in `em.wrap`, by default `Plan.zero3()`. `wrap`: its further arguments. The rest is Accelerate's.
+        """As Accelerate's own constructor.
+
+        Args:
+            args, kwargs: Accelerate's.
+            plan: as in `em.wrap`, by default `Plan.zero3()`.
+            wrap: further arguments of `em.wrap`.
+            update_in_backward: for loops that clip nothing, with one backward in the last micro-batch of a step: it
+                runs in `ShardedOptimizer.update_in_backward`.
 
         Raises:
             ConfigError: other settings want to shard or to convert the model too.
         """
         super().__init__(*args, **kwargs)
+        self.update_in_backward = update_in_backward
         self._adopt(plan, wrap)
 
     @classmethod
@@ -181,6 +198,12 @@ class ElixirAccelerator(Accelerator):
         return self._wrapped, self._wrapped._elixir.optimizer  # type: ignore[union-attr, return-value]
 
     # ------------------------------------------------------------------------------------------------------ gradients
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As Accelerate's; `update_in_backward` says where updates begin in it."""
+        early = self.update_in_backward and self.sync_gradients
+        with self._both()[1].update_in_backward() if early else nullcontext():
+            super().backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """As `ShardedOptimizer.clip_grad_norm_`, of these parameters. Raises UsageError for other norms."""

@@ -15,6 +15,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+from transformers.trainer_utils import SaveStrategy
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
@@ -52,6 +53,9 @@ class _CheckpointBetweenSteps(JITCheckpointCallback):
         """Nothing: `on_step_end` follows."""
 
 
+_ONE_BACKWARD = ("transformers", "trl")
+"""Packages whose `training_step` calls backward once and reads no gradient."""
+
 _Trainer: Any = object
 """The trainer that the mixin is mixed into."""
 
@@ -66,6 +70,7 @@ class ElixirMixin(_Trainer):
         wrap: dict[str, Any] | None = None,
         routers: dict[str, Any] | None = None,
         loss: Literal["whole", "fused"] = "whole",
+        update_in_backward: bool | None = None,
         **kwargs: Any,
     ) -> None:
         """As the trainer's own constructor.
@@ -80,6 +85,10 @@ class ElixirMixin(_Trainer):
                 the worst of them.
             loss: "fused" computes the loss of a causal language model without its logits, by `linear_cross_entropy`,
                 label smoothing included. Evaluations that want logits (`compute_metrics`, `predict`) have them.
+            update_in_backward: whether the last backward of a step runs in `ShardedOptimizer.update_in_backward`. By
+                default it does where `max_grad_norm` is 0, `save_strategy` writes the checkpoints from which a run goes
+                on when such a backward fails, and no code of yours may want whole gradients: a `training_step`, a
+                callback's `on_pre_optimizer_step`, a pre-hook of the optimizer's step.
 
         Raises:
             ConfigError: a setting of the trainer contradicts this library.
@@ -94,6 +103,12 @@ class ElixirMixin(_Trainer):
         self.routers = None if routers is None else Routers(self.model, **routers)
         if self.routers is not None:
             self.add_callback(_AfterStep(self.routers))
+        if update_in_backward and self._clips:
+            raise ConfigError(
+                f"update_in_backward=True with TrainingArguments(max_grad_norm={self.args.max_grad_norm}): clipping "
+                f"needs all gradients before the first update; set max_grad_norm=0, or leave update_in_backward out"
+            )
+        self._update_in_backward = update_in_backward
         self._fuses, self._wants_logits = loss == "fused", False
         self._without_logits: WithoutLogits | None = None
         if self._fuses:
@@ -117,6 +132,29 @@ class ElixirMixin(_Trainer):
         if found is None or found.model is not model:  # model_init= makes several
             found = WithoutLogits(model, label_smoothing=self.args.label_smoothing_factor)
         self._without_logits = found
+        return found
+
+    @property
+    def _clips(self) -> bool:
+        return (self.args.max_grad_norm or 0) > 0
+
+    def _updates_in_backward(self) -> bool:
+        """Whether updates may begin in the last backward of this step."""
+        if self._clips or self._update_in_backward is not None:
+            return bool(self._update_in_backward) and not self._clips
+        steps = (kind for kind in type(self).__mro__ if "training_step" in vars(kind) and kind is not ElixirMixin)
+        own = {type(callback).on_pre_optimizer_step for callback in self.callback_handler.callbacks}
+        return (
+            self.args.save_strategy != SaveStrategy.NO
+            and all(kind.__module__.partition(".")[0] in _ONE_BACKWARD for kind in steps)
+            and own <= {TrainerCallback.on_pre_optimizer_step, _CheckpointBetweenSteps.on_pre_optimizer_step}
+            and not self._sharded._optimizer_step_pre_hooks
+        )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As Trainer's."""
+        self.accelerator.update_in_backward = self._updates_in_backward()
+        found: torch.Tensor = super().training_step(*args, **kwargs)
         return found
 
     def compute_loss(

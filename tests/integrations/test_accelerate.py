@@ -13,7 +13,7 @@ from torch import nn
 
 import elixir_moe as em
 from elixir_moe.errors import UsageError
-from tests.integrations.test_trainer import launched
+from tests.integrations.test_trainer import counted, launched
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -72,6 +72,42 @@ def test_some_of_the_parameters_are_clipped(ranks: Ranks, world: int) -> None:
     for norms, weights in ranks(world).run(clipped, True):
         assert norms == pytest.approx(wanted, rel=1e-5)
         torch.testing.assert_close(weights, values, rtol=1e-5, atol=1e-6)
+
+
+def early(folder: str, on: bool) -> tuple[int, list[dict[str, torch.Tensor]]]:
+    """(rank) How many updates began in backward; the weights behind each step of two micro-batches, then resumed."""
+    from elixir_moe.integrations.accelerate import ElixirAccelerator
+
+    found = []
+    plan = em.Plan.offload(chunk_numel=160)
+    with launched(), counted() as begun:
+        accelerator: Any = ElixirAccelerator(cpu=True, plan=plan, gradient_accumulation_steps=2, update_in_backward=on)
+        model = parts()[0]
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in (0, 1, 2, 3, 4, 5, 4, 5):
+            if (step, len(found)) == (4, 2):
+                accelerator.save_state(folder)
+            elif (step, len(found)) == (4, 3):
+                accelerator.load_state(folder)
+            before = len(begun)
+            with accelerator.accumulate(model):
+                accelerator.backward((model(batch(step)) ** 2).sum())
+                assert (len(begun) > before) == (on and step % 2 == 1)
+                optimizer.step()
+                optimizer.zero_grad()
+            if step % 2:
+                found.append(em.full_state_dict(model, all_ranks=True))
+        optimizer.optimizer.close()
+    return len(begun), found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_updates_begin_in_the_last_backward_of_a_step(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    wanted, found = (ranks(world).run(early, str(tmp_path / str(on)), on) for on in (False, True))
+    for (none, late), (some, states) in zip(wanted, found, strict=True):
+        assert none == 0 and some >= 4, "there are 4 steps"
+        torch.testing.assert_close(states, late, rtol=0, atol=0)
+        torch.testing.assert_close(states[3], states[2], rtol=0, atol=0)
 
 
 def hooked(folder: str) -> None:

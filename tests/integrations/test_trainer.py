@@ -184,21 +184,21 @@ def test_settings_that_fight_the_plan_are_refused(
     assert message in said and ("leave" in said or "use an elementwise one" in said)
 
 
-def made(folder: str, ours: bool, **settings: Any) -> Any:
+def made(folder: str, ours: bool, given: dict[str, Any] | None = None, **settings: Any) -> Any:
     """A trainer of a dense model: Trainer does not find fused experts in the checkpoints it has saved."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
     from elixir_moe.integrations.transformers import ElixirTrainer
 
     arguments = TrainingArguments(
-        folder, max_steps=2, learning_rate=1e-2, logging_steps=1, save_steps=1, use_cpu=True, report_to=[],
-        disable_tqdm=True, **settings,
+        folder, use_cpu=True, report_to=[], disable_tqdm=True,
+        **{"max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 1} | settings,
     )  # fmt: skip
     torch.manual_seed(0)
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, hidden_size=32, **sizes))
     kind: Any = ElixirTrainer if ours else Trainer
-    return kind(model, arguments, train_dataset=data(), eval_dataset=data()[:8])
+    return kind(model, arguments, train_dataset=data(), eval_dataset=data()[:8], **(given or {}))
 
 
 def again(folder: str, ours: bool) -> list[float]:
@@ -370,6 +370,131 @@ def interrupted(folder: str, ours: bool, where: str) -> list[float]:
 def test_an_interrupted_trainer_goes_on(ranks: Ranks, tmp_path: Path, where: str) -> None:
     plain, ours = (ranks(1).run(interrupted, str(tmp_path / str(ours)), ours, where)[0] for ours in (False, True))
     assert ours == pytest.approx(plain, abs=1e-6)
+
+
+SMALL = em.Plan.offload(chunk_numel=4096)
+UNCLIPPED = EVERY_4 | {"max_steps": 6, "max_grad_norm": 0, "gradient_accumulation_steps": 2}
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """The chunks whose updates are begun in backward."""
+    from elixir_moe.optim.early import EarlyUpdates
+
+    begun: list[int] = []
+    begin = EarlyUpdates._begin
+    with pytest.MonkeyPatch.context() as patch:
+
+        def count(self: EarlyUpdates, chunk: Any, *given: Any) -> None:
+            begun.append(chunk.spec.index)
+            begin(self, chunk, *given)
+
+        patch.setattr(EarlyUpdates, "_begin", count)
+        yield begun
+
+
+def unclipped(folder: str, given: dict[str, Any], **settings: Any) -> tuple[int, dict[str, Any]]:
+    """(rank) How many updates began in backward, and what a training without clipping gave."""
+    rows = 8 // dist.get_world_size()
+    with launched(), counted() as begun:
+        trainer = made(
+            folder, True, {"plan": SMALL, **given}, **UNCLIPPED | {"per_device_train_batch_size": rows} | settings
+        )
+        trainer.train()
+        history = [(e.get("loss"), e.get("eval_loss"), e.get("grad_norm")) for e in trainer.state.log_history]
+        state = em.full_state_dict(trainer.model, all_ranks=True)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+        resumed = em.full_state_dict(trainer.model, all_ranks=True)
+        trainer.model._elixir.optimizer.close()
+    return len(begun), {"history": history[:-1], "state": state, "resumed": resumed}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_updates_begin_in_backward_where_nothing_is_clipped(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    late = ranks(world).run(unclipped, str(tmp_path / "late"), {"update_in_backward": False})
+    early = ranks(world).run(unclipped, str(tmp_path / "early"), {})
+    for (none, wanted), (some, found) in zip(late, early, strict=True):
+        assert none == 0 and some > 8, "each of 8 steps has several chunks"
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(found["resumed"], found["state"], rtol=0, atol=0)
+
+
+def left_off(folder: str) -> dict[str, int]:
+    """The updates that begin in backward where code of the user's, or lost weights, speak against it."""
+    from transformers import TrainerCallback
+
+    from elixir_moe.integrations.transformers import ElixirTrainer
+
+    class Looks(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **given: Any) -> None:
+            assert given["optimizer"].optimizer.grad_norms()
+
+    class Own(ElixirTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super().training_step(*args, **kwargs)
+
+    def hooked(trainer: Any) -> None:
+        trainer.create_optimizer()
+        trainer.optimizer.register_step_pre_hook(lambda *_: None)
+
+    found = {}
+    changes: dict[str, Callable[[Any], Any]] = {
+        "nothing": lambda trainer: None,
+        "callback": lambda trainer: trainer.add_callback(Looks()),
+        "training_step": lambda trainer: setattr(trainer, "__class__", Own),
+        "hook": hooked,
+        "no checkpoint": lambda trainer: setattr(trainer.args, "save_strategy", "no"),
+        "clipping": lambda trainer: setattr(trainer.args, "max_grad_norm", 1.0),
+    }
+    for name, change in changes.items():
+        with launched(), counted() as begun:
+            trainer = made(folder, True, {"plan": SMALL}, max_grad_norm=0)
+            change(trainer)
+            trainer.train()
+            trainer.model._elixir.optimizer.close()
+        found[name] = len(begun)
+    with launched(), pytest.raises(ConfigError, match=r"update_in_backward=True with .*max_grad_norm=1.0"):
+        made(folder, True, {"update_in_backward": True})
+    return found
+
+
+def test_updates_wait_for_the_step_where_whole_gradients_may_be_wanted(ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = ranks(1).run(left_off, str(tmp_path))
+    assert found.pop("nothing")
+    assert set(found.values()) == {0}, found
+
+
+def broken(folder: str) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
+    """A backward that fails when updates have begun: what is said, and the weights of runs from a checkpoint on."""
+    said, states = [], []
+    with launched(), counted() as begun:
+        trainer = made(folder, True, {"plan": SMALL}, **UNCLIPPED)
+        trainer.train()
+        states.append(em.full_state_dict(trainer.model))
+
+        def fail(_: torch.Tensor) -> None:
+            if begun:
+                raise RuntimeError("failed in the middle")
+
+        handle = trainer.model.model.embed_tokens.weight.register_hook(fail)
+        del begun[:]
+        with pytest.raises(RuntimeError, match="failed in the middle"):
+            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+        handle.remove()
+        for call in (trainer.evaluate, trainer.train, lambda: trainer.save_model(folder)):
+            with pytest.raises(UsageError) as error:
+                call()
+            said.append(str(error.value))
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+        states.append(em.full_state_dict(trainer.model))
+        trainer.model._elixir.optimizer.close()
+    return said, states
+
+
+def test_a_backward_that_fails_behind_updates_goes_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    ((said, (wanted, found)),) = ranks(1).run(broken, str(tmp_path))
+    assert all("a backward failed" in text and "go on from a checkpoint (em.load)" in text for text in said), said
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def signalled(folder: str, where: str) -> list[str]:
