@@ -32,7 +32,8 @@ class Part:
     saves_none: bool = False
     """Autograd saves none of its own parameters: backward reads them anew."""
     recomputed: bool = False
-    """Backward runs all that is inside the part again at once, and so needs all of it at once."""
+    """Backward runs all that is inside the part again at once, and so needs all of it at once. A traced backward shows
+    it; else the module says so."""
 
 
 class Happening(Enum):
@@ -60,7 +61,9 @@ class Happening(Enum):
 
 
 ENTER, LEAVE, READ, REACH, AGAIN, LEAVE_AGAIN, READ_AGAIN, UNPACK, EXPECT, ACCUMULATE = Happening
-_IN_FORWARD = frozenset((ENTER, LEAVE, READ))
+_AGAIN = {ENTER: AGAIN, LEAVE: LEAVE_AGAIN, READ: READ_AGAIN}
+"""What the events of forward are where backward runs it again."""
+_IN_FORWARD = _AGAIN.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +202,12 @@ def by_first_use(
     parts: Sequence[Part], events: Sequence[StepEvent], count: int
 ) -> tuple[list[int], tuple[Part, ...], tuple[StepEvent, ...]]:
     """(order, parts, events): all `count` parameters in order of first use in forward, unused ones last; and parts and
-    events with their parameters renumbered to positions in that order. The parts know which of them are recomputed."""
+    events with their parameters renumbered to positions in that order. If the events have a backward, it says which
+    parts are recomputed."""
     entered = [event for event in events if event.kind in (ENTER, READ)]
     used = [p for event in entered for p in (event.params if event.kind is READ else parts[event.part].params)]
     moved = {old: new for new, old in enumerate(dict.fromkeys([*used, *range(count)]))}
-    again = _recomputed(parts, events)
+    again = _recomputed(parts, events) if _has_backward(events) else {n for n, p in enumerate(parts) if p.recomputed}
     return (
         list(moved),
         tuple(
@@ -212,6 +216,10 @@ def by_first_use(
         ),
         renumbered(events, moved),
     )
+
+
+def _has_backward(events: Iterable[StepEvent]) -> bool:
+    return not all(event.kind in _IN_FORWARD for event in events)
 
 
 def _recomputed(parts: Sequence[Part], events: Iterable[StepEvent]) -> set[int]:
@@ -252,7 +260,7 @@ class StepOrder:
     def __init__(self, parts: Sequence[Part], events: Sequence[StepEvent], trainable: Mapping[int, int]) -> None:
         """`events` may lack a backward, which is then assumed. `trainable`: {trainable parameter: its elements}."""
         self._parts = parts
-        self.observed = not all(event.kind in _IN_FORWARD for event in events)
+        self.observed = _has_backward(events)
         """The backward was traced; else it is assumed from the order of forward."""
         self._events = events if self.observed else (*events, *_assumed_backward(parts, events, trainable))
 
@@ -481,22 +489,30 @@ class _Run:
 def _assumed_backward(
     parts: Sequence[Part], events: Sequence[StepEvent], trainable: Mapping[int, int]
 ) -> Iterator[StepEvent]:
-    """The backward that the order of forward lets expect, without recomputation.
+    """The backward that the order of forward lets expect.
 
     Backward visits runs in the reverse of the order in which forward left them. A parameter gets its gradient when
     backward comes to its first use; the parameter used last gets its gradient first. The gradients of a part that runs
     others may come at any time until backward has passed these, and so do those of a norm or a part of more than two
-    parameters. A bias has its gradient before the larger weight of its product.
+    parameters. A bias has its gradient before the larger weight of its product. When backward comes to a part that is
+    recomputed, all that is inside it first runs again.
     """
     around: list[_Run] = []
+    region = len(events)
+    """Where the recomputed region begins that backward came to last."""
     for run in sorted(_runs(parts, events, trainable), key=lambda run: -run.left):
         while around and around[-1].entered > run.left:
             yield from _accumulated(around.pop().completes)
+        again = region < run.entered
         if run.part < 0:
-            yield from (StepEvent(UNPACK, params=(p,), same=i > 0) for i, p in enumerate(run.params))
+            if not again:  # a recomputation holds what it reads
+                yield from (StepEvent(UNPACK, params=(p,), same=i > 0) for i, p in enumerate(run.params))
             yield from _accumulated(run.completes)
             continue
-        yield StepEvent(REACH, run.part, run=run.run)
+        yield StepEvent(REACH, run.part, run=-1 if again else run.run)
+        if parts[run.part].recomputed and not again:
+            region = run.entered
+            yield from (replace(event, kind=_AGAIN[event.kind]) for event in events[run.entered + 1 : run.left])
         sizes = [trainable[p] for p in run.completes]
         runs_others, in_turn = run.left > run.entered + 1, len(sizes) == 2 and sizes[0] < sizes[1]
         if len(sizes) > 1 and (runs_others or not in_turn):

@@ -58,11 +58,12 @@ def find_parts(model: nn.Module) -> Parts:
     modules: list[nn.Module] = []
     specs: list[Part] = []
 
-    def visit(module: nn.Module, name: str, parent: int | None, in_list: bool) -> None:
+    def visit(module: nn.Module, name: str, parent: int | None, in_list: bool, again: bool) -> None:
         if module in number_of:
             number = number_of[module]
             specs[number] = replace(specs[number], shared=True)
             return
+        again = again or _is_checkpointed(module)
         whole = _is_compiled(module) or any(_may_choose(child, module, in_list) for child in module.children())
         if _is_callable(module) and any(True for _ in module.parameters()):
             own = module.parameters() if whole else _own_parameters(module)
@@ -70,14 +71,15 @@ def find_parts(model: nn.Module) -> Parts:
             names.append(name)
             modules.append(module)
             params = tuple(dict.fromkeys(index_of[p] for p in own))
-            specs.append(Part(params=params, parent=parent, chooses=whole, saves_none=saves_none(module)))
+            traits = {"chooses": whole, "saves_none": saves_none(module), "recomputed": again}
+            specs.append(Part(params=params, parent=parent, **traits))
             parent = number_of[module]
         if not whole:
             for child_name, child in module.named_children():
                 inner = in_list or isinstance(child, (nn.ModuleList, nn.ModuleDict))
-                visit(child, f"{name}.{child_name}".lstrip("."), parent, inner)
+                visit(child, f"{name}.{child_name}".lstrip("."), parent, inner, again)
 
-    visit(model, "", None, False)
+    visit(model, "", None, False, False)
     everything = list(index_of)
     own = tuple(tuple(everything[i] for i in spec.params) for spec in specs)
     return Parts(tuple(names), tuple(modules), own, tuple(specs))
@@ -104,6 +106,16 @@ def _is_callable(module: nn.Module) -> bool:
 def _is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile(module)`` or ``module.compile()`` was called."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    """Whether the module says that backward runs its forward again: a layer of transformers, or one in torch's wrapper.
+
+    Other calls of ``checkpoint`` only a traced step shows.
+    """
+    classes = {cls.__name__ for cls in type(module).__mro__}
+    by_transformers = "GradientCheckpointingLayer" in classes and getattr(module, "gradient_checkpointing", False)
+    return "CheckpointWrapper" in classes or bool(by_transformers)
 
 
 def _may_choose(module: nn.Module, owner: nn.Module, in_list: bool) -> bool:

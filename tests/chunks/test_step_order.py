@@ -16,6 +16,7 @@ from elixir_moe.chunks.step_order import (
     AGAIN,
     ENTER,
     LEAVE,
+    LEAVE_AGAIN,
     REACH,
     READ,
     UNPACK,
@@ -104,6 +105,28 @@ def layers(*, hooked: bool) -> tuple[list[Part], list[StepEvent]]:
         backward += [StepEvent(REACH, number), *(StepEvent(AGAIN, other) for other in again)]
         backward += [StepEvent(ACCUMULATE, params=(p,)) for p in (number // 2 + 1, number // 2)]
     return parts, [*forward, *backward]
+
+
+@pytest.mark.parametrize("where", [[0, 0, 0, 1, 1], [0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
+def test_a_part_that_says_it_is_recomputed_is_expected_to_run_again(where: list[int]) -> None:
+    """As a traced backward would."""
+    parts, events = layers(hooked=False)
+    forward = [event for event in events if event.kind in (ENTER, LEAVE)]
+    backward = [StepEvent(REACH, 0), StepEvent(REACH, 2)]
+    for number in (6, 3):
+        backward.append(StepEvent(REACH, number))
+        for inner in (number + 1, number + 2):
+            backward += [StepEvent(AGAIN, inner), StepEvent(LEAVE_AGAIN, inner)]
+        for inner in (number + 2, number + 1):
+            backward += [StepEvent(REACH, inner, run=-1), StepEvent(LAND, params=parts[inner].params)]
+    backward += [StepEvent(REACH, 1), StepEvent(LAND, params=parts[1].params)]
+    said = [replace(each, recomputed=number >= 3) for number, each in enumerate(parts)]
+
+    def schedule(parts: list[Part], events: list[StepEvent]) -> list[str]:
+        _, described, ordered = by_first_use(parts, events, 5)
+        return lines(list(described), list(ordered), layout_of(where))
+
+    assert schedule(said, forward) == schedule(parts, [*forward, *backward])
 
 
 @pytest.mark.parametrize("hooked", [False, True])

@@ -9,6 +9,7 @@ import gc
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,30 @@ def drawn_beside_plain() -> tuple[dict[str, Tensor], ...]:
         states.append(em.full_state_dict(model))
         optimizer.close()
     return tuple(states)
+
+
+def test_checkpointed_layers_without_memory_get_the_blocks_that_their_recomputation_needs(ranks: Ranks) -> None:
+    """No step can be traced, and the layers say that they run again: the default is enough, with nothing to spare."""
+    plain, (losses, off_schedule) = ranks(1).run(checkpointed_without_memory)[0]
+    assert losses == pytest.approx(plain, abs=LOSS_TOLERANCE)
+    assert off_schedule == 0
+
+
+def checkpointed_without_memory() -> tuple[list[float], tuple[list[float], int]]:
+    """(rank) Losses of a model with memory, and of one without, whose layers run again; requests that were not
+    foreseen there."""
+    model = built("qwen3-moe", "nf4", decoded=False)
+    plain = [loss.item() for loss in steps(model, optimizer_of(model))]
+    with em.sharded_init():
+        model = built("qwen3-moe", "nf4", decoded=False)
+    model.gradient_checkpointing_enable()
+    plan = replace(em.Plan.offload(), prefetch=0)
+    model, optimizer = em.wrap(model, optimizer_of(model), plan=plan)
+    losses = [loss.item() for loss in steps(model, optimizer)]
+    found = em.inspect(model)
+    assert found.plan.blocks(found.layout) < len(found.layout.cached), "blocks for all chunks would prove nothing"
+    optimizer.close()
+    return plain, (losses, found.statistics.cache.off_schedule)
 
 
 def test_what_cannot_be_kept_or_adapted_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
