@@ -7,6 +7,9 @@ so the rows of a step do not depend on the number of ranks. Knows no model; the 
     {"prompt": "...", "completion": "..."}           the completion is predicted, and the end of the text
     {"messages": [{"role": ..., "content": ...}]}    what the assistant says is predicted, by the chat template
 
+A line has one form; a form whose values are null does not count, and other keys are for the reader. Each label is
+trained exactly once in an epoch: a long text goes on in a row that begins with the last token of the row before.
+
 Packing is best fit, longest first: each text goes to the fullest row that has room for it. Positions begin at 0 where a
 text begins, and the rest of a row is filled up by a text of its own without labels::
 
@@ -22,7 +25,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,10 @@ from elixir_moe.errors import ConfigError, meant
 from elixir_moe.train.data import NO_LABEL, files_of
 
 _LOG = logging.getLogger(__name__)
-_FORMS = ("text", "prompt", "completion", "messages")
+_FORMS = {"text": "text", "prompt": "prompt", "completion": "prompt", "messages": "messages"}
+"""{key: its form}."""
+_SAYS = ("content", "tool_calls", "function_call", "thinking", "reasoning_content")
+"""Keys of a message, one of which has a value."""
 _EXPECTED = 'expected {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
 
 
@@ -134,7 +140,7 @@ def load_rows(
         completion_only: whether only completions and the assistant's messages are predicted.
 
     Raises:
-        ConfigError: a file cannot be read, or is empty; a line is no JSON object, or has none of the three forms;
+        ConfigError: a file cannot be read, or is empty; a line is not a JSON object, or not of one of the three forms;
             nothing is predicted; or a chat template is missing, or changes what it has said before.
     """
     lines = [line for file in files_of(path, "data.file") for line in _lines(file)]
@@ -219,9 +225,9 @@ def _filled(examples: Iterable[Example], length: int, fill: int) -> Tensor:
 
 
 def _cut(example: Example, length: int) -> Iterator[Example]:
-    """The text in rows if all of it is predicted; else its beginning."""
+    """The text in rows if all of it is predicted, neighbors sharing a token that the first predicts; else its start."""
     all_predicted = NO_LABEL not in example.labels[1:]
-    for start in range(0, len(example.tokens) if all_predicted else 1, length):
+    for start in range(0, len(example.tokens) - 1 if all_predicted else 1, length - 1):
         labels = [NO_LABEL, *example.labels[start + 1 : start + length]]
         yield Example(tokens=example.tokens[start : start + length], labels=labels)
 
@@ -233,20 +239,39 @@ def _predicts(example: Example) -> bool:
 def _lines(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, object) of each line that is not blank."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = Path(file).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"data.file: line {number} of {file!r} is not UTF-8: {error}; convert the file") from error
+    except OSError as error:
         raise ConfigError(f"data.file: cannot read {file!r}: {error}; name a file of JSON lines in UTF-8") from error
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         where = f"line {number} of {file!r}"
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"data.file: {where} is no JSON: {error}; give one object a line") from error
+            row = json.loads(line, object_pairs_hook=_once)
+            if "\\u" in line:
+                json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"data.file: {where} has {error.object[error.start]!a}, half of a surrogate pair, which no "
+                f"tokenizer reads: write both halves, or \\ufffd instead"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"data.file: {where} is not valid JSON: {error}; give one object a line") from error
         if not isinstance(row, dict):
-            raise ConfigError(f"data.file: {where} is no object but {str(row)[:40]!r}; {_EXPECTED}")
+            raise ConfigError(f"data.file: {where} is not an object but {str(row)[:40]!r}; {_EXPECTED}")
         yield where, row
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values. Raises ValueError for a key that stands twice, since one would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {max(keys, key=keys.count)!r} stands twice in an object")
+    return found
 
 
 class _Encoder:
@@ -261,16 +286,23 @@ class _Encoder:
 
     def example(self, where: str, row: dict[str, Any]) -> Example:
         """The line in tokens. Raises ConfigError."""
-        if "messages" in row:
+        given = [key for key in _FORMS if row.get(key) is not None]
+        if len({_FORMS[key] for key in given}) > 1:
+            raise ConfigError(
+                f"data.file: {where} has {' and '.join(given)}, which are keys of different forms; {_EXPECTED}: keep "
+                f"one form, and rename or remove the other keys"
+            )
+        if given == ["messages"]:
             tokens, prompts = self._of_messages(where, row["messages"], row.get("tools"))
-        elif "prompt" in row and "completion" in row:
+        elif given == ["prompt", "completion"]:
             tokens, prompts = self._of_prompt(where, row["prompt"], row["completion"])
-        elif "text" in row:
+        elif given == ["text"]:
             tokens, prompts = self._ended(self._encoded(self._string(where, "text", row["text"]))), []
         else:
-            hints = [hint for key in islice(row, 8) if (hint := meant(str(key), _FORMS))]
+            hints = [hint for key in islice(row, 8) if key not in _FORMS and (hint := meant(str(key), _FORMS))]
             near = f"; {hints[0]}" if hints else ""
-            raise ConfigError(f"data.file: {where} has the keys {', '.join(islice(row, 8))}; {_EXPECTED}{near}")
+            empty = "; null counts as missing" if any(row.get(key, 0) is None for key in _FORMS) else ""
+            raise ConfigError(f"data.file: {where} has the keys {', '.join(islice(row, 8))}; {_EXPECTED}{near}{empty}")
         labels = list(tokens)
         labels[:1] = [NO_LABEL] * len(labels[:1])
         for start, stop in prompts if self._completion_only else ():
@@ -289,7 +321,7 @@ class _Encoder:
         return value
 
     def _encoded(self, text: str, *, special: bool = True) -> list[int]:
-        found: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        found: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return found
 
     def _ended(self, tokens: list[int]) -> list[int]:
@@ -299,7 +331,7 @@ class _Encoder:
         if isinstance(prompt, list) and isinstance(completion, list):
             return self._of_messages(where, prompt + completion, None, first=len(prompt))
         before = self._encoded(self._string(where, "prompt", prompt))
-        if before[-1:] == self._end:
+        if self._end and before[-1:] == self._end:
             before.pop()  # of a tokenizer that ends each text
         after = self._encoded(self._string(where, "completion", completion), special=False)
         return self._ended(before + after), [(0, len(before))]
@@ -310,37 +342,50 @@ class _Encoder:
         """Tokens, and the places that are not predicted: all but the assistant's messages, from number `first` on."""
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
             raise ConfigError(f'data.file: {where}: messages must be a list of {{"role": ..., "content": ...}}')
-        whole = self._rendered(where, messages, tools)
+        for number, message in enumerate(messages, 1):
+            if all(message.get(key) is None for key in _SAYS):
+                raise ConfigError(
+                    f"data.file: {where}: message {number} has the keys {', '.join(islice(message, 8))} and no "
+                    f"content; give it a text, or leave the message out"
+                )
+        text = self._rendered(where, messages, tools)
+        whole = self._encoded(text, special=False)
         if not self._completion_only:
             return whole, []
         prompts, done = [], 0
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or number < first:
                 continue
-            start = self._begins(where, whole, messages[:number], tools, ask=True)
-            stop = self._begins(where, whole, messages[: number + 1], tools, ask=False)
+            start = self._begins(where, text, whole, messages[:number], tools, ask=True)
+            stop = self._begins(where, text, whole, messages[: number + 1], tools, ask=False)
             prompts.append((done, start))
             done = stop
         return whole, [*prompts, (done, len(whole))]
 
-    def _begins(self, where: str, whole: list[int], messages: Any, tools: Any, *, ask: bool) -> int:
-        """Number of tokens that the template makes of these messages; they must be the first of `whole`."""
+    def _begins(self, where: str, text: str, whole: list[int], messages: Any, tools: Any, *, ask: bool) -> int:
+        """Number of the tokens `whole` of `text` that these messages make, with which `text` must begin.
+
+        A token that goes beyond the end of the messages is not counted.
+        """
         found = self._rendered(where, messages, tools, ask=ask)
-        if whole[: len(found)] != found:
+        if not text.startswith(found):
             raise ConfigError(
                 f"data.file: {where}: the chat template writes message {len(messages)} otherwise when another follows, "
                 f"so what the assistant said cannot be told; split the line, or give data.completion_only=false"
             )
-        return len(found)
+        pairs = zip(self._encoded(found, special=False), whole, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    def _rendered(self, where: str, messages: Any, tools: Any, *, ask: bool = False) -> list[int]:
+    def _rendered(self, where: str, messages: Any, tools: Any, *, ask: bool = False) -> str:
         if self._tokenizer.chat_template is None:
             raise ConfigError(
                 f"data.file: {where} has messages, but the tokenizer has no chat template: take that of a chat model "
                 f"with data.tokenizer, or give prompt and completion"
             )
         try:
-            text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask)
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=ask
+            )
         except Exception as error:  # of Jinja, and what templates raise
             raise ConfigError(f"data.file: {where}: the chat template refuses the messages: {error}") from error
-        return self._encoded(text, special=False)
+        return text

@@ -134,23 +134,116 @@ def test_a_long_text_is_cut_into_rows_and_a_long_completion_loses_its_end(tmp_pa
         {"prompt": "a" * 30, "completion": "b"},
     ]
     found = rows_of(tmp_path / "a.jsonl", [*lines, {"text": "end"}], 8)
-    assert [items_of(row[None]) for row in found.train] == [7, 7, 4, 6]
+    assert [items_of(row[None]) for row in found.train] == [7, 7, 6, 6]
     assert (found.shortened, found.dropped) == (3, 1)
     assert "3 texts are longer than a row" in "".join(found.describe(found.validation_batches(batches=1, rows=1)))
+
+
+@pytest.mark.parametrize("tokens", range(2, 34))
+def test_each_label_of_a_long_text_is_trained_exactly_once(tokens: int, tmp_path: Path) -> None:
+    """Counted one by one: behind which tokens of the row it is predicted, and how often."""
+    letters = "abcdefghijklmnopqrstuvwxyz .?!"
+    text = [letters[i % 30] for i in range(tokens - 1)]
+    row = {"text": "".join(text)}
+    for length in (2, 3, 8):
+        found = rows_of(tmp_path / "a.jsonl", [row, row], length)
+        counts = [0] * tokens
+        for one in found.train:
+            words, labels = TOKENIZER.convert_ids_to_tokens(one[0].tolist()), one[1].tolist()
+            for place, label in enumerate(labels):
+                if label == NO_LABEL:
+                    continue
+                seen = words[:place]
+                fits = [
+                    i
+                    for i, word in enumerate([*text, "<end>"])
+                    if i >= place and word == words[place] and text[i - place : i] == seen and not counts[i]
+                ]
+                counts[fits[0]] += 1
+        assert counts == [0] + [1] * (tokens - 1), length
+
+
+def test_a_file_of_another_system_reads_as_the_same(tmp_path: Path) -> None:
+    """A byte order mark, CRLF, blank lines, both halves of a pair as escapes, keys for the reader, and null values."""
+    path = tmp_path / "a.jsonl"
+    lines = [
+        '{"text": "ab", "id": 1}',
+        "",
+        '{"prompt": "a", "completion": "b", "text": null}',
+        r'{"text": "\ud83d\ude00"}',
+    ]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\r\n \r\n")
+    found = load_rows(str(path), TOKENIZER, 16, 0.1, packed=False)
+    assert [shown(row)[0] for row in (*found.train, *found.validation)] == ["ab<end>", "ab<end>", "<new><end>"]
+
+
+def test_a_tokenizer_without_ends_reads_an_empty_prompt(tmp_path: Path) -> None:
+    bare = tokenizer()
+    bare.eos_token = bare.pad_token = None
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "", "completion": "abc"}] * 2)
+    found = load_rows(str(path), bare, 8, 0.1, packed=True)
+    assert shown(found.train[0]) == ("abc", "_bc")
+
+
+def test_a_token_across_the_border_of_a_message_is_predicted(tmp_path: Path) -> None:
+    """As a tokenizer joins the end of the template's words and the beginning of the answer."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({"x": 0, ":": 1, ":y": 2, "y": 3, "<end>": 4}, unk_token="x"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("<end>|:y|."), "isolated")
+    joining = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+    joining.chat_template = (
+        "{% for m in messages %}x:{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}x:{% endif %}"
+    )
+    messages = [{"role": "user", "content": "y"}, {"role": "assistant", "content": "yy"}]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages}] * 2)
+    found = load_rows(str(path), joining, 8, 0.1, packed=False)
+    assert joining.convert_ids_to_tokens(found.train[0, 0, :6].tolist()) == ["x", ":y", "x", ":y", "y", "<end>"]
+    assert found.train[0, 1, :6].tolist() == [NO_LABEL] * 3 + [2, 3, 4]
+
+
+def test_more_rows_in_a_step_than_in_the_file(tmp_path: Path) -> None:
+    found = rows_of(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": "cd"}, {"text": "ef"}])
+    step = found.batch(seed=0, step=1, rows=8)
+    assert len({tuple(row[0].tolist()) for row in step}) == 2 and items_of(step) == 16
 
 
 WRONG = [
     ("", "is empty"),
     ("\n\n", "is empty"),
     ('{"text": "a b"}', "has one line"),
-    ('{"text": "ab"}\nnonsense', "line 2 of .* is no JSON"),
-    ('{"text": "ab"}\n[1]', "line 2 of .* is no object"),
+    ('{"text": "ab"}\nnonsense', "line 2 of .* is not valid JSON"),
+    ('{"text": "ab"}\n[1]', "line 2 of .* is not an object"),
     ('{"text": "ab"}\n{"txt": "a"}', "line 2 of .* has the keys txt; expected .*; did you mean 'text'?"),
     ('{"text": "ab"}\n{"prompt": "a"}', "has the keys prompt; expected"),
     ('{"text": 3}\n{"text": "a"}', "line 1 of .*'text' must be a text, got '3'"),
     ('{"text": ""}\n{"text": "ab"}', "line 1 of .* has nothing to predict: 1 tokens"),
     ('{"messages": "hi"}\n{"text": "ab"}', "messages must be a list"),
     ('{"messages": [{"role": "user", "content": "hi"}]}\n{"text": "ab"}', "line 1 of .* has nothing to predict"),
+    (
+        '{"text": "ab"}\n{"text": "a", "prompt": "b"}',
+        "line 2 of .* has text and prompt, which are keys of different forms",
+    ),
+    ('{"text": "ab"}\n{"messages": [], "completion": "b"}', "line 2 of .* has completion and messages, which are"),
+    ('{"text": "ab"}\n{"text": null}', "line 2 of .* has the keys text; expected .*; null counts as missing"),
+    ('{"text": "ab"}\n{"text": "a", "text": "b"}', "line 2 of .* is not valid JSON: the key 'text' stands twice"),
+    ('{"text": "ab"}\n{"text": "a\\ud83d"}', r"line 2 of .* has '\\ud83d', half of a surrogate pair"),
+    ('{"messages": [{"role": "user", "content": "\\ude00"}]}\n{"text": "ab"}', r"line 1 of .* has '\\ude00', half"),
+    ('{"text": "ab"}\n' + "[" * 100_000, "line 2 of .* is not valid JSON: maximum recursion depth"),
+    ('{"text": "ab"}\n{"text": ' + "1" * 5000 + "}", "line 2 of .* is not valid JSON: Exceeds the limit"),
+    ('{"text": "ab"}\n{"text": ' + "1" * 4000 + "}", "line 2 of .*'text' must be a text, got '1111"),
+    ('{"messages": []}\n{"text": "ab"}', "line 1 of .*: the chat template refuses the messages: .*empty"),
+    ('{"messages": [{"role": "user"}]}\n{"text": "ab"}', "line 1 of .*: message 1 has the keys role and no content"),
+    (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}\n{"text": "ab"}',
+        "line 1 of .*: message 2 has the keys role, content and no content; give it a text",
+    ),
+    (
+        '{"messages": [{"role": "user", "content": 3}]}\n{"text": "ab"}',
+        "line 1 of .*: the chat template refuses the messages",
+    ),
     (json.dumps({"prompt": "a" * 40, "completion": "b"}) + '\n{"text": "ab"}', "no label is left in .*data.seq_len"),
 ]
 
@@ -161,6 +254,12 @@ def test_a_wrong_file_is_told(text: str, said: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         load_rows(str(path), TOKENIZER, 16, 0.1, packed=True)
+
+
+def test_bytes_that_are_not_utf8_are_told_with_their_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "ab"}\n{"text": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"line 2 of '.*' is not UTF-8: .*convert the file"):
+        load_rows(str(tmp_path / "a.jsonl"), TOKENIZER, 16, 0.1, packed=True)
 
 
 def test_a_missing_file_and_a_missing_template_are_told(tmp_path: Path) -> None:
