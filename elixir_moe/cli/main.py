@@ -175,7 +175,8 @@ def _parser(settings_help: str | None) -> _Parser:
     export_parser = verbs.add_parser(
         "export",
         help="write a run's model for other libraries",
-        description="Writes the model of a run's latest checkpoint, reads it back and compares logits.",
+        description="Writes the model of a run's latest checkpoint, reads it back and compares logits, or losses "
+        "of a module with a loss of its own.",
         allow_abbrev=False,
     )
     export_parser.add_argument("directory", type=Path, metavar="RUN", help="the directory of a run")
@@ -289,8 +290,8 @@ def _export(known: argparse.Namespace) -> int:
     changed = "" if found.change is None else f"; the adapters change them by up to {found.change:.3g}"
     print(
         f"{found.what} of {found.checkpoint} in {found.out}\n"
-        f"read back without this library: logits differ by up to {found.difference:.2g} of {found.largest_logit:.3g}"
-        f"{changed}"
+        f"read back without this library: {found.compared} differ by up to {found.difference:.2g} of "
+        f"{found.largest:.3g}{changed}"
     )
     return 0
 

@@ -263,7 +263,7 @@ def generate(
     evaluation mode during the call.
 
     Args:
-        model: a GPT, or another model whose output has `logits`.
+        model: a GPT, or another model whose output is logits (B, S, V), or has them.
         prompt: (B, S) int64, S at least 1.
         n: tokens to add.
         context: tokens that a prediction sees at most; by default those of a GPT, ``config.seq_len``.
@@ -278,8 +278,9 @@ def generate(
     try:
         seen: int = model.config.seq_len if context is None else context  # type: ignore[union-attr, assignment]
         for _ in range(n):
-            logits = model(prompt[:, -seen:]).logits[:, -1].float()
-            prompt = torch.cat([prompt, _sample(logits, temperature, generator)], dim=1)
+            output = model(prompt[:, -seen:])
+            logits: Tensor = output if isinstance(output, Tensor) else output.logits
+            prompt = torch.cat([prompt, _sample(logits[:, -1].float(), temperature, generator)], dim=1)
     finally:
         model.train(was_training)
     return prompt

@@ -351,9 +351,15 @@ class TrainConfig:
         if isinstance(model, GPTConfig):
             return GPTRecipe(model, fused=self.run.loss == "fused")
         if isinstance(model, ModuleModel):
-            return ModuleRecipe(
+            made = ModuleRecipe(
                 model.module, lora=self.lora, scheme=self.quantize, length=data.seq_len, packed=data.packing
             )
+            if self.run.sample_bytes and made.compares == "losses":
+                raise ConfigError(
+                    f"run.sample_bytes: {model.module} has a loss of its own, so nothing is known of the tokens it "
+                    f"predicts; leave it out"
+                )
+            return made
         return HuggingFaceRecipe(
             model.hf,
             read=model.weights,

@@ -29,6 +29,7 @@ from elixir_moe.state.checkpoint.storage import CHECKPOINTS, latest
 from elixir_moe.state.huggingface import save_pretrained
 from elixir_moe.train import config as configs
 from elixir_moe.train.config import DTYPES, TrainConfig
+from elixir_moe.train.data import labelled
 from elixir_moe.train.directory import is_run
 from elixir_moe.train.huggingface import tokenizer_of
 from elixir_moe.train.recipe import Recipe
@@ -55,12 +56,14 @@ class Exported:
     """adapter, merged or full."""
     checkpoint: str
     """The checkpoint that it was made of."""
-    largest_logit: float
-    """The largest absolute logit of the run's model on the tokens compared."""
+    compared: str
+    """logits; or losses, of a module that has a loss of its own."""
+    largest: float
+    """The largest absolute value of them, by the run's model."""
     difference: float
-    """The largest difference of a logit between the run's model and the folder's."""
+    """Their largest difference between the run's model and the folder's."""
     change: float | None
-    """The largest change of a logit by the adapters; None without adapters."""
+    """The largest change of one by the adapters; None without adapters."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -78,7 +81,7 @@ def export(run: Path, out: Path | None = None, what: str | None = None) -> Expor
 
     Raises:
         ConfigError: `run` is no run, has no checkpoint, or has not what is asked for; or `out` exists.
-        CheckpointError: the folder, read back, has other logits than the run's model; nothing is left of it.
+        CheckpointError: the folder, read back, has other logits or losses than the run's model; nothing is left of it.
     """
     if not is_run(run):
         raise ConfigError(f"{str(run)!r} is no run's directory (by its config.yaml): name one of `train`'s")
@@ -101,18 +104,18 @@ def export(run: Path, out: Path | None = None, what: str | None = None) -> Expor
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported(out=str(out), what=what, checkpoint=str(checkpoint), **found)
+    return Exported(out=str(out), what=what, checkpoint=str(checkpoint), compared=config.recipe().compares, **found)
 
 
 def _written(config: TrainConfig, checkpoint: Path, folder: Path, what: str) -> dict[str, Any]:
     """Writes the folder and compares it; returns the figures of the comparison."""
     recipe = config.recipe()
-    tokens = _tokens(config, recipe)
+    rows = _rows(config, recipe)
     adapter = folder / "adapter" if what == "merged" else folder
     with _in_silence():
         model, optimizer = _restored(config, recipe, checkpoint)
         try:
-            wanted = _logits(recipe, model, tokens)
+            wanted = _compared(recipe, model, rows)
             save_pretrained(model, adapter)
         finally:
             optimizer.close()
@@ -120,11 +123,11 @@ def _written(config: TrainConfig, checkpoint: Path, folder: Path, what: str) -> 
         del model, optimizer
         base = None
         if config.lora is not None:
-            base = _logits(recipe, _base(config, recipe, as_trained=what == "adapter"), tokens)
+            base = _compared(recipe, _base(config, recipe, as_trained=what == "adapter"), rows)
         if what == "merged":
             plain = _with_adapters(_base(config, recipe, as_trained=False), adapter)
             if config.quantize is not None or config.run.dtype != "fp32":
-                wanted = _logits(recipe, plain, tokens)  # the run's base was rounded, and the merged one is not
+                wanted = _compared(recipe, plain, rows)  # the run's base was rounded, and the merged one is not
             merged: Any = plain.merge_and_unload()
             _save_plain(merged, folder)
             shutil.rmtree(adapter)
@@ -133,12 +136,12 @@ def _written(config: TrainConfig, checkpoint: Path, folder: Path, what: str) -> 
             read = _with_adapters(_base(config, recipe, as_trained=True), adapter)
         else:
             read = recipe.plain(str(folder))
-        found = _logits(recipe, read, tokens)
+        found = _compared(recipe, read, rows)
     if config.data.tokenizer is not None or recipe.tokenizer is not None:
         tokenizer_of(config.data.tokenizer or str(recipe.tokenizer)).save_pretrained(folder)
     if what != "adapter" and recipe.tokenizer is not None:
         _copy_generation_config(Path(recipe.tokenizer), folder)
-    return _compared(found, wanted, base, folder)
+    return _figures(found, wanted, base, folder, recipe.compares)
 
 
 @contextmanager
@@ -160,8 +163,8 @@ def _in_silence() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _compared(found: Tensor, wanted: Tensor, base: Tensor | None, folder: Path) -> dict[str, Any]:
-    """The figures. Raises CheckpointError if the logits differ by more than rounding."""
+def _figures(found: Tensor, wanted: Tensor, base: Tensor | None, folder: Path, compares: str) -> dict[str, Any]:
+    """The figures. Raises CheckpointError if logits or losses differ by more than rounding."""
     scale, difference = float(wanted.abs().max()), float((found - wanted).abs().max())
     change = None if base is None else float((wanted - base).abs().max())
     allowed = _FLOOR * scale
@@ -169,12 +172,12 @@ def _compared(found: Tensor, wanted: Tensor, base: Tensor | None, folder: Path) 
         allowed = max(min(allowed, change / 2), _ROUNDING * scale, _SHARE * change)
     if not difference <= allowed:
         raise CheckpointError(
-            f"what was written for {folder.name!r} has other logits than the run's model: they differ by up to "
+            f"what was written for {folder.name!r} has other {compares} than the run's model: they differ by up to "
             f"{difference:.3g}, where rounding allows {allowed:.3g} (the largest is {scale:.3g}); nothing was kept. "
             f"Other versions of transformers and peft than those of the run may be the reason; or, of merged, adapters "
             f"on a weight that is used twice, such as a tied lm_head: export the adapter then"
         )
-    return {"largest_logit": scale, "difference": difference, "change": change}
+    return {"largest": scale, "difference": difference, "change": change}
 
 
 def _restored(config: TrainConfig, recipe: Recipe, checkpoint: Path) -> tuple[nn.Module, ShardedOptimizer]:
@@ -229,13 +232,14 @@ def _save_plain(model: Any, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _logits(recipe: Recipe, model: nn.Module, tokens: Tensor) -> Tensor:
-    return recipe.logits(model.eval(), tokens).float().cpu()
+def _compared(recipe: Recipe, model: nn.Module, rows: Tensor) -> Tensor:
+    return recipe.compared(model.eval(), rows).float().cpu()
 
 
-def _tokens(config: TrainConfig, recipe: Recipe) -> Tensor:
-    """Tokens to compare on: drawn, or those of the run's data where nobody knows how many there are."""
+def _rows(config: TrainConfig, recipe: Recipe) -> Tensor:
+    """Rows to compare on: drawn, or those of the run's data where nobody knows how many tokens there are."""
     length = min(_TOKENS, recipe.length - 1)
     if recipe.vocabulary is None:
-        return config.load_data().prompt(length)[None]
-    return torch.randint(recipe.vocabulary, (_ROWS, length), generator=torch.Generator().manual_seed(0))
+        rows = config.load_data().batch(seed=config.run.seed, step=1, rows=_ROWS)
+        return rows if recipe.compares == "losses" else rows[..., :length]
+    return labelled(torch.randint(recipe.vocabulary, (_ROWS, length), generator=torch.Generator().manual_seed(0)))

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -42,6 +42,7 @@ class HuggingFaceRecipe:
 
     samples = 0
     leaves_weights = False
+    compares: Literal["logits", "losses"] = "logits"
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class HuggingFaceRecipe:
         self._attention, self._recompute, self._lora, self._scheme = attention, recompute, lora, scheme
         self._fused = fused
         self.config = self._config()
+        forward = self._class().forward
         self.weights: str | None = str(self.folder) if read else None
         if read and not any((self.folder / name).is_file() for name in (SINGLE, INDEX)):
             raise ConfigError(
@@ -94,7 +96,6 @@ class HuggingFaceRecipe:
             raise ConfigError(
                 f"data.seq_len={self.length}: {self.name} has {positions} positions, give at most that many"
             )
-        forward = self._class().forward
         takes = inspect.signature(forward).parameters
         own = "loss_function" not in inspect.unwrap(forward).__code__.co_names  # decoders of other models, mostly
         if own or not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
@@ -136,7 +137,7 @@ class HuggingFaceRecipe:
             found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
         except KeyError as error:
             raise ConfigError(
-                f"model.hf: {self.name} ({self.config.model_type}) is no causal language model"
+                f"model.hf: {self.name} ({self.config.model_type}) is not a causal language model"
             ) from error
         return found[0] if isinstance(found, tuple) else found
 
@@ -174,7 +175,9 @@ class HuggingFaceRecipe:
             model: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, **chosen)
         except Exception as error:
             why = str(error).partition("\n")[0]
-            raise ConfigError(f"model.hf: {self.name} is no causal language model that can be built: {why}") from error
+            raise ConfigError(
+                f"model.hf: {self.name} is not a causal language model that can be built: {why}"
+            ) from error
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of old names and unused defaults within the two libraries
             model = prepared(model.train(), self._lora, self._scheme, self.name)
@@ -211,9 +214,9 @@ class HuggingFaceRecipe:
         """As `Recipe` says; the same as `loss`."""
         return self.loss(model, batch, items)
 
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+    def compared(self, model: nn.Module, batch: Tensor) -> Tensor:
         """As `Recipe` says."""
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+        logits: Tensor = model(input_ids=batch[:, 0], use_cache=False).logits
         return logits
 
     def tokens_per_expert(self, model: nn.Module) -> dict[str, list[int]]:

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import ConfigError
 from elixir_moe.models.adapters import Lora
+from elixir_moe.train.data import items_of
 from elixir_moe.train.recipe import check_uncut, load_whole, prepared, summed
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -26,9 +27,9 @@ _RETURNS = "a function without arguments that returns a torch module, or (module
 class ModuleRecipe:
     """A module made by ``package:function``.
 
-    Without a loss of its own the module is called with (B, L) tokens and returns (B, L, V) logits, or an object that
-    has `logits`. A loss is called as ``loss(model, batch)`` with a dict of ``input_ids``, ``labels``, ``position_ids``
-    (all (B, L) int64) and ``items`` (a float: the mean number of labels in a batch of a rank).
+    Without a loss of its own the module is called with (B, L) tokens and returns (B, L, V) logits, or an object or a
+    dict that has `logits`. A loss is called as ``loss(model, batch)`` with a dict of ``input_ids``, ``labels``,
+    ``position_ids`` (all (B, L) int64) and ``items`` (a float: the mean number of labels in a batch of a rank).
     """
 
     vocabulary: int | None = None
@@ -59,6 +60,7 @@ class ModuleRecipe:
                 f"(module, loss), or give data.packing=false"
             )
         self.restarts = bool(packed)
+        self.compares: Literal["logits", "losses"] = "logits" if self._own is None else "losses"
 
     def _made(self) -> tuple[nn.Module, Loss | None]:
         found = self._make()
@@ -86,19 +88,36 @@ class ModuleRecipe:
     def loss(self, model: nn.Module, batch: Tensor, items: float) -> Tensor:
         """As `Recipe` says, or as the module's own loss says."""
         tokens, labels, positions = batch.unbind(1)
-        if self._own is not None:
-            given: Any = {"input_ids": tokens, "labels": labels, "position_ids": positions, "items": items}
-            return self._own(model, given)
-        return summed(self.logits(model, tokens)[:, :-1], labels[:, 1:]) / items
+        if self._own is None:
+            return summed(self._logits(model, tokens)[:, :-1], labels[:, 1:]) / items
+        given: Any = {"input_ids": tokens, "labels": labels, "position_ids": positions, "items": items}
+        found: Any = self._own(model, given)
+        if not isinstance(found, Tensor) or found.dim():
+            raise ConfigError(
+                f"model.module: the loss of {self.name} must be a tensor without dims, got {_described(found)}: sum "
+                f"over the labels and divide by batch['items']"
+            )
+        return found
 
     def validation_loss(self, model: nn.Module, batch: Tensor, items: float) -> Tensor:
         """As `Recipe` says; the same as `loss`."""
         return self.loss(model, batch, items)
 
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+    def compared(self, model: nn.Module, batch: Tensor) -> Tensor:
         """As `Recipe` says."""
-        output = model(tokens)
-        logits: Tensor = output if isinstance(output, Tensor) else output.logits
+        if self._own is None:
+            return self._logits(model, batch[:, 0])
+        return torch.stack([self.loss(model, row[None], max(1, items_of(row))) for row in batch])
+
+    def _logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        output: Any = model(tokens)
+        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != tokens.shape:
+            raise ConfigError(
+                f"model.module: {self.name} made {_described(output)} of {_described(tokens)} tokens; expected logits "
+                f"of {(*tokens.shape, 'V')}, or an object or dict that has them as logits: return (module, loss) to "
+                f"compute the loss of another output"
+            )
         return logits
 
     def tokens_per_expert(self, model: nn.Module) -> dict[str, list[int]]:
@@ -115,6 +134,13 @@ class ModuleRecipe:
     def fixed(self) -> Mapping[str, object]:
         """As `Recipe` says: the settings name the function."""
         return {}
+
+
+def _described(found: Any) -> str:
+    """What a function of the user returned."""
+    if isinstance(found, Tensor):
+        return f"a tensor {tuple(found.shape)}"
+    return f"a dict of {', '.join(map(str, found))}" if isinstance(found, Mapping) else type(found).__name__
 
 
 def _function(path: str) -> Callable[[], Any]:

@@ -7,7 +7,7 @@ nothing, and knows no step. Batches have the form that `train.data.Data` says.
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -82,8 +82,13 @@ class Recipe(Protocol):
     def validation_loss(self, model: nn.Module, batch: Tensor, items: float) -> Tensor:
         """The same, of validation rows."""
 
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """(B, S) int64 -> (B, S, V)."""
+    @property
+    def compares(self) -> Literal["logits", "losses"]:
+        """What `compared` returns."""
+
+    def compared(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """By which an exported model is compared with the run's: logits (B, S, V) of (B, 3, S) rows; or their losses,
+        (B,), where a loss of the user's is all that is known of a model's output."""
 
     def tokens_per_expert(self, model: nn.Module) -> dict[str, list[int]]:
         """By mixture layer, the choices that fell on each expert in the last step, all ranks together. Collective."""
@@ -107,6 +112,7 @@ class GPTRecipe:
     tokenizer: str | None = None
     samples = 300
     leaves_weights = True
+    compares: Literal["logits", "losses"] = "logits"
 
     def __init__(self, config: GPTConfig, *, fused: bool) -> None:
         """`fused`: the loss is computed without logits."""
@@ -145,9 +151,9 @@ class GPTRecipe:
         tokens, labels, _ = batch.unbind(1)
         return summed(model(tokens[:, :-1]).logits, labels[:, 1:]) / items
 
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+    def compared(self, model: nn.Module, batch: Tensor) -> Tensor:
         """As `Recipe` says."""
-        logits: Tensor = model(tokens[:, : self.config.seq_len]).logits
+        logits: Tensor = model(batch[:, 0, : self.config.seq_len]).logits
         return logits
 
     def tokens_per_expert(self, model: nn.Module) -> dict[str, list[int]]:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.export import export
 from elixir_moe.train.huggingface import HuggingFaceRecipe
+from elixir_moe.train.module import ModuleRecipe
 from tests.support.checkpoint_cases import assert_same
 from tests.support.hf_folders import CONFIGS, model_folder, some_rows, tokenizer, write_rows
 from tests.support.ranks import RankPool
@@ -267,6 +269,39 @@ def toy_with_loss() -> tuple[nn.Module, Any]:
     return Toy(), loss
 
 
+class WithLoss(Toy):
+    """Takes the batch, and returns a dict with a loss, as Trainer's models do."""
+
+    def forward(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        logits, labels = super().forward(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
+        summed = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": summed / batch["items"]}
+
+
+def with_loss() -> tuple[nn.Module, Any]:
+    """For model.module."""
+    return WithLoss(), lambda model, batch: model(batch)["loss"]
+
+
+def with_loss_undone() -> tuple[nn.Module, Any]:
+    """For model.module: the loss function leaves the dict to others."""
+    return WithLoss(), lambda model, batch: model(batch)
+
+
+def without_logits() -> nn.Module:
+    """For model.module: neither logits nor a loss of its own."""
+    toy = Toy()
+    toy.register_forward_hook(lambda *found: {"hidden": found[-1]})
+    return toy
+
+
+def with_logits() -> nn.Module:
+    """For model.module: a dict of logits."""
+    toy = Toy()
+    toy.register_forward_hook(lambda *found: {"logits": found[-1]})
+    return toy
+
+
 def of_module(name: str, out: Path, **changes: Any) -> TrainConfig:
     return settings.build(
         TrainConfig,
@@ -303,6 +338,49 @@ def test_a_module_trains_on_bytes_as_in_a_plain_loop(ranks: Ranks, tmp_path: Pat
     written = load_file(Path(told.out) / "model.safetensors")
     for name, value in model.state_dict().items():
         torch.testing.assert_close(written[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"r": 2, "targets": ["head"]}}], ids=["full", "adapter"])
+def test_a_module_that_returns_a_loss_is_exported_and_compared_by_it(
+    lora: dict[str, Any], ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = of_module("with_loss", tmp_path / "out", **lora)
+    found = ranks(1).run(run, config, None, 0, True)[0]
+    assert found["ended"] == ""
+    if not lora:
+        plain = ranks(1).run(run, of_module("toy", tmp_path / "plain"), None, 0, True)[0]
+        assert [line["loss"] for line in found["metrics"]] == [line["loss"] for line in plain["metrics"]]
+    told = export(tmp_path / "out")
+    assert (told.compared, told.what) == ("losses", "adapter" if lora else "full") and told.difference <= 1e-5
+    assert told.largest > 1 and (told.change is None) == (not lora)
+    with pytest.raises(ConfigError, match=r"run.sample_bytes: .* has a loss of its own"):
+        of_module("with_loss", tmp_path / "out", run={**asdict(config.run), "sample_bytes": 3}).check_ranks(1)
+
+    def spoilt(self: ModuleRecipe, folder: str | None) -> nn.Module:
+        model = WithLoss()
+        nn.init.ones_(model.tokens.weight)
+        return model
+
+    monkeypatch.setattr(ModuleRecipe, "plain", spoilt)
+    with pytest.raises(CheckpointError, match="has other losses than the run's model"):
+        export(tmp_path / "out", tmp_path / "spoilt")
+
+
+def test_an_output_that_is_neither_logits_nor_a_loss_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks(1).run(run, of_module("without_logits", tmp_path / "a"), None, 0, True)[0]["ended"]
+    assert "without_logits made a dict of hidden of a tensor (4, 16) tokens; expected logits of (4, 16, 'V')" in said
+    said = ranks(1).run(run, of_module("with_loss_undone", tmp_path / "b"), None, 0, True)[0]["ended"]
+    assert "with_loss_undone must be a tensor without dims, got a dict of loss" in said
+    found = ranks(1).run(run, of_module("with_logits", tmp_path / "c"), None, 0, True)[0]
+    plain = ranks(1).run(run, of_module("toy", tmp_path / "d"), None, 0, True)[0]
+    assert [line["loss"] for line in found["metrics"]] == [line["loss"] for line in plain["metrics"]]
+
+
+def test_a_module_that_returns_logits_writes_a_sample(ranks: Ranks, tmp_path: Path) -> None:
+    base = of_module("toy", tmp_path / "out").run
+    config = of_module("toy", tmp_path / "out", run={**asdict(base), "sample_bytes": 5})
+    assert ranks(1).run(run, config, None, 0, True)[0]["ended"] == ""
+    assert (tmp_path / "out" / "sample.txt").read_text()
 
 
 def test_our_own_gpt_has_any_vocabulary_by_a_tokenizer_and_is_exported(
@@ -358,6 +436,13 @@ def test_a_model_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "Bart", "Bart", is_decoder=True, is_encoder_decoder=False, **small)
     with pytest.raises(ConfigError, match="BartForCausalLM has a loss that takes no num_items_in_batch"):
         HuggingFaceRecipe(str(folder))
+
+
+def test_a_folder_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
+    """An image model has no vocabulary."""
+    transformers.ViTConfig(hidden_size=16, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"\(vit\) is not a causal language model"):
+        HuggingFaceRecipe(str(tmp_path), read=False)
 
 
 def said_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -439,7 +524,7 @@ def test_adapters_that_change_little_are_compared_all_the_same(ranks: Ranks, tmp
     config = of_module("tied", tmp_path / "out", optimizer={"lr": 1e-4}, lora={"r": 2, "targets": ["head"]})
     assert ranks(1).run(run, config, None, 0, True)[0]["ended"] == ""
     told = export(tmp_path / "out")
-    assert told.change is not None and told.difference <= told.change / 2 < 1e-3 * told.largest_logit
+    assert told.change is not None and told.difference <= told.change / 2 < 1e-3 * told.largest
     with pytest.raises(CheckpointError, match="a weight that is used twice"):
         export(tmp_path / "out", what="merged")
 
@@ -480,5 +565,5 @@ def test_the_command_says_what_it_wrote(
     ranks(1).run(run, settings_of(folders, "Llama", tmp_path / "out", lora={"r": 2}, run={"steps": 1}), None, 0, True)
     assert main(["export", str(tmp_path / "out"), "--json", "--out", str(tmp_path / "adapter")]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["what"] == "adapter" and told["difference"] <= 1e-4 * told["largest_logit"]
+    assert told["what"] == "adapter" and told["difference"] <= 1e-4 * told["largest"]
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 2
