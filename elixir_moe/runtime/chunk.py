@@ -233,6 +233,21 @@ class Chunk:
             return []
         return [i for i, (then, now) in enumerate(zip(self._versions, present, strict=True)) if then != now]
 
+    def differ_from_shared(self, indices: Iterable[int]) -> list[int]:
+        """Those of these parameters that differ from the memory that ranks share; blocks for the device."""
+        assert self.buffer is not None and self.block is not None and self.shard.whole is not None
+        shown, places = self.buffer, self._places_in(self.block, self.buffer)
+        words = _WORDS[shown.itemsize]
+
+        def differs(index: int) -> bool:
+            here = slice(self.spec.slots[index].start, self.spec.slots[index].stop)
+            with DisableTorchFunctionSubclass():
+                if self.locals[index].data_ptr() != places[index].data_ptr():
+                    return True
+            return not torch.equal(shown[here].view(words), self.shard.whole[here].to(shown.device).view(words))
+
+        return [index for index in indices if differs(index)]
+
     def store(self, indices: Iterable[int]) -> None:
         """Copies this rank's part of these parameters from the buffer to the shard; `written` must be among them."""
         for index in indices:

@@ -60,8 +60,10 @@ class Writes:
         positions = list(dict.fromkeys([*positions, *chunk.written()]))
         if positions and chunk.shard.whole is not None:
             self._streams.join_compute()
+            positions = chunk.differ_from_shared(positions)  # `register_parametrization` sets a weight to itself
             chunk.forget_writes()
-            chunk.show_home()
+            if positions:
+                chunk.show_home()
             self.refuse_shared((chunk.spec.index, position) for position in positions)
         if positions:
             if chunk.spec.index in self._phase.early:

@@ -118,8 +118,8 @@ def test_a_part_that_says_it_is_recomputed_is_expected_to_run_again(where: list[
         for inner in (number + 1, number + 2):
             backward += [StepEvent(AGAIN, inner), StepEvent(LEAVE_AGAIN, inner)]
         for inner in (number + 2, number + 1):
-            backward += [StepEvent(REACH, inner, run=-1), StepEvent(LAND, params=parts[inner].params)]
-    backward += [StepEvent(REACH, 1), StepEvent(LAND, params=parts[1].params)]
+            backward += [StepEvent(REACH, inner, run=-1), StepEvent(ACCUMULATE, params=parts[inner].params)]
+    backward += [StepEvent(REACH, 1), StepEvent(ACCUMULATE, params=parts[1].params)]
     said = [replace(each, recomputed=number >= 3) for number, each in enumerate(parts)]
 
     def schedule(parts: list[Part], events: list[StepEvent]) -> list[str]:
