@@ -16,6 +16,7 @@ import transformers
 
 import elixir_moe as em
 from tests.support.documents import anchors, links, made_pages
+from tests.support.hf_cases import forget_accelerate
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -139,6 +140,7 @@ def test_snippets_run_with_what_their_reader_has(
     name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    forget_accelerate()
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
     config = transformers.Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=2)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import elixir_moe as em
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from tests.state.test_huggingface import run_example
+from tests.support.hf_cases import forget_accelerate
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -24,21 +25,15 @@ TOLERANCE = 1e-5
 @contextlib.contextmanager
 def launched() -> Iterator[None]:
     """As if torchrun had started the ranks of this pool; a rank alone runs without a launcher."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    def forget() -> None:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
-
     rank, world = dist.get_rank(), dist.get_world_size()
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world} if world > 1 else {}
-    forget()
+    forget_accelerate()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         for name, value in variables.items():
             patch.setenv(name, str(value))
         patch.setenv("HF_HUB_OFFLINE", "1")
         yield
-    forget()
+    forget_accelerate()
 
 
 def mixture() -> Any:

@@ -246,6 +246,25 @@ def test_an_existing_target_is_never_touched(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a", "b"]
 
 
+def test_an_interrupt_right_behind_the_commit_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def interrupted(source: Any, target: Any) -> None:
+        rename(source, target)
+        raise KeyboardInterrupt
+
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.ddp())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "rename", interrupted)
+        em.save(tmp_path / "a", model, optimizer)
+    assert names_in(tmp_path) == ["a"]
+    em.load(tmp_path / "a", model, optimizer)
+    optimizer.close()
+
+
 def spoilt(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Rewrites the manifest as somebody would who can compute its hash."""
     fields = json.loads((path / "manifest.json").read_bytes())

@@ -16,6 +16,14 @@ ROWS, LENGTH, VOCAB, D = 4, 12, 96, 32
 Batch = dict[str, Tensor]
 
 
+def forget_accelerate() -> None:
+    """Forgets what Accelerate keeps for the whole process, as at its start."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
 def ids(step: int, length: int = LENGTH) -> Tensor:
     """(ROWS, length) token ids, the same on every rank."""
     return torch.randint(3, VOCAB, (ROWS, length), generator=torch.Generator().manual_seed(step))

@@ -44,7 +44,6 @@ class Draft:
             OSError: the directory cannot be created.
         """
         self.target, self.path = target, partial_of(target)
-        self.committed = False
         check_target(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         collect(target.parent)
@@ -52,7 +51,7 @@ class Draft:
             self.path.mkdir()
         except FileExistsError:
             raise CheckpointError(f"{self.path} exists: another process is saving {target}") from None
-        self._manifest = os.open(self.path / MANIFEST, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+        self._manifest = open(self.path / MANIFEST, "xb", buffering=0)  # noqa: SIM115 - its lock lives as long as it
         fcntl.flock(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def commit(self, manifest: bytes) -> None:
@@ -62,21 +61,20 @@ class Draft:
             CheckpointError: the target was created meanwhile.
         """
         while manifest:
-            manifest = manifest[os.write(self._manifest, manifest) :]
+            manifest = manifest[self._manifest.write(manifest) :]
         os.fsync(self._manifest)
         sync_directory(self.path)
         if os.path.lexists(self.target):
             raise CheckpointError(f"{self.target} was created meanwhile: save under another name")
         os.rename(self.path, self.target)
-        self.committed = True
-        os.close(self._manifest)
+        self._manifest.close()
         sync_directory(self.target.parent)
 
     def abandon(self) -> None:
-        """Removes the partial directory, unless it was committed."""
-        if not self.committed:
+        """Removes the partial directory if it is still there: an interrupt may come right behind the rename."""
+        if self.path.exists():
             _remove(self.path)
-            os.close(self._manifest)
+        self._manifest.close()
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
