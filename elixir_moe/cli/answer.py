@@ -17,6 +17,7 @@ from elixir_moe.search import cost, gpus, strategies
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.largest import Sizes, largest
 from elixir_moe.search.solve import Choice, Packings, Task, solve
+from elixir_moe.search.tile_size import tile_bytes
 
 _ANY_DISK = 2**60
 """Bytes of a disk that is never too small."""
@@ -246,9 +247,10 @@ def _reach(asked: Asked, *, helped: bool) -> Iterator[str]:
             yield "No sequence length and no batch fits."
         return
     all_of = ", all that the model has positions for" if longest == given.positions else ""
+    whole = asked.tiles is None and tile_bytes(by_batch.at(batch + 1), None) is not None
     yield (
         f"It reaches sequences of {longest:,} tokens at batch {known.batch}{all_of}, or a batch of {batch:,} at "
-        f"{known.seq:,} tokens."
+        f"{known.seq:,} tokens{'; in tiles it may reach further' if whole else ''}."
     )
 
 
