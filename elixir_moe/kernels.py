@@ -535,7 +535,7 @@ def _torch_step(
             compute[part].copy_(master[part])
 
 
-def decode_nf4(codes: Tensor, scales: Tensor, out: Tensor, *, threads: int | None = None) -> None:
+def decode_nf4(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Writes ``NF4_VALUES[code] * scale`` to `out`, the fp32 product rounded to nearest even.
 
     Blocks of `NF4_BLOCK` elements in the order of memory share a scale, as in bitsandbytes, whose `absmax` it is. The
@@ -545,10 +545,9 @@ def decode_nf4(codes: Tensor, scales: Tensor, out: Tensor, *, threads: int | Non
         codes: uint8, half as many elements as `out`, rounded up; the first of two codes is in the high four bits.
         scales: fp32, one for each block.
         out: bfloat16 or fp32, of any shape.
-        threads: Threads of the native kernel; by default as many as torch uses on this thread.
 
-    All are contiguous and on one device. On a CPU the decoder is native; elsewhere, and on fake tensors, it is torch's
-    operators. Both give the same values, and NaN where a scale is NaN.
+    All are contiguous and on one device. On a CPU the decoder is native, on as many threads as torch uses; elsewhere,
+    and on fake tensors, it is torch's operators. Both give the same values, and NaN where a scale is NaN.
 
     Raises:
         ValueError: The arrays do not match as described above.
@@ -556,10 +555,10 @@ def decode_nf4(codes: Tensor, scales: Tensor, out: Tensor, *, threads: int | Non
     _check_packed(codes, scales, out, torch.uint8, torch.float32)
     _check_numel("codes", codes, -(-out.numel() // 2))
     _check_numel("scales", scales, -(-out.numel() // NF4_BLOCK))
-    _decode_nibbles(codes, scales, out, NF4_VALUES, NF4_BLOCK, high_first=True, threads=threads)
+    _decode_nibbles(codes, scales, out, NF4_VALUES, NF4_BLOCK, high_first=True)
 
 
-def decode_mxfp4(codes: Tensor, scales: Tensor, out: Tensor, *, threads: int | None = None) -> None:
+def decode_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Writes ``E2M1_VALUES[code] * 2 ** (scale - 127)`` to `out`, the fp32 product rounded to nearest even.
 
     Blocks of `MXFP4_BLOCK` elements of a row share a scale, as in gpt-oss. A scale of 255 is NaN.
@@ -568,7 +567,8 @@ def decode_mxfp4(codes: Tensor, scales: Tensor, out: Tensor, *, threads: int | N
         codes: uint8, half as many elements as `out`; the first of two codes is in the low four bits.
         scales: uint8, one for each block.
         out: bfloat16 or fp32; its last dimension is a multiple of a block.
-        threads: As for `decode_nf4`, whose last remarks hold here, too.
+
+    The last remarks on `decode_nf4` hold here, too.
 
     Raises:
         ValueError: The arrays do not match as described above.
@@ -578,10 +578,10 @@ def decode_mxfp4(codes: Tensor, scales: Tensor, out: Tensor, *, threads: int | N
         raise ValueError(f"out has shape {tuple(out.shape)}; its last dimension must be a multiple of {MXFP4_BLOCK}")
     _check_numel("codes", codes, out.numel() // 2)
     _check_numel("scales", scales, out.numel() // MXFP4_BLOCK)
-    _decode_nibbles(codes, scales, out, E2M1_VALUES, MXFP4_BLOCK, high_first=False, threads=threads)
+    _decode_nibbles(codes, scales, out, E2M1_VALUES, MXFP4_BLOCK, high_first=False)
 
 
-def decode_fp8(codes: Tensor, scales: Tensor, out: Tensor, *, threads: int | None = None) -> None:
+def decode_fp8(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Writes ``code * scale`` to `out`, the fp32 product rounded to nearest even.
 
     Blocks of `FP8_BLOCK` x `FP8_BLOCK` elements of a matrix share a scale, as in DeepSeek-V3, which calls it
@@ -591,7 +591,8 @@ def decode_fp8(codes: Tensor, scales: Tensor, out: Tensor, *, threads: int | Non
         codes: float8_e4m3fn, of the shape of `out`.
         scales: fp32, (..., ceil(rows / FP8_BLOCK), ceil(cols / FP8_BLOCK)).
         out: bfloat16 or fp32, (..., rows, cols): one matrix or several.
-        threads: As for `decode_nf4`, whose last remarks hold here, too.
+
+    The last remarks on `decode_nf4` hold here, too.
 
     Raises:
         ValueError: The arrays do not match as described above.
@@ -602,17 +603,18 @@ def decode_fp8(codes: Tensor, scales: Tensor, out: Tensor, *, threads: int | Non
     _check_shape("codes", codes, tuple(out.shape))
     blocks = tuple(-(-size // FP8_BLOCK) for size in out.shape[-2:])
     _check_shape("scales", scales, (*out.shape[:-2], *blocks))
-    _decode_octets(codes, scales, out, (FP8_BLOCK, FP8_BLOCK), threads)
+    _decode_octets(codes, scales, out, (FP8_BLOCK, FP8_BLOCK))
 
 
-def decode_int8(codes: Tensor, scales: Tensor, out: Tensor, *, threads: int | None = None) -> None:
+def decode_int8(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Writes ``code * scale`` to `out`, the fp32 product rounded to nearest even. Each row has a scale.
 
     Args:
         codes: int8, of the shape of `out`.
         scales: fp32, of the shape of `out` without its last dimension.
         out: bfloat16 or fp32, (..., cols).
-        threads: As for `decode_nf4`, whose last remarks hold here, too.
+
+    The last remarks on `decode_nf4` hold here, too.
 
     Raises:
         ValueError: The arrays do not match as described above.
@@ -622,7 +624,7 @@ def decode_int8(codes: Tensor, scales: Tensor, out: Tensor, *, threads: int | No
         raise ValueError("out has no dimension; int8 has a scale for each row")
     _check_shape("codes", codes, tuple(out.shape))
     _check_shape("scales", scales, tuple(out.shape[:-1]))
-    _decode_octets(codes, scales.unsqueeze(-1), out, (1, out.shape[-1]), threads)
+    _decode_octets(codes, scales.unsqueeze(-1), out, (1, out.shape[-1]))
 
 
 def _check_packed(codes: Tensor, scales: Tensor, out: Tensor, code: torch.dtype, scale: torch.dtype) -> None:
@@ -659,7 +661,6 @@ def _decode_nibbles(
     block: int,
     *,
     high_first: bool,
-    threads: int | None,
 ) -> None:
     codes, scales, out = codes.detach().view(-1), scales.detach().view(-1), out.detach().view(-1)
     table = torch.tensor(values, dtype=torch.float32, device=out.device)
@@ -671,7 +672,7 @@ def _decode_nibbles(
             to_dlpack(out),
             block=block,
             high_first=high_first,
-            threads=torch.get_num_threads() if threads is None else threads,
+            threads=torch.get_num_threads(),
         )
         return
     for start in range(0, out.numel(), TORCH_SLICE_NUMEL):
@@ -685,7 +686,7 @@ def _decode_nibbles(
 
 
 @torch.no_grad()
-def _decode_octets(codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int, int], threads: int | None) -> None:
+def _decode_octets(codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int, int]) -> None:
     """Decodes matrices; `scales` has the dimensions of `out`."""
     if not out.numel():
         return
@@ -701,7 +702,7 @@ def _decode_octets(codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int,
             cols=cols,
             block_rows=block[0],
             block_cols=block[1],
-            threads=torch.get_num_threads() if threads is None else threads,
+            threads=torch.get_num_threads(),
         )
         return
     codes = codes.view(out.shape)

@@ -1,8 +1,8 @@
 """The names of torch that begin with an underscore, or lie in a module whose name does; no other file has them.
 
 Owns an alias or a short function for each, with what it is for, the public way that it stands for, and why that way
-does not do. Holds no state. `SEEN_IN` says which torch had them all; `tests/test_torch_private.py` names those that
-another one lacks, and runs without the package too: ``pytest --noconftest``.
+does not do. Holds no state. Torch 2.13 has them all, in a build for CPUs; `tests/test_torch_private.py` names those
+that another one lacks, and runs without the package too: ``pytest --noconftest``.
 
 Aliases are torch's own objects: a call through one costs no more than a call through torch. An attribute of a tensor,
 module, optimizer or operator cannot be imported, and a function around it would cost a call: such attributes stay where
@@ -23,8 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
-SEEN_IN = "2.13"
-"""The torch that had every name of this file, in a build for CPUs."""
 IMPORTED = {
     "FakeTensor": "To tell the tensors of a trace, which have no data; torch has no public test for them.",
     "FakeTensorMode": "A trace runs a model without memory. Tensors on meta do not do: they forget their device.",
