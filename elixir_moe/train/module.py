@@ -1,12 +1,8 @@
 """Any torch module as a recipe: a function of the user makes it, perhaps with its loss.
 
-Owns the search for the function and the default loss. Knows nothing else of the module.
+Owns the default loss. Knows nothing else of the module.
 """
 
-import importlib
-import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -16,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import ConfigError
 from elixir_moe.models.adapters import Lora
+from elixir_moe.models.named import named_function
 from elixir_moe.train.data import items_of
 from elixir_moe.train.recipe import check_uncut, load_whole, prepared, summed
 
@@ -51,7 +48,7 @@ class ModuleRecipe:
         """Imports the function and calls it once without data. Raises ConfigError."""
         self.name, self._lora, self._scheme = path, lora, scheme
         self.length = length or _LENGTH
-        self._make = _function(path)
+        self._make = named_function(path, "model.module", _RETURNS)
         with torch.device("meta"):
             self._own: Loss | None = self._made()[1]
         if packed and self._own is None:
@@ -141,28 +138,3 @@ def _described(found: Any) -> str:
     if isinstance(found, Tensor):
         return f"a tensor {tuple(found.shape)}"
     return f"a dict of {', '.join(map(str, found))}" if isinstance(found, Mapping) else type(found).__name__
-
-
-def _function(path: str) -> Callable[[], Any]:
-    """The function called ``package:function``; packages of the working directory are found, too."""
-    package, _, name = path.partition(":")
-    if not package or not name:
-        raise ConfigError(f"model.module: expected package:function, got {path!r}: {_RETURNS}")
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found = getattr(importlib.import_module(package), name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and not f"{package}.".startswith(f"{error.name}."):
-            raise  # a package that the user's own needs
-        raise ConfigError(f"model.module: no package {package!r} is found here or installed: {error}") from error
-    except AttributeError as error:
-        raise ConfigError(f"model.module: {package} has no {name!r}: name {_RETURNS}") from error
-    if not callable(found):
-        raise ConfigError(f"model.module: {path} is {type(found).__name__}; expected {_RETURNS}")
-    needed = [p for p in inspect.signature(found).parameters.values() if p.default is p.empty and p.kind < 2]
-    if needed:
-        raise ConfigError(f"model.module: {path} wants an argument {needed[0].name!r}; expected {_RETURNS}")
-    function: Callable[[], Any] = found
-    return function

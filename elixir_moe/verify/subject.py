@@ -6,12 +6,9 @@ trains.
 """
 
 import json
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from math import gcd
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +21,7 @@ from elixir_moe import annotate, dequantize, init_mesh, quantize
 from elixir_moe.errors import ConfigError, meant
 from elixir_moe.models import GPT, GPTConfig, gpt_patterns, lm_loss, presets
 from elixir_moe.models.adapters import Lora, with_adapters
+from elixir_moe.models.named import named_function
 from elixir_moe.torch_private import Dropout, tree_leaves, tree_map
 from elixir_moe.verify.shrink import changes, shrunk, without_noise
 
@@ -271,26 +269,12 @@ def _short(value: Any) -> str:
 class Function(_Asked):
     """What a function of the user's makes."""
 
-    module: str
-    """The module it is in."""
-    name: str
-    """Its name there."""
+    path: str
+    """``package.module:function``."""
 
     def function(self) -> Callable[[], Any]:
         """The function. Raises ConfigError if there is none."""
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # as `python -m` does
-        asked = f"--module {self.module}:{self.name}"
-        try:
-            module = import_module(self.module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{self.module}.".startswith(f"{error.name}."):
-                raise ConfigError(f"{asked}: importing it fails: {error}") from error
-            raise ConfigError(f"{asked}: there is no module {error.name!r} here or among the installed ones") from error
-        found = getattr(module, self.name, None)
-        if not callable(found):
-            raise ConfigError(f"{asked}: no function of that name is there; {meant(self.name, vars(module))}")
-        return found  # type: ignore[no-any-return]
+        return named_function(self.path, "--module", "a function without arguments that returns a model")
 
     def build(self, *, under_plan: bool = False) -> Subject:
         """See `Source.build`."""
@@ -300,14 +284,14 @@ class Function(_Asked):
             len(made) not in (3, 4) or not isinstance(made[0], nn.Module) or not all(map(callable, made[1:]))
         ):
             raise ConfigError(
-                f"{self.name}() returned a tuple of {', '.join(type(part).__name__ for part in made)}: expected a "
+                f"{self.path}() returned a tuple of {', '.join(type(part).__name__ for part in made)}: expected a "
                 f"module, step(model, sample) that returns the loss, sample() that draws a batch, and perhaps "
                 f"optimizer(parameters)"
             )
         model = made[0] if several else made
         if not several and not (isinstance(model, nn.Module) and hasattr(getattr(model, "config", None), "model_type")):
             raise ConfigError(
-                f"{self.name}() returned a {type(model).__name__}: expected a transformers model, or (module, step, "
+                f"{self.path}() returned a {type(model).__name__}: expected a transformers model, or (module, step, "
                 f"sample) with step(model, sample) that returns the loss, and sample() that draws a batch"
             )
         model = self.prepared(model, under_plan=under_plan)
@@ -321,12 +305,9 @@ class Function(_Asked):
         return Subject(model=model.train(), step=own_loss, sample=lambda: _tokens(config, self.rows, self.length))
 
 
-def function(text: str, **options: Any) -> Function:
+def function(path: str, **options: Any) -> Function:
     """The source for ``package.module:function``; `options` are fields of `Function`. Raises ConfigError."""
-    module, colon, name = text.partition(":")
-    if not (module and colon and name.isidentifier()):
-        raise ConfigError(f"--module {text!r}: expected package.module:function")
-    source = Function(module=module, name=name, **options)
+    source = Function(path=path, **options)
     source.function()
     return source
 

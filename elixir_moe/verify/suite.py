@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -286,8 +287,9 @@ def _lines(content: Answer, name: str) -> Iterator[str]:
     yield from ("", "## Families and plans", "", "A cell names the modes whose row is equal.", "")
     yield f"| family | {' | '.join(PLANS)} |"
     yield f"|---|{'---|' * len(PLANS)}"
+    cells = _cells(answers)
     for family in FAMILIES:
-        yield f"| {family} | {' | '.join(_cell(answers, family, plan) for plan in PLANS)} |"
+        yield f"| {family} | {' | '.join(cells.get((family, plan), '-') for plan in PLANS)} |"
     yield from ("", f"Modes: {'; '.join(f'`{mode}` {words}' for mode, words in MODES.items())}.")
     yield from ("", "## Worst differences", "", "| check | rows | worst | bound there |", "|---|---|---|---|")
     yield from _worst(list(answers.values()))
@@ -308,12 +310,13 @@ def _lines(content: Answer, name: str) -> Iterator[str]:
     yield "```"
 
 
-def _cell(answers: dict[str, Answer], family: str, plan: str) -> str:
-    said = []
+def _cells(answers: dict[str, Answer]) -> dict[tuple[str, str], str]:
+    """The modes that have an answer, of each family under each plan."""
+    said = defaultdict(list)
     for row in rows():
-        if (row.family, row.plan) == (family, plan) and (answer := answers.get(row.name)):
-            said.append(row.mode if answer["ok"] else f"**{row.mode} differs**")
-    return ", ".join(said) or "-"
+        if answer := answers.get(row.name):
+            said[row.family, row.plan].append(row.mode if answer["ok"] else f"**{row.mode} differs**")
+    return {cell: ", ".join(modes) for cell, modes in said.items()}
 
 
 def _worst(answers: list[Answer]) -> Iterator[str]:

@@ -39,7 +39,7 @@ GPT = GPTConfig(
 
 def small(name: str = "sound", **options: Any) -> Source:
     """A mixture of a few lines."""
-    return Function(module=MIXTURE, name=name, rows=4, length=8, **options)
+    return Function(path=f"{MIXTURE}:{name}", rows=4, length=8, **options)
 
 
 def of_family(name: str, *, lora: bool = False, quantized: str | None = None) -> Source:

@@ -472,9 +472,9 @@ WRONG: list[tuple[list[str], str]] = [
     (["--model.hf", "FOLDER/Llama", "--data.file", "FOLDER/empty.jsonl"], "is empty"),
     (["--lora.r", "4"], "lora is for model.hf and model.module"),
     (["--data.tokenizer", "FOLDER/empty"], "data.tokenizer: there is none in"),
-    (["--model.module", "nothing"], "model.module: expected package:function, got 'nothing'"),
-    (["--model.module", "no_such_package:f"], "model.module: no package 'no_such_package'"),
-    (["--model.module", "json:dunp"], "model.module: json has no 'dunp'"),
+    (["--model.module", "nothing"], "model.module: expected package.module:function, got 'nothing'"),
+    (["--model.module", "no_such_package:f"], "model.module: there is no module 'no_such_package'"),
+    (["--model.module", "json:dunp"], "model.module: json has no function 'dunp'; did you mean 'dump'"),
     (["--model.module", "json:dumps"], "json:dumps wants an argument 'obj'"),
     (["--model.module", "os:getcwd"], "os:getcwd returned str"),
 ]
