@@ -6,6 +6,7 @@ at six bytes a step.
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.utils.dlpack import to_dlpack
+
+from elixir_moe.torch_private import fused_adam, fused_adamw
 
 try:
     from elixir_moe import _native
@@ -29,6 +32,8 @@ HOT_NUMEL = 1 << 17
 TORCH_SLICE_NUMEL = 1 << 23
 """Elements of a slice on the torch path. Its float32 temporaries, at most five, never exceed 5 x 32 MiB, whatever the
 shard's length."""
+FUSED_NUMEL = 1 << 30
+"""Elements of a slice of torch's fused kernel where it needs no temporaries, so that it can count them in 32 bits."""
 
 NF4_VALUES = (
     -1.0,
@@ -207,6 +212,8 @@ def adam_step(
     *,
     threads: int | None = None,
     skip: Tensor | None = None,
+    count: Tensor | None = None,
+    divisor: Tensor | None = None,
     **settings: Unpack[AdamSettings],
 ) -> None:
     """Takes one Adam (or, `decoupled`, AdamW) step on a shard, in place, and writes the compute shard.
@@ -214,18 +221,22 @@ def adam_step(
     The arithmetic is that of `torch.optim.Adam` and `AdamW` in float32, on the gradient `grad.float() * grad_scale`.
     In host memory the order of operations is that of their one-tensor form: from equal gradients the moments equal
     torch's to the bit (where torch runs on AVX2 or better), and so does the weight but for torch's square root, which
-    may be an ulp off the IEEE one. On a GPU it is torch's own fused kernel.
+    may be an ulp off the IEEE one. On a GPU it is torch's own fused kernel: one for a gradient in float32 without a
+    compute shard, and a cast before it or behind it otherwise.
 
     Args:
         master: The shard's weight, float32, shape (numel,), contiguous, on any device. Updated in place.
         exp_avg: The first moment, like `master`. Updated in place.
         exp_avg_sq: The second moment, like `master`. Updated in place.
-        grad: The gradient shard, float32, bfloat16 or float16, same shape and device. Only read.
+        grad: The gradient shard, float32, bfloat16 or float16, same shape and device. Only read, but on a GPU, where
+            one in float32 may be scaled afterwards.
         compute: Where the new weight goes, bfloat16 or float16, same shape and device, rounded to nearest even as
             `Tensor.to` does; None where the master shard is itself the compute shard. May be the very memory of `grad`
             if that is of a 16-bit dtype too.
         threads: Threads of the native kernel; by default as many as torch uses on this thread.
         skip: On a GPU, an fp32 scalar there: if it is 1, weight and moments stay, and `compute` gets the weight again.
+        count, divisor: On a GPU, `step` and `divisor_of` the gradient's scale as fp32 scalars there, if the caller has
+            them: steps that share them launch no kernels for them.
         settings: `AdamSettings` by name.
 
     Raises:
@@ -240,8 +251,13 @@ def adam_step(
     _check("grad", grad, master, _GRAD_DTYPES)
     if compute is not None:
         _check("compute", compute, master, _COMPUTE_DTYPES)
-    if _native is None or master.device.type != "cpu":
-        _torch_step(master, exp_avg, exp_avg_sq, grad, compute, skip, **settings)
+    if fuses(master.device):
+        count = torch.full((), settings["step"], dtype=torch.float32, device=master.device) if count is None else count
+        divisor = divisor_of(settings["grad_scale"], master.device) if divisor is None else divisor
+        _fused_step(master, exp_avg, exp_avg_sq, grad, compute, skip, count, divisor, **settings)
+    elif _native is None or master.device.type != "cpu":
+        assert skip is None, "the host knows whether it steps"
+        _torch_step(master, exp_avg, exp_avg_sq, grad, compute, **settings)
     else:
         assert skip is None and not isinstance(settings["grad_scale"], Tensor), (
             "the host knows both numbers of a step of its own"
@@ -501,7 +517,6 @@ def _torch_step(
     exp_avg_sq: Tensor,
     grad: Tensor,
     compute: Tensor | None,
-    skip: Tensor | None,
     **settings: Unpack[AdamSettings],
 ) -> None:
     """The same step with torch's own functional Adam: any device, no native code."""
@@ -520,8 +535,7 @@ def _torch_step(
             # torch increments the step itself; it is on the master's device, so that no kernel waits for a copy.
             [torch.full((), settings["step"] - 1, dtype=torch.float32, device=master.device)],
             foreach=False,
-            fused=master.device.type == "cuda",
-            found_inf=skip,
+            fused=False,
             decoupled_weight_decay=settings["decoupled"],
             amsgrad=False,
             beta1=settings["beta1"],
@@ -530,6 +544,56 @@ def _torch_step(
             weight_decay=settings["weight_decay"],
             eps=settings["eps"],
             maximize=settings["maximize"],
+        )
+        if compute is not None:
+            compute[part].copy_(master[part])
+
+
+def fuses(device: torch.device) -> bool:
+    """Whether a shard there takes its step by torch's fused kernel."""
+    return device.type == "cuda"
+
+
+def divisor_of(scale: float | Tensor, device: torch.device) -> Tensor | None:
+    """What the fused kernel divides a gradient by to multiply it with `scale`: a scalar; None for a scale of 1."""
+    if isinstance(scale, Tensor):
+        return scale.reciprocal().float()
+    value = 1 / scale if scale else math.inf
+    return None if scale == 1.0 else torch.full((), value, dtype=torch.float32, device=device)
+
+
+def _fused_step(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    compute: Tensor | None,
+    skip: Tensor | None,
+    count: Tensor,
+    divisor: Tensor | None,
+    **settings: Unpack[AdamSettings],
+) -> None:
+    """The same step with torch's fused kernel, which takes float32 alone."""
+    step = fused_adamw if settings["decoupled"] else fused_adam
+    numel = FUSED_NUMEL if grad.dtype == torch.float32 else TORCH_SLICE_NUMEL
+    for start in range(0, master.numel(), numel):
+        part = slice(start, start + numel)
+        step(
+            [master[part]],
+            [grad[part].float()],
+            [exp_avg[part]],
+            [exp_avg_sq[part]],
+            [],
+            [count],
+            amsgrad=False,
+            lr=settings["lr"],
+            beta1=settings["beta1"],
+            beta2=settings["beta2"],
+            weight_decay=settings["weight_decay"],
+            eps=settings["eps"],
+            maximize=settings["maximize"],
+            grad_scale=divisor,
+            found_inf=skip,
         )
         if compute is not None:
             compute[part].copy_(master[part])

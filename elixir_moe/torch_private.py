@@ -208,6 +208,12 @@ IMPORTED_LATE = "torch._dynamo"
 importing it, and no public module stands for it."""
 
 
+fused_adam = torch._fused_adam_
+"""Adam in one kernel. `torch.optim.adam.adam`, which is public, launches others beside it to count steps."""
+fused_adamw = torch._fused_adamw_
+"""As `fused_adam`, of AdamW."""
+
+
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tells LR schedulers that `optimizer` has stepped: they wrap its `step`, which a sharded one does not call."""
     setattr(optimizer, "_opt_called", True)  # noqa: B010

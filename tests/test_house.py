@@ -16,7 +16,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 STOREYS: list[set[str]] = [
     {"errors"},
     {"records"},
-    {"kernels", "torch_private"},
+    {"torch_private"},
+    {"kernels"},
     {"distributed", "spans"},
     {"parallel"},
     {"moe"},

@@ -20,7 +20,18 @@ import torch
 from torch import nn
 
 from elixir_moe.chunks.packing import Piece
-from elixir_moe.kernels import CODE_BLOCK, Moment, Rounding, adam_step, host_threads, narrow_step, windows
+from elixir_moe.chunks.plan import Tier
+from elixir_moe.kernels import (
+    CODE_BLOCK,
+    Moment,
+    Rounding,
+    adam_step,
+    divisor_of,
+    fuses,
+    host_threads,
+    narrow_step,
+    windows,
+)
 from elixir_moe.memory.elements import Coded, Elements, InMemory, OnDisk
 from elixir_moe.memory.gate import Gate
 from elixir_moe.memory.slabs import allocation, host_zeros
@@ -65,6 +76,10 @@ class AdamUpdate:
         self._groups, self._seed = groups, seed
         self._state: dict[int, tuple[Moment, Moment]] = {}
         """(exp_avg, exp_avg_sq) of each chunk whose master is in memory."""
+        self._counts: dict[int, torch.Tensor] = {}
+        """Numbers of steps on the GPU, for all its runs of one step of the optimizer."""
+        self._divisors: dict[float, torch.Tensor | None] = {}
+        """As `_counts`, what gradients are divided by, by their scale."""
         for chunk in chunks:
             if chunk.shard.spilled is None:
                 nbytes = 2 * chunk.spec.key.precision.moment_bytes(chunk.spec.shard_numel)
@@ -88,6 +103,8 @@ class AdamUpdate:
         home = chunk.shard
         home.gate.finish_sum()
         compute = home.values_shard
+        fused = home.tier is Tier.DEVICE and fuses(home.shown.device) and not chunk.spec.key.precision.is_narrow
+        divisor = self._divisor(scale, home.shown.device) if fused else None
 
         def run(start: int, stop: int, group: int, steps: int) -> _Run:
             chosen = (options or self._groups)[group]
@@ -105,6 +122,8 @@ class AdamUpdate:
                 "maximize": chosen["maximize"],
                 "threads": host_threads(chunk.device) if home.spilled is None else 1,
             }
+            if fused:
+                settings |= {"count": self._count(steps + 1, home.shown.device), "divisor": divisor}
             gradient = None if home.gradient_comes_along else home.gradient(start, stop)
             return _Run(start=start, stop=stop, gradient=gradient, settings=settings)
 
@@ -159,6 +178,20 @@ class AdamUpdate:
 
     def finish(self) -> None:
         """Called when every chunk has had its update."""
+        self._counts.clear()
+        self._divisors.clear()
+
+    def _count(self, step: int, device: torch.device) -> torch.Tensor:
+        if step not in self._counts:
+            self._counts[step] = torch.full((), step, dtype=torch.float32, device=device)
+        return self._counts[step]
+
+    def _divisor(self, scale: float | torch.Tensor, device: torch.device) -> torch.Tensor | None:
+        if isinstance(scale, torch.Tensor):
+            return divisor_of(scale, device)
+        if scale not in self._divisors:
+            self._divisors[scale] = divisor_of(scale, device)
+        return self._divisors[scale]
 
 
 def _moment(chunk: Chunk) -> Moment:

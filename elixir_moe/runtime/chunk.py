@@ -236,7 +236,7 @@ class Chunk:
     def differ_from_shared(self, indices: Iterable[int]) -> list[int]:
         """Those of these parameters that differ from the memory that ranks share; blocks for the device."""
         assert self.buffer is not None and self.block is not None and self.shard.whole is not None
-        shown, places = self.buffer, self._places_in(self.block, self.buffer)
+        shown, shared, places = self.buffer, self.shard.whole, self._places_in(self.block, self.buffer)
         words = _WORDS[shown.itemsize]
 
         def differs(index: int) -> bool:
@@ -244,7 +244,7 @@ class Chunk:
             with DisableTorchFunctionSubclass():
                 if self.locals[index].data_ptr() != places[index].data_ptr():
                     return True
-            return not torch.equal(shown[here].view(words), self.shard.whole[here].to(shown.device).view(words))
+            return not torch.equal(shown[here].view(words), shared[here].to(shown.device).view(words))
 
         return [index for index in indices if differs(index)]
 

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import elixir_moe as em
 from elixir_moe import _native, kernels
+from tests.support.ranks import RankPool
 
 EPS = 2.0**-23
 ISAS = ["scalar", "neon"] if _native.cpu_features() == "neon" else ["scalar", "avx2", "avx512"]
@@ -295,6 +297,128 @@ def test_torch_path_is_torchs_optimizer(unbuilt: None, grad: torch.dtype, settin
         assert shard.compute is not None
         assert_same_bits(shard.compute, shard.master.bfloat16())
         assert_same_bits(shard.grad, given)
+
+
+@pytest.fixture
+def fused(unbuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps as on a GPU: torch's fused kernel, here that of the CPU."""
+    monkeypatch.setattr(kernels, "fuses", lambda device: True)
+
+
+class Operators(TorchDispatchMode):
+    """The operators that write or make tensors, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+@pytest.mark.parametrize("grad", DTYPES, ids=str)
+def test_a_step_by_the_fused_kernel_is_torchs(
+    fused: None, grad: torch.dtype, settings: dict[str, Any], on_device: bool
+) -> None:
+    """Tolerances as for a GPU, below; `on_device`: the scale is a number there."""
+    shard = Shard(1003, grad, torch.bfloat16)
+    optimizer = oracle(shard.master, **settings)
+    scale = settings.get("grad_scale", 1.0)
+    for number in range(1, 4):
+        shard.draw_grad()
+        expected = oracle_step(optimizer, shard.grad, scale)
+        there = torch.tensor(scale, dtype=torch.float64) if on_device else scale
+        dispatched(shard, number, **settings | {"grad_scale": there})
+        largest = float(shard.grad.abs().max()) + 1.0
+        for found, wanted in zip((shard.master, shard.exp_avg, shard.exp_avg_sq), expected, strict=True):
+            atol = 8 * number * EPS * (1 if found is shard.master else largest**2)
+            torch.testing.assert_close(found, wanted, rtol=8 * number * EPS, atol=atol)
+        assert shard.compute is not None
+        assert_same_bits(shard.compute, shard.master.bfloat16())
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_step_by_the_fused_kernel_is_skipped_by_a_number(fused: None, skipped: bool) -> None:
+    shard = Shard(1003, torch.bfloat16, torch.bfloat16)
+    shard.draw_grad()
+    before = [array.clone() for array in (shard.master, shard.exp_avg, shard.exp_avg_sq)]
+    dispatched(shard, 1, skip=torch.tensor(float(skipped)))
+    for now, then in zip((shard.master, shard.exp_avg, shard.exp_avg_sq), before, strict=True):
+        assert torch.equal(now, then) == skipped
+    assert shard.compute is not None
+    assert_same_bits(shard.compute, shard.master.bfloat16())
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_scale_of_zero_drops_the_gradient(fused: None, decoupled: bool) -> None:
+    shard = Shard(1003, torch.float32, None)
+    shard.draw_grad()
+    dispatched(shard, 1, grad_scale=0.0, decoupled=decoupled, weight_decay=0.0)
+    assert not shard.exp_avg.any() and not shard.exp_avg_sq.any()
+
+
+def test_a_step_on_a_gpu_is_one_operator(fused: None) -> None:
+    count, divisor = torch.tensor(1.0), torch.tensor(2.0)
+    cast = ["_to_copy", "_fused_adamw_", "copy_"]
+    slices = -(-1003 // kernels.TORCH_SLICE_NUMEL)
+    for grad, compute, expected in (
+        (torch.float32, None, ["_fused_adamw_"]),
+        (torch.float32, torch.bfloat16, ["_fused_adamw_", "copy_"]),
+        (torch.bfloat16, torch.bfloat16, cast * slices),
+    ):
+        shard = Shard(1003, grad, compute)
+        with Operators() as seen:
+            dispatched(shard, 1, grad_scale=0.5, count=count, divisor=divisor)
+        assert seen.names == expected, (grad, compute)
+
+
+def stepped_on_a_gpu() -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """(rank) The operators of an update of four runs, two of whose chunks have both settings; the weights, and torch's.
+
+    The norm is clipped, so every gradient is scaled.
+    """
+    found = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        optimizer: Any = torch.optim.AdamW(groups, 1e-2, fused=not ours)
+        if ours:
+            em.annotate(model, {"*": em.Pattern(em.init_mesh(device_type="cpu"), replicate=("dp",))})
+            model, optimizer = em.wrap(model, optimizer, plan=em.Plan.zero3(chunk_numel=16 * 16 + 16))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "fuses", lambda device: True)
+            patch.setattr("elixir_moe.optim.shard_update.fuses", lambda device: True)
+            for step in range(3):
+                inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+                model(inputs).square().sum().backward()
+                if ours:
+                    optimizer.clip_grad_norm_(1.0)
+                else:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                with Operators() as seen:
+                    optimizer.step()
+                optimizer.zero_grad()
+        if ours:
+            found = seen.names
+            weights = em.full_state_dict(model)
+            optimizer.close()
+    return found, weights, dict(model.state_dict())
+
+
+def test_an_update_on_a_gpu_is_one_operator_for_each_run(ranks: Callable[[int], RankPool]) -> None:
+    ((names, ours, plain),) = ranks(1).run(stepped_on_a_gpu)
+    assert names.count("_fused_adamw_") == 4
+    assert not {"mul", "_to_copy", "copy_", "_foreach_add_", "add_"} & set(names), names
+    assert names.count("full") <= 2, "the number of the step and the divisor, for all runs"
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-6)
 
 
 def test_dispatch_in_host_memory_is_the_native_kernel() -> None:
