@@ -3,10 +3,12 @@
 Owns the words that name adapters and their way to peft, which builds them. Adds no adapter of its own.
 """
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from torch import nn
 
@@ -16,6 +18,8 @@ from elixir_moe.quantized.packed import SCALES
 from elixir_moe.records import Check, at_least, check
 
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
+_ROUTER_NAMES = {"router", "gate"}
+"""Last or last but one part of the name of a router's weight."""
 _EXPECTED = f"expected words such as r=16,alpha=32,targets={ALL_LINEAR},{EXPERTS},parameters=NAME"
 
 
@@ -28,8 +32,8 @@ class Lora:
     alpha: Annotated[int, at_least(1)] = 16
     """Numerator of their scale, which is alpha / r."""
     targets: tuple[str, ...] = ()
-    """Ends of names of modules; "all-linear"; and "experts" for fused experts. Empty: all-linear, unless parameters are
-    named."""
+    """Ends of names of modules; "all-linear", as in peft; and "experts" for fused experts. Empty: all-linear, unless
+    parameters are named."""
     parameters: tuple[str, ...] = ()
     """Ends of names of parameters."""
     dropout: Annotated[float, Check("a probability below 1", lambda p: 0 <= p < 1)] = 0.0
@@ -108,7 +112,8 @@ def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Modu
             gradient at once.
 
     Raises:
-        ConfigError: peft is not installed, or refuses what `lora` names, or the model lacks it.
+        ConfigError: peft is not installed, or refuses what `lora` names, or the model lacks it; or peft takes a router
+            for a linear layer.
     """
     try:
         import peft
@@ -129,7 +134,53 @@ def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Modu
         found: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(f"--lora: peft refuses {lora}: {str(error).partition('. ')[0]}") from error
+    for name, module in _with_factors(found):
+        base = type(module.get_base_layer())
+        if isinstance(module.get_base_layer(), nn.Linear) and base.__name__.endswith("Router"):
+            raise ConfigError(
+                f"--lora: peft adapts {name!r} as a linear layer, but a {base.__name__} returns more than a product: "
+                f"name targets without routers, such as {_without_routers(found)}"
+            )
     return found
+
+
+def adapted_modules(model: nn.Module) -> Iterator[str]:
+    """What has adapters, a line for each stack of layers: its modules by the ends of their names, and how many."""
+    stacks: dict[str, Counter[str]] = {}
+    routers: set[str] = set()
+    for name, _ in _with_factors(model):
+        stack, number, inner = re.match(r"(?:(.*?)\.(\d+)\.)?(.*)", name).groups()  # type: ignore[union-attr]
+        kind = ".".join([part for part in inner.split(".") if not part.isdigit()][-2:])
+        stacks.setdefault(stack if number else "", Counter())[kind] += 1
+        if _is_router(name):
+            routers.add(kind)
+    for stack, kinds in stacks.items():
+        yield (f"{stack}: " if stack else "") + ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+    if routers:
+        yield (
+            f"routers are among them ({', '.join(sorted(routers))}), so that training changes which experts tokens "
+            f"reach; without them: lora.targets={_without_routers(model)}"
+        )
+
+
+def _with_factors(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name in the base, module of peft) of all that has adapters; of a parameter, with its name."""
+    for path, module in model.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "get_base_layer"):
+            parts = [part for part in path.removeprefix("base_model.model.").split(".") if part != "base_layer"]
+            yield ".".join([*parts, *filter(None, [getattr(module, "parameter_name", None)])]), module
+
+
+def _is_router(name: str) -> bool:
+    """Whether a module, or a parameter, is that of a router, by the names that mixtures give them."""
+    return not _ROUTER_NAMES.isdisjoint(name.split(".")[-2:])
+
+
+def _without_routers(model: nn.Module) -> str:
+    """Targets that have all adapted modules but the routers."""
+    paths = [name.split(".") for name, _ in _with_factors(model) if not _is_router(name)]
+    ends = [EXPERTS if "experts" in path[-2:-1] else path[-1] for path in paths]
+    return ",".join(dict.fromkeys(ends))
 
 
 def _fused_experts(model: nn.Module) -> list[str]:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.kernels import sum_of_squares
+from elixir_moe.models.adapters import adapted_modules
 from elixir_moe.models.gpt import generate
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.rules import logical_numel
@@ -282,6 +283,7 @@ class Training:
         """Lines that describe model, data and step."""
         run = self.config.run
         yield f"model       {self.parameters:,} parameters, {self.recipe.facts()}"
+        yield from (f"adapters    {line}" for line in adapted_modules(self.model))
         yield from self.data.describe(self.validation)
         yield (
             f"step        {run.global_batch} samples of {self.recipe.length} tokens, ranks: {self.ranks}"

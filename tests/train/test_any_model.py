@@ -22,6 +22,7 @@ from torch import nn
 
 from elixir_moe.cli.main import main
 from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.models.adapters import Lora, adapted
 from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.export import export
@@ -436,6 +437,37 @@ def test_a_model_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "Bart", "Bart", is_decoder=True, is_encoder_decoder=False, **small)
     with pytest.raises(ConfigError, match="BartForCausalLM has a loss that takes no num_items_in_batch"):
         HuggingFaceRecipe(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Llama"])
+def test_a_run_says_what_all_linear_adapts(kind: str, folders: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """Counted in a model of plain peft, whose all-linear has the routers of mixtures."""
+    config = settings_of(folders, kind, tmp_path / "out", lora={"r": 2}, run={"steps": 1})
+    said = ranks(1).run(run, config, None, 0, True)[0]["said"]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folders / kind)
+    plain = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules="all-linear"))
+    modules = [module for module in plain.modules() if hasattr(module, "lora_A")]
+    (line,) = [line for line in said.splitlines() if line.startswith("adapters    model.layers: ")]
+    assert "2 self_attn.q_proj, 2 self_attn.k_proj" in line
+    assert sum(int(part.split()[0]) for part in line.partition(": ")[2].split(", ")) == len(modules)
+    if kind == "Llama":
+        assert "routers" not in said
+        return
+    assert "2 gate.weight" in line and "lora.targets=q_proj,k_proj,v_proj,o_proj,experts" in said
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "experts"]
+    config = settings_of(folders, kind, tmp_path / "without", lora={"r": 2, "targets": targets}, run={"steps": 1})
+    said = ranks(1).run(run, config, None, 0, True)[0]["said"]
+    assert "2 experts.down_proj" in said and "gate.weight" not in said and "routers are" not in said
+
+
+def test_a_router_that_peft_takes_for_a_linear_layer_is_refused() -> None:
+    """peft adds its product to the tuple that such a router returns: a raw error in the first step."""
+    small = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.PhimoeConfig(**small, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.router' as a linear layer.*such as q_proj,k_proj,v_proj"):
+        adapted(model, Lora(r=2))
 
 
 def test_a_folder_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
