@@ -117,16 +117,21 @@ def _path(name: str, path: str | os.PathLike[str] | None) -> str | None:
         raise ConfigError(f"{name}={path!r}: its __fspath__ gives no path: {error}; give a text") from error
 
 
-_NARROW_ON_DISK = (
-    "master={!r} and moments={!r} are for state in memory: leave the disk out, or keep both in fp32, as the disk does"
-)
-
-
-def check_precision(master: Any, moments: Any) -> None:
-    """Raises PlanError for what is no precision of a master or of moments."""
-    for name, value, known in (("master", master, get_args(Master)), ("moments", moments, get_args(Moments))):
-        if value not in known:
-            raise PlanError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
+def _check_state(plan: "Plan | AutoPlan", on_disk: object) -> None:
+    """Checks how state is kept, and makes `disk` a text; `on_disk`: some of it may be there. Raises PlanError."""
+    for name, known in (("master", get_args(Master)), ("moments", get_args(Moments))):
+        if getattr(plan, name) not in known:
+            raise PlanError(f"{name}={getattr(plan, name)!r}: expected one of {', '.join(map(repr, known))}")
+    if not isinstance(plan.verify, bool):
+        raise PlanError(f"verify={plan.verify!r}: expected True or False")
+    object.__setattr__(plan, "disk", _folder(plan.disk))
+    if plan.precision.is_narrow and on_disk:
+        raise PlanError(
+            f"master={plan.master!r} and moments={plan.moments!r} are for state in memory: leave the disk out, or keep "
+            f"both in fp32, as the disk does"
+        )
+    if plan.verify and plan.disk is None:
+        raise PlanError("verify=True means nothing without disk=, the folder of what is on disk")
 
 
 def _names(name: str, given: Any) -> tuple[str, ...]:
@@ -221,7 +226,7 @@ class Plan:
     """Why a search chose this plan; ignored in comparisons and left out of the JSON."""
 
     def __post_init__(self) -> None:
-        for name in ("scatter", "offloaded", "values_on_disk", "verify", "shared_frozen", "whole_layers"):
+        for name in ("scatter", "offloaded", "values_on_disk", "shared_frozen", "whole_layers"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected True or False")
         for name, least, others in _WHOLE_NUMBERS:
@@ -229,15 +234,12 @@ class Plan:
             if not is_whole(value, least=least) and value not in others:
                 also = "".join(f" or {other}" for other in others)
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{also}")
-        object.__setattr__(self, "disk", _folder(self.disk))
         object.__setattr__(self, "reduce_dtype", reduction_dtype("reduce_dtype", self.reduce_dtype))
-        check_precision(self.master, self.moments)
+        _check_state(self, on_disk=self.disk is not None or self.disk_chunks)
         if self.narrow_state is not None:
             object.__setattr__(self, "narrow_state", _names("narrow_state", self.narrow_state))
         if self.narrow_state is not None and not self.precision.is_narrow:
             raise PlanError("narrow_state means nothing with master='fp32' and moments='fp32': leave it out")
-        if self.precision.is_narrow and (self.disk is not None or self.disk_chunks):
-            raise PlanError(_NARROW_ON_DISK.format(self.master, self.moments))
         for name in ("device_chunks", "device_bytes", "disk_chunks", "host_bytes", "disk"):
             if getattr(self, name) not in (0, None) and not self.offloaded:
                 raise PlanError(
@@ -254,8 +256,6 @@ class Plan:
                 raise PlanError(f"{size}={size_text(nbytes)} and {count}={getattr(self, count)}: give one of them")
         if self.disk is None and (self.host_bytes is not None or self.disk_chunks is None):
             raise PlanError("what does not fit in host memory goes to disk: say with disk= in which folder")
-        if self.disk is None and self.verify:
-            raise PlanError("verify=True means nothing without disk=, the folder of what is on disk")
         if self.values_on_disk and self.disk_chunks == 0 and self.host_bytes is None:
             raise PlanError("values_on_disk=True means nothing with disk_chunks=0: leave it out")
         if self.disk is not None and self.disk_chunks == 0 and self.host_bytes is None:
@@ -531,9 +531,7 @@ class AutoPlan:
         return Precision(master=self.master, moments=self.moments)
 
     def __post_init__(self) -> None:
-        check_precision(self.master, self.moments)
-        if self.precision.is_narrow and self.disk is not None:
-            raise PlanError(_NARROW_ON_DISK.format(self.master, self.moments))
+        _check_state(self, on_disk=self.disk is not None)
         if not callable(self.step):
             raise PlanError(f"step={self.step!r}: expected a function of model and batch")
         if self.sample is None:
@@ -548,8 +546,3 @@ class AutoPlan:
             raise PlanError(
                 f"accumulation={self.accumulation!r}: expected the number of backwards in a step, at least 1"
             )
-        if not isinstance(self.verify, bool):
-            raise PlanError(f"verify={self.verify!r}: expected True or False")
-        object.__setattr__(self, "disk", _folder(self.disk))
-        if self.verify and self.disk is None:
-            raise PlanError("verify=True means nothing without disk=, the folder of what is on disk")
