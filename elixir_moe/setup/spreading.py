@@ -56,6 +56,19 @@ def spread_experts(model: M, mesh: DeviceMesh) -> M:
     if getattr(model, "_elixir", None) is not None:
         raise UsageError("spread_experts() of a wrapped model: call em.spread_experts before em.wrap")
     ranks = LayerRanks.on(mesh)
+    experts = check_spreadable(model, ranks.ep)
+    pattern = Pattern(mesh, replicate=("edp", "tp"), shard={EXPERT_AXIS: 0})
+    first = ranks.batch_rank % ranks.ep
+    for wrapper in adapted_stacks(model):
+        _cut_adapters(wrapper, pattern, first, ranks.ep)
+    for module in experts:
+        _cut_experts(module, pattern, first, ranks)
+    adapt_beside(model)
+    return model
+
+
+def check_spreadable(model: nn.Module, ep: int) -> list[nn.Module]:
+    """The fused experts of a model. Raises LayoutError or ConfigError if `ep` ranks cannot share them."""
     experts = {name: module for name, module in model.named_modules() if is_fused_experts(module)}
     users = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     wrappers: Any = [m for m in model.modules() if adapted_parameter(m) not in (None, *STACKS)]
@@ -63,7 +76,7 @@ def spread_experts(model: M, mesh: DeviceMesh) -> M:
     problems = [
         f"module {name!r} {why}"
         for name, module in experts.items()
-        if (why := _refusal(module, ranks.ep, users, uncut.get(module)))
+        if (why := _refusal(module, ep, users, uncut.get(module)))
     ]
     if not experts:
         problems = [
@@ -72,14 +85,7 @@ def spread_experts(model: M, mesh: DeviceMesh) -> M:
         ]
     if problems:
         raise (LayoutError if experts else ConfigError)("spread_experts: " + "\n  ".join(problems))
-    pattern = Pattern(mesh, replicate=("edp", "tp"), shard={EXPERT_AXIS: 0})
-    first = ranks.batch_rank % ranks.ep
-    for wrapper in adapted_stacks(model):
-        _cut_adapters(wrapper, pattern, first, ranks.ep)
-    for module in experts.values():
-        _cut_experts(module, pattern, first, ranks)
-    adapt_beside(model)
-    return model
+    return list(experts.values())
 
 
 def _refusal(module: Any, ep: int, users: Mapping[nn.Parameter, int], adapted: str | None) -> str | None:

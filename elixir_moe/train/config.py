@@ -60,6 +60,8 @@ class HuggingFaceModel:
     """Implementation of attention by transformers' names: eager, sdpa, flash_attention_2 ...; null: its own choice."""
     checkpoint: Literal["none", "non_reentrant"] = "none"
     """Activation checkpointing of each layer."""
+    ep: Annotated[int, at_least(1)] = 1
+    """Ranks that share the fused experts of each mixture layer (expert parallelism)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -365,6 +367,7 @@ class TrainConfig:
             read=model.weights,
             attention=model.attention,
             recompute=model.checkpoint != "none",
+            ep=model.ep,
             lora=self.lora,
             scheme=self.quantize,
             length=data.seq_len,

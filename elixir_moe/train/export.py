@@ -10,7 +10,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.models.config import GPTConfig
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.quantized.convert import dequantize, quantize
@@ -28,7 +29,7 @@ from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.storage import CHECKPOINTS, latest
 from elixir_moe.state.huggingface import save_pretrained
 from elixir_moe.train import config as configs
-from elixir_moe.train.config import DTYPES, TrainConfig
+from elixir_moe.train.config import DTYPES, HuggingFaceModel, TrainConfig
 from elixir_moe.train.data import labelled
 from elixir_moe.train.directory import is_run
 from elixir_moe.train.huggingface import tokenizer_of
@@ -85,7 +86,7 @@ def export(run: Path, out: Path | None = None, what: str | None = None) -> Expor
     """
     if not is_run(run):
         raise ConfigError(f"{str(run)!r} is no run's directory (by its config.yaml): name one of `train`'s")
-    config = configs.load(run / "config.yaml")
+    config = _on_one_rank(configs.load(run / "config.yaml"))
     what = what or ("full" if config.lora is None else "adapter")
     if (what == "full") != (config.lora is None):
         has, fits = ("no adapters", "full") if config.lora is None else ("adapters alone", "adapter or merged")
@@ -105,6 +106,13 @@ def export(run: Path, out: Path | None = None, what: str | None = None) -> Expor
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Exported(out=str(out), what=what, checkpoint=str(checkpoint), compared=config.recipe().compares, **found)
+
+
+def _on_one_rank(config: TrainConfig) -> TrainConfig:
+    """The settings with all experts in one process."""
+    if isinstance(config.model, GPTConfig):
+        return replace(config, model=replace(config.model, ep=(1,) * len(config.model.ep)))
+    return replace(config, model=replace(config.model, ep=1)) if isinstance(config.model, HuggingFaceModel) else config
 
 
 def _written(config: TrainConfig, checkpoint: Path, folder: Path, what: str) -> dict[str, Any]:

@@ -25,8 +25,12 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.integrations.routers import Routers, has_routers
 from elixir_moe.models.adapters import Lora
 from elixir_moe.models.without_logits import WithoutLogits
+from elixir_moe.moe.fused import FusedExperts, is_spread
+from elixir_moe.moe.layer import LayerRanks
+from elixir_moe.parallel.mesh import expert_mesh
+from elixir_moe.setup.spreading import check_spreadable, spread_experts
 from elixir_moe.state.safetensors_format import INDEX, SINGLE
-from elixir_moe.train.recipe import check_uncut, prepared
+from elixir_moe.train.recipe import check_degree, check_uncut, prepared
 
 _LOG = logging.getLogger(__name__)
 LONGEST = 1024
@@ -51,6 +55,7 @@ class HuggingFaceRecipe:
         read: bool = True,
         attention: str | None = None,
         recompute: bool = False,
+        ep: int = 1,
         lora: Lora | None = None,
         scheme: str | None = None,
         length: int | None = None,
@@ -64,6 +69,7 @@ class HuggingFaceRecipe:
             read: read the weights; otherwise they are drawn.
             attention: its implementation, by the names of transformers.
             recompute: the activations of every layer in backward.
+            ep: ranks that share the experts of each layer.
             lora: the adapters that are trained instead of the model's own parameters.
             scheme: in which frozen weights become bytes.
             length: tokens of a row.
@@ -78,7 +84,7 @@ class HuggingFaceRecipe:
         self.name = self.folder.resolve().name
         self.tokenizer: str | None = str(self.folder)
         self._attention, self._recompute, self._lora, self._scheme = attention, recompute, lora, scheme
-        self._fused = fused
+        self._ep, self._fused = ep, fused
         self.config = self._config()
         forward = self._class().forward
         self.weights: str | None = str(self.folder) if read else None
@@ -162,6 +168,9 @@ class HuggingFaceRecipe:
         check_uncut(tp, self.name)
         with torch.device("meta"):
             model = self.build(None)
+        if self._ep > 1:
+            check_degree("model.ep", self._ep, ranks, f"the {ranks} ranks of this run")
+            check_spreadable(model, self._ep)
         if self._fused:
             WithoutLogits(model)
         self._routers = None
@@ -186,6 +195,8 @@ class HuggingFaceRecipe:
                     raise ConfigError(f"model.checkpoint: {self.name} cannot recompute its layers; leave it out")
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         found: nn.Module = model
+        if mesh is not None and self._ep > 1:
+            spread_experts(found, expert_mesh(mesh, self._ep))
         self._routers = Routers(found) if has_routers(found) else None
         return found
 
@@ -227,12 +238,16 @@ class HuggingFaceRecipe:
         return {name: counts.tolist() for name, counts in self._routers.loads().items()}
 
     def disconnect(self, model: nn.Module) -> None:
-        """As `Recipe` says: there are none."""
+        """As `Recipe` says."""
+        for module in model.modules():
+            if isinstance(module, FusedExperts) and is_spread(module):
+                module.ranks = LayerRanks()
 
     def facts(self) -> str:
         """As `Recipe` says."""
         frozen = "" if self._lora is None else f", {self._lora}"
-        return f"{type(self.config).__name__.removesuffix('Config')} {self.name}{frozen}" + (
+        spread = f", experts over {self._ep} ranks" * (self._ep > 1)
+        return f"{type(self.config).__name__.removesuffix('Config')} {self.name}{frozen}{spread}" + (
             f", frozen weights in {self._scheme}" if self._scheme is not None else ""
         )
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from elixir_moe.cli.main import main
-from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.errors import CheckpointError, ConfigError, LayoutError
 from elixir_moe.models.adapters import Lora, adapted
 from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig
@@ -210,6 +210,32 @@ def test_a_resume_on_another_number_of_ranks_goes_on_with_the_same_rows(
     )
     changed = settings_of(folders, "Qwen3Moe", tmp_path / "other", **changes | {"run": {"steps": 9}, "lora": {"r": 8}})
     assert "lora.r is 8, but was 4" in ranks(1).run(run, changed, None, 0, True)[0]["ended"]
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": EXPERTS}], ids=["full", "adapters of experts"])
+def test_experts_spread_over_ranks_train_as_whole_ones(
+    lora: dict[str, Any], folders: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Within the roundings of two ranks; resumed with whole experts; exported in one process."""
+    whole = ranks(2).run(run, settings_of(folders, "Qwen3Moe", tmp_path / "whole", **lora), None, 0, True)[0]
+    changes: dict[str, Any] = {"model": {"hf": str(folders / "Qwen3Moe"), "ep": 2}, **lora, "save": {"every": 1}}
+    found = ranks(2).run(run, settings_of(folders, "Qwen3Moe", tmp_path / "spread", **changes), None, 0, True)[0]
+    assert found["ended"] == "" and "experts over 2 ranks" in found["said"]
+    stopped = settings_of(folders, "Qwen3Moe", tmp_path / "stopped", **changes)
+    ranks(2).run(run, stopped, {1: "SIGTERM"}, 0, True)
+    changes["model"]["ep"] = 1
+    again = ranks(1).run(run, settings_of(folders, "Qwen3Moe", tmp_path / "stopped", **changes), None, 0, True)[0]
+    for other in (found, again):
+        for name in ("loss", "grad_norm"):
+            wanted = [line[name] for line in whole["metrics"]]
+            assert [line[name] for line in other["metrics"]] == pytest.approx(wanted, rel=1e-4)
+        assert other["metrics"][0]["tokens_per_expert"] == whole["metrics"][0]["tokens_per_expert"]
+        assert other["metrics"][-1]["val_loss"] == pytest.approx(whole["metrics"][-1]["val_loss"], rel=1e-4)
+    told = export(tmp_path / "spread")
+    assert told.difference <= 1e-4 * told.largest
+    changes["model"]["ep"] = 4
+    with pytest.raises(LayoutError, match="has 6 experts, which ep=4 ranks cannot share"):
+        settings_of(folders, "Qwen3Moe", tmp_path / "four", **changes).check_ranks(4)
 
 
 @pytest.mark.slow
@@ -404,6 +430,17 @@ def test_our_own_gpt_has_any_vocabulary_by_a_tokenizer_and_is_exported(
     assert export(tmp_path / "out").difference < 1e-6
 
 
+def test_our_own_mixture_is_exported_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    """Its experts were on two ranks."""
+    sections: dict[str, Any] = {
+        "model": {"seq_len": 16, "n_layers": 1, "d_model": 16, "n_heads": 2, "experts": [4], "ep": [2]},
+        "plan": {},
+        "run": {"steps": 1, "global_batch": 4, "eval_batches": 1, "sample_bytes": 0, "out": str(tmp_path / "out")},
+    }
+    assert ranks(2).run(run, settings.build(TrainConfig, sections), None, 0, True)[0]["ended"] == ""
+    assert export(tmp_path / "out").difference < 1e-6
+
+
 PACKS = {
     "Llama": {},
     "Qwen3Moe": CONFIGS["Qwen3Moe"],
@@ -500,6 +537,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["--model.hf", "FOLDER/Llama", "--lora.targets", "experts"], "experts matches nothing"),
     (["--model.hf", "FOLDER/Llama", "--data.seq_len", "65"], "data.seq_len=65: Llama has 64 positions"),
     (["--model.hf", "FOLDER/Llama", "--run.tp", "2", "--nproc", "2"], "run.tp=2: only our own GPT is cut"),
+    (["--model.hf", "FOLDER/Llama", "--model.ep", "2", "--nproc", "2"], "LlamaForCausalLM has no fused experts"),
+    (["--model.hf", "FOLDER/Qwen3Moe", "--model.ep", "2"], "model.ep=2 does not divide the 1 ranks of this run"),
     (["--model.hf", "FOLDER/Llama", "--data.paths", "x"], "data.file and data.paths are two kinds of data"),
     (["--model.hf", "FOLDER/Llama", "--data.file", "FOLDER/empty.jsonl"], "is empty"),
     (["--lora.r", "4"], "lora is for model.hf and model.module"),
