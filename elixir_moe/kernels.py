@@ -304,6 +304,10 @@ class Rounding:
         digest = hashlib.blake2b(f"{seed}/{step}/{window}/{parameter}".encode(), digest_size=8).digest()
         return cls((int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")), low)
 
+    def behind(self, numel: int) -> "Rounding":
+        """The rounding of the elements of the run behind its first `numel`."""
+        return Rounding(self.key, (self.first + numel) % _WINDOW)
+
     def words(self, start: int, numel: int, device: torch.device) -> Tensor:
         """The random words of `numel` elements from number `start` of the run on, int64 below 2^32 (csrc/narrow.hpp).
 

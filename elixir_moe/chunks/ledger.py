@@ -16,6 +16,7 @@ import torch
 
 from elixir_moe.chunks.cache_policy import LOOKAHEAD
 from elixir_moe.chunks.packing import ChunkSpec, Layout
+from elixir_moe.chunks.param_spec import StateArray
 from elixir_moe.chunks.plan import Plan, Tier, reads_disk, size_text
 from elixir_moe.chunks.residence import CACHED, IN_PLACE, RESIDENT
 
@@ -23,8 +24,6 @@ DISK_THREADS = 4
 """Slices of chunks on disk updated at the same time: while one is computed, others are read and written."""
 PAGE_BYTES = 4096
 """Unit of reads and writes on disk."""
-SPILL_ALIGN_NUMEL = PAGE_BYTES // 4
-"""fp32 elements in a page; arrays on disk begin at multiples of it."""
 REDUCTIONS_IN_FLIGHT = 3
 """Reductions the host leaves in flight: enough not to wait for a rank that is a little late, few enough to bound
 the buffers that wait to be summed. With a GPU: those of gradients that have memory outside the rCache."""
@@ -38,7 +37,9 @@ VALUES_BUFFERS = LOOKAHEAD + 1
 VALUES_REQUEST_BYTES = 1 << 23
 """Bytes of a frozen chunk's values read from disk at once."""
 _SPILL_SLICE_NUMEL = 1 << 20
-"""Most elements of an array on disk moved in one read or write."""
+"""Most elements of a shard on disk updated in one read and write."""
+GRADIENT = StateArray("gradient")
+"""The sum of gradients on disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +104,7 @@ class Kind(StrEnum):
     ARRIVING = "arriving"
     """`SUMS_IN_FLIGHT` buffers for gradients on their way to sums."""
     UPDATED = "updated"
-    """Buffers for slices of arrays with so many elements on disk (`spill_buffer_bytes`)."""
+    """`DISK_THREADS` buffers for records of arrays on disk (`record_bytes`)."""
     READ = "read"
     """Buffers for values on their way from disk (`values_buffer_bytes`)."""
 
@@ -129,8 +130,9 @@ def needs(chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool) -
     if trainable and not whole and (tier is Tier.DISK or chunk.key.dtype != torch.float32):
         yield Kind.SUMS, tier.of_compute, 4 * numel
     if trainable and tier is Tier.DISK:
-        yield Kind.SHARD, Tier.DISK, spilled_bytes(numel, arrays_on_disk(moments, values_on_disk=values_on_disk))
-        yield Kind.UPDATED, Tier.HOST, numel
+        arrays = arrays_on_disk(chunk, moments, values_on_disk=values_on_disk)
+        yield Kind.SHARD, Tier.DISK, spilled_bytes(numel, arrays)
+        yield Kind.UPDATED, Tier.HOST, record_bytes(min(numel, spill_slice_numel()), arrays)
     if whole:
         yield Kind.SHARD, Tier.DISK, paged_bytes(values)
         yield Kind.READ, Tier.HOST, values
@@ -250,9 +252,7 @@ class Ledger:
     def footprint(self, blocks: int = 0) -> Footprint:
         """All bytes, with so many blocks in the rCache."""
         totals, turns = self._totals, self._ascending[Kind.TURN]
-        buffers = values_buffer_bytes([self._largest(Kind.READ)]) + spill_buffer_bytes(
-            [self._largest(Kind.UPDATED)], arrays_on_disk(self._moments, values_on_disk=self._whole)
-        )
+        buffers = values_buffer_bytes([self._largest(Kind.READ)]) + DISK_THREADS * self._largest(Kind.UPDATED)
         arriving, to_disk = SUMS_IN_FLIGHT * self.arriving_bytes, self._whole and self._ascending[Kind.UPDATED]
         sums = dict(totals[Kind.SUMS])
         if to_disk:
@@ -312,29 +312,25 @@ def shard_bytes(plan: Plan, layout: Layout, chunk: ChunkSpec, moments: int) -> i
     return sum(nbytes for kind, _, nbytes in needed if kind is Kind.SHARD)
 
 
-def arrays_on_disk(moments: int, *, values_on_disk: bool) -> int:
-    """fp32 arrays of each trainable chunk on disk: master, moments, with `values_on_disk` a sum of gradients."""
-    return 1 + moments + values_on_disk
+def arrays_on_disk(chunk: ChunkSpec, moments: int, *, values_on_disk: bool) -> tuple[StateArray, ...]:
+    """The arrays of a trainable chunk on disk: master, moments, with `values_on_disk` a sum of gradients."""
+    return (*chunk.key.precision.arrays(moments), *((GRADIENT,) * values_on_disk))
 
 
-def spilled_bytes(numel: int, arrays: int) -> int:
-    """Bytes on disk of `arrays` fp32 arrays of `numel` elements, each padded to whole pages."""
-    return 4 * arrays * paged_numel(numel)
+def record_bytes(numel: int, arrays: Iterable[StateArray]) -> int:
+    """Bytes on disk of the arrays of `numel` elements of a shard, each padded to whole pages."""
+    return sum(paged_bytes(array.nbytes(numel)) for array in arrays)
 
 
-def paged_numel(numel: int) -> int:
-    """`numel` fp32 elements, rounded up to whole pages of the disk."""
-    return -(-numel // SPILL_ALIGN_NUMEL) * SPILL_ALIGN_NUMEL
+def spilled_bytes(numel: int, arrays: Sequence[StateArray]) -> int:
+    """Bytes on disk of the arrays of a shard of `numel` elements: a record for each slice."""
+    slices, rest = divmod(numel, spill_slice_numel())
+    return slices * record_bytes(spill_slice_numel(), arrays) + record_bytes(rest, arrays)
 
 
-def spill_slice_numel(numels: Iterable[int]) -> int:
-    """Elements of an array moved between disk and memory at once, for chunks of `numels` elements."""
-    return min(_SPILL_SLICE_NUMEL, paged_numel(max(numels, default=0)))
-
-
-def spill_buffer_bytes(numels: Sequence[int], arrays: int) -> int:
-    """Bytes of the buffers for updating chunks of `numels` elements on disk."""
-    return 4 * DISK_THREADS * arrays * spill_slice_numel(numels)
+def spill_slice_numel() -> int:
+    """Most elements of a shard whose arrays are moved between disk and memory at once, as one record."""
+    return _SPILL_SLICE_NUMEL
 
 
 def values_bytes(chunk: ChunkSpec) -> int:

@@ -23,6 +23,25 @@ Master = Literal["fp32", "bf16"]
 Moments = Literal["fp32", "bf16", "int8"]
 
 
+@dataclass(frozen=True, slots=True)
+class StateArray:
+    """One flat array of the optimizer's state of a shard, in memory or on disk."""
+
+    name: str
+    """For messages."""
+    dtype: torch.dtype = torch.float32
+    block: int = 1
+    """Elements of the shard that share one of its elements."""
+
+    def numel(self, shard_numel: int) -> int:
+        """Its elements for so many of the shard."""
+        return -(-shard_numel // self.block)
+
+    def nbytes(self, shard_numel: int) -> int:
+        """Its bytes for so many elements of the shard."""
+        return self.numel(shard_numel) * self.dtype.itemsize
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
     """How the optimizer's state of a parameter is stored. What is narrower than fp32 is rounded stochastically."""
@@ -37,12 +56,21 @@ class Precision:
         """Whether anything is narrower than fp32."""
         return (self.master, self.moments) != ("fp32", "fp32")
 
+    def arrays(self, moments: int) -> tuple[StateArray, ...]:
+        """The master and so many moments, where each has an array of its own: on disk."""
+        kept = [StateArray("master", _DTYPES[self.master])]
+        for name in (f"moment {number}" for number in range(1, moments + 1)):
+            kept.append(StateArray(name, _DTYPES[self.moments]))
+            if self.moments == "int8":
+                kept.append(StateArray(f"exponents of {name}", torch.uint8, CODE_BLOCK))
+        return tuple(kept)
+
     def moment_bytes(self, numel: int) -> int:
         """Bytes of one moment of a shard of `numel` elements."""
-        widths = {"fp32": 4, "bf16": 2, "int8": 1}
-        return widths[self.moments] * numel + (-(-numel // CODE_BLOCK) if self.moments == "int8" else 0)
+        return sum(array.nbytes(numel) for array in self.arrays(1)[1:])
 
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 WIDE = Precision()
 """The state that torch's optimizers keep."""
 _ROUTERS = {"gate", "router"}

@@ -117,19 +117,14 @@ def _path(name: str, path: str | os.PathLike[str] | None) -> str | None:
         raise ConfigError(f"{name}={path!r}: its __fspath__ gives no path: {error}; give a text") from error
 
 
-def _check_state(plan: "Plan | AutoPlan", on_disk: object) -> None:
-    """Checks how state is kept, and makes `disk` a text; `on_disk`: some of it may be there. Raises PlanError."""
+def _check_state(plan: "Plan | AutoPlan") -> None:
+    """Checks how state is kept, and makes `disk` a text. Raises PlanError."""
     for name, known in (("master", get_args(Master)), ("moments", get_args(Moments))):
         if getattr(plan, name) not in known:
             raise PlanError(f"{name}={getattr(plan, name)!r}: expected one of {', '.join(map(repr, known))}")
     if not isinstance(plan.verify, bool):
         raise PlanError(f"verify={plan.verify!r}: expected True or False")
     object.__setattr__(plan, "disk", _folder(plan.disk))
-    if plan.precision.is_narrow and on_disk:
-        raise PlanError(
-            f"master={plan.master!r} and moments={plan.moments!r} are for state in memory: leave the disk out, or keep "
-            f"both in fp32, as the disk does"
-        )
     if plan.verify and plan.disk is None:
         raise PlanError("verify=True means nothing without disk=, the folder of what is on disk")
 
@@ -235,7 +230,7 @@ class Plan:
                 also = "".join(f" or {other}" for other in others)
                 raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{also}")
         object.__setattr__(self, "reduce_dtype", reduction_dtype("reduce_dtype", self.reduce_dtype))
-        _check_state(self, on_disk=self.disk is not None or self.disk_chunks)
+        _check_state(self)
         if self.narrow_state is not None:
             object.__setattr__(self, "narrow_state", _names("narrow_state", self.narrow_state))
         if self.narrow_state is not None and not self.precision.is_narrow:
@@ -531,7 +526,7 @@ class AutoPlan:
         return Precision(master=self.master, moments=self.moments)
 
     def __post_init__(self) -> None:
-        _check_state(self, on_disk=self.disk is not None)
+        _check_state(self)
         if not callable(self.step):
             raise PlanError(f"step={self.step!r}: expected a function of model and batch")
         if self.sample is None:

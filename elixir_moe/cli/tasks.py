@@ -167,9 +167,7 @@ def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch
     precision = Precision(master=known.master, moments=known.moments)
     if precision.is_narrow and known.optimizer not in ("adam", "adamw"):
         raise ConfigError(f"--master and --moments are for adam and adamw, not for --optimizer {known.optimizer}")
-    if precision.is_narrow and known.disk_size is not None:
-        raise ConfigError("--master and --moments are for state in memory: leave --disk-size out, or both of them")
-    adam = known.optimizer in ("adam", "adamw") and not precision.is_narrow
+    adam = known.optimizer in ("adam", "adamw")
     profile = trace(
         given.model,
         given.step,

@@ -1,15 +1,15 @@
 """The disk tier: one file for each rank, which holds the master shard and the moments of trainable chunks on disk.
 
 Owns the file, its layout and its checksums, and what it shares with the file of values (`disk_values`). Knows
-nothing of the meaning of the floats or of when they change (`optim.shard_update`).
+nothing of the meaning of the arrays or of when they change (`optim.shard_update`).
 
 The file has no name: no other process can open it, two runs can share a folder, and nothing is left behind however the
 process ends. The whole file is allocated before training starts, so a full disk shows then. Requests bypass the page
 cache (`memory.direct_file`), which would take the memory that the tier is meant to save.
 
-The arrays of a chunk are cut into slices. A slice of all arrays is one record, which an update reads and writes at
-once. Records are long enough for plain ``preadv`` and ``pwritev`` on a few threads to keep a disk busy, so io_uring
-would gain nothing.
+The arrays of a chunk are cut into slices of so many elements of its shard. A slice of all arrays is one record, each in
+its own dtype and from a page on, which an update reads and writes at once. Records are long enough for plain ``preadv``
+and ``pwritev`` on a few threads to keep a disk busy, so io_uring would gain nothing.
 """
 
 import itertools
@@ -18,22 +18,22 @@ import socket
 import tempfile
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
-from elixir_moe.chunks.ledger import DISK_THREADS, paged_numel, spill_buffer_bytes, spill_slice_numel, spilled_bytes
+from elixir_moe.chunks.ledger import DISK_THREADS, paged_bytes, record_bytes, spill_slice_numel, spilled_bytes
+from elixir_moe.chunks.param_spec import StateArray
 from elixir_moe.chunks.plan import size_text
 from elixir_moe.errors import DiskError, TierError
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.direct_file import DirectFile, paged_memory
 
-_FLOAT_BYTES = 4
 _HOST = torch.device("cpu")
-_ARRAYS = "master", "moment 1", "moment 2", "gradient"
-"""The arrays of a chunk, for messages."""
+Arrays = tuple[StateArray, ...]
 
 
 class DiskFile:
@@ -101,52 +101,53 @@ class Spill(DiskFile):
     """The masters and moments of one rank."""
 
     def __init__(
-        self, directory: str, numels: Sequence[int], arrays: int, *, rank: int = 0, checked: bool = False
+        self, directory: str, shards: Sequence[tuple[int, Arrays]], *, rank: int = 0, checked: bool = False
     ) -> None:
-        """Makes the file, with `arrays` fp32 arrays for each chunk, zeros at first.
+        """Makes the file, zeros at first.
 
         Args:
             directory: where the file is made; on a disk, not on a file system in memory.
-            numels: elements of each chunk's shard.
-            arrays: arrays of each chunk: the master shard, the optimizer's moments, and perhaps the gradient's sum.
+            shards: elements of each chunk's shard and its arrays, in the order in which they are taken: the master
+                shard, the optimizer's moments, and perhaps the gradient's sum.
             rank: the owner of the file, for messages.
             checked: keep a checksum of each slice in memory, and compare it at each read.
 
         Raises:
             TierError: there is no such directory, or the disk has too little room.
         """
-        super().__init__(directory, sum(spilled_bytes(numel, arrays) for numel in numels), rank=rank)
-        self.arrays = arrays
+        super().__init__(directory, sum(spilled_bytes(*shard) for shard in shards), rank=rank)
         self.checked = checked
-        self.slice_numel = spill_slice_numel(numels)
-        self._taken = 0
-        self.buffer_bytes = spill_buffer_bytes(numels, arrays)
-        memory = paged_memory(DISK_THREADS * arrays * self.slice_numel * _FLOAT_BYTES)
-        self._memory = torch.frombuffer(memory, dtype=torch.float32)
+        self.slice_numel = spill_slice_numel()
+        self._left, self._taken = deque(shards), 0
+        longest = max(record_bytes(min(numel, self.slice_numel), arrays) for numel, arrays in shards)
+        self.buffer_bytes = DISK_THREADS * longest
+        self._memory = torch.frombuffer(paged_memory(self.buffer_bytes), dtype=torch.uint8)
         self.records = [Record(part) for part in self._memory.chunk(DISK_THREADS)]
 
     def take(self, numel: int, chunk: int) -> "Spilled":
         """The place of the next chunk's arrays; `chunk` is its number, for messages."""
-        return Spilled(self, self.reserve(numel), numel, chunk)
+        return Spilled(self, *self.reserve(numel), numel, chunk)
 
-    def reserve(self, numel: int) -> int:
-        """Hands out the next bytes for arrays of `numel` elements; returns their offset."""
-        start, self._taken = self._taken, self._taken + spilled_bytes(numel, self.arrays)
-        assert self._taken <= self.nbytes, "spill file handed out beyond its size"
-        return start
+    def reserve(self, numel: int) -> tuple[int, Arrays]:
+        """Hands out the bytes of the next shard, of `numel` elements; returns their offset and its arrays."""
+        given, arrays = self._left.popleft()
+        assert given == numel, "shards are taken in the order in which they were given"
+        start, self._taken = self._taken, self._taken + spilled_bytes(numel, arrays)
+        return start, arrays
 
     def record(self) -> Record:
-        """Memory for one record, (arrays * slice_numel,); each of the file's threads has its own."""
+        """Memory for one record, as bytes; each of the file's threads has its own."""
         return self.records[getattr(self._thread, "number", 0) % len(self.records)]
 
 
 class Spilled:
     """The arrays of one chunk on disk."""
 
-    def __init__(self, spill: Spill, offset: int, numel: int, chunk: int) -> None:
+    def __init__(self, spill: Spill, offset: int, arrays: Arrays, numel: int, chunk: int) -> None:
         self._spill = spill
         self._offset = offset
         self._chunk = chunk
+        self.arrays = arrays
         self.numel = numel
         self._slices = range(-(-numel // spill.slice_numel))
         self._checksums: dict[tuple[int, int], int] = {}
@@ -154,7 +155,7 @@ class Spilled:
     @property
     def nbytes(self) -> int:
         """Bytes of the file that belong to this chunk."""
-        return spilled_bytes(self.numel, self._spill.arrays)
+        return spilled_bytes(self.numel, self.arrays)
 
     def _bounds(self, index: int) -> tuple[int, int]:
         """The elements of slice `index`."""
@@ -172,50 +173,53 @@ class Spilled:
         """Reads slice `index` of all arrays, changes it and writes it back."""
         own = self._spill.record()
         with own.lock:
-            padded, count = self._padded(index), self._spill.arrays
-            record, offset = own.memory[: count * padded], self._place(index, 0)
-            self._spill.move(offset, record, write=False)
-            arrays = list(record.view(count, padded))
-            for array, content in enumerate(arrays):
+            sizes = [self._paged(index, array) for array in range(len(self.arrays))]
+            record = own.memory[: sum(sizes)]
+            self._spill.move(self._place(index, 0), record, write=False)
+            contents = list(record.split(sizes))
+            for array, content in enumerate(contents):
                 self._check(index, array, content)
-            start, stop = self._bounds(index)
-            work(start, [content[: stop - start] for content in arrays])
-            self._leave(index, arrays)
+            work(self._bounds(index)[0], [self._shown(index, array, content) for array, content in enumerate(contents)])
+            self._leave(index, record, contents)
 
-    def _leave(self, index: int, arrays: list[torch.Tensor]) -> None:
-        """Writes slice `index` of the first arrays, which lie one after another in memory."""
-        record = torch.as_strided(arrays[0], (len(arrays) * len(arrays[0]),), (1,))
-        self._spill.move(self._place(index, 0), record, write=True)
-        for array, content in enumerate(arrays):
+    def _leave(self, index: int, record: torch.Tensor, contents: list[torch.Tensor]) -> None:
+        """Writes slice `index` of the first arrays, whose `contents` are the first of the `record`."""
+        self._spill.move(self._place(index, 0), record[: sum(map(len, contents))], write=True)
+        for array, content in enumerate(contents):
             self._sign(index, array, content)
 
+    def _shown(self, index: int, array: int, content: torch.Tensor) -> torch.Tensor:
+        """The elements in the content of slice `index` of an array."""
+        (start, stop), kind = self._bounds(index), self.arrays[array]
+        return content[: kind.nbytes(stop - start)].view(kind.dtype)
+
     def read(self, array: int, start: int, stop: int) -> torch.Tensor:
-        """A copy of elements `start` to `stop` of an array, fp32."""
-        found = torch.empty(stop - start, dtype=torch.float32, device="cpu")
-        for index, here, there in self._parts(start, stop):
+        """A copy of elements `start` to `stop` of an array."""
+        found = torch.empty(stop - start, dtype=self.arrays[array].dtype, device="cpu")
+        for index, here, there in self._parts(array, start, stop):
             own = self._spill.record()
             with own.lock:
-                found[here] = self._load(array, index, own)[there]
+                found[here] = self._shown(index, array, self._load(array, index, own))[there]
         return found
 
     def write(self, array: int, start: int, values: torch.Tensor) -> None:
         """Overwrites the elements of an array from `start` on with `values`."""
-        for index, here, there in self._parts(start, start + values.numel()):
+        for index, here, there in self._parts(array, start, start + values.numel()):
             own = self._spill.record()
             with own.lock:
                 content = self._load(array, index, own)
-                content[there] = values[here]
+                self._shown(index, array, content)[there] = values[here]
                 self._store(array, index, content)
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+    def _parts(self, array: int, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
         """(slice index, its elements in the request, its elements in the slice) for each slice of a request."""
-        step = self._spill.slice_numel
+        step = self.arrays[array].numel(self._spill.slice_numel)
         for index in range(start // step, -(-stop // step)):
             low, high = max(start, index * step), min(stop, (index + 1) * step)
             yield index, slice(low - start, high - start), slice(low - index * step, high - index * step)
 
     def _load(self, array: int, index: int, record: Record) -> torch.Tensor:
-        content = record.memory[: self._padded(index)]
+        content = record.memory[: self._paged(index, array)]
         self._spill.move(self._place(index, array), content, write=False)
         self._check(index, array, content)
         return content
@@ -225,13 +229,15 @@ class Spilled:
         self._spill.move(self._place(index, array), content, write=True)
         self._sign(index, array, content)
 
-    def _padded(self, index: int) -> int:
+    def _paged(self, index: int, array: int) -> int:
+        """Bytes of slice `index` of an array, in whole pages."""
         start, stop = self._bounds(index)
-        return paged_numel(stop - start)
+        return paged_bytes(self.arrays[array].nbytes(stop - start))
 
     def _place(self, index: int, array: int) -> int:
-        before = index * self._spill.slice_numel * self._spill.arrays + array * self._padded(index)
-        return self._offset + before * _FLOAT_BYTES
+        """The offset of slice `index` of an array."""
+        before = index * record_bytes(self._spill.slice_numel, self.arrays)
+        return self._offset + before + sum(self._paged(index, earlier) for earlier in range(array))
 
     def _sign(self, index: int, array: int, content: torch.Tensor) -> None:
         if self._spill.checked:
@@ -243,7 +249,7 @@ class Spilled:
             start, stop = self._bounds(index)
             raise DiskError(
                 f"{self._spill.where}: what rank {self._spill.rank} read from {self._spill.directory!r} is not what it "
-                f"wrote there (chunk {self._chunk}, {_ARRAYS[array]}, elements {start} to "
+                f"wrote there (chunk {self._chunk}, {self.arrays[array].name}, elements {start} to "
                 f"{stop} of its shard): the disk cannot be trusted; go on from a checkpoint, on another one"
             )
 

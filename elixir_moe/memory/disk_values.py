@@ -236,17 +236,17 @@ class WhollySpilled(Spilled):
     """
 
     def __init__(self, spill: Spill, numel: int, chunk: int, values: ValuesElements) -> None:
-        super().__init__(spill, spill.reserve(numel), numel, chunk)
+        super().__init__(spill, *spill.reserve(numel), numel, chunk)
         self._values = values
-        self.gradient = spill.arrays - 1
+        self.gradient = len(self.arrays) - 1
         """The number of the array that is the gradient's sum."""
 
-    def _leave(self, index: int, arrays: list[torch.Tensor]) -> None:
-        *lasting, spare = arrays
-        super()._leave(index, lasting)
+    def _leave(self, index: int, record: torch.Tensor, contents: list[torch.Tensor]) -> None:
+        *lasting, spare = contents
+        super()._leave(index, record, lasting)
         (start, stop), itemsize = self._bounds(index), self._values.dtype.itemsize
-        memory = spare.view(torch.uint8)[: paged_bytes((stop - start) * itemsize)]
-        memory[: (stop - start) * itemsize].view(self._values.dtype).copy_(lasting[0][: stop - start])
+        memory = spare[: paged_bytes((stop - start) * itemsize)]
+        memory[: (stop - start) * itemsize].view(self._values.dtype).copy_(self._shown(index, 0, lasting[0]))
         self._values.place.overwrite(start * itemsize, memory)
 
     def add_gradient(self, term: torch.Tensor, *, first: bool) -> float:
@@ -273,13 +273,14 @@ class WhollySpilled(Spilled):
 
     def _change_gradient(self, change: Callable[[int, torch.Tensor], object], *, anew: bool) -> float:
         def one(index: int) -> float:
-            start, stop = self._bounds(index)
             own = self._spill.record()
             with own.lock, torch.no_grad():
-                content = own.memory[: self._padded(index)] if anew else self._load(self.gradient, index, own)
-                change(start, content[: stop - start])
+                size = self._paged(index, self.gradient)
+                content = own.memory[:size] if anew else self._load(self.gradient, index, own)
+                total = self._shown(index, self.gradient, content)
+                change(self._bounds(index)[0], total)
                 self._store(self.gradient, index, content)
-                return float(sum_of_squares(content[: stop - start], threads=1))
+                return float(sum_of_squares(total, threads=1))
 
         parts = [self._spill.threads.submit(one, index) for index in self._slices]
         for part in parts:

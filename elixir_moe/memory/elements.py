@@ -70,45 +70,53 @@ class Coded:
     blocks, and fits every layout.
     """
 
-    codes: torch.Tensor
-    exponents: torch.Tensor
+    codes: Elements
+    exponents: Elements
     """Of the blocks with these codes."""
+    numel: int
+    """Number of codes."""
     signed: bool
     """Whether this is a first moment."""
-    gate: Gate
     first: int = 0
     """The place of the first code in its block."""
     dtype = torch.bfloat16
 
     def read(self) -> torch.Tensor:
         """As `Elements.read`; a copy."""
-        self.gate.wait_for_update()
-        return decode(self.codes, self.exponents, signed=self.signed, first=self.first)
+        return decode(self.codes.read(), self.exponents.read(), signed=self.signed, first=self.first)
 
     def write(self, values: torch.Tensor) -> None:
         """As `Elements.write`; other values are rounded to the nearest."""
-        self.gate.wait_for_update()
         assert not self.first, "blocks of codes are written as a whole"
-        encode(values.to(self.codes.device), self.codes, self.exponents, signed=self.signed)
+        codes, exponents = self.codes.read(), self.exponents.read()
+        encode(values.to(codes.device), codes, exponents, signed=self.signed)
+        self.codes.write(codes)
+        self.exponents.write(exponents)
 
     def __getitem__(self, part: slice) -> "Coded":
-        start, stop, _ = part.indices(len(self.codes))
+        start, stop, _ = part.indices(self.numel)
         stop = max(start, stop)
         low, high = self.first + start, self.first + stop
         exponents = self.exponents[low // CODE_BLOCK : -(-high // CODE_BLOCK)]
-        return replace(self, codes=self.codes[start:stop], exponents=exponents, first=low % CODE_BLOCK)
+        return replace(
+            self, codes=self.codes[start:stop], exponents=exponents, numel=stop - start, first=low % CODE_BLOCK
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """Elements of an array on disk, fp32."""
+    """Elements of an array on disk."""
 
     spilled: Spilled
     array: int
     start: int
     stop: int
     gate: Gate
-    dtype = torch.float32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As `Elements.dtype`."""
+        return self.spilled.arrays[self.array].dtype
 
     def read(self) -> torch.Tensor:
         """As `Elements.read`."""

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from elixir_moe.chunks.packing import Piece
+from elixir_moe.chunks.param_spec import StateArray
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.kernels import (
-    CODE_BLOCK,
     Moment,
     Rounding,
     adam_step,
@@ -33,7 +33,6 @@ from elixir_moe.kernels import (
     windows,
 )
 from elixir_moe.memory.elements import Coded, Elements, InMemory, OnDisk
-from elixir_moe.memory.gate import Gate
 from elixir_moe.memory.slabs import allocation, host_zeros
 from elixir_moe.optim.accepted import check_kept, is_adam, like
 from elixir_moe.parallel.dtensor import local_of
@@ -67,6 +66,8 @@ class _Run:
     gradient: torch.Tensor | None
     """None if the gradient comes with master and moments."""
     settings: dict[str, Any]
+    rounding: Rounding | None = None
+    """The random bits of its elements; None if all state is fp32."""
 
 
 class AdamUpdate:
@@ -74,8 +75,8 @@ class AdamUpdate:
 
     def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]], seed: int) -> None:
         self._groups, self._seed = groups, seed
-        self._state: dict[int, tuple[Moment, Moment]] = {}
-        """(exp_avg, exp_avg_sq) of each chunk whose master is in memory."""
+        self._state: dict[int, list[torch.Tensor]] = {}
+        """The arrays of both moments of each chunk whose state is in memory."""
         self._counts: dict[int, torch.Tensor] = {}
         """Numbers of steps on the GPU, for all its runs of one step of the optimizer."""
         self._divisors: dict[float, torch.Tensor | None] = {}
@@ -84,7 +85,7 @@ class AdamUpdate:
             if chunk.shard.spilled is None:
                 nbytes = 2 * chunk.spec.key.precision.moment_bytes(chunk.spec.shard_numel)
                 with allocation(nbytes, f"the moments of {chunk.label}", chunk.shard.tier):
-                    self._state[chunk.spec.index] = _moment(chunk), _moment(chunk)
+                    self._state[chunk.spec.index] = [_zeros(chunk, array) for array in _arrays(chunk)[1:]]
 
     def prepare(
         self,
@@ -106,7 +107,7 @@ class AdamUpdate:
         fused = home.tier is Tier.DEVICE and fuses(home.shown.device) and not chunk.spec.key.precision.is_narrow
         divisor = self._divisor(scale, home.shown.device) if fused else None
 
-        def run(start: int, stop: int, group: int, steps: int) -> _Run:
+        def run(start: int, stop: int, group: int, steps: int, rounding: Rounding | None = None) -> _Run:
             chosen = (options or self._groups)[group]
             beta1, beta2 = chosen["betas"]
             settings = {
@@ -125,27 +126,24 @@ class AdamUpdate:
             if fused:
                 settings |= {"count": self._count(steps + 1, home.shown.device), "divisor": divisor}
             gradient = None if home.gradient_comes_along else home.gradient(start, stop)
-            return _Run(start=start, stop=stop, gradient=gradient, settings=settings)
+            return _Run(start=start, stop=stop, gradient=gradient, settings=settings, rounding=rounding)
 
-        unused = [] if compute is None else [(p.piece.start, p.piece.stop) for p in pieces if p.parameter not in used]
-        if chunk.spec.key.precision.is_narrow:
-            rounded = [
-                (run(p.piece.start + start, p.piece.start + stop, p.group, p.steps), self._rounding(p, start))
+        precision = chunk.spec.key.precision
+        if precision.is_narrow:
+            runs = [
+                run(p.piece.start + start, p.piece.start + stop, p.group, p.steps, self._rounding(p, start))
                 for p in pieces
                 if p.parameter in used
-                for start, stop in windows(p.first, p.piece.numel, coded=chunk.spec.key.precision.moments == "int8")
+                for start, stop in windows(p.first, p.piece.numel, coded=precision.moments == "int8")
             ]
-            weight = home.shown if home.master is None else home.master
-            return partial(
-                _at_once, partial(_narrow_adam, rounded, unused, compute, weight, self._state[chunk.spec.index])
-            )
-        runs = [run(*alike) for alike in _runs(pieces, used)]
-        work = partial(_adam, runs, unused, compute)
+        else:
+            runs = [run(*alike) for alike in _runs(pieces, used)]
+        unused = [] if compute is None else [(p.piece.start, p.piece.stop) for p in pieces if p.parameter not in used]
+        work = partial(_adam, runs, unused, compute, _arrays(chunk))
         if home.spilled is not None:
             return partial(home.spilled.change, work)
-        assert home.master is not None
-        exp_avg, exp_avg_sq = self._state[chunk.spec.index]
-        return partial(_at_once, partial(work, 0, [home.master, exp_avg, exp_avg_sq]))  # type: ignore[list-item]
+        weight = home.shown if home.master is None else home.master
+        return partial(_at_once, partial(work, 0, [weight, *self._state[chunk.spec.index]]))
 
     def _rounding(self, trained: TrainedPiece, start: int) -> Rounding:
         """The random bits of a piece's elements from `start` on in its next update."""
@@ -153,16 +151,15 @@ class AdamUpdate:
 
     def state(self, chunk: Chunk, trained: TrainedPiece) -> dict[str, Any]:
         """The state of a piece by name: flat elements, or one value for all of it."""
-        spilled, gate = chunk.shard.spilled, chunk.shard.gate
-        if spilled is not None:
-            ends = trained.piece.start, trained.piece.stop
-            return {"exp_avg": OnDisk(spilled, 1, *ends, gate), "exp_avg_sq": OnDisk(spilled, 2, *ends, gate)}
-        here = trained.piece.here
-        exp_avg, exp_avg_sq = self._state[chunk.spec.index]
-        return {
-            "exp_avg": _elements(exp_avg, gate, signed=True)[here],
-            "exp_avg_sq": _elements(exp_avg_sq, gate, signed=False)[here],
-        }
+        spilled, gate, numel = chunk.shard.spilled, chunk.shard.gate, chunk.spec.shard_numel
+        kept: list[Elements]
+        if spilled is None:
+            kept = [InMemory(tensor, gate) for tensor in self._state[chunk.spec.index]]
+        else:
+            kept = [OnDisk(spilled, i, 0, a.numel(numel), gate) for i, a in enumerate(_arrays(chunk)) if i]
+        if chunk.spec.key.precision.moments == "int8":
+            kept = [Coded(kept[0], kept[1], numel, signed=True), Coded(kept[2], kept[3], numel, signed=False)]
+        return {name: moment[trained.piece.here] for name, moment in zip(("exp_avg", "exp_avg_sq"), kept, strict=True)}
 
     def replace_state(
         self, chunk: Chunk, trained: TrainedPiece, dtypes: dict[str, torch.dtype], values: dict[str, Any]
@@ -174,7 +171,7 @@ class AdamUpdate:
 
     def state_bytes(self, chunk: Chunk) -> int:
         """Bytes in memory of a chunk's state."""
-        return sum(t.nbytes for moment in self._state.get(chunk.spec.index, ()) for t in _arrays(moment))
+        return sum(array.nbytes for array in self._state.get(chunk.spec.index, ()))
 
     def finish(self) -> None:
         """Called when every chunk has had its update."""
@@ -194,84 +191,65 @@ class AdamUpdate:
         return self._divisors[scale]
 
 
-def _moment(chunk: Chunk) -> Moment:
-    """Zeros for a moment of a chunk; in host memory touched first by the threads that touched the weights."""
-    numel, device = chunk.spec.shard_numel, chunk.shard.shown.device
-
-    def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if device.type == "cpu":
-            return host_zeros(numel, dtype, host_threads(chunk.device))
-        return torch.zeros(numel, dtype=dtype, device=device)
-
-    if chunk.spec.key.precision.moments == "int8":
-        return zeros(numel, torch.uint8), zeros(-(-numel // CODE_BLOCK), torch.uint8)
-    return zeros(numel, torch.bfloat16 if chunk.spec.key.precision.moments == "bf16" else torch.float32)
+def _arrays(chunk: Chunk) -> tuple[StateArray, ...]:
+    """The weight and the arrays of both moments of a chunk."""
+    return chunk.spec.key.precision.arrays(2)
 
 
-def _arrays(moment: Moment) -> Sequence[torch.Tensor]:
-    return moment if isinstance(moment, tuple) else (moment,)
-
-
-def _elements(moment: Moment, gate: Gate, *, signed: bool) -> Elements:
-    return Coded(*moment, signed, gate) if isinstance(moment, tuple) else InMemory(moment, gate)
-
-
-def _part(moment: Moment, start: int, stop: int) -> Moment:
-    """The elements `start` to `stop` of a moment; codes begin at a block."""
-    if isinstance(moment, tuple):
-        return moment[0][start:stop], moment[1][start // CODE_BLOCK : -(-stop // CODE_BLOCK)]
-    return moment[start:stop]
-
-
-def _narrow_adam(
-    runs: list[tuple[_Run, Rounding]],
-    unused: list[tuple[int, int]],
-    compute: torch.Tensor | None,
-    weight: torch.Tensor,
-    moments: tuple[Moment, Moment],
-) -> None:
-    """As `_adam`, of a whole shard with narrow state."""
-    for run, rounding in runs:
-        here, ends = slice(run.start, run.stop), (run.start, run.stop)
-        assert run.gradient is not None, "narrow state is in memory"
-        shown = None if compute is None else compute[here]
-        exp_avg, exp_avg_sq = (_part(moment, *ends) for moment in moments)
-        narrow_step(weight[here], exp_avg, exp_avg_sq, run.gradient, shown, rounding, **run.settings)
-    for start, stop in unused:
-        assert compute is not None
-        compute[start:stop] = weight[start:stop]
+def _zeros(chunk: Chunk, array: StateArray) -> torch.Tensor:
+    """Zeros for an array of a chunk; in host memory touched first by the threads that touched the weights."""
+    numel, device = array.numel(chunk.spec.shard_numel), chunk.shard.shown.device
+    if device.type == "cpu":
+        return host_zeros(numel, array.dtype, host_threads(chunk.device))
+    return torch.zeros(numel, dtype=array.dtype, device=device)
 
 
 def _adam(
     runs: list[_Run],
     unused: list[tuple[int, int]],
     compute: torch.Tensor | None,
+    kinds: Sequence[StateArray],
     first: int,
     arrays: Sequence[torch.Tensor],
 ) -> None:
-    """Updates a part of a shard: `arrays` are the master and the moments of the elements from `first` on.
+    """Updates a part of a shard: `arrays` are the weight and the moments of the elements from `first` on.
 
-    For a chunk wholly on disk the gradient is the last of them.
-    Elements in `unused` get their values back, which a gradient of zeros has overwritten.
+    They are of these `kinds`; for a chunk wholly on disk the gradient is the last of them. Elements in `unused` get
+    their values back, which a gradient of zeros has overwritten. Where there
+    are codes, runs and parts begin where a block of them does.
     """
-    last = first + arrays[0].numel()
+    weight, *kept = arrays
+    last = first + weight.numel()
     for run in runs:
         start, stop = max(run.start, first), min(run.stop, last)
         if start >= stop:
             continue
-        here = [array[start - first : stop - first] for array in arrays]
+        low, high = start - first, stop - first
+        mine = weight[low:high]
+        exp_avg, exp_avg_sq = _moments(kinds[1:], kept, low, high)
+        gradient = kept[-1][low:high] if run.gradient is None else run.gradient[start - run.start : stop - run.start]
         shown = None if compute is None else compute[start:stop]
-        narrow = None if shown is None or shown.dtype == torch.float32 else shown
-        master, exp_avg, exp_avg_sq, *brought = here
-        gradient = brought[0] if run.gradient is None else run.gradient[start - run.start : stop - run.start]
-        adam_step(master, exp_avg, exp_avg_sq, gradient, narrow, **run.settings)
-        if shown is not None and narrow is None:
-            shown.copy_(master)
+        sent = None if shown is None or shown.dtype in (torch.float32, mine.dtype) else shown
+        if run.rounding is None:
+            adam_step(mine, exp_avg, exp_avg_sq, gradient, sent, **run.settings)  # type: ignore[arg-type]  # no codes
+        else:
+            rounding = run.rounding.behind(start - run.start)
+            narrow_step(mine, exp_avg, exp_avg_sq, gradient, sent, rounding, **run.settings)
+        if shown is not None and sent is None:
+            shown.copy_(mine)
     for start, stop in unused:
         start, stop = max(start, first), min(stop, last)
         if start < stop:
             assert compute is not None
-            compute[start:stop] = arrays[0][start - first : stop - first]
+            compute[start:stop] = weight[start - first : stop - first]
+
+
+def _moments(
+    kinds: Sequence[StateArray], arrays: Sequence[torch.Tensor], start: int, stop: int
+) -> tuple[Moment, Moment]:
+    """The elements `start` to `stop` of both moments, whose `arrays` come first and are of these `kinds`."""
+    cut = [array[start // kind.block : -(-stop // kind.block)] for kind, array in zip(kinds, arrays, strict=False)]
+    return (cut[0], cut[1]) if len(cut) == 2 else ((cut[0], cut[1]), (cut[2], cut[3]))
 
 
 class ElementwiseUpdate:

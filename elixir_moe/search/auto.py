@@ -176,7 +176,7 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
         gpus=world,
         capacity_bytes=room.device_bytes,
         host_bytes=room.host_bytes,
-        disk_bytes=room.disk_bytes if request.adam and not request.wanted.precision.is_narrow else None,
+        disk_bytes=room.disk_bytes if request.adam else None,
         moments=request.moments,
         over_gloo=request.over_gloo,
         accumulation=request.wanted.accumulation,

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elixir_moe.chunks.ledger import paged_bytes, spilled_bytes, values_bytes
+from elixir_moe.chunks.ledger import GRADIENT, arrays_on_disk, paged_bytes, spilled_bytes, values_bytes
 from elixir_moe.chunks.packing import ChunkSpec, Layout
 from elixir_moe.chunks.plan import Plan, Tier, reads_disk, tier_at
 from elixir_moe.chunks.residence import CACHED
@@ -153,9 +153,12 @@ def traffic(
         return sum(gathers[c.index] * (c.nbytes if c.index in shared else values_bytes(c)) for c in chunks)
 
     read = [chunk for chunk in at[Tier.DISK] if reads_disk(chunk, Tier.DISK, values_on_disk=plan.values_on_disk)]
-    record = sum(spilled_bytes(chunk.shard_numel, 1 + moments) for chunk in trained[Tier.DISK])
+    record = sum(
+        spilled_bytes(chunk.shard_numel, arrays_on_disk(chunk, moments, values_on_disk=False))
+        for chunk in trained[Tier.DISK]
+    )
     whole = trained[Tier.DISK] if plan.values_on_disk else []
-    summed = sum(spilled_bytes(chunk.shard_numel, 1) for chunk in whole)
+    summed = sum(spilled_bytes(chunk.shard_numel, (GRADIENT,)) for chunk in whole)
     return Traffic(
         fetched_bytes=fetched(at[Tier.HOST]) + fetched(at[Tier.DISK]),
         read_bytes=fetched(read),

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from elixir_moe.chunks.cache_policy import CacheState
+from elixir_moe.chunks.ledger import GRADIENT
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
@@ -503,7 +504,7 @@ def _temporary_rates() -> tuple[float, float]:
 
 def _disk_rates(directory: str) -> tuple[float, float]:
     """Speed of reads and of writes in a folder, done as for chunks on disk, in 1e9 bytes a second."""
-    spill = Spill(directory, [_DISK_BYTES // 4], 1, rank=dist.get_rank())
+    spill = Spill(directory, [(_DISK_BYTES // 4, (GRADIENT,))], rank=dist.get_rank())
     step = spill.slice_numel * 4
 
     def move(offset: int, write: bool) -> None:
@@ -512,7 +513,7 @@ def _disk_rates(directory: str) -> tuple[float, float]:
             spill.move(offset, own.memory, write=write)
 
     for record in spill.records:
-        record.memory.uniform_()
+        record.memory.view(torch.float32).uniform_()
     try:
         seconds = []
         for write in (True, False):

@@ -260,7 +260,11 @@ def open_files(
     Raises TierError on all ranks if one fails.
     """
     there = [chunk for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
-    numels = [chunk.shard_numel for chunk in there if chunk.key.trainable]
+    shards = [
+        (chunk.shard_numel, arrays_on_disk(chunk, moments, values_on_disk=plan.values_on_disk))
+        for chunk in there
+        if chunk.key.trainable
+    ]
     sizes = [values_bytes(chunk) for chunk in there if reads_disk(chunk, Tier.DISK, values_on_disk=plan.values_on_disk)]
     if not there:
         return None, None
@@ -271,9 +275,8 @@ def open_files(
 
     def make() -> None:
         nonlocal spill, values
-        if numels:
-            arrays = arrays_on_disk(moments, values_on_disk=plan.values_on_disk)
-            spill = Spill(directory, numels, arrays, rank=rank, checked=checked)
+        if shards:
+            spill = Spill(directory, shards, rank=rank, checked=checked)
         if sizes:
             values = ValuesFile(directory, sizes, device, rank=rank, checked=checked)
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import elixir_moe as em
 from elixir_moe.chunks.ledger import Footprint, Ledger, footprint
 from elixir_moe.chunks.packing import Layout, build_layout
-from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.param_spec import ChunkGroupKey, Master, Moments, ParamSpec, Precision
 from elixir_moe.chunks.plan import Plan, Tier
 from elixir_moe.chunks.residence import Residence
 from elixir_moe.chunks.settle import settled
@@ -33,6 +33,10 @@ KEYS = [
     ChunkGroupKey(ranks=ranks, dtype=dtype, trainable=trainable, divisor=2, reduce_dtype=summed)
     for ranks, dtype, trainable in product([(0,), (0, 1), (0, 1, 2)], [FP32, BF16], [True, False])
     for summed in dict.fromkeys([FP32, dtype])
+]
+KEYS += [
+    ChunkGroupKey(ranks=(0, 1), dtype=BF16, trainable=True, divisor=2, precision=Precision(master=master, moments=kept))
+    for master, kept in product(get_args(Master), get_args(Moments))
 ]
 PARAMS = st.lists(
     st.builds(

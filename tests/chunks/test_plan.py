@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.chunks.ledger import DISK_THREADS, SPILL_ALIGN_NUMEL, footprint, held_rows
+from elixir_moe.chunks.ledger import DISK_THREADS, PAGE_BYTES, footprint, held_rows
 from elixir_moe.chunks.packing import Layout, build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan, Tier, size_text
@@ -382,7 +382,7 @@ def test_what_is_on_disk_is_not_in_memory(ranks: Ranks) -> None:
     in_memory, on_disk = (Plan.offload(rcache_blocks="all", disk_chunks=n, chunk_numel=CHUNK) for n in (0, 3))
     for found, other in zip(*(ranks(2).run(measure, plan) for plan in (on_disk, in_memory)), strict=True):
         held_as_promised(found)
-        size, page = found["footprint"], 4 * SPILL_ALIGN_NUMEL
+        size, page = found["footprint"], PAGE_BYTES
         assert size.disk_bytes == 3 * 3 * page, "of three chunks three arrays, each filled up to a page"
         assert size.spill_buffer_bytes == DISK_THREADS * 3 * page
         less = other["footprint"].host_bytes - (size.host_bytes - size.spill_buffer_bytes)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.chunks.ledger import footprint
-from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, Precision
 from elixir_moe.chunks.settle import settled
 from elixir_moe.chunks.step_order import StepOrder
 from tests.support.ranks import RankPool
@@ -105,10 +105,10 @@ def test_sizes_become_counts(name: str, ranks: Ranks) -> None:
 @pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
 def test_what_host_memory_does_not_take_is_on_disk(share: float, ranks: Ranks, tmp_path: Path) -> None:
     """The buffers through which the disk is read are in host memory too."""
-    from elixir_moe.chunks.ledger import spill_buffer_bytes
+    from elixir_moe.chunks.ledger import DISK_THREADS, record_bytes
 
     whole = LAYERS * state_bytes(2)
-    buffers = spill_buffer_bytes([CHUNK // 2], 3)
+    buffers = DISK_THREADS * record_bytes(CHUNK // 2, Precision().arrays(2))
     allowed = int(share * whole)
     plan = em.Plan.offload(host=allowed, disk=tmp_path, chunk_numel=CHUNK)
     _, expected = trained(None)

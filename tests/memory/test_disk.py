@@ -16,16 +16,24 @@ import torch
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.chunks.ledger import SPILL_ALIGN_NUMEL
+from elixir_moe.chunks.ledger import PAGE_BYTES
+from elixir_moe.chunks.param_spec import Precision, StateArray
 from elixir_moe.memory import direct_file
 from elixir_moe.memory.disk import Spill
 from tests.support.cases import with_further
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
-SLICE = 4 * SPILL_ALIGN_NUMEL
-NUMELS = [3 * SLICE + 17, 5, SLICE, 2 * SPILL_ALIGN_NUMEL]
+SLICE = PAGE_BYTES
+NUMELS = [3 * SLICE + 17, 5, SLICE, SLICE // 2]
 """Of several slices, less than a page, one whole slice, whole pages."""
+WIDE, NARROW = Precision().arrays(2), Precision(master="bf16", moments="int8").arrays(2)
+
+
+def shards(
+    numels: list[int] = NUMELS, arrays: tuple[StateArray, ...] = WIDE
+) -> list[tuple[int, tuple[StateArray, ...]]]:
+    return [(numel, arrays) for numel in numels]
 
 
 @pytest.fixture
@@ -39,9 +47,9 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, short_slices: None) -
     """Makes files, around the system's cache or not."""
     files: list[Spill] = []
 
-    def make(numels: list[int] = NUMELS, arrays: int = 3, **options: Any) -> Spill:
+    def make(numels: list[int] = NUMELS, **options: Any) -> Spill:
         with mock.patch.object(os, "O_DIRECT", os.O_DIRECT if request.param else 0):
-            files.append(Spill(str(tmp_path), numels, arrays, **options))
+            files.append(Spill(str(tmp_path), shards(numels), **options))
         return files[-1]
 
     yield make
@@ -88,6 +96,35 @@ def test_a_change_meets_every_element_once(opened: Callable[..., Spill]) -> None
         assert torch.equal(place.read(2, 0, numel), torch.arange(numel).float())
 
 
+def test_arrays_have_dtypes_and_lengths_of_their_own(tmp_path: Path, short_slices: None) -> None:
+    """Chunks with wide and narrow state lie in one file; a change gets the blocks of its slice."""
+    given = [(NUMELS[0], NARROW), (NUMELS[0], WIDE)]
+    spill = Spill(str(tmp_path), given, checked=True)
+    narrow, wide = (spill.take(NUMELS[0], chunk) for chunk in range(2))
+    assert spill.nbytes == narrow.nbytes + wide.nbytes
+    pages = [2 + 1 + 1 + 1 + 1, 3 * 4]  # of a whole slice; the last slice has a page for each array
+    assert [narrow.nbytes, wide.nbytes] == [PAGE_BYTES * (3 * pages[0] + 5), PAGE_BYTES * (3 * pages[1] + 3)]
+    blocks = -(-NUMELS[0] // 256)
+    wide.write(2, 0, noise(NUMELS[0], 3))
+    narrow.write(0, 0, noise(NUMELS[0], 1))
+    narrow.write(2, 0, torch.arange(blocks))
+
+    def work(start: int, arrays: list[Tensor]) -> None:
+        numel = min(SLICE, NUMELS[0] - start)
+        first, last = start // 256, -(-(start + numel) // 256)
+        assert [array.dtype for array in arrays] == [torch.bfloat16] + 4 * [torch.uint8]
+        assert [len(array) for array in arrays] == [numel, numel, last - first, numel, last - first]
+        assert torch.equal(arrays[2], torch.arange(first, last).to(torch.uint8))
+        arrays[4].copy_(arrays[2] + 1)
+
+    for change in narrow.change(work):
+        change.result()
+    assert torch.equal(narrow.read(4, 15, 20), torch.arange(16, 21).to(torch.uint8))
+    assert torch.equal(narrow.read(0, 0, NUMELS[0]), noise(NUMELS[0], 1).bfloat16())
+    assert torch.equal(wide.read(2, 0, NUMELS[0]), noise(NUMELS[0], 3))
+    spill.close()
+
+
 def test_slices_are_changed_side_by_side(opened: Callable[..., Spill]) -> None:
     """While one is computed, others are read and written: here each waits until three are under way."""
     place = opened([4 * SLICE]).take(4 * SLICE, 0)
@@ -128,11 +165,11 @@ def test_a_full_disk_shows_before_training(tmp_path: Path) -> None:
         mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left on device")),
         pytest.raises(em.TierError, match=r"^disk of .*: [\d.]+ [KM]iB .* GiB are left: No space left .*fewer chunks"),
     ):
-        Spill(str(tmp_path), NUMELS, 3)
+        Spill(str(tmp_path), shards())
     with pytest.raises(em.TierError, match=r"'/nowhere/at/all': No such file"):
-        Spill("/nowhere/at/all", NUMELS, 3)
+        Spill("/nowhere/at/all", shards())
     with pytest.raises(em.TierError, match=r"No space left|File too large"):
-        Spill(str(tmp_path), [1 << 50], 3)
+        Spill(str(tmp_path), shards([1 << 50]))
     assert not list(tmp_path.iterdir())
 
 

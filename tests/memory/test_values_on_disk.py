@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
-from elixir_moe.chunks.ledger import PAGE_BYTES, SPILL_ALIGN_NUMEL, SUMS_IN_FLIGHT, VALUES_BUFFERS, footprint
+from elixir_moe.chunks.ledger import GRADIENT, PAGE_BYTES, SUMS_IN_FLIGHT, VALUES_BUFFERS, footprint
+from elixir_moe.chunks.param_spec import Precision
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.disk import DiskFile, Spill
@@ -26,7 +27,7 @@ from tests.support.parity import trained
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
-SLICE = 2 * SPILL_ALIGN_NUMEL
+SLICE = PAGE_BYTES // 2
 NUMELS = [3 * SLICE + 17, 5, SLICE]
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -41,7 +42,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
     files: list[DiskFile] = []
 
     def make(**options: Any) -> list[WhollySpilled]:
-        spill = Spill(str(tmp_path), NUMELS, 4, **options)
+        spill = Spill(str(tmp_path), [(n, (*Precision().arrays(2), GRADIENT)) for n in NUMELS], **options)
         sizes = [numel * request.param.itemsize for numel in NUMELS]
         values = ValuesFile(str(tmp_path), sizes, torch.device("cpu"), **options)
         files.extend((spill, values))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import elixir_moe as em
 from elixir_moe.chunks.param_spec import takes_narrow_state
 from elixir_moe.kernels import Rounding
 from tests.optim.test_narrow_step import oracle
-from tests.support.cases import with_further
+from tests.support.cases import placed, with_further
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -32,7 +33,11 @@ PLANS: dict[str, Callable[..., em.Plan]] = {
     "offload": em.Plan.offload,
     "some on the device": lambda **state: em.Plan.offload(device_chunks=2, chunk_numel=2000, **state),
     "short chunks": lambda **state: em.Plan.zero3(chunk_numel=1400, **state),
+    "disk": lambda **state: em.Plan.offload(disk_chunks=99, **state),
+    "wholly on disk": lambda **state: em.Plan.offload(disk_chunks=99, values_on_disk=True, **state),
 }
+SLICE = 512
+"""Elements of a slice on disk: two blocks of codes, fewer than a matrix has."""
 STATES = [("bf16", "int8"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "int8"), ("fp32", "bf16")]
 
 
@@ -81,7 +86,14 @@ def trained(
     loaded: Path | None = None,
     to: Path | None = None,
 ) -> dict[str, Any]:
-    """(rank) The weights after some steps, and their moments."""
+    """(rank) The weights after some steps, and what was held for them."""
+    with mock.patch("elixir_moe.chunks.ledger._SPILL_SLICE_NUMEL", SLICE):
+        return _trained(placed(plan), steps, backwards, early, loaded, to)
+
+
+def _trained(
+    plan: em.Plan, steps: int, backwards: int, early: bool, loaded: Path | None, to: Path | None
+) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = slice(rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
     model: Any = made()
@@ -102,7 +114,7 @@ def trained(
     found = em.full_state_dict(model, all_ranks=True)
     seen = em.inspect(model)
     optimizer.close()
-    return {"weights": found, "held": seen.held_bytes, "rows": seen.rows}
+    return {"weights": found, "held": seen.held_bytes, "rows": seen.rows, "footprint": seen.footprint}
 
 
 def by_hand(master: str, moments: str, steps: int, backwards: int = 1) -> dict[str, Tensor]:
@@ -146,6 +158,11 @@ QUICK = [
     ("short chunks", STATES[0], 4),
     ("some on the device", STATES[2], 2),
     ("offload", STATES[4], 2),
+    ("disk", STATES[0], 1),
+    ("disk", STATES[3], 2),
+    ("disk", STATES[1], 2),
+    ("wholly on disk", STATES[0], 2),
+    ("wholly on disk", STATES[4], 1),
 ]
 
 
@@ -162,7 +179,7 @@ def test_every_layout_gives_the_oracles_bits(plan: str, state: tuple[str, str], 
 def test_several_backwards_are_summed_in_fp32(world: int, early: bool, ranks: Ranks) -> None:
     """The sum of three gradients below 64 is exact in fp32, and the first one was bf16."""
     expected = by_hand("bf16", "int8", 3, 3)
-    for plan in (em.Plan.offload, em.Plan.zero3):
+    for plan in (em.Plan.offload, em.Plan.zero3, PLANS["disk"], PLANS["wholly on disk"]):
         for found in ranks(world).run(trained, plan(master="bf16", moments="int8"), 3, 3, early):
             for name, value in expected.items():
                 assert torch.equal(found["weights"][name], value), name
@@ -178,14 +195,31 @@ def test_six_bytes_a_parameter(ranks: Ranks) -> None:
     assert row["numel"] == 63 * 33 and found["held"]["host"] >= row["shard_bytes"] + 7 * wide
 
 
+@pytest.mark.parametrize(("plan", "arrays", "values"), [("disk", 5, 2 * 2560), ("wholly on disk", 6, 2 * 4096)])
+def test_on_disk_the_state_is_as_narrow(plan: str, arrays: int, values: int, ranks: Ranks) -> None:
+    """A record of a slice is a page for each array: weight, codes and exponents of two moments, and with the values on
+    disk a sum of gradients. What is held is what was planned."""
+    slices = 2560 // SLICE
+    (found,) = ranks(1).run(trained, PLANS[plan](master="bf16", moments="int8"), 1)
+    (row,) = (row for row in found["rows"] if row["chunk_group"].endswith("bf16+int8"))
+    assert row["shard_bytes"] == slices * arrays * 4096 + values
+    size = found["footprint"]
+    assert found["held"]["disk"] == size.disk_bytes > 0
+    assert found["held"]["host"] == size.host_bytes
+
+
 def test_a_checkpoint_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     state: Any = {"master": "bf16", "moments": "int8"}
     expected = by_hand("bf16", "int8", 5)
     ranks(2).run(trained, em.Plan.zero3(**state), 2, to=tmp_path / "two")
-    for world, plan in ((4, PLANS["short chunks"]), (1, em.Plan.offload), (2, em.Plan.ddp)):
+    for world, plan in ((4, PLANS["short chunks"]), (1, em.Plan.offload), (2, em.Plan.ddp), (1, PLANS["disk"])):
         for found in ranks(world).run(trained, plan(**state), 3, loaded=tmp_path / "two"):
             for name, value in expected.items():
                 assert torch.equal(found["weights"][name], value), (world, name)
+    ranks(2).run(trained, PLANS["disk"](**state), 2, to=tmp_path / "disk")
+    for found in ranks(1).run(trained, em.Plan.offload(**state), 3, loaded=tmp_path / "disk"):
+        for name, value in expected.items():
+            assert torch.equal(found["weights"][name], value), name
 
 
 def error_of(load: Path, plan: em.Plan) -> str:
@@ -220,7 +254,9 @@ def test_a_checkpoint_of_another_precision_is_converted_on_request_only(ranks: R
         assert words in error
     (wide,) = ranks(1).run(converted, tmp_path / "wide", em.Plan.zero2())
     (found,) = ranks(1).run(converted, tmp_path / "wide", em.Plan.offload(**narrow))
+    (on_disk,) = ranks(1).run(converted, tmp_path / "wide", placed(PLANS["disk"](**narrow)))
     for name, kept in found.items():
+        assert all(torch.equal(on_disk[name][key], value) for key, value in kept.items())
         if name.startswith("head") or name.endswith("bias"):
             assert all(torch.equal(kept[key], value) for key, value in wide[name].items())
             continue
@@ -246,7 +282,6 @@ def test_a_checkpoint_of_another_precision_is_converted_on_request_only(ranks: R
         ({"narrow_state": ("*",)}, "narrow_state means nothing with master='fp32' and moments='fp32'"),
         ({"moments": "int8", "narrow_state": "*"}, r"narrow_state='\*': expected names of parameters"),
         ({"rounding_seed": -1}, "rounding_seed=-1"),
-        ({"moments": "int8", "offloaded": True, "disk_chunks": 1}, "are for state in memory: leave the disk out"),
     ],
 )
 def test_wrong_precisions_are_refused(change: dict[str, Any], message: str) -> None:

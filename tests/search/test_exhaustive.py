@@ -180,7 +180,6 @@ def what_would_help(task: Task, message: str) -> Iterator[Task]:
 def short_pages() -> Iterator[None]:
     """As short beside the chunks here as they are beside those of a model."""
     with (
-        mock.patch("elixir_moe.chunks.ledger.SPILL_ALIGN_NUMEL", 4),
         mock.patch("elixir_moe.chunks.ledger._SPILL_SLICE_NUMEL", 8),
         mock.patch("elixir_moe.chunks.ledger.PAGE_BYTES", 16),
         mock.patch("elixir_moe.chunks.ledger.VALUES_BUFFERS", 1),
