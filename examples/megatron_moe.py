@@ -58,7 +58,8 @@ def main() -> None:
         use_cpu_initialization=True,
     )
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
-    spec.submodules.mlp.submodules.router = Router
+    mixture = spec.submodules.mlp  # a ModuleSpec in Megatron-core 0.16, a functools.partial in 0.19
+    getattr(mixture, "keywords", vars(mixture))["submodules"].router = Router
     model = build(config, spec)
     draw_experts(model, config)
     train(model)

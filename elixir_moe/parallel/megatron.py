@@ -41,17 +41,22 @@ from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern, RankMesh
 from elixir_moe.parallel.rules import attach, pattern_of, replicated_everywhere
 from elixir_moe.torch_private import process_groups
 
-TRIED = "0.16."
+TRIED = ("0.16.", "0.19.")
 """Versions of megatron-core with which this file is tested."""
 _CUT = {"ColumnParallel": {"weight": 0, "bias": 0}, "RowParallel": {"weight": 1}, "VocabParallel": {"weight": 0}}
 """By class: the tensor dim on which each parameter is cut over tensor-parallel ranks; ``weight0`` is a weight too."""
 _EXPERTS = ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
+_LATE = "weight gradients would come after the backward in which they are awaited"
+_ONE_TENSOR = "a rank's experts become one tensor of a class of TransformerEngine's own"
 _UNFIT = {
     "gradient_accumulation_fusion": "it writes gradients to main_grad, which Megatron's own data parallelism owns",
     "calculate_per_token_loss": "gradients are averaged over ranks here: return the mean loss of each micro-batch",
-    "delay_wgrad_compute": "weight gradients would come after the backward in which they are awaited",
+    "delay_wgrad_compute": _LATE,
+    "overlap_dispatch_backward_with_experts_wgrad": _LATE,
+    "moe_single_grouped_weight": _ONE_TENSOR,
+    "moe_single_grouped_bias": _ONE_TENSOR,
 }
-"""Settings that move gradients past autograd, with the reason."""
+"""Settings that move gradients past autograd or parameters out of sight, with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +92,8 @@ def annotate(model: nn.Module) -> None:
     Warns once if this version of megatron-core has not been tried.
 
     Raises:
-        ConfigError: model parallelism is not initialised; a setting that moves gradients past autograd.
+        ConfigError: model parallelism is not initialised; a setting that moves gradients past autograd, or experts
+            into one tensor of TransformerEngine's.
         LayoutError: the model was built on other process groups than Megatron has now; a pattern given by hand, or
             another name of a tied parameter, contradicts Megatron's attributes; a weight shared by pipeline stages.
     """
@@ -95,8 +101,8 @@ def annotate(model: nn.Module) -> None:
 
     if not megatron.core.__version__.startswith(TRIED):
         warnings.warn(
-            f"megatron-core {megatron.core.__version__} has not been tried (only {TRIED}x has): compare a few steps "
-            f"with your own data parallelism before you trust it",
+            f"megatron-core {megatron.core.__version__} has not been tried ({' and '.join(f'{v}x' for v in TRIED)} "
+            f"have): compare a few steps with your own data parallelism before you trust it",
             stacklevel=2,
         )
     for parameter, pattern in _derive(model).items():
@@ -310,7 +316,9 @@ def _foreign_groups(model: nn.Module, grid: Grid) -> Iterator[str]:
     for name, module in model.named_modules():
         if not _of_megatron(type(module)) or not any(True for _ in module.parameters()):
             continue
-        for attribute, axis in (("tp_group", "tp"), ("ep_group", EXPERT_AXIS)):
+        # A layer of TransformerEngine has the other name: `tp_group` is none where Megatron's dispatcher does its part.
+        tensor_parallel = "_tp_group" if hasattr(module, "_tp_group") else "tp_group"
+        for attribute, axis in ((tensor_parallel, "tp"), ("ep_group", EXPERT_AXIS)):
             if not hasattr(module, attribute):
                 continue
             mesh = grid.expert if id(module) in experts or axis == EXPERT_AXIS else grid.dense
@@ -329,7 +337,9 @@ def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def _contradictions(item: Owned, grid: Grid) -> Iterator[str]:
-    stated = _attribute(item.parameter)
+    # TransformerEngine states dim 0 of every weight that it does not know to be cut.
+    unknown = getattr(item.owner, "parallel_mode", "known") is None
+    stated = None if unknown else _attribute(item.parameter)
     if stated is not None and item.cut is not None and stated != item.cut:
         yield (
             f"parameter {item.name!r} says partition_dim={stated}, but {type(item.owner).__name__} cuts it on dim "

@@ -24,12 +24,15 @@ def apart(model: nn.Module) -> Iterator[None]:
     """While open, Megatron's global buffers are replaced, and the model's mixtures are routed evenly."""
     core: Any = sys.modules.get("megatron.core.parallel_state")
     utils: Any = sys.modules.get(f"{_MOE}.moe_utils")
+    logging: Any = sys.modules.get(f"{_MOE}.moe_logging")
     buffers = getattr(core, "_GLOBAL_MEMORY_BUFFER", None)
     with ExitStack() as stack:
         if buffers is not None:
             stack.enter_context(_holding(core, "_GLOBAL_MEMORY_BUFFER", type(buffers)()))
         if hasattr(utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
             stack.enter_context(_holding(utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}))
+        if hasattr(logging, "_MOE_METRICS_TRACKER"):
+            stack.enter_context(_holding(logging, "_MOE_METRICS_TRACKER", None))
         if hasattr(utils, "MoEAuxLossAutoScaler"):
             stack.enter_context(_holding(utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None))
         for module in model.modules():
@@ -55,7 +58,10 @@ def is_mixture(module: nn.Module) -> bool:
 
 
 class EvenDispatcher:
-    """Replaces a token dispatcher of Megatron-core 0.16: the methods that `MoELayer` calls, in order of the calls."""
+    """Replaces a token dispatcher: the methods that move rows, in the order in which `MoELayer` calls them.
+
+    What else `MoELayer` asks of a dispatcher, which grows with Megatron's versions, the real one answers.
+    """
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -64,6 +70,9 @@ class EvenDispatcher:
         self._shape = torch.Size()
         self._shared: Tensor | None = None
         self._picked: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
     def dispatch_preprocess(self, hidden: Tensor, _routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Turns (tokens, width) and (tokens, experts) into the rows to send."""

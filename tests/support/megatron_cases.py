@@ -1,8 +1,9 @@
 """Megatron-core models on CPU ranks: how they are built, trained plain in one process, and trained wrapped on several.
 
-Owns the shims without which megatron-core 0.16.1 does not run on a CPU, the cases, and the cut of a one-process model
-into what each rank holds, written down by hand from Megatron's documentation of its layers and not with the code under
-test. The oracle is the same Megatron model in one process under plain torch; the tolerance is `tests.support.parity`'s.
+Owns the shims without which megatron-core 0.16 and 0.19 do not run on a CPU, the cases, and the cut of a one-process
+model into what each rank holds, written down by hand from Megatron's documentation of its layers and not with the code
+under test. The oracle is the same Megatron model in one process under plain torch; the tolerance is that of
+`tests.support.parity`.
 """
 
 import gc
@@ -10,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.metadata import files
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,6 +28,8 @@ from tests.support.parity import ROWS, STEPS, make_optimizer, tokens
 
 VOCAB, SEQ, HIDDEN, HEADS, FFN, EXPERT_FFN = 32, 8, 16, 4, 32, 24
 CHUNK = 512
+LEGACY_GROUPED = any(file.name == "grouped_gemm_util.py" for file in files("megatron-core") or ())
+"""Whether this Megatron has GroupedMLP, all experts in one matrix, which 0.19 has not. Found without an import."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,9 @@ class Case:
     experts: int | None = None
     """Experts of the second layer; the first is always dense."""
     grouped: bool = False
+    """Experts are a GroupedMLP."""
+    te_grouped: bool = False
+    """Experts are a TEGroupedMLP over `TEGroupedLinear`; in one process they are a SequentialMLP all the same."""
     dispatcher: str = "allgather"
     gated: bool = False
     bias: bool = True
@@ -53,7 +60,7 @@ class Case:
 
     def one(self) -> "Case":
         """The same model in one process."""
-        return replace(self, tp=1, pp=1, ep=1, etp=None, sequence_parallel=False)
+        return replace(self, tp=1, pp=1, ep=1, etp=None, sequence_parallel=False, te_grouped=False)
 
 
 class _Stream:
@@ -88,20 +95,20 @@ def _to_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
 
 @contextmanager
 def shims() -> Iterator[None]:
-    """Megatron-core 0.16.1 on a CPU without TransformerEngine, Apex and grouped_gemm."""
+    """Megatron-core on a CPU without TransformerEngine, Apex and grouped_gemm."""
     with ExitStack() as stack:
         # Importing Megatron compiles functions nobody calls here, which takes longer than the tests.
         stack.enter_context(mock.patch.object(torch, "compile", lambda fn=None, **_: fn if fn else lambda f: f))
         import megatron.core.tensor_parallel.random as random
         import megatron.core.transformer.moe.moe_utils as moe_utils
         from megatron.core.pipeline_parallel import schedules
-        from megatron.core.transformer.moe import grouped_gemm_util, token_dispatcher
+        from megatron.core.transformer.moe import token_dispatcher
 
         random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # CUDA's generators are not there
         stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", lambda **_: None))
         stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None))
-        gemm = SimpleNamespace(ops=SimpleNamespace(gmm=_grouped_product))
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")))
+        stack.enter_context(mock.patch.object(Tensor, "cuda", lambda tensor: tensor))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", _Stream))
         stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()))
         stack.enter_context(mock.patch.object(schedules, "torch", _TorchWithoutCuda()))
@@ -109,8 +116,12 @@ def shims() -> Iterator[None]:
         stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host))
         dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
         stack.enter_context(mock.patch.object(dispatcher, "cuda_dtoh_stream", _Stream()))
-        stack.enter_context(mock.patch.object(grouped_gemm_util, "grouped_gemm", gemm))
-        stack.enter_context(mock.patch.object(grouped_gemm_util, "ops", gemm.ops))
+        if LEGACY_GROUPED:
+            from megatron.core.transformer.moe import grouped_gemm_util
+
+            gemm = SimpleNamespace(ops=SimpleNamespace(gmm=_grouped_product))
+            stack.enter_context(mock.patch.object(grouped_gemm_util, "grouped_gemm", gemm))
+            stack.enter_context(mock.patch.object(grouped_gemm_util, "ops", gemm.ops))
         yield
 
 
@@ -156,6 +167,83 @@ class Attention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+class TEGroupedLinear(nn.Module):
+    """TransformerEngine's GroupedLinear as Megatron's subclass builds it, with a loop for its kernel.
+
+    Under the name and the module by which Megatron's subclass is known, with the attributes that either version gives
+    it: where the dispatcher communicates, TransformerEngine knows no tensor parallelism and states dim 0.
+    """
+
+    __module__ = "megatron.core.extensions.transformer_engine"
+    mode: str
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        skip_bias_add: bool,
+        pg_collection: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.config, self.num_gemms, self.use_bias = config, num_gemms, bias
+        self.te_return_bias = skip_bias_add and bias
+        self._tp_group = pg_collection.expt_tp
+        degree = self._tp_group.size()
+        self.explicit_expert_comm = degree > 1 or config.expert_model_parallel_size > 1
+        self.tp_group = None if self.explicit_expert_comm else self._tp_group
+        self.parallel_mode = None if self.explicit_expert_comm else self.mode
+        cut = int(self.mode == "row")
+        shape = [output_size, input_size]
+        shape[cut] //= degree
+        for gemm in range(num_gemms):
+            weight = nn.Parameter(torch.empty(shape))
+            init_method(weight)
+            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
+            if self.parallel_mode:
+                weight.partition_dim = cut
+            self.register_parameter(f"weight{gemm}", weight)
+            if bias:
+                self.register_parameter(f"bias{gemm}", nn.Parameter(torch.zeros(shape[0])))
+        for parameter in self.parameters():
+            parameter.allreduce = config.expert_model_parallel_size == 1
+
+    def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        biases = [getattr(self, f"bias{gemm}") if self.use_bias else None for gemm in range(self.num_gemms)]
+        parts = [
+            F.linear(part, getattr(self, f"weight{gemm}"), None if self.te_return_bias else biases[gemm])
+            for gemm, part in enumerate(rows.split(counts))
+        ]
+        return torch.cat(parts), biases if self.te_return_bias else None
+
+
+class TEColumnParallelGroupedLinear(TEGroupedLinear):
+    __module__ = TEGroupedLinear.__module__
+    mode = "column"
+
+
+class TERowParallelGroupedLinear(TEGroupedLinear):
+    __module__ = TEGroupedLinear.__module__
+    mode = "row"
+
+
+class _BuildsTEGroupedMLP:
+    """Megatron's TEGroupedMLP over the layers above, as a class, since 0.16 builds from nothing else."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+        layers = SimpleNamespace(
+            linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear, activation_func=None
+        )
+        return TEGroupedMLP(*args, submodules=layers, **options)
+
+
 def config_of(case: Case) -> Any:
     """Megatron's configuration of a case."""
     from megatron.core.transformer import TransformerConfig
@@ -172,8 +260,8 @@ def config_of(case: Case) -> Any:
         moe_router_load_balancing_type="aux_loss" if case.aux else "none",
         moe_aux_loss_coeff=case.aux,
         moe_token_dispatcher_type=case.dispatcher,
-        moe_grouped_gemm=case.grouped,
-        moe_use_legacy_grouped_gemm=case.grouped,
+        moe_grouped_gemm=case.grouped or case.te_grouped,
+        **({"moe_use_legacy_grouped_gemm": case.grouped} if LEGACY_GROUPED else {}),
         moe_shared_expert_intermediate_size=FFN if case.shared_expert else None,
         bf16=case.grouped,  # GroupedMLP asks for the flag; the weights stay fp32
         tensor_model_parallel_size=case.tp,
@@ -217,6 +305,9 @@ def build(case: Case, config: Any = None) -> nn.Module:
         attention.core_attention = Attention
         if case.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
+        if case.te_grouped and experts:
+            mixture = parts.mlp  # a ModuleSpec in 0.16, a functools.partial in 0.19
+            getattr(mixture, "keywords", vars(mixture))["submodules"].experts = _BuildsTEGroupedMLP
         specs.append(spec)
     first = get_transformer_layer_offset(config, pp_rank=parallel_state.get_pipeline_model_parallel_rank())
     model = GPTModel(
@@ -256,6 +347,11 @@ def place() -> Sizes:
     }
 
 
+def as_sequential(name: str) -> str:
+    """The name in a SequentialMLP of what TEGroupedMLP calls ``linear_fc1.weight3``."""
+    return re.sub(r"experts\.(linear_fc\d)\.(weight|bias)(\d+)$", r"experts.local_experts.\3.\1.\2", name)
+
+
 def slice_of(name: str, whole: dict[str, Tensor], case: Case, at: Sizes) -> Tensor:
     """What a rank holds under `name`, from the state of the one-process model."""
 
@@ -266,7 +362,7 @@ def slice_of(name: str, whole: dict[str, Tensor], case: Case, at: Sizes) -> Tens
         assert case.experts is not None
         return f"local_experts.{int(match[1]) + at['ep'][0] * case.experts // at['ep'][1]}."
 
-    name = re.sub(r"decoder\.layers\.(\d+)\.", layer, name)
+    name = as_sequential(re.sub(r"decoder\.layers\.(\d+)\.", layer, name))
     value = whole[re.sub(r"local_experts\.(\d+)\.", expert, name)]
     rank, degree = at["etp" if ".experts." in name else "tp"]
     if name.endswith("experts.weight1"):  # (hidden, experts * ffn), with memory by expert
@@ -401,7 +497,7 @@ def wrapped(case: Case, plan: Any, accumulation: int, clip: float | None, start:
         result["state"] = {name: value for name, value in state.items() if value is not None}  # no extra state
         first = place()["pp"][0] * case.layers // case.pp
         result["state"] = {
-            re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + first}", name): value
+            as_sequential(re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + first}", name)): value
             for name, value in result["state"].items()
         }
         result["statistics"] = em.inspect(model).statistics.as_dict()
