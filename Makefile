@@ -9,7 +9,7 @@ DOCS_STAMP := $(VENV)/.docs-installed
 CONSTRAINTS := constraints.txt
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test test-all test-torch test-peers lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
+.PHONY: setup test test-all test-torch test-megatron test-peers lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -18,7 +18,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip install --editable '.[train,dev]'
+	PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip install --editable '.[train,dev]' $(ALSO)
 	touch $@
 
 $(BENCH_STAMP): $(STAMP)
@@ -49,6 +49,18 @@ test-torch:
 	mkdir -p build
 	sed -e 's/^torch==.*/torch==$(VERSION)/' -e '/^setuptools==/d' constraints.txt > build/constraints-torch-$(VERSION).txt
 	$(MAKE) test $(OTHER)
+
+# The tests that concern Megatron-core, and quick ones of the core, with another Megatron-core, in an environment of its
+# own: make test-megatron PYTHON=python3.12. It imports triton, which no torch for CPUs brings.
+MEGATRON := 0.19.2
+MEGATRON_TESTS := tests/parallel tests/chunks tests/search/test_megatron.py tests/state/test_checkpoint_megatron.py
+OTHER_MEGATRON = VENV=.venv-megatron-$(MEGATRON) CONSTRAINTS=build/constraints-megatron-$(MEGATRON).txt ALSO=triton
+test-megatron:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
+		echo "megatron-core $(MEGATRON) needs Python 3.12 or newer, and $(PYTHON) is none; try: make test-megatron PYTHON=python3.12"; exit 2; }
+	mkdir -p build
+	sed 's/^megatron-core==.*/megatron-core==$(MEGATRON)/' constraints.txt > build/constraints-megatron-$(MEGATRON).txt
+	$(MAKE) test $(OTHER_MEGATRON) PYTEST_ARGS="$(MEGATRON_TESTS) $(PYTEST_ARGS)"
 
 # The tests of Accelerate, Fabric and peft. PEERS is a folder with their sources, fetched by hand; without it the
 # target says which.
@@ -118,5 +130,5 @@ test-wheel: wheel
 	$(PYTHON) -m tests.installed dist
 
 clean:
-	rm -rf .venv .venv-torch-* .venv-package build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-megatron-* .venv-package build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
