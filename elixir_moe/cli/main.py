@@ -162,7 +162,7 @@ def _parser(settings_help: str | None) -> _Parser:
     estimate_parser = verbs.add_parser("estimate", help="memory of plain strategies", allow_abbrev=False)
     add_estimate(estimate_parser)
     verify_parser = verbs.add_parser(
-        "verify", help="compare a model under a plan with plain PyTorch", allow_abbrev=False
+        "verify", help="compare a model under a plan, or with another library, with plain PyTorch", allow_abbrev=False
     )
     add_verify(verify_parser)
     report_parser = verbs.add_parser("report", help="show what runs were, or are", allow_abbrev=False)

@@ -21,9 +21,11 @@ from elixir_moe.train import launch
 from elixir_moe.train.waiting import Waits
 from elixir_moe.verify import subject
 from elixir_moe.verify.certificate import Check, as_dicts, certify, first_failed
+from elixir_moe.verify.peers import PEERS, peer
 from elixir_moe.verify.plans import PLANS, asked
 from elixir_moe.verify.ranks import on_ranks
-from elixir_moe.verify.training import Setup, run_under_the_plan
+from elixir_moe.verify.script import script_of
+from elixir_moe.verify.training import ADAPTERS, HALF, OTHER_RANKS, QUANTIZED, Planned, Setup, Way, run_on_ranks
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 _MOST_RANKS = 64
@@ -41,8 +43,13 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--suite", action="store_true", help="the whole certificate: 12 families under every plan")
     model.add_argument("--check", type=Path, metavar="FILE", help="whether a certificate is as it was written")
-    verb.add_argument(
+    way = verb.add_mutually_exclusive_group()
+    way.add_argument(
         "--plan", default="zero3", metavar="PLAN", help=f"{', '.join(PLANS)}, or a plan in JSON or its file"
+    )
+    way.add_argument("--with", dest="peer", metavar="PEER", help=f"verify another library: {', '.join(PEERS)}")
+    verb.add_argument(
+        "--script", type=Path, metavar="FILE", help="of --with: a difference as a script without this library"
     )
     verb.add_argument("--ranks", type=int, default=2, metavar="N", help="processes on this machine's CPU")
     verb.add_argument("--resume-ranks", type=int, metavar="N", help="processes that load and go on; by default as many")
@@ -69,16 +76,18 @@ def run_verify(known: argparse.Namespace) -> int:
     if launch.under_torchrun():
         raise ConfigError("verify starts ranks of its own: call it without torchrun")
     if known.suite or known.check is not None:
+        if known.peer is not None:
+            raise ConfigError("--with is of one model: give it with --hf or --module in the place of --suite")
         from elixir_moe.cli import certificate
 
         return certificate.run(known, _versions())
     _check_numbers(known)
     with tempfile.TemporaryDirectory() as folder:
-        plan = asked(known.plan, Path(folder), accumulation=known.accumulation)
+        way = _way(known, Path(folder))
         source = _source(known)
         setup = Setup(
             source=source,
-            plan=plan,
+            way=way,
             ranks=known.ranks,
             resumed_ranks=_resumed(known),
             steps=known.steps,
@@ -89,21 +98,53 @@ def run_verify(known: argparse.Namespace) -> int:
         if not known.json:
             _show_head(known, source.changed)
         waits = Waits(quiet=known.quiet)
-        with waits("training under the plan"):
-            run_under_the_plan(setup, on_ranks)
+        with waits(f"training {_under(known)}"):
+            run_on_ranks(setup, on_ranks)
         with waits("comparing with plain PyTorch"):
             checks: list[Check] = on_ranks(1, certify, setup)
     failed = first_failed(checks)
+    versions = _versions(*(["deepspeed"] if (known.peer or "").startswith("deepspeed") else []))
+    script = script_of(setup, failed, versions) if known.script and failed else None
+    if script is not None:
+        known.script.write_text(script)
     if known.json:
-        facts = {"ok": failed is None, "first": failed.where if failed else None, "checks": as_dicts(checks)}
-        print(
-            json.dumps(
-                facts | {"shrunk": source.changed, "plan": known.plan, "ranks": known.ranks, "versions": _versions()}
-            )
-        )
+        facts: dict[str, Any] = {"ok": failed is None, "first": failed.where if failed else None}
+        facts |= {"checks": as_dicts(checks), "shrunk": source.changed, "ranks": known.ranks, "versions": versions}
+        named = {"with": known.peer, "not_done": dict(way.not_done)} if known.peer else {"plan": known.plan}
+        print(json.dumps(facts | named | ({"script": script and str(known.script)} if known.script else {})))
     else:
-        _show(checks, failed)
+        _show(checks, failed, way, versions)
+        if known.script and failed:
+            told = "a step before the save is what a script can show" if script is None else str(known.script)
+            print(f"script: {told}")
     return int(failed is not None)
+
+
+def _way(known: argparse.Namespace, folder: Path) -> Way:
+    """What is verified. Raises ConfigError if a peer does not do what is asked, PlanError if there is no such plan."""
+    if known.peer is None:
+        if known.script is not None:
+            raise ConfigError("--script is of --with PEER: it shows what another library does, without this one")
+        return Planned(asked(known.plan, folder, accumulation=known.accumulation))
+    found = peer(known.peer)
+    if known.model is not None:
+        raise ConfigError("--with needs --hf or --module: models by name are of this library alone")
+    parts = {
+        "--quantize": (QUANTIZED, known.quantize is not None),
+        "--lora": (ADAPTERS, known.lora is not None),
+        "--compute-dtype bf16": (HALF, known.compute_dtype != "fp32"),
+        "--resume-ranks": (OTHER_RANKS, _resumed(known) != known.ranks),
+    }
+    for option, (part, wanted) in parts.items():
+        if wanted and part in found.not_done:
+            raise ConfigError(f"{option}: not done by {known.peer}: {found.not_done[part]}; leave it out")
+        if wanted and known.script is not None:
+            raise ConfigError(f"{option}: a script is of plain fp32 training without a resume; leave one of them out")
+    return found
+
+
+def _under(known: argparse.Namespace) -> str:
+    return f"with {known.peer}" if known.peer else f"under {known.plan}"
 
 
 def _check_numbers(known: argparse.Namespace) -> None:
@@ -148,23 +189,25 @@ def _source(known: argparse.Namespace) -> Any:
     return subject.huggingface(known.hf, shrink=not known.no_shrink, **options)
 
 
-def _versions() -> dict[str, str]:
-    names = ("elixir-moe", "torch", "transformers", "peft")
+def _versions(*beside: str) -> dict[str, str]:
+    names = ("elixir-moe", "torch", "transformers", "peft", *beside)
     have = {d.metadata["Name"]: d.version for name in names for d in metadata.distributions(name=name)}
     return {name: have.get(name, "not installed") for name in names}
 
 
 def _show_head(known: argparse.Namespace, changed: tuple[str, ...]) -> None:
     model = known.hf or known.model or known.module
-    print(f"{model} under {known.plan} on {known.ranks} CPU ranks, {known.compute_dtype}")
+    print(f"{model} {_under(known)} on {known.ranks} CPU ranks, {known.compute_dtype}")
     print(f"shrunk: {', '.join(changed)}" if changed else "not shrunk", flush=True)
 
 
-def _show(checks: list[Check], failed: Check | None) -> None:
+def _show(checks: list[Check], failed: Check | None, way: Way, versions: dict[str, str]) -> None:
     width = max(len(check.name) for check in checks)
     print(f"{'check':{width}}  {'largest':>9}  {'allowed':>9}")
     for check in checks:
         allowed = f"{check.tolerance:.2g}" if check.tolerance else "bit exact"
         print(f"{check.name:{width}}  {check.difference:9.2g}  {allowed:>9}  {'ok' if check.ok else 'DIFFERS'}")
-    print(", ".join(f"{name} {version}" for name, version in _versions().items()))
+    for part, reason in way.not_done.items():
+        print(f"not done by the peer: {part}: {reason}")
+    print(", ".join(f"{name} {version}" for name, version in versions.items()))
     print("everything agrees" if failed is None else f"first difference: {failed.name}: {failed.where}")

@@ -27,7 +27,7 @@ from elixir_moe.verify.shrink import changes, shrunk, without_noise
 
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 """What the classes that compute a loss from ``input_ids`` and ``labels`` end with."""
-_FIRST_WORD = 3
+FIRST_WORD = 3
 """Smaller token ids may be special."""
 
 
@@ -148,7 +148,7 @@ class HuggingFace(_Asked):
 def _tokens(config: Any, rows: int, length: int) -> dict[str, Tensor]:
     """(rows, length) token ids, and as many to be told."""
     vocabulary = config.get_text_config().vocab_size
-    drawn = torch.randint(min(_FIRST_WORD, vocabulary - 1), vocabulary, (rows, length))
+    drawn = torch.randint(min(FIRST_WORD, vocabulary - 1), vocabulary, (rows, length))
     return {"input_ids": drawn, "labels": drawn}
 
 

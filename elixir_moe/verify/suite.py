@@ -130,7 +130,7 @@ def run_row(row: Row) -> Answer:
         with tempfile.TemporaryDirectory() as folder:
             setup = training.Setup(
                 source=source,
-                plan=asked(row.plan, Path(folder), accumulation=row.accumulation),
+                way=training.Planned(asked(row.plan, Path(folder), accumulation=row.accumulation)),
                 ranks=row.ranks[0],
                 resumed_ranks=row.ranks[1],
                 steps=_STEPS,
@@ -138,7 +138,7 @@ def run_row(row: Row) -> Answer:
                 compute_dtype=None,
                 folder=Path(folder),
             )
-            training.run_under_the_plan(setup, on_ranks)
+            training.run_on_ranks(setup, on_ranks)
             checks, inputs = on_ranks(1, _judged, setup, source)
     except ElixirError as error:
         return facts | {"ok": False, "error": str(error), "seconds": round(time.monotonic() - began, 1)}

@@ -1,15 +1,16 @@
-"""The same few steps twice: under the plan on all ranks, and in plain PyTorch in one process.
+"""The same few steps twice: in some way on all ranks, and in plain PyTorch in one process.
 
-Owns both runs and what they record. In the plain run every rank's rows go through the model one after another and the
-gradients are averaged, which is what a step on several ranks means. Compares nothing.
+Owns both runs, what they record, and the way of this library's plans; those of others are in `peers`. In the plain run
+every rank's rows go through the model one after another and the gradients are averaged, which is what a step on several
+ranks means. Compares nothing.
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,61 @@ LR, EPS, CLIP = 1e-2, 1e-4, 1.0
 SEED, _OTHER_SEED, _PROBE = 5, 6, 999
 """Of the first weights, of those that a load overwrites, and the number of the batch that no step has seen."""
 
+QUANTIZED, HALF, ADAPTERS, FOLDER = "quantized base", "bf16 compute", "adapters", "weights read from a folder"
+RESUME, OTHER_RANKS = "resume", "resume on other ranks"
+"""Parts of a comparison that not every way has."""
+
 Weights = dict[str, Tensor]
+
+
+class Trainee(Protocol):
+    """A model on this rank, and what trains it. Every method is collective."""
+
+    subject: Subject
+    """The model by the names of the plain one, with its loss and its batches."""
+    runs: nn.Module
+    """What a batch is given to: the model, or what is around it."""
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Of a micro-batch, whose loss is the mean over this rank's rows; `last` of its step."""
+
+    def norms(self) -> dict[str, float]:
+        """Of each parameter's gradient, before a clip."""
+
+    def update(self) -> float:
+        """Clips to a norm of `CLIP`, updates and forgets the gradients; returns the norm that was."""
+
+    def weights(self) -> Weights:
+        """All of them, on rank 0; fp32 masters where there are some."""
+
+    def moments(self) -> dict[str, Weights]:
+        """Of AdamW, on rank 0; the square root of the second."""
+
+    def save(self, folder: Path) -> None:
+        """Writes a checkpoint."""
+
+    def load(self, folder: Path) -> None:
+        """Reads one."""
+
+    def export(self, folder: Path) -> None:
+        """Writes what transformers and peft read, or ``*.safetensors`` of a model that is not theirs."""
+
+    def close(self) -> None:
+        """Lets go of what it holds beside the model."""
+
+
+class Way(Protocol):
+    """How a model is trained on several ranks; it can be sent to other processes."""
+
+    @property
+    def not_done(self) -> Mapping[str, str]:
+        """{a part of the comparison that it has not: the reason}."""
+
+    def begin(self, setup: "Setup", seed: int) -> Trainee:
+        """A trainee that is drawn from `seed`. Collective."""
+
+    def started(self, setup: "Setup") -> Weights:
+        """The weights of a model that read the folder of one drawn from `SEED`; none where it has no such way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +92,10 @@ class Setup:
 
     source: Source
     """The model, its loss and its batches."""
-    plan: AskedPlan
-    """The plan to verify."""
+    way: Way
+    """What is verified."""
     ranks: int
-    """Processes of the run under the plan, until the save."""
+    """Processes that train, until the save."""
     resumed_ranks: int
     """Processes that load and go on; they are others if there are more or fewer of them."""
     steps: int
@@ -48,9 +103,19 @@ class Setup:
     accumulation: int
     """Micro-batches of a step."""
     compute_dtype: torch.dtype | None
-    """Of `em.wrap`."""
+    """Of forward and backward."""
     folder: Path
     """For the checkpoint, the export and the records."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run is saved and goes on."""
+        return RESUME not in self.way.not_done
+
+    @property
+    def all_steps(self) -> int:
+        """Before the save and after the load."""
+        return self.steps * (1 + self.resumes)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,57 +146,67 @@ class Record:
     """Logits after the last step; the loss where the model has none."""
 
 
-# ------------------------------------------------------------------------------------------------------ under the plan
+# ------------------------------------------------------------------------------------------------------- on all ranks
 
 
-def run_under_the_plan(setup: Setup, on_ranks: Callable[..., Any]) -> None:
+def run_on_ranks(setup: Setup, on_ranks: Callable[..., Any]) -> None:
     """Calls the functions below on the ranks that `setup` asks for, through ``on_ranks(ranks, function, setup)``."""
     if setup.resumed_ranks == setup.ranks:
-        on_ranks(setup.ranks, under_the_plan, setup)
+        on_ranks(setup.ranks, on_these_ranks, setup)
     else:
         on_ranks(setup.ranks, train_and_save, setup)
         on_ranks(setup.resumed_ranks, load_and_go_on, setup)
 
 
-def under_the_plan(setup: Setup) -> None:
+def on_these_ranks(setup: Setup) -> None:
     """Trains, saves, loads into a new model, trains on and exports. Rank 0 leaves a record. Collective."""
     train_and_save(setup)
-    load_and_go_on(setup)
+    if setup.resumes:
+        load_and_go_on(setup)
 
 
 def train_and_save(setup: Setup) -> None:
-    """The first half of `under_the_plan`. Collective."""
+    """The first half of `on_these_ranks`. Collective."""
     record = Record()
-    subject, model, optimizer = _wrapped(setup, SEED)
-    record.weights.append(_full(model))
+    trainee = setup.way.begin(setup, SEED)
+    record.weights.append(trainee.weights())
     for step in range(setup.steps):
-        _wrapped_step(setup, subject, model, optimizer, record, step)
-    save(setup.folder / "checkpoint", model, optimizer)
-    optimizer.close()
+        _step(setup, trainee, record, step)
+    if setup.resumes:
+        trainee.save(setup.folder / "checkpoint")
+        record.moments = trainee.moments()
+        trainee.close()
+    else:
+        record.moments = trainee.moments()
+        _end(setup, trainee, record)
     _leave(setup, record)
-    del subject, model, optimizer
+    del trainee
     gc.collect()  # hooks and model point at each other
 
 
 def load_and_go_on(setup: Setup) -> None:
-    """The second half of `under_the_plan`, in the same ranks or in others. Collective."""
+    """The second half of `on_these_ranks`, in the same ranks or in others. Collective."""
     dist.barrier()
     record = record_of(setup)
-    subject, model, optimizer = _wrapped(setup, _OTHER_SEED)
-    load(setup.folder / "checkpoint", model, optimizer)
-    record.loaded = _full(model)
-    for step in range(setup.steps, 2 * setup.steps):
-        _wrapped_step(setup, subject, model, optimizer, record, step)
-    record.outputs = _outputs(subject, model)
-    save_pretrained(model, setup.folder / "export")
-    optimizer.close()
-    _start_from_a_folder(setup, record)
+    trainee = setup.way.begin(setup, _OTHER_SEED)
+    trainee.load(setup.folder / "checkpoint")
+    record.loaded = trainee.weights()
+    for step in range(setup.steps, setup.all_steps):
+        _step(setup, trainee, record, step)
+    _end(setup, trainee, record)
     _leave(setup, record)
 
 
 def record_of(setup: Setup) -> Record:
-    """What the run under the plan has seen so far."""
+    """What the run on ranks has seen so far."""
     return Record(**torch.load(setup.folder / "record.pt", weights_only=True))
+
+
+def _end(setup: Setup, trainee: Trainee, record: Record) -> None:
+    record.outputs = _outputs(trainee.subject, trainee.runs)
+    trainee.export(setup.folder / "export")
+    trainee.close()
+    record.started = setup.way.started(setup)
 
 
 def _leave(setup: Setup, record: Record) -> None:
@@ -139,43 +214,26 @@ def _leave(setup: Setup, record: Record) -> None:
         torch.save({name: getattr(record, name) for name in Record.__dataclass_fields__}, setup.folder / "record.pt")
 
 
-def _wrapped(setup: Setup, seed: int) -> tuple[Subject, nn.Module, ShardedOptimizer]:
-    torch.manual_seed(seed)
-    subject = setup.source.build(under_plan=True)
-    sample = _own_rows(batch_of(subject, 0, 0))
-    model, optimizer = wrap(
-        subject.model,
-        _optimizer(subject, (p for p in subject.model.parameters() if p.requires_grad)),
-        compute_dtype=setup.compute_dtype,
-        device=torch.device("cpu"),
-        **setup.plan.of(subject.step, sample),
-    )
-    return subject, model, optimizer
-
-
-def _wrapped_step(
-    setup: Setup, subject: Subject, model: nn.Module, optimizer: ShardedOptimizer, record: Record, step: int
-) -> None:
-    losses = torch.zeros((), dtype=torch.float64)
+def _step(setup: Setup, trainee: Trainee, record: Record, step: int) -> None:
+    subject, losses = trainee.subject, torch.zeros((), dtype=torch.float64)
     for micro in range(setup.accumulation):
-        rows = _own_rows(batch_of(subject, step, micro))
-        with _labels_counted(model, record.labelled, counted=not (step or micro)):
-            with _modules_watched(model, record.modules, watched=not (step or micro)):
-                loss = subject.step(model, rows) / setup.accumulation
-            loss.backward()
-        losses += loss.detach()
+        rows = own_rows(batch_of(subject, step, micro))
+        with _labels_counted(subject.model, record.labelled, counted=not (step or micro)):
+            with _modules_watched(subject.model, record.modules, watched=not (step or micro)):
+                loss = subject.step(trainee.runs, rows)
+            trainee.backward(loss, last=micro + 1 == setup.accumulation)
+        losses += loss.detach() / setup.accumulation
     dist.all_reduce(losses)
     record.losses.append(losses.item() / dist.get_world_size())
     if step == 0:
         _add_over_ranks(record)
-    record.gradients.append(optimizer.grad_norms())
-    record.norms.append(float(optimizer.clip_grad_norm_(CLIP)))
-    optimizer.step()
-    optimizer.zero_grad()
-    record.weights.append(_full(model))
+    record.gradients.append(trainee.norms())
+    record.norms.append(trainee.update())
+    record.weights.append(trainee.weights())
 
 
-def _own_rows(batch: Any) -> Any:
+def own_rows(batch: Any) -> Any:
+    """This rank's part of a batch."""
     return list(parts_of(batch, dist.get_world_size()))[dist.get_rank()]
 
 
@@ -192,7 +250,8 @@ def _labels_counted(model: nn.Module, rows: list[int], *, counted: bool) -> Iter
         if isinstance(logits, Tensor) and logits.dim() == 3 and logits.requires_grad:
             logits.register_hook(note)
 
-    hook = model.register_forward_hook(watch) if counted else None
+    called: Any = model.base_model if hasattr(model, "peft_config") else model  # the first to return the logits
+    hook = called.register_forward_hook(watch, prepend=True) if counted else None  # hooks of peers may replace them
     try:
         yield
     finally:
@@ -204,7 +263,7 @@ def _labels_counted(model: nn.Module, rows: list[int], *, counted: bool) -> Iter
 def _modules_watched(model: nn.Module, sums: dict[str, float], *, watched: bool) -> Iterator[None]:
     """Adds to `sums` what each module returns; nothing where `MoE` sends rows to other ranks."""
     hooks = []
-    for name, module in model.named_modules() if watched and not _counts_over_ranks(model) else ():
+    for name, module in model.named_modules() if watched and not counts_over_ranks(model) else ():
 
         def note(_module: nn.Module, _arguments: Any, output: Any, name: str = name) -> None:
             floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -227,6 +286,104 @@ def _add_over_ranks(record: Record) -> None:
     record.modules = {name: sum(modules.get(name, 0.0) for _, modules in seen) for name in record.modules}
 
 
+# ------------------------------------------------------------------------------------------------------ under a plan
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Training under a plan of this library."""
+
+    plan: AskedPlan
+
+    @property
+    def not_done(self) -> Mapping[str, str]:
+        """See `Way.not_done`."""
+        return {}
+
+    def begin(self, setup: Setup, seed: int) -> "Wrapped":
+        """See `Way.begin`."""
+        torch.manual_seed(seed)
+        subject = setup.source.build(under_plan=True)
+        sample = own_rows(batch_of(subject, 0, 0))
+        model, optimizer = wrap(
+            subject.model,
+            optimizer_of(subject, (p for p in subject.model.parameters() if p.requires_grad)),
+            compute_dtype=setup.compute_dtype,
+            device=torch.device("cpu"),
+            **self.plan.of(subject.step, sample),
+        )
+        return Wrapped(subject=subject, runs=model, optimizer=optimizer, setup=setup)
+
+    def started(self, setup: Setup) -> Weights:
+        """See `Way.started`: transformers saves the model and `em.wrap` reads it; models with adapters have none."""
+        torch.manual_seed(SEED)
+        subject = setup.source.build(under_plan=True)
+        model: Any = subject.model
+        if not _of_transformers(model):
+            return {}
+        folder = setup.folder / "pretrained"
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder)
+        dist.barrier()
+        with torch.device("meta"):
+            empty = type(model)(model.config)
+        trained = optimizer_of(subject, empty.parameters())
+        plan = self.plan.of(subject.step, own_rows(batch_of(subject, 0, 0)))["plan"]  # no step can run without data
+        empty, optimizer = wrap(empty, trained, plan=plan, weights=folder, device=torch.device("cpu"))
+        weights = _full(empty)
+        optimizer.close()
+        return weights
+
+
+@dataclass(kw_only=True, slots=True)
+class Wrapped:
+    """A model that `em.wrap` has wrapped. See `Trainee`."""
+
+    subject: Subject
+    runs: nn.Module
+    optimizer: ShardedOptimizer
+    setup: Setup
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """See `Trainee.backward`."""
+        (loss / self.setup.accumulation).backward()
+
+    def norms(self) -> dict[str, float]:
+        """See `Trainee.norms`."""
+        return self.optimizer.grad_norms()
+
+    def update(self) -> float:
+        """See `Trainee.update`."""
+        norm = float(self.optimizer.clip_grad_norm_(CLIP))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def weights(self) -> Weights:
+        """See `Trainee.weights`."""
+        return _full(self.runs)
+
+    def moments(self) -> dict[str, Weights]:
+        """Those of the checkpoint that was saved."""
+        return _saved_moments(self.setup.folder / "checkpoint") if dist.get_rank() == 0 else {}
+
+    def save(self, folder: Path) -> None:
+        """See `Trainee.save`."""
+        save(folder, self.runs, self.optimizer)
+
+    def load(self, folder: Path) -> None:
+        """See `Trainee.load`."""
+        load(folder, self.runs, self.optimizer)
+
+    def export(self, folder: Path) -> None:
+        """See `Trainee.export`."""
+        save_pretrained(self.runs, folder)
+
+    def close(self) -> None:
+        """See `Trainee.close`."""
+        self.optimizer.close()
+
+
 def _full(model: nn.Module) -> Weights:
     """All weights on rank 0, those of quantised ones as they decode."""
     whole = full_state_dict(model)
@@ -237,24 +394,17 @@ def _full(model: nn.Module) -> Weights:
     return {name: value.float() for name, value in whole.items() if isinstance(value, torch.Tensor)}
 
 
-def _start_from_a_folder(setup: Setup, record: Record) -> None:
-    """Has transformers save the model and `em.wrap` read it; models with adapters start from plain ones."""
-    torch.manual_seed(SEED)
-    subject = setup.source.build(under_plan=True)
-    model: Any = subject.model
-    if not _of_transformers(model):
-        return
-    folder = setup.folder / "pretrained"
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder)
-    dist.barrier()
-    with torch.device("meta"):
-        empty = type(model)(model.config)
-    trained = _optimizer(subject, empty.parameters())
-    plan = setup.plan.of(subject.step, _own_rows(batch_of(subject, 0, 0)))["plan"]  # no step can run without data
-    empty, optimizer = wrap(empty, trained, plan=plan, weights=folder, device=torch.device("cpu"))
-    record.started = _full(empty)
-    optimizer.close()
+def _saved_moments(path: Path) -> dict[str, Weights]:
+    """Moments in a checkpoint of this library."""
+    manifest = read_manifest(path)
+    whole = Whole(path, manifest)
+    kept = {name: entry.pieces[0].state for name, entry in manifest.parameters.items() if entry.pieces}
+    found: dict[str, Weights] = {}
+    for name, state in kept.items():
+        if {"exp_avg", "exp_avg_sq"} <= set(state):
+            second = whole.parameter(name, "exp_avg_sq").float().sqrt()
+            found[name] = {"exp_avg": whole.parameter(name, "exp_avg").float(), "exp_avg_sq": second}
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------- in plain PyTorch
@@ -271,15 +421,16 @@ def in_plain_pytorch(setup: Setup) -> tuple[Record, list[str]]:
     if setup.compute_dtype is not None:
         for p in model.parameters():
             p.data = p.data.to(setup.compute_dtype)
-    optimizer = _optimizer(subject, masters.values())
+    optimizer = optimizer_of(subject, masters.values())
     record.frozen = [name for name in order if name not in masters]
     record.weights.append(_weights(model, masters))
-    for step in range(2 * setup.steps):
+    for step in range(setup.all_steps):
         _plain_step(setup, subject, masters, optimizer, record, step)
         if step + 1 == setup.steps:
             record.moments = _moments(optimizer, masters)
     record.outputs = _outputs(subject, model)
-    record.started = record.weights[0] if _of_transformers(model) else {}
+    if FOLDER not in setup.way.not_done and _of_transformers(model):
+        record.started = record.weights[0]
     return record, order
 
 
@@ -297,7 +448,7 @@ def _plain_step(
     for micro in range(setup.accumulation):
         batch = batch_of(subject, step, micro)
         ranks = setup.ranks if step < setup.steps else setup.resumed_ranks
-        parts = [batch] if _counts_over_ranks(model) else list(parts_of(batch, ranks))
+        parts = [batch] if counts_over_ranks(model) else list(parts_of(batch, ranks))
         for rows in parts:
             with _labels_counted(model, record.labelled, counted=not (step or micro)):
                 with _modules_watched(model, record.modules, watched=not (step or micro)):
@@ -321,7 +472,7 @@ def _plain_step(
     record.weights.append(_weights(model, masters))
 
 
-def _counts_over_ranks(model: nn.Module) -> bool:
+def counts_over_ranks(model: nn.Module) -> bool:
     """Whether the model's own loss of routing is that of all ranks' rows together."""
     return any(isinstance(module, MoE) for module in model.modules())
 
@@ -364,20 +515,6 @@ def _order_of_forward(subject: Subject) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- what is left
 
 
-def saved_moments(setup: Setup) -> dict[str, Weights]:
-    """Moments in the checkpoint that the ranks have saved."""
-    path = setup.folder / "checkpoint"
-    manifest = read_manifest(path)
-    whole = Whole(path, manifest)
-    kept = {name: entry.pieces[0].state for name, entry in manifest.parameters.items() if entry.pieces}
-    found: dict[str, Weights] = {}
-    for name, state in kept.items():
-        if {"exp_avg", "exp_avg_sq"} <= set(state):
-            second = whole.parameter(name, "exp_avg_sq").float().sqrt()
-            found[name] = {"exp_avg": whole.parameter(name, "exp_avg").float(), "exp_avg_sq": second}
-    return found
-
-
 def exported(setup: Setup) -> tuple[Weights, Tensor]:
     """Weights and outputs of a plain model that reads what the ranks have exported."""
     torch.manual_seed(SEED)
@@ -416,7 +553,8 @@ def _outputs(subject: Subject, model: nn.Module) -> Tensor:
     return made.float().clone()
 
 
-def _optimizer(subject: Subject, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(subject: Subject, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The subject's own, or AdamW."""
     if subject.optimizer is not None:
         return subject.optimizer(parameters)
     return torch.optim.AdamW(parameters, lr=LR, eps=EPS, weight_decay=0.1)

@@ -28,7 +28,7 @@ from elixir_moe.verify import training
 from elixir_moe.verify.certificate import as_dicts, certify
 from elixir_moe.verify.families import FAMILIES
 from elixir_moe.verify.plans import asked
-from elixir_moe.verify.subject import Function, Named, Source, Subject
+from elixir_moe.verify.subject import Function, Named, Source
 
 RANKS, STEPS = 2, 2
 MIXTURE = "tests.support.verify_cases"
@@ -125,13 +125,14 @@ def stale_moments() -> Iterator[None]:
 @contextmanager
 def multiplied_loss() -> Iterator[None]:
     """The loss is multiplied by the ranks before the backward, and gradients are averaged over them."""
-    step = training._wrapped_step
+    step = training._step
 
-    def broken(setup: Any, subject: Subject, *rest: Any) -> None:
-        scaled = replace(subject, step=lambda model, rows: subject.step(model, rows) * dist.get_world_size())
-        step(setup, scaled, *rest)
+    def broken(setup: Any, trainee: Any, *rest: Any) -> None:
+        own = trainee.subject.step
+        scaled = replace(trainee.subject, step=lambda model, rows: own(model, rows) * dist.get_world_size())
+        step(setup, replace(trainee, subject=scaled), *rest)
 
-    with patch.object(training, "_wrapped_step", broken):
+    with patch.object(training, "_step", broken):
         yield
 
 
@@ -360,7 +361,7 @@ def found(name: str | None, folder: str, like: str | None = None) -> list[dict[s
     case = CASES[name or like or ""]
     setup = training.Setup(
         source=case.source(),
-        plan=asked(case.plan, Path(folder)),
+        way=training.Planned(asked(case.plan, Path(folder))),
         ranks=RANKS,
         resumed_ranks=RANKS,
         steps=STEPS,
@@ -372,7 +373,7 @@ def found(name: str | None, folder: str, like: str | None = None) -> list[dict[s
         with ExitStack() as one:
             if name is not None:
                 (both if case.in_both else one).enter_context(case.plant())
-            training.under_the_plan(setup)
+            training.on_these_ranks(setup)
         return as_dicts(certify(setup)) if dist.get_rank() == 0 else []
 
 
