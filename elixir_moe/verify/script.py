@@ -46,10 +46,12 @@ for name in lists:
 runs = torch.distributed.fsdp.fully_shard(model)
 """
 _HF_EP = """\
+import math
 if rank == 0:
     model.save_pretrained("plain-model")
 dist.barrier()
-spread = transformers.DistributedConfig(fsdp_size=ranks, ep_size=ranks)
+counts = [m.num_experts for m in model.modules() if isinstance(getattr(m, "num_experts", None), int)]
+spread = transformers.DistributedConfig(fsdp_size=ranks, ep_size=math.gcd(ranks, *counts))
 runs = model = type(model).from_pretrained("plain-model", dtype=torch.float32, distributed_config=spread).train()
 """
 _OF_TORCH = """\
