@@ -4,8 +4,11 @@ Owns the sentences and the further searches behind them. Decides nothing: `searc
 """
 
 import argparse
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 from elixir_moe.chunks.plan import Plan, Tier, size_text
 from elixir_moe.cli.largest import LARGEST
@@ -31,6 +34,14 @@ _AMORTISED = 0.1
 """Part of a step that updates may take once they are amortised."""
 _WORTH = 0.01
 """Part of a step below which a saving is not worth naming."""
+_AS_USUAL: dict[str, Any] = {
+    "lora.alpha": Lora().alpha,
+    "run.loss": "whole",
+    "run.accumulation": 1,
+    "plan.master": "fp32",
+    "plan.moments": "fp32",
+}
+"""Defaults of `train`, which need not be said."""
 _IN_WORDS = {
     "b_c2g": "{:g} GB/s from host to GPU",
     "b_g2c": "{:g} GB/s from GPU to host",
@@ -71,6 +82,8 @@ class Answer:
     """Whether it fits, its seconds and what to run, or what would make it fit."""
     further: tuple[str, ...]
     """What takes further searches."""
+    command: tuple[str, ...]
+    """The `elixir-moe train` of what was asked, if it can do it."""
     sentences: tuple[str, ...]
     """All, one line for each part of the answer."""
 
@@ -85,9 +98,13 @@ def answered(asked: Asked) -> Answer:
         helps.append(f"Tiles would need less device memory, but {asked.untiled}.")
     lines = [_question(asked), *_memory(asked), *helps, *_speed(asked), *further]
     lines.append(_error(asked.task.hardware, asked.task.gpus))
+    command: list[str] = []
     if asked.choice is not None:
-        lines.append(f"To paste: {_to_paste(asked, asked.choice)}")
-    return Answer(summary=_summary(asked, helps), further=tuple(further), sentences=tuple(lines))
+        command = [f"By command: {line}" for line in _train_lines(asked, asked.choice)]
+        lines += [f"To paste: {_to_paste(asked, asked.choice)}", *command]
+    return Answer(
+        summary=_summary(asked, helps), further=tuple(further), command=tuple(command), sentences=tuple(lines)
+    )
 
 
 def _summary(asked: Asked, helps: Sequence[str]) -> str:
@@ -107,6 +124,34 @@ def _to_paste(asked: Asked, choice: Choice) -> str:
     scheme = asked.known.quantize
     packed = "" if scheme in (None, UNQUANTIZED) else f'em.quantize(model, "{scheme}")  # before the optimizer; then: '
     return packed + tiles + wrap_line(choice.plan, asked.known.dtype)
+
+
+def _train_lines(asked: Asked, choice: Choice) -> Iterator[str]:
+    """The `elixir-moe train` of what was asked, which searches again; nothing if it has no setting for a part of it."""
+    known, task = asked.known, asked.task
+    shipped = known.quantize is None and quantized_as(known) is not None  # `train` builds such a model in full
+    unlike = shipped or known.freeze is not None or known.optimizer != "adamw"
+    if known.model is not None or unlike or task.gpus > task.hardware.gpus_per_node:
+        return
+    path = Path(known.config)
+    said: dict[str, Any] = {"model.hf": path if path.is_dir() else path.parent}
+    if known.checkpointing == "layers" and asked.given.model.supports_gradient_checkpointing:
+        said["model.checkpoint"] = "non_reentrant"
+    if known.lora is not None:
+        lora = Lora.parse(known.lora)
+        said |= {"lora.r": lora.r, "lora.alpha": lora.alpha}
+        said |= {f"lora.{name}": ",".join(getattr(lora, name)) for name in ("targets", "parameters")}
+    said |= {"quantize": None if known.quantize == UNQUANTIZED else known.quantize}
+    said |= {"data.file": "rows.jsonl", "data.seq_len": known.seq, "run.dtype": known.dtype, "run.loss": known.loss}
+    said |= {"run.global_batch": known.batch * task.gpus * known.accumulation, "run.accumulation": known.accumulation}
+    said |= {"plan.kind": "auto", "plan.budget": known.budget, "plan.disk": "DISK" if choice.plan.disk_chunks else None}
+    said |= {"plan.master": known.master, "plan.moments": known.moments}
+    words = [
+        f"--{name} {shlex.quote(str(value))}"
+        for name, value in said.items()
+        if value not in (None, "", _AS_USUAL.get(name))
+    ]
+    yield " ".join(["elixir-moe train", *words, *[f"--nproc {task.gpus}"] * (task.gpus > 1)])
 
 
 def _disk(asked: Asked) -> Iterator[str]:

@@ -9,12 +9,15 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from elixir_moe.chunks.ledger import HELD_HEAD, held_line, held_rows
 from elixir_moe.chunks.param_spec import Master, Moments
@@ -44,7 +47,7 @@ from elixir_moe.search.solve import Choice, Packings, Task, price, shortage, sol
 from elixir_moe.search.tile_size import tile_bytes
 from elixir_moe.setup.tiling import tile
 from elixir_moe.torch_private import IMPORTED_LATE
-from elixir_moe.train.waiting import Waits
+from elixir_moe.train.waiting import Tell, Waits
 
 _BATCH, _SEQ = 1, 1024
 """A batch that is not given."""
@@ -162,8 +165,9 @@ def run_plan(known: argparse.Namespace) -> int:
         return run_largest(known, hardware)
     known.batch, known.seq = known.batch or _BATCH, known.seq or _SEQ
     started = time.perf_counter()
-    with pretended_ranks(ranks_of(known)) as mesh, Waits(quiet=known.quiet)("searching for the fastest plan"):
-        asked, searched = _searched(known, hardware, mesh)
+    with pretended_ranks(ranks_of(known)) as mesh, Waits(quiet=known.quiet)("building the model without data") as tell:
+        asked, searched = _searched(known, hardware, mesh, tell)
+        tell("searching what would help, and how far it reaches" if known.thorough else "searching what would help")
         answer = answered(asked)
     task, choice = asked.task, asked.choice
     report = _report(known, asked)
@@ -175,9 +179,11 @@ def run_plan(known: argparse.Namespace) -> int:
     return 0 if choice is not None else 2
 
 
-def _searched(known: argparse.Namespace, hardware: Hardware, mesh: DeviceMesh | None) -> tuple[Asked, float]:
+def _searched(
+    known: argparse.Namespace, hardware: Hardware, mesh: DeviceMesh | None, tell: Tell
+) -> tuple[Asked, float]:
     """The question, its fastest plan and the seconds of the search. Tiles are there if they make it fit or faster."""
-    plain, seconds = _solved(known, hardware, model_of(known, mesh))
+    plain, seconds = _solved(known, hardware, model_of(known, mesh), tell)
     size = tile_bytes(plain.task, plain.choice, plain.packings)
     if size is None:
         return plain, seconds
@@ -187,7 +193,7 @@ def _searched(known: argparse.Namespace, hardware: Hardware, mesh: DeviceMesh | 
         tile(given.model, at_most=size * max(p.itemsize for p in given.model.parameters()) // narrow)
     except ConfigError as error:
         return replace(plain, untiled=str(error).partition("\n")[0].removeprefix("tile: ")), seconds
-    tiled, more = _solved(known, hardware, given)
+    tiled, more = _solved(known, hardware, given, tell, f", in tiles of {size_text(size)}")
     tiled = replace(tiled, tiles=size_text(size).replace(".00", ""))
     if tiled.choice is not None and (
         plain.choice is None or tiled.choice.seconds.step < _WORTH * plain.choice.seconds.step
@@ -196,9 +202,13 @@ def _searched(known: argparse.Namespace, hardware: Hardware, mesh: DeviceMesh | 
     return plain, seconds + more
 
 
-def _solved(known: argparse.Namespace, hardware: Hardware, given: Planned) -> tuple[Asked, float]:
-    """The question about a model, with the fastest plan, and the seconds of its search."""
-    task = task_of(known, hardware, given, known.batch, known.seq)
+def _solved(
+    known: argparse.Namespace, hardware: Hardware, given: Planned, tell: Tell, cut: str = ""
+) -> tuple[Asked, float]:
+    """The question about a model, with the fastest plan, and the seconds of its search; `cut`: its tiles in words."""
+    with _layers_told(given.model, tell, f"tracing a step{cut}"):
+        task = task_of(known, hardware, given, known.batch, known.seq)
+    tell(f"searching for the fastest plan{cut}")
     started = time.perf_counter()
     reason, choice, packings = "", None, Packings(task)
     try:
@@ -207,6 +217,25 @@ def _solved(known: argparse.Namespace, hardware: Hardware, given: Planned) -> tu
         reason = str(error)
     asked = Asked(known=known, given=given, task=task, choice=choice, reason=reason, packings=packings)
     return asked, time.perf_counter() - started
+
+
+@contextmanager
+def _layers_told(model: nn.Module, tell: Tell, what: str) -> Iterator[None]:
+    """While open, tells which layer of the model runs. The hook is torch's, so that equal layers stay equal."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = max(lists, key=len, default=())
+    numbers = {layer: number for number, layer in enumerate(layers, 1)}
+
+    def before(module: nn.Module, _args: object) -> None:
+        if module in numbers:
+            tell(f"{what} (layer {numbers[module]} of {len(numbers)})")
+
+    tell(what)
+    handle = register_module_forward_pre_hook(before)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _machine(known: argparse.Namespace) -> Hardware:
@@ -340,7 +369,7 @@ def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
 
 def _as_text(known: argparse.Namespace, report: dict[str, Any], answer: Answer, asked: Asked) -> str:
     task, choice = asked.task, asked.choice
-    lines = [answer.summary, *answer.further]
+    lines = [answer.summary, *answer.further, *answer.command]
     if known.details:
         lines = [f"{report['model']}: {report['parameters']:,} parameters on {task.gpus} x {task.hardware.name}"]
         lines += answer.sentences

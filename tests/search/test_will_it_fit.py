@@ -330,8 +330,12 @@ def test_narrow_state_is_planned_and_pasted(mixture: str, capsys: pytest.Capture
 def test_the_answer_for_people_is_one_line(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "--hf", mixture, "--gpu", "rtx-4090", "--seq", "64"]
     assert main(asked) == 0
-    (told,) = capsys.readouterr().out.splitlines()
+    told, command = capsys.readouterr().out.splitlines()
     found = said(capsys, *asked[1:])
+    assert command == line(found, "By command: elixir-moe train --model.hf")
+    for other in (["--optimizer", "sgd"], ["--freeze", "*norm*"]):
+        found_without = said(capsys, *asked[1:], *other)
+        assert not any("elixir-moe train" in one for one in found_without["answer"]), "train has no such setting"
     predicted = found["predicted"]
     assert f"fits on 1 x rtx-4090: about {predicted['step_seconds']:.3g} s a step" in told
     assert f", {predicted['tokens_per_second']:,.0f} tokens a second" in told

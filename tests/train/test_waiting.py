@@ -40,6 +40,17 @@ def test_a_long_wait_is_told(
     assert (stream.getvalue() == "reading the data ...\n") != terminal
 
 
+def test_what_follows_is_told_by_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(terminal=False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Waits(after_seconds=0)("reading the data") as tell:
+        assert stream.written.wait(60)
+        for number in range(3):
+            tell(f"tracing a step (layer {number} of 3)")
+        tell("searching")
+    assert stream.getvalue() == "reading the data ...\ntracing a step ...\nsearching ...\n"
+
+
 def test_a_short_wait_and_a_quiet_one_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream(terminal=False)
     monkeypatch.setattr(sys, "stderr", stream)
