@@ -3,6 +3,8 @@
 Owns the messages. Checks this rank alone; comparisons between ranks, and of memory, are in `agreement`.
 """
 
+import os
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.errors import ConfigError, LayoutError, TierError
 from elixir_moe.moe.fused import STACKS, adapted_parameter
 from elixir_moe.optim.accepted import check_optimizer, is_adam
 from elixir_moe.optim.optimizer import ShardedOptimizer
@@ -87,7 +89,8 @@ def _check_listing(model: nn.Module) -> None:
 
 
 def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError if chunks on disk lack a folder, or the optimizer cannot update them."""
+    """Raises ConfigError if chunks on disk lack a folder, or the optimizer cannot update them; TierError if the folder
+    cannot be used, even if no chunk would go there today."""
     if isinstance(plan, Plan) and plan.disk_chunks and plan.disk is None:
         raise ConfigError(
             f"the plan has disk_chunks={plan.disk_chunks}: say in which folder their file goes, with "
@@ -98,6 +101,9 @@ def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
             f"chunks on disk are updated by Adam and AdamW of torch, without amsgrad; this is "
             f"{type(optimizer).__name__}: use one of them, or leave disk out"
         )
+    if plan.disk is not None and not os.access(plan.disk, os.W_OK | os.X_OK):
+        why = "cannot be written" if os.path.isdir(plan.disk) else "does not exist"
+        raise TierError(f"the folder disk={plan.disk!r} {why} on {socket.gethostname()}: make it, or name another")
 
 
 def check_precision(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:

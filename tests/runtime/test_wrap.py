@@ -245,6 +245,13 @@ def test_what_one_rank_is_given_apart_is_an_error_of_all(what: str, said: str, r
         assert told.startswith(said)
 
 
+def test_a_folder_that_no_chunk_needs_today_is_checked_all_the_same() -> None:
+    """By default all state is in host memory, if it has room; on another day the folder would be wanted."""
+    model = nn.Linear(8, 8)
+    with pytest.raises(em.TierError, match=r"the folder disk='/proc/none' does not exist on .*: make it, or name"):
+        em.wrap(model, adamw(model), plan=em.Plan.offload(disk="/proc/none"))
+
+
 def test_the_expected_schedule_sends_off_the_gradients_of_every_trainable_chunk() -> None:
     model, optimizer = em.wrap(model := Net(), adamw(model), plan=small_plan(model, None))
     parts = find_parts(model)
