@@ -33,7 +33,7 @@ import torch.distributed as dist
 from elixir_moe.cli import ckpt
 from elixir_moe.cli.plan import add_estimate, add_plan, run_estimate, run_plan
 from elixir_moe.cli.verify import add_verify, run_verify
-from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError
+from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError, meant
 from elixir_moe.kernels import cpu_features
 from elixir_moe.parallel.mesh import prepare_process
 from elixir_moe.train import launch
@@ -48,6 +48,10 @@ _TRAIN_EXTRA = {"matplotlib", "rich", "yaml"}
 
 class _Parser(argparse.ArgumentParser):
     """An argparse parser that raises ConfigError."""
+
+    def options(self) -> list[str]:
+        """The names of all options but help, which nobody misspells."""
+        return [name for action in self._actions for name in action.option_strings if name not in ("-h", "--help")]
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
@@ -102,7 +106,9 @@ def _run(arguments: Sequence[str]) -> int:
     parser = _parser(_settings_help() if helped else None)
     known, rest = parser.parse_known_args(arguments)
     if rest and known.verb not in ("train", "bench"):
-        parser.error(f"unknown arguments {' '.join(rest)}")
+        words = [word.partition("=")[0] for word in rest if word.startswith("-")]
+        hint = meant(words[0], known.parser.options()) if words else ""
+        known.parser.error(f"unknown arguments {' '.join(rest)}{hint and f'; {hint}'}")
     with _telling_decisions(known.verbose):
         return _run_verb(known, rest, arguments)
 
@@ -200,6 +206,7 @@ def _parser(settings_help: str | None) -> _Parser:
         clean_parser,
     )
     for verb in (train_parser, *others, *ckpt.add_parser(verbs)):
+        verb.set_defaults(parser=verb)
         verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
         verb.add_argument("-v", "--verbose", action="store_true", help="tell on stderr what the library decides")
         verb.add_argument("-q", "--quiet", action="store_true", help="print results and errors, and nothing on the way")
@@ -287,12 +294,14 @@ def _export(known: argparse.Namespace) -> int:
     if known.json:
         print(json.dumps(found.as_dict()))
         return 0
-    changed = "" if found.change is None else f"; the adapters change them by up to {found.change:.3g}"
+    alike = f"differ by at most {found.difference:.2g}, which is rounding" if found.difference else "are equal"
     print(
         f"{found.what} of {found.checkpoint} in {found.out}\n"
-        f"read back without this library: {found.compared} differ by up to {found.difference:.2g} of "
-        f"{found.largest:.3g}{changed}"
+        f"Check passed, without this library: exported and trained {found.compared} {alike} "
+        f"(largest {found.largest:.3g})."
     )
+    if found.change is not None:
+        print(f"The adapters change {found.compared} by up to {found.change:.3g}.")
     return 0
 
 
@@ -386,7 +395,7 @@ def _settings_help() -> str:
     from elixir_moe.train import settings
     from elixir_moe.train.config import TrainConfig
 
-    return settings.help_of(TrainConfig)
+    return settings.help_of(TrainConfig, {"run.out": "required without model.hf"})
 
 
 def _tell(error: Exception, exit_code: int, traced: bool) -> None:

@@ -87,11 +87,14 @@ class Lora:
             for target in targets:
                 if not any(f".{name}".endswith(f".{target}") for name in names):
                     hint = meant(target, {name.rpartition(".")[2] for name in names} | set(names))
-                    raise ConfigError(f"--lora: {target} matches nothing in {type(model).__name__}; {hint}")
+                    raise ConfigError(
+                        f"targets of LoRA (--lora, lora.targets): {target} matches nothing in {type(model).__name__}"
+                        f"{hint and f'; {hint}'}"
+                    )
         if EXPERTS in self.targets and not _fused_experts(model):
             raise ConfigError(
-                f"--lora: {EXPERTS} matches nothing: {type(model).__name__} has no parameter of three dims in a module "
-                f"called experts; name them with parameters= or targets="
+                f"targets of LoRA (--lora, lora.targets): {EXPERTS} matches nothing: {type(model).__name__} has no "
+                f"parameter of three dims in a module called experts; name them with parameters= or targets="
             )
 
 

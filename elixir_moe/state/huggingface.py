@@ -285,6 +285,8 @@ class Pretrained:
         """Opens the files. Raises CheckpointError with all problems that are visible before a weight is read."""
         from safetensors import SafetensorError, safe_open
 
+        if not self._folder.is_dir():
+            raise CheckpointError(f"weights: the folder {str(self._folder)!r} does not exist: name one of safetensors")
         index = self._folder / INDEX
         try:
             files = json.loads(index.read_text())["weight_map"].values() if index.exists() else [SINGLE]

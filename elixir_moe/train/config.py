@@ -212,7 +212,8 @@ class RunConfig:
     """Length of the run, batch size, dtype, evaluation and output."""
 
     out: Annotated[str, Check("a directory", str.strip)]
-    """Directory for everything the run writes; created if missing, refused if it holds anything other than this run."""
+    """Directory for everything the run writes; created if missing, refused if it holds anything other than this run.
+    With model.hf, by default runs/ and the folder's name."""
     overwrite: bool = False
     """Replace a run in out, finished or not. A run restarted by its launcher continues all the same."""
     resume: str = "auto"
@@ -227,7 +228,7 @@ class RunConfig:
     accumulation: Annotated[int, at_least(1)] = 1
     """Micro-batches that each rank runs per optimizer step."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of forward and backward; master weights and moments are always fp32."""
+    """Dtype of forward and backward; plan.master and plan.moments say in which master weights and moments are kept."""
     loss: Literal["whole", "fused"] = "whole"
     """whole: the cross-entropy of all logits; fused: the same without logits, by em.linear_cross_entropy."""
     seed: Annotated[int, Check("0 or more, below 2**62", lambda seed: 0 <= seed < 2**62)] = 0

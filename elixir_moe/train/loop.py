@@ -253,7 +253,7 @@ class Loop:
         self._apply(agreed.control, first=True)
         self._status("running")
         if agreed.signal:
-            self._stop(f"stopped before step {self._first + 1} by signal {agreed.signal}", REQUEUE)
+            self._stop(f"before step {self._first + 1} by signal {agreed.signal}", REQUEUE)
 
     def _conclude(self) -> Summary | None:
         """Writes sample, weights and summary; all communication comes before rank 0 writes alone."""
@@ -433,7 +433,7 @@ class Loop:
         if agreed.signal or control.stop:
             self.keeper.save(asynchronous=False, must=True)
             why = f"signal {agreed.signal}" if agreed.signal else CONTROL
-            text = f"stopped after step {step} by {why}; the state is saved in {self.keeper.latest}"
+            text = f"after step {step} by {why}; the state is saved in {self.keeper.latest}"
             self._stop(text, REQUEUE if agreed.signal else 0)
         if control.save or (every is not None and step % every == 0 and step < self.config.run.steps):
             self.keeper.save(asynchronous=self.config.save.asynchronous)
@@ -442,7 +442,7 @@ class Loop:
         self._event("stopped", text)
         self._status("stopped", text)
         again = "the same command" + " with --run.overwrite false" * self.config.run.overwrite
-        raise Stopped(f"{text}; {again} goes on from there", exit_code)
+        raise Stopped(f"stopped {text}; {again} goes on from there", exit_code)
 
     def _apply(self, control: Control | None, *, first: bool = False) -> Control:
         """Applies new settings. On the `first` call, ignores save and stop, which were meant for an earlier start."""

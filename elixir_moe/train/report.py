@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 from elixir_moe.train.history import finite, losses_of, records_of
 from elixir_moe.train.writers import Writer, values_of
 
+_COLUMNS = {"numel": "elements", "shard_bytes": "state bytes"}
+"""Heads of the columns that are not called as in `inspect`."""
 __all__ = ["Console", "Report", "StepRecord", "Summary"]
 
 
@@ -144,9 +146,11 @@ class Report:
 
         Returns the plan of the run's previous start in JSON, if it differs; else None.
         """
-        table = Table(title="plan, on rank 0", title_justify="left")
+        table = Table(title="state on rank 0, by chunk group", title_justify="left")
         for name, value in rows[0].items() if rows else ():
-            table.add_column(name.replace("_", " "), justify="right" if type(value) is int else "left")
+            table.add_column(
+                _COLUMNS.get(name, name.replace("_", " ")), justify="right" if type(value) is int else "left"
+            )
         for row in rows:
             table.add_row(*(f"{v:,}" if type(v) is int else str(v) for v in row.values()))
         self._console.print(table)
@@ -212,9 +216,11 @@ class Report:
             verdict = f", {below} the bigram model's {summary.bigram_loss:.4f}"
         if sample:
             self.say(f"\n--- a sample of the model's text\n{sample}\n---\n")
+        done = f" ({summary.steps - self._first + 1} of them in this start)" * (self._first > 1)
         self.say(
             f"validation loss {summary.val_loss:.4f}{verdict} (nats/token)\n"
-            f"{summary.steps} steps, {summary.train_seconds:.0f} s, ranks: {summary.ranks}; files in {summary.out}"
+            f"{summary.steps} steps{done}, {summary.train_seconds:.0f} s, ranks: {summary.ranks}; "
+            f"files in {summary.out}"
         )
         if not weights:
             self.say(f"elixir-moe export {summary.out} writes the model for other libraries")

@@ -70,8 +70,11 @@ def to_yaml(config: Any) -> str:
     return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False)
 
 
-def help_of(cls: type) -> str:
-    """Help text for every setting of a dataclass of sections: the docstring under its field, its type and default."""
+def help_of(cls: type, needed: Mapping[str, str] | None = None) -> str:
+    """Help text for every setting of a dataclass of sections: the docstring under its field, its type and default.
+
+    `needed`: {setting: when it is required}, of those that are not always.
+    """
     texts: dict[str, list[str]] = {}
     for section, kinds in records.records_in(cls).items():
         for kind in kinds or (cls,):
@@ -81,10 +84,11 @@ def help_of(cls: type) -> str:
                     continue
                 facts = f"type: {inspect.formatannotation(hints[field.name])}"
                 is_needed = field.default is field.default_factory
-                facts = f"required, {facts}" if is_needed else f"{facts}, default: {field.default}"
+                name = f"{section}.{field.name}" if kinds else field.name
+                needs = (needed or {}).get(name, "required")
+                facts = f"{needs}, {facts}" if is_needed else f"{facts}, default: {field.default}"
                 if kind in kinds[1:] and field.name != records.mark_of(kind):
                     facts = f"with {section}.{records.mark_of(kind)}, {facts}"
-                name = f"{section}.{field.name}" if kinds else field.name
                 texts.setdefault(name, []).append(f"{words[field.name]} ({facts})".replace("%", "%%"))
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
     group = parser.add_argument_group("settings, in the file or as --section.key value")

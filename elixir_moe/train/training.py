@@ -32,8 +32,11 @@ from elixir_moe.state.wrapped import require_wrapped
 from elixir_moe.train.config import DTYPES, OptimizerConfig, TrainConfig, identity
 from elixir_moe.train.data import Data, items_of, rows_of
 from elixir_moe.train.recipe import Recipe
+from elixir_moe.train.rows import Rows
 from elixir_moe.wrap import wrap
 
+_MANY_PASSES = 20
+"""Passes over the rows above which they are learnt by heart."""
 _MOST_NAMED = 8
 
 
@@ -288,8 +291,12 @@ class Training:
         yield (
             f"step        {run.global_batch} samples of {self.recipe.length} tokens, ranks: {self.ranks}"
             f"{f' (tp {run.tp})' * (run.tp > 1)}, "
-            f"micro-batches: {self.progress.accumulation}, {run.dtype}"
+            f"micro-batches: {self.progress.accumulation}, {run.dtype}, plan: {self.config.plan.kind}"
         )
+        if isinstance(self.data, Rows):
+            passes = run.steps * run.global_batch / len(self.data.train)
+            heart = "; so many teach the rows by heart: give fewer run.steps, or more rows" * (passes > _MANY_PASSES)
+            yield f"run         {run.steps} steps are {passes:.3g} passes over the rows{heart}"
         if self.device.type == "cuda" and self.recipe.varies and not _expandable():
             yield (
                 "memory      experts take another number of tokens in each step, which fragments GPU memory: set "

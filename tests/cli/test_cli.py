@@ -196,7 +196,7 @@ def test_the_exit_code_says_whether_the_same_command_can_do_better(
             "--plan.kind=auto --plan.rcache_blocks=null --plan.hardware=a100-80g-pcie-x4 --plan.budget=1kB",
             "PlanError: no plan fits",
         ),
-        ("--plan.disk_chunks=1 --plan.disk=/no/such", "TierError: .*'/no/such': No such file or directory"),
+        ("--plan.disk_chunks=1 --plan.disk=/no/such", "TierError: the folder disk='/no/such' does not exist"),
     ],
 )
 @pytest.mark.fault(18)
@@ -225,7 +225,8 @@ def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str], monkeypatc
     shown = " ".join(capsys.readouterr().out.split())
     assert "--run.steps STEPS Optimizer steps. (type: int, default: 100)" in shown
     assert (
-        "(required, type: str)" in shown and "one number a layer, or empty: all dense. (type: tuple[int, ...]" in shown
+        "(required without model.hf, type: str)" in shown
+        and "one number a layer, or empty: all dense. (type: tuple[int, ...]" in shown
     )
     known = list(records.keys(TrainConfig))
     assert {"run.steps", "model.d_model", "model.hf", "model.module", "lora.r", "quantize", "data.file"} <= {*known}
@@ -292,7 +293,11 @@ def test_a_report_counts_what_leaves_the_device(tmp_path: Path, capsys: pytest.C
         (["RUN", "RUN", "--picture", "a.png"], "--picture draws one run, got 2"),
         (["RUN", "--picture", "a.png"], "has no losses yet"),
         (["RUN/mine"], "is no run's directory"),
-        (["RUN", "--stepz", "1"], "unknown arguments --stepz 1"),
+        (
+            ["RUN", "--pictur", "a.png"],
+            "unknown arguments --pictur a.png; did you mean '--picture'?; see elixir-moe report",
+        ),
+        (["RUN", "--stepz", "1"], "unknown arguments --stepz 1; see elixir-moe report --help"),
         ([], "the following arguments are required: directory"),
     ],
 )

@@ -328,6 +328,9 @@ def test_a_pattern_with_a_view_is_told_before_anything_is_read(tmp_path: Path, r
 
 def test_no_folder_and_no_weights_are_said(tmp_path: Path, ranks: Ranks) -> None:
     for kind, text in ranks(2).run(refused, tmp_path / "nowhere", unchanged):
+        assert (kind, f"the folder '{tmp_path}/nowhere' does not exist" in text) == ("CheckpointError", True)
+    (tmp_path / "empty").mkdir()
+    for kind, text in ranks(2).run(refused, tmp_path / "empty", unchanged):
         assert (kind, "no readable" in text) == ("CheckpointError", True)
     for kind, text in ranks(2).run(refused, None, unchanged):
         assert (kind, "pass weights=" in text) == ("LayoutError", True)

@@ -265,7 +265,7 @@ def test_torchrun_without_the_short_form_repeats_the_run_bit_for_bit(
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "elixir_moe", "train")
     done = launch(*torchrun, "--config", str(tiny_run[0] / "config.yaml"), "--run.out", str(tmp_path / "again"))
     assert done.returncode == 0, done.stderr
-    assert "bigram" in done.stdout and "plan, on rank 0" in done.stdout
+    assert "bigram" in done.stdout and "state on rank 0, by chunk group" in done.stdout
     first, again = ((p / "metrics.jsonl").read_text().splitlines() for p in (tiny_run[0], tmp_path / "again"))
     same = ("loss", "grad_norm", "lr", "val_loss", "tokens_per_expert")
     for a, b in zip(map(json.loads, first), map(json.loads, again), strict=True):
