@@ -20,3 +20,5 @@ for first in range(0, len(texts) - ranks + 1, ranks):  # each rank takes a line 
     optimizer.step()
     optimizer.zero_grad()
 em.save_pretrained(model, "tuned")  # a folder for from_pretrained
+if rank == 0:
+    tokenizer.save_pretrained("tuned")

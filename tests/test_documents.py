@@ -114,9 +114,15 @@ def test_every_snippet_is_python() -> None:
     [("training_loop", 11, '"scatter": true'), ("weights", 3, ""), ("i_want_to", 8, "host")],
 )
 def test_the_snippets_run_one_after_another(
-    name: str, number: int, printed: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    name: str,
+    number: int,
+    printed: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert run_snippets(DOCS / f"{name}.md", {"__name__": "snippets", "out": tmp_path}) == number
+    monkeypatch.chdir(tmp_path)
+    assert run_snippets(DOCS / f"{name}.md", {"__name__": "snippets"}) == number
     assert printed in capsys.readouterr().out
 
 
