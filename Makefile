@@ -9,7 +9,7 @@ DOCS_STAMP := $(VENV)/.docs-installed
 CONSTRAINTS := constraints.txt
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test test-all test-torch test-megatron test-peers lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
+.PHONY: setup test test-all test-torch test-megatron test-peers test-page lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -66,6 +66,12 @@ test-megatron:
 # target says which.
 test-peers: setup
 	$(BIN)/python -m tests.peers "$(PEERS)"
+
+# The page of a run in Chromium without a window: CHROMIUM, or one on PATH, or Debian's, which root can install.
+test-page: setup
+	@command -v "$${CHROMIUM:-chromium}" chromium-browser google-chrome > /dev/null || test "$$(id -u)" != 0 || \
+		! command -v apt-get > /dev/null || apt-get install -y --no-install-recommends chromium
+	$(BIN)/python -m tests.browser
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -108,7 +108,7 @@ def test_the_page_of_a_run_draws_what_the_files_hold(tmp_path: Path) -> None:
     smooth = history.smooth([value for _, value in loss])
     assert_drawn(losses, "training, mean of 15 steps", [(s, v) for (s, _), v in zip(loss, smooth, strict=True)])
     assert "resumed" in [text.text for text in texts(losses, "quiet")]
-    speeds = figures["Bytes of text a second, over all ranks"]
+    speeds = figures["Tokens a second, over all ranks"]
     assert_drawn(speeds, str(tmp_path / "run"), [(r["step"], r["tokens_per_second"]) for r in records])
     host = figures["Host: bytes in a backward (MiB)"]
     assert_drawn(host, "held by the library", [(r["step"], r["held_bytes"]["host"] / 2**20) for r in records])
@@ -254,3 +254,26 @@ def test_axes_have_round_numbers_on_both_sides_of_the_values(low: float, high: f
 def test_layers_are_named_to_their_number() -> None:
     names = ["model.layers.3.mlp.experts.7.up", "model.embed.weight", "lm_head", "0.weight", "blocks.12"]
     assert list(map(model.layer_of, names)) == ["model.layers.3", "model.embed", "lm_head", "0", "blocks.12"]
+
+
+GOOD = {"console": [], "figures": 2, "empty": 0, "width": 400, "beyond": [], "letters": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"console": ["CONSOLE:1] error"]}, "the console has messages"),
+        ({"figures": 1}, "of 2 figures are drawn"),
+        ({"empty": 1}, "of 2 figures are drawn"),
+        ({"width": 401}, "must be scrolled"),
+        ({"beyond": ["a"]}, "texts end beyond the edge"),
+        ({"letters": 8.9}, "letters are 8.9 pixels high"),
+    ],
+)
+def test_the_check_in_a_browser_sees_each_flaw(wrong: dict[str, Any], said: str) -> None:
+    """Of `make test-page`, which needs a browser itself."""
+    from tests import browser
+
+    browser.check(GOOD, 2, 400)
+    with pytest.raises(AssertionError, match=said):
+        browser.check(GOOD | wrong, 2, 400)

@@ -46,6 +46,7 @@ margin-right:.35em;background:currentColor}.elixir .legend i.dashed{height:.2em;
 border-bottom:1px solid var(--grid)}
 .elixir td.number,.elixir th.number{text-align:right;font-variant-numeric:tabular-nums}
 .elixir pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.82rem;margin:0}.elixir p{max-width:60rem}
+@media (max-width:30rem){.elixir svg text{font-size:11.7px}}
 @media print{.elixir{--card:#fff;--text:#000;--quiet:#333;font-size:11px;padding:0;color-scheme:light;
 print-color-adjust:exact;-webkit-print-color-adjust:exact}
 .elixir figure,.elixir .card,.elixir tr{break-inside:avoid}.elixir h2{break-after:avoid}

@@ -66,12 +66,12 @@ def losses(stories: Sequence[Story]) -> str:
 
 
 def speeds(stories: Sequence[Story]) -> str:
-    """Bytes of text a second against steps."""
+    """Tokens a second against steps."""
     found = [
         Series(label=story.account["run"], points=story.series("tokens_per_second"), colour=i)
         for i, story in enumerate(stories)
     ]
-    return charts.lines("Bytes of text a second, over all ranks", found, from_zero=True)
+    return charts.lines("Tokens a second, over all ranks", found, from_zero=True)
 
 
 def memory(story: Story) -> list[str]:
