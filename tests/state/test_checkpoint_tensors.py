@@ -3,6 +3,8 @@
 import errno
 import fcntl
 import os
+import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,20 @@ def pieces(data: bytes, length: int) -> list[bytes]:
     return [data[at : at + length] for at in range(0, len(data), length)]
 
 
-def items_of(values: torch.Tensor, numels: tuple[int, ...] = (0, 3, 5000, 9000)) -> list[Item]:
-    return [Item(key=str(n), dtype="F32", shape=(n,), tensor=lambda n=n: values[:n]) for n in numels]
+NUMELS = (0, 3, 5000, 9000)
 
 
+def items_of(values: torch.Tensor, staying: tuple[int, ...] = ()) -> list[Item]:
+    return [
+        Item(key=str(n), dtype="F32", shape=(n,), tensor=lambda n=n: values[:n], stays=n in staying) for n in NUMELS
+    ]
+
+
+@pytest.mark.parametrize("staying", [(), (5000,), NUMELS], ids=str)
 @pytest.mark.parametrize("segment", [PAGE, 5 * PAGE, 1 << 22])
 @pytest.mark.parametrize("way", ["around", "no way around", "larger pages"])
 def test_the_hash_is_that_of_the_segments_of_the_file(
-    segment: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    segment: int, way: str, staying: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the file system refuses to go around its cache, at once or for pages of this size."""
     monkeypatch.setattr(tensors, "SEGMENT_BYTES", segment)
@@ -48,7 +56,7 @@ def test_the_hash_is_that_of_the_segments_of_the_file(
     monkeypatch.setattr(direct_file.fcntl, "fcntl", fcntl_)
     monkeypatch.setattr(direct_file.os, "pwritev", pwritev)
     values = torch.arange(9000.0)
-    record = write_tensors(tmp_path / "x.safetensors", items_of(values))
+    record = write_tensors(tmp_path / "x.safetensors", items_of(values, staying))
     data = (tmp_path / "x.safetensors").read_bytes()
     assert record == hash_file(tmp_path / "x.safetensors")
     segments = [blake3(part).digest() for part in pieces(data, segment)]
@@ -56,13 +64,17 @@ def test_the_hash_is_that_of_the_segments_of_the_file(
     from safetensors.torch import load_file
 
     found = load_file(tmp_path / "x.safetensors")
-    assert all(torch.equal(found[str(n)], values[:n]) for n in (0, 3, 5000, 9000))
+    assert all(torch.equal(found[str(n)], values[:n]) for n in NUMELS)
 
 
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("staying", [(), (3, 9000)], ids=str)
 @pytest.mark.parametrize("first", [(), ("5000",), ("9000", "3"), ("0", "3", "5000", "9000")])
-def test_what_was_taken_before_keeps_its_values(first: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_was_taken_before_keeps_its_values(
+    first: tuple[str, ...], staying: tuple[int, ...], bounded: bool, tmp_path: Path
+) -> None:
     values = torch.arange(9000.0)
-    image = FileImage(items_of(values), bounded=False)
+    image = FileImage(items_of(values, staying), bounded=bounded)
     image.take(first)
     values.zero_()
     image.write(tmp_path / "x.safetensors")
@@ -70,3 +82,18 @@ def test_what_was_taken_before_keeps_its_values(first: tuple[str, ...], tmp_path
 
     for name, tensor in load_file(tmp_path / "x.safetensors").items():
         assert torch.equal(tensor, torch.arange(9000.0)[: int(name)] if name in first else torch.zeros(int(name)))
+
+
+def test_all_is_copied_when_the_write_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what the writers copy, however late they are."""
+    monkeypatch.setattr(tensors, "SEGMENT_BYTES", PAGE)
+    monkeypatch.setattr(tensors, "_SEGMENTS_AHEAD", 100)
+    values, bring, all_read = torch.arange(9000.0), FileImage._bring, threading.Event()
+    monkeypatch.setattr(FileImage, "_bring", lambda *given: (all_read.wait(), bring(*given))[1])
+    monkeypatch.setattr(tensors, "wait", lambda futures: (all_read.set(), wait(futures)))
+    image = FileImage(items_of(values, staying=(3, 5000, 9000)))
+    image.write(tmp_path / "x.safetensors", lambda: (values.zero_(), all_read.set())[1])
+    from safetensors.torch import load_file
+
+    for name, tensor in load_file(tmp_path / "x.safetensors").items():
+        assert torch.equal(tensor, torch.arange(9000.0)[: int(name)])

@@ -426,7 +426,10 @@ class _Contents:
         piece = SavedPiece(file=self.file, span=written.span, state=dtypes, scalars=scalars)
         for name, elements in kept.items():
             key = piece.key(held.name, name)
-            self._items.append(Item(key=key, dtype=dtypes[name], shape=(written.span.numel,), tensor=elements.read))
+            stays = isinstance(elements, InMemory) and not elements.tensor.is_cuda
+            self._items.append(
+                Item(key=key, dtype=dtypes[name], shape=(written.span.numel,), tensor=elements.read, stays=stays)
+            )
             if name == WEIGHT and held.chunk.spec.shows_only_weights:
                 self._may_change.append(key)
         yield piece

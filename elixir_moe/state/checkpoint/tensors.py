@@ -1,7 +1,8 @@
 """Files of tensors: written, hashed and read.
 
 Owns the path of bytes to the disk (safetensors' own writer does not hash): tensors are copied into segments, and each
-segment is hashed and written by another thread while the next is filled.
+segment is hashed and written by another thread while the next is filled. Where tensors stay as they are meanwhile, that
+thread fills the segment as well: then no thread waits for another's copy.
 """
 
 import errno
@@ -10,7 +11,7 @@ import os
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -41,6 +42,8 @@ class Item:
     shape: tuple[int, ...]
     tensor: Callable[[], torch.Tensor]
     """Called for the tensor when it is copied."""
+    stays: bool = False
+    """The tensor is memory of a CPU that outlives the save and keeps its values until the save has copied it."""
 
     @property
     def nbytes(self) -> int:
@@ -62,13 +65,15 @@ class FileImage:
         self._missing = [min(SEGMENT_BYTES, self._nbytes - at) for at in range(0, self._nbytes, SEGMENT_BYTES)]
         self._bounded = bounded
         self._segments: dict[int, Bytes] = {}
+        self._parts: dict[int, list[tuple[int, Bytes]]] = {}
+        """What is still to be copied into a segment, by the thread that writes it: (start, bytes)."""
         self._free: list[Bytes] = []
         self._whole = list(self._put(0, np.frombuffer(head.data, dtype=np.uint8)))
 
     def take(self, keys: Iterable[str]) -> None:
         """Copies these tensors now."""
         for key in keys:
-            self._whole += self._take(key)
+            self._whole += self._take(key, now=True)
 
     def write(self, path: Path, taken: Callable[[], None] = lambda: None) -> FileRecord:
         """Writes the new file and syncs it; calls `taken` when the last tensor is copied.
@@ -82,30 +87,34 @@ class FileImage:
             file = DirectFile(raw)
             rest = chain.from_iterable(map(self._take, list(self._left)))
             for index in chain(self._whole, rest):
-                digests[index] = writers.submit(self._bring, file, index, self._segments.pop(index))
+                digests[index] = writers.submit(self._bring, file, index)
                 behind.append(digests[index])
                 if self._bounded and len(behind) > _SEGMENTS_AHEAD:
                     behind.popleft().result()
+            if self._bounded:
+                wait(digests.values())
             taken()
             digest = file_digest(digests[index].result() for index in range(len(self._missing)))
             file.finish(self._nbytes)
         sync_directory(path.parent)
         return FileRecord(nbytes=self._nbytes, digest=digest)
 
-    def _take(self, key: str) -> Iterator[int]:
+    def _take(self, key: str, *, now: bool = False) -> Iterator[int]:
+        """Copies a tensor, or leaves it to the writers if it stays and need not be copied `now`; as `_put`."""
         item = self._left.pop(key)
         data = item.tensor().detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         assert len(data) == item.nbytes, f"{key} has {len(data)} bytes, not {item.nbytes}"
-        return self._put(self._places[key], data)
+        return self._put(self._places[key], data, later=item.stays and self._bounded and not now)
 
-    def _put(self, at: int, data: Bytes) -> Iterator[int]:
-        """Copies `data` to its place; yields each segment that becomes complete."""
+    def _put(self, at: int, data: Bytes, *, later: bool = False) -> Iterator[int]:
+        """Copies `data` to its place, or notes it for `later`; yields each segment that becomes complete."""
         while len(data):
             index, start = divmod(at, SEGMENT_BYTES)
-            if index not in self._segments:
-                self._segments[index] = self._free.pop() if self._free else _segment(self._length(index))
             part = data[: SEGMENT_BYTES - start]
-            np.copyto(self._segments[index][start : start + len(part)], part)
+            if later:
+                self._parts.setdefault(index, []).append((start, part))
+            else:
+                np.copyto(self._segment(index)[start : start + len(part)], part)
             data, at = data[len(part) :], at + len(part)
             self._missing[index] -= len(part)
             if not self._missing[index]:
@@ -114,18 +123,27 @@ class FileImage:
     def _length(self, index: int) -> int:
         return min(SEGMENT_BYTES, self._nbytes - index * SEGMENT_BYTES)
 
-    def _bring(self, file: DirectFile, index: int, segment: Bytes) -> bytes:
-        """Writes a segment, padded to whole pages; returns its hash."""
+    def _segment(self, index: int) -> Bytes:
+        """The memory of a segment."""
+        if index not in self._segments:
+            try:
+                self._segments[index] = self._free.pop()
+            except IndexError:  # asked first, another thread might take the last one
+                memory = paged_memory(min(SEGMENT_BYTES, self._nbytes))
+                self._segments[index] = np.frombuffer(memory, dtype=np.uint8)
+        return self._segments[index]
+
+    def _bring(self, file: DirectFile, index: int) -> bytes:
+        """Completes a segment, and writes it, padded to whole pages; returns its hash."""
+        segment = self._segment(index)
+        for start, part in self._parts.pop(index, ()):
+            np.copyto(segment[start : start + len(part)], part)
+        del self._segments[index]
         length, data = self._length(index), memoryview(segment)  # type: ignore[arg-type]
         file.write(index * SEGMENT_BYTES, data[: paged_bytes(length)])
         digest = segment_digest(data[:length])
         self._free.append(segment)
         return digest
-
-
-def _segment(nbytes: int) -> Bytes:
-    """New memory for at least `nbytes`, in whole pages."""
-    return np.frombuffer(paged_memory(nbytes), dtype=np.uint8)
 
 
 def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> FileRecord:
