@@ -758,8 +758,8 @@ class Machine:
         set_to(import_module("elixir_moe.optim.shard_update"), "adam_step", adam_step)
         set_to(  # it asks where the weights are, and here all memory is a CPU's
             import_module("elixir_moe.optim.shard_update"),
-            "_moment",
-            lambda chunk: torch.zeros_like(chunk.shard.master),
+            "_zeros",
+            lambda chunk, array: chunk.shard.shown.new_zeros(array.numel(chunk.spec.shard_numel), dtype=array.dtype),
         )
         for room in ("optim.optimizer", "optim.early", "moe.dispatch", "moe.experts"):
             set_to(import_module(f"elixir_moe.{room}"), "begin_to_host", begin_to_host)

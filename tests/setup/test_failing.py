@@ -78,7 +78,7 @@ IN_TIME = {
 """Failures before the first weight moves: (owner, name, what it is replaced by, message)."""
 TOO_LATE = {
     "disk": (ShardState, "fill", fill, "Input/output error"),
-    "moments": (shard_update, "_moment", out_of_memory, "cannot allocate .* for the moments"),
+    "moments": (shard_update, "_zeros", out_of_memory, "cannot allocate .* for the moments"),
     "threads": (optimizer_module, "ThreadPoolExecutor", out_of_memory, "out of memory"),
 }
 """The same after it."""
