@@ -672,6 +672,7 @@ def test_a_mixture_that_drops_no_token_asks_for_expandable_segments(
     model = {"experts": list(experts), "ep": [1, 1], "residual": False, "capacity_factor": capacity_factor}
     config = settings_of(tmp_path, model=model)
     training: Any = SimpleNamespace(
+        model=torch.nn.Module(),
         config=config,
         recipe=config.recipe(),
         device=torch.device(device),
