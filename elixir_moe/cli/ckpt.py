@@ -111,7 +111,7 @@ def _chosen(path: Path) -> Path:
     found = checkpoints(home_of(path)) if path.is_dir() else []
     if not found:
         raise ConfigError(
-            f"{path} is no checkpoint and holds none: name one, or the directory of a run that saved some"
+            f"{path} is not a checkpoint and holds none: name one, or the directory of a run that saved some"
         )
     for _, manifest in found:
         if isinstance(manifest, CheckpointError):
@@ -121,7 +121,7 @@ def _chosen(path: Path) -> Path:
 
 def _ls(directory: Path, as_json: bool) -> int:
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is no directory: name a run's, or one that holds checkpoints")
+        raise ConfigError(f"{directory} is not a directory: name a run's, or one that holds checkpoints")
     directory = home_of(directory)
     rows = [_facts(path, found) for path, found in checkpoints(directory)]
     unfinished = [str(path) for path in partials(directory)]

@@ -319,7 +319,7 @@ def _clean(known: argparse.Namespace) -> int:
     from elixir_moe.train.directory import leftovers
 
     if not known.directory.is_dir():
-        raise ConfigError(f"{str(known.directory)!r} is no directory: name one that holds runs")
+        raise ConfigError(f"{str(known.directory)!r} is not a directory: name one that holds runs")
     removed = [str(path) for path in leftovers(known.directory)]
     if known.json:
         print(json.dumps({"removed": removed}))

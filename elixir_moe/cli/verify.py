@@ -64,8 +64,10 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--quantize", metavar="SCHEME", help="keep frozen weights in nf4, mxfp4, fp8 or int8")
     suite = verb.add_argument_group("of --suite")
-    suite.add_argument("--only", metavar="PATTERN", help="run anew the rows whose names match it, or begin with it")
-    suite.add_argument("--out", type=Path, default=Path("certificate.json"), metavar="FILE", help="a page lies beside")
+    suite.add_argument("--only", metavar="PATTERN", help="run the rows again whose names match it or begin with it")
+    suite.add_argument(
+        "--out", type=Path, default=Path("certificate.json"), metavar="FILE", help="with a page of the same name"
+    )
     suite.add_argument("--jobs", type=int, metavar="N", help="rows at a time; by default as many as cores")
     suite.add_argument("--fresh", action="store_true", help="keep nothing of what FILE has")
     verb.add_argument("--no-shrink", action="store_true", help="take the model in its full size")
@@ -170,7 +172,7 @@ def _source(known: argparse.Namespace) -> Any:
     if known.quantize is not None:
         scheme_called(known.quantize)
         if known.hf is None or lora is None:
-            raise ConfigError("--quantize needs --hf, and --lora for something to train beside frozen weights")
+            raise ConfigError("--quantize needs --hf, and --lora since the frozen weights need adapters to train")
     if known.model is not None:
         if lora is not None:
             raise ConfigError("--lora needs --hf or --module: models by name are not for peft")

@@ -388,8 +388,8 @@ class TrainConfig:
         unit = replicas * self.run.accumulation
         if self.run.global_batch % unit:
             raise ConfigError(
-                f"run.global_batch={self.run.global_batch} is no multiple of {ranks} ranks{by_tp} x run.accumulation="
-                f"{self.run.accumulation}: choose a multiple of {unit}"
+                f"run.global_batch={self.run.global_batch} is not a multiple of {ranks} ranks{by_tp} x "
+                f"run.accumulation={self.run.accumulation}: choose a multiple of {unit}"
             )
 
     def load_data(self) -> Data:

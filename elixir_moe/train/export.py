@@ -85,7 +85,9 @@ def export(run: Path, out: Path | None = None, what: str | None = None) -> Expor
         CheckpointError: the folder, read back, has other logits or losses than the run's model; nothing is left of it.
     """
     if not is_run(run):
-        raise ConfigError(f"{str(run)!r} is no run's directory (by its config.yaml): name one of `train`'s")
+        raise ConfigError(
+            f"{str(run)!r} is not the directory of a run (it has no config.yaml): name one that `train` has written"
+        )
     config = _on_one_rank(configs.load(run / "config.yaml"))
     what = what or ("full" if config.lora is None else "adapter")
     if (what == "full") != (config.lora is None):

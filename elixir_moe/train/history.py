@@ -94,7 +94,10 @@ def account(directory: Path) -> dict[str, Any]:
         ConfigError: `directory` does not belong to a run.
     """
     if not is_run(directory):
-        raise ConfigError(f"{str(directory)!r} is no run's directory (by its config.yaml): name one of `train`'s")
+        raise ConfigError(
+            f"{str(directory)!r} is not the directory of a run (it has no config.yaml): name one that `train` "
+            f"has written"
+        )
     names = ("status.json", "summary.json", "plan.json")
     status, summary, plan = (_object(_text(directory / name)) for name in names)
     records = [record for _, record in records_of(directory / "metrics.jsonl")]

@@ -59,7 +59,7 @@ def config(tmp_path: Path) -> str:
         (["--model.n_heads", "3"], "d_model=16 is not a multiple of n_heads=3"),
         (["--model.ep", "1,3"], "layer 1: ep=3 does not divide 2 experts, choose among [1, 2]"),
         (["--nproc", "3"], "model.ep[1]=2 does not divide the 3 ranks of this run: choose one of [1, 3]"),
-        (["--run.global_batch", "3"], "run.global_batch=3 is no multiple of 2 ranks x run.accumulation=1"),
+        (["--run.global_batch", "3"], "run.global_batch=3 is not a multiple of 2 ranks x run.accumulation=1"),
         (["--plan.device", "20"], "plan: device=20: 20 what? 20 GiB is written '20 GiB'"),
         (["--plan.rcache_blocks", "null", "--plan.rcache", "4"], "plan: rcache=4: 4 what? 4 GiB"),
         (["--data.paths", "/no/such.txt"], "cannot read '/no/such.txt': No such file or directory"),
@@ -289,10 +289,10 @@ def test_a_report_counts_what_leaves_the_device(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["here/none"], "'here/none' is no run's directory"),
+        (["here/none"], "'here/none' is not the directory of a run"),
         (["RUN", "RUN", "--picture", "a.png"], "--picture draws one run, got 2"),
         (["RUN", "--picture", "a.png"], "has no losses yet"),
-        (["RUN/mine"], "is no run's directory"),
+        (["RUN/mine"], "is not the directory of a run"),
         (
             ["RUN", "--pictur", "a.png"],
             "unknown arguments --pictur a.png; did you mean '--picture'?; see elixir-moe report",

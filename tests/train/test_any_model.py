@@ -602,7 +602,7 @@ def test_adapters_that_change_little_are_compared_all_the_same(ranks: Ranks, tmp
 
 
 def test_what_cannot_be_exported_is_told(folders: Path, ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run's directory"):
+    with pytest.raises(ConfigError, match="is not the directory of a run"):
         export(tmp_path)
     config = settings_of(folders, "Llama", tmp_path / "out", lora={"r": 2}, run={"steps": 1})
     ranks(1).run(run, config, None, 0, True)
