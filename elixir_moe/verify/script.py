@@ -177,7 +177,8 @@ def script_of(setup: Setup, failed: Check, versions: dict[str, str]) -> str | No
 def _model(source: Source) -> str:
     """What defines `build`, `loss_of` and `sample`."""
     if isinstance(source, Function):
-        return _FUNCTION.format(module=source.module, name=source.name)
+        module, _, name = source.path.partition(":")
+        return _FUNCTION.format(module=module, name=name)
     assert isinstance(source, HuggingFace), "named models are not for peers"
     config: Any = source.config()
     vocabulary = config.get_text_config().vocab_size
