@@ -15,9 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint, fsdp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 from torch.nn import parallel
 
 from elixir_moe.errors import ConfigError, nothing_called
@@ -130,10 +127,15 @@ class OfTorch:
 
     def save(self, folder: Path) -> None:
         """Writes a checkpoint of `torch.distributed.checkpoint`."""
+        from torch.distributed import checkpoint
+
         checkpoint.save(self._state(), checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
         """Reads one."""
+        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
         state = self._state()
         checkpoint.load(state, checkpoint_id=folder)
         set_state_dict(self.runs, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -149,6 +151,8 @@ class OfTorch:
         """Holds nothing."""
 
     def _state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
         model, optimizer = get_state_dict(self.runs, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
@@ -156,7 +160,7 @@ class OfTorch:
 def _whole(value: Tensor) -> Tensor:
     """A tensor or a DTensor with the elements of all ranks. Collective."""
     value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _write(model: Any, whole: Weights, folder: Path) -> None:
@@ -181,6 +185,8 @@ def _ddp(setup: Setup, subject: Subject) -> Trainee:
 
 def _fsdp2(setup: Setup, subject: Subject) -> Trainee:
     """`fully_shard` of each block and of the root. A block is what an outermost `nn.ModuleList` lists."""
+    from torch.distributed import fsdp
+
     half = setup.compute_dtype is not None
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype=setup.compute_dtype, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=not half
