@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.paper_zero_infinity import compared
 from elixir_moe.cli.main import main
 from elixir_moe.search import zero_infinity
 from elixir_moe.search.zero_infinity import PEAK, SEQ, Transformer, efficiency
@@ -17,7 +18,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, 
     return rows
 
 
-@pytest.mark.parametrize(("table", "figures"), [("figure-2a", 30), ("figure-2b", 30), ("table-3", 12)])
+@pytest.mark.parametrize(("table", "figures"), [("figure-2a", 30), ("figure-2b", 30), ("table-3", 12), ("table-4", 18)])
 def test_every_printed_figure_is_met_but_those_that_depart(
     table: str, figures: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -28,7 +29,7 @@ def test_every_printed_figure_is_met_but_those_that_depart(
             within = abs(row[name] - float(text)) <= half * (1 + 1e-9)
             assert within is (name not in row["departs"]), (name, row[name], text)
             compared, departs = compared + 1, departs + (not within)
-    assert compared == figures and departs == {"figure-2a": 1, "figure-2b": 1}.get(table, 0)
+    assert compared == figures and departs == {"figure-2a": 1, "figure-2b": 1, "table-4": 5}.get(table, 0)
 
 
 def test_every_row_names_the_papers_own_model_and_cluster() -> None:
@@ -62,6 +63,19 @@ def test_the_efficiency_is_that_of_a_step_that_computes_and_then_moves(capsys: p
     assert 1 - row["efficiency"] == pytest.approx(0.25, abs=0.005)
 
 
+def test_table_4_is_met_within_a_hundredth_and_holds_what_was_measured() -> None:
+    for row in zero_infinity.rows_of("table-4"):
+        for name in ("efficiency", "min_tflops", "max_tflops"):
+            assert row[name] == pytest.approx(float(row["printed"][name]), rel=0.01)
+        assert row["min_tflops"] < float(row["actual_tflops"]) < row["max_tflops"]
+
+
+def test_the_text_of_section_7_holds() -> None:
+    found = list(compared("text"))
+    assert len(found) == 9
+    assert all(ours == pytest.approx(printed, rel=0.035) for _, printed, ours in found), "the text rounds: 9 is 9.3"
+
+
 def test_the_text_about_figure_3_holds(capsys: pytest.CaptureFixture[str]) -> None:
     rows = said(capsys, "--zero-infinity", "figure-3")
     claims = [row for row in rows if "where" in row]
@@ -79,7 +93,7 @@ def test_tables_are_shown_beside_the_paper_and_departures_are_explained(capsys: 
     assert capsys.readouterr().out.count("states  ") == 3, "each panel has its own columns"
 
 
-@pytest.mark.parametrize("table", ["figure-2b", "table-3"])
+@pytest.mark.parametrize("table", ["figure-2b", "table-3", "table-4"])
 def test_the_document_shows_what_the_command_prints(table: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
     assert main(["estimate", "--zero-infinity", table]) == 0
