@@ -117,8 +117,7 @@ certificate: setup
 	$(BIN)/elixir-moe verify --suite --out docs/certificate.json $(if $(ONLY),--only '$(ONLY)') $(if $(FRESH),--fresh)
 
 paper-table: setup
-	$(BIN)/python -m benchmarks.paper_table
-	$(BIN)/python -m benchmarks.paper_table_v1
+	$(BIN)/python -m benchmarks.paper_tables
 
 # The sources and a wheel for this Python, in dist/: Python 3.11 makes its own, 3.12 and newer make that of all versions
 # from 3.12 on. auditwheel names the oldest system on which the wheel works: the newer this one's compiler, the newer that.

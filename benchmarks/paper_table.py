@@ -8,6 +8,7 @@ import argparse
 import csv
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from elixir_moe.cli.tasks import pretended_ranks
 from elixir_moe.models.presets import is_mixture, named_model
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Fitted, Hardware
+from elixir_moe.search.profile import Profile
 from elixir_moe.search.solve import Choice, Task, solve
 from elixir_moe.search.trace import trace
 
@@ -27,19 +29,25 @@ SEQ = 1024
 
 
 def rows() -> list[tuple[str, int, int, float]]:
-    """(model, GPUs, batch of a GPU, measured TFLOPS of a GPU)."""
+    """(model, GPUs, batch of a GPU, measured TFLOPS of a GPU), of the rows that can be read."""
     with TABLE.open() as file:
         return [
-            (r["model"], int(r["gpus"]), int(r["batch_per_gpu"]), float(r["elixir_tflops_per_gpu"]))
+            (r["model"], int(r["gpus"]), int(r["batch_per_gpu"]), float(r["elixir"]))
             for r in csv.DictReader(file)
+            if r["elixir"]
         ]
 
 
-def task_of(model: str, gpus: int, batch: int, hardware: Hardware, layers: int | None = None) -> Task:
-    """The planning problem of one row; `layers` is another depth of the model."""
-    with pretended_ranks(gpus if is_mixture(model) else 1) as mesh:
+@cache
+def profile_of(model: str, gpus: int, batch: int, layers: int | None = None) -> Profile:
+    """The step of one GPU, traced once for each model and batch; `layers` is another depth of the model."""
+    if gpus > 1 and not is_mixture(model):  # each rank runs what one alone would
+        alone = profile_of(model, 1, batch, layers)
+        spread = {"ranks": tuple(range(gpus)), "divisor": gpus}
+        return replace(alone, params=tuple(replace(p, key=replace(p.key, **spread)) for p in alone.params))
+    with pretended_ranks(gpus) as mesh:
         given = named_model(model, batch=batch, seq=SEQ, mesh=mesh, layers=layers)
-        profile = trace(
+        return trace(
             given.model,
             given.step,
             given.sample,
@@ -48,8 +56,12 @@ def task_of(model: str, gpus: int, batch: int, hardware: Hardware, layers: int |
             reduce_dtype=torch.bfloat16,  # as it was measured
             tokens=batch * SEQ,
         )
+
+
+def task_of(model: str, gpus: int, batch: int, hardware: Hardware, layers: int | None = None) -> Task:
+    """The planning problem of one row."""
     return Task(
-        profile=profile,
+        profile=profile_of(model, gpus, batch, layers),
         hardware=hardware,
         gpus=gpus,
         capacity_bytes=hardware.gpu_bytes,
@@ -61,6 +73,12 @@ def planned(model: str, gpus: int, batch: int, hardware: Hardware) -> tuple[Task
     """The plan for one row."""
     task = task_of(model, gpus, batch, hardware)
     return task, solve(task)
+
+
+@cache
+def of_row(model: str, gpus: int, batch: int) -> tuple[Task, Choice]:
+    """The plan for one row on the paper's machine, made once."""
+    return planned(model, gpus, batch, Hardware.named(MACHINE))
 
 
 def predicted(task: Task, choice: Choice, fitted: Fitted) -> float:
@@ -91,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = parser.parse_args(arguments)
     hardware = Hardware.named(MACHINE)
     table = rows()
-    found = [planned(model, gpus, batch, hardware) for model, gpus, batch, _ in table]
+    found = [of_row(model, gpus, batch) for model, gpus, batch, _ in table]
     measured = [tflops for *_, tflops in table]
 
     def errors(fitted: Fitted) -> list[float]:

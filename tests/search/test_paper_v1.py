@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from benchmarks import paper_table_v1 as v1
 from elixir_moe.models.presets import named_model
 
 RESULTS = json.loads(v1.RESULTS.read_text())
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "paper_figures.md").read_text()
 
 
 def test_the_models_have_the_papers_sizes() -> None:
@@ -39,3 +41,21 @@ def test_the_program_says_its_mean_error(capsys: pytest.CaptureFixture[str]) -> 
     by_run = {(row["model"], row["gpus"]): row for row in found["rows"]}
     assert all(by_run["gpt-21b", gpus]["measured"] == tflops for gpus, tflops in ((1, 102), (2, 121), (4, 113)))
     assert sum(row["fits"] for row in found["rows"]) >= 19 and not by_run["pr-moe-29b", 1]["fits"]
+    gpt = [row for row in found["rows"] if row["model"] == "gpt-21b"]
+    assert [row["deepspeed_measured"] for row in gpt] == [53, 91, 100] and max(map(abs, found["rivals"])) < 0.35
+    shown = ", ".join(f"{100 * (row['predicted'] / row['measured'] - 1):+.1f} %" for row in gpt)
+    assert shown in DOCUMENT, shown
+    shown = ", ".join(f"{100 * error:+.1f} %" for error in found["rivals"])
+    assert shown in DOCUMENT, shown
+    for claim in found["claims"]:
+        shown = " to ".join(f"{value:.1f}" for value in dict.fromkeys(claim["ours"]))
+        assert f"| {shown}" in DOCUMENT, shown
+
+
+def test_deepspeeds_batches_are_those_that_the_text_tells() -> None:
+    rows = {row["model"]: row for row in RESULTS["table-2"]}
+    told = {name: [v1.batch_of_deepspeed(rows[name], gpus) for gpus in (1, 2, 4)] for name in rows}
+    assert told["opt-13b"] == [24, 24, 24] and told["opt-6.7b"] == [32, None, 28]
+    assert (
+        told["pr-moe-16b"] == [4, 12, 16] and told["pr-moe-25b"] == [None, None, 12] and told["opt-30b"] == [None] * 3
+    )
