@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elixir_moe.chunks.plan import size_bytes
-from elixir_moe.cli.plan import add_plan
+from elixir_moe.cli.arguments import add_plan
 from elixir_moe.cli.tasks import model_of, reserve_of, task_of
 from elixir_moe.errors import ConfigError
 from elixir_moe.search import gpus

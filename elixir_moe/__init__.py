@@ -1,86 +1,44 @@
 """elixir_moe: train mixture-of-experts models that do not fit the GPUs you have.
 
-The public names; everything else is internal and may move.
+The public names are those of `public.py`. They are imported at the first use of one, and torch with them: the command
+line explains itself without either.
 """
 
+import sys
+from importlib import import_module
 from importlib.metadata import version
-
-from elixir_moe import models
-from elixir_moe.chunks.ledger import Footprint
-from elixir_moe.chunks.plan import AutoPlan, Plan, Tier
-from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.errors import (
-    CheckpointError,
-    ConfigError,
-    DiskError,
-    ElixirError,
-    LayoutError,
-    OutOfStepError,
-    PlanError,
-    TierError,
-    UsageError,
-)
-from elixir_moe.inspect import Inspection, inspect
-from elixir_moe.linear_cross_entropy import linear_cross_entropy
-from elixir_moe.moe.fused import group_experts
-from elixir_moe.moe.layer import MoE
-from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_moe.parallel import megatron
-from elixir_moe.parallel.mesh import expert_mesh, init_mesh
-from elixir_moe.parallel.pattern import Pattern
-from elixir_moe.parallel.rules import annotate
-from elixir_moe.quantized.convert import dequantize, quantize
-from elixir_moe.runtime.access import unsharded
-from elixir_moe.setup.drawing import sharded_init
-from elixir_moe.setup.spreading import spread_experts
-from elixir_moe.setup.tiling import tile
-from elixir_moe.state.checkpoint.load import load
-from elixir_moe.state.checkpoint.save import Saving, save
-from elixir_moe.state.checkpoint.storage import latest
-from elixir_moe.state.full import full_state_dict
-from elixir_moe.state.huggingface import save_pretrained
-from elixir_moe.wrap import wrap
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 __version__ = version("elixir-moe")
 
-__all__ = [
-    "AutoPlan",
-    "CheckpointError",
-    "ConfigError",
-    "DiskError",
-    "ElixirError",
-    "Footprint",
-    "Inspection",
-    "LayoutError",
-    "MoE",
-    "OutOfStepError",
-    "Pattern",
-    "Plan",
-    "PlanError",
-    "Saving",
-    "ShardedOptimizer",
-    "Statistics",
-    "Tier",
-    "TierError",
-    "UsageError",
-    "annotate",
-    "dequantize",
-    "expert_mesh",
-    "full_state_dict",
-    "group_experts",
-    "init_mesh",
-    "inspect",
-    "latest",
-    "linear_cross_entropy",
-    "load",
-    "megatron",
-    "models",
-    "quantize",
-    "save",
-    "save_pretrained",
-    "sharded_init",
-    "spread_experts",
-    "tile",
-    "unsharded",
-    "wrap",
-]
+if TYPE_CHECKING:
+    from elixir_moe.public import *  # noqa: F403
+    from elixir_moe.public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Called for names that are not here yet."""
+        if "__all__" not in globals():
+            public = import_module("elixir_moe.public")
+            globals().update({known: getattr(public, known) for known in ("__all__", *public.__all__)})
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        __getattr__("__all__")
+        return sorted(globals())
+
+
+class _Package(ModuleType):
+    """Python binds each file that is imported to its name in the package; these names are functions."""
+
+    functions = frozenset({"wrap", "inspect", "linear_cross_entropy"})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in self.functions and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -22,9 +22,10 @@ from elixir_moe.distributed.all_ranks import ControlGroups, drop_all, made_on_al
 from elixir_moe.distributed.collectives import build_communicators
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.distributed.watchdog import watch
-from elixir_moe.errors import TierError, is_out_of_memory
+from elixir_moe.errors import TierError
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.build import build_shards
+from elixir_moe.memory.exhausted import is_out_of_memory
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation

@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 STOREYS: list[set[str]] = [
     {"errors"},
-    {"records"},
+    {"records", "names"},
     {"torch_private"},
     {"kernels"},
     {"distributed", "spans"},
@@ -37,6 +37,7 @@ STOREYS: list[set[str]] = [
     {"search"},
     {"setup", "page"},
     {"wrap", "inspect"},
+    {"public"},
     {"__init__"},
     {"integrations", "verify"},
     {"train"},
@@ -164,7 +165,7 @@ def noted(function, *rest, **named):
     return register(function, *rest, **named)
 
 atexit.register = noted
-import elixir_moe
+import elixir_moe.public
 print(dict(os.environ) == before, [file for file in said if "elixir_moe" in file])
 elixir_moe.init_mesh(device_type="cpu")
 print(len([file for file in said if "elixir_moe" in file]))
@@ -174,9 +175,56 @@ print(len([file for file in said if "elixir_moe" in file]))
 
 
 def test_the_core_is_light_to_import() -> None:
-    code = f"import elixir_moe, sys; print([name for name in {HEAVY} if name in sys.modules])"
+    code = f"import elixir_moe.public, sys; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arguments", ["--help", "plan --help", "verify --help", "plan --gpu"])
+def test_help_and_mistakes_need_no_torch(arguments: str) -> None:
+    code = f"""
+import sys
+from elixir_moe.cli.main import main
+
+try:
+    code = main({arguments.split()})
+except SystemExit as end:
+    code = end.code
+print("|", code, "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    code_of = "0" if "--help" in arguments else "2"
+    assert done.stdout.rpartition("|")[2].split() == [code_of, "False"], done.stdout + done.stderr
+
+
+def test_public_names_come_at_their_first_use() -> None:
+    code = """
+import sys
+import elixir_moe as em
+
+assert "torch" not in sys.modules and not hasattr(em, "no_such_name") and not hasattr(em.models, "no_such_name")
+import elixir_moe.models.gpt, elixir_moe.train.training  # which import the files of public functions
+from elixir_moe import *
+from elixir_moe import public
+
+assert {*public.__all__} <= {*dir(em)} and {*models.__all__} <= {*dir(models)}
+assert [name for name in public.__all__ if not globals()[name] is getattr(em, name) is getattr(public, name)] == []
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_public_function_is_not_replaced_by_the_file_of_its_name() -> None:
+    beside = {path.stem for path in PACKAGE.iterdir()}
+    assert {name for name in elixir_moe.__all__ if name in beside} == type(elixir_moe).functions | {"models"}
+    code = """
+import elixir_moe.wrap, elixir_moe.inspect, elixir_moe.linear_cross_entropy
+import elixir_moe as em
+
+assert all(type(f).__name__ == "function" for f in (em.wrap, em.inspect, em.linear_cross_entropy))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_public_name_is_explained() -> None:

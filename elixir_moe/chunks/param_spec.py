@@ -13,14 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Literal
 
 import torch
 
 from elixir_moe.kernels import CODE_BLOCK
-
-Master = Literal["fp32", "bf16"]
-Moments = Literal["fp32", "bf16", "int8"]
+from elixir_moe.names import Master, Moments
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ from torch import nn
 
 from elixir_moe.chunks.cache_policy import LOOKAHEAD
 from elixir_moe.chunks.packing import ChunkSpec, Layout, best_chunk_numel, build_layout
-from elixir_moe.chunks.param_spec import Master, Moments, ParamSpec, Precision
+from elixir_moe.chunks.param_spec import ParamSpec, Precision
 from elixir_moe.errors import ConfigError, PlanError
+from elixir_moe.names import Master, Moments
 from elixir_moe.parallel.pattern import is_whole, reduction_dtype
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from elixir_moe.chunks.plan import Plan, Tier, size_text
-from elixir_moe.cli.largest import LARGEST
-from elixir_moe.cli.tasks import DTYPES, UNQUANTIZED, quantized_as, reserve_of, task_of
+from elixir_moe.cli.arguments import LARGEST, UNQUANTIZED
+from elixir_moe.cli.tasks import DTYPES, quantized_as, reserve_of, task_of
 from elixir_moe.errors import PlanError
 from elixir_moe.models.adapters import Lora
 from elixir_moe.models.presets import Planned

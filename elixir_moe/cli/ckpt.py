@@ -1,13 +1,12 @@
 """`elixir-moe ckpt`: lists, verifies, exports and rewrites checkpoints, without a model and on one process.
 
-Owns the arguments of the verb and its output.
+Owns its output.
 """
 
 import argparse
 import json
 import math
 import os
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.names import DTYPES
 from elixir_moe.state.checkpoint.manifest import Manifest
 from elixir_moe.state.checkpoint.storage import (
     MANIFEST,
@@ -26,30 +26,6 @@ from elixir_moe.state.checkpoint.storage import (
     verify,
 )
 from elixir_moe.state.checkpoint.whole import Whole, export_huggingface, export_torch, reshard
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def add_parser(verbs: "argparse._SubParsersAction[Any]") -> Sequence[argparse.ArgumentParser]:
-    """Adds the verb; returns the parsers that need the options common to all verbs."""
-    parser = verbs.add_parser("ckpt", help="list, verify, export or reshard checkpoints", allow_abbrev=False)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=type(parser))
-    ls = actions.add_parser("ls", help="the checkpoints in a directory, the latest last", allow_abbrev=False)
-    ls.add_argument("directory", type=Path, help="a run's, or one that holds checkpoints")
-    check = actions.add_parser("verify", help="hash every file of a checkpoint", allow_abbrev=False)
-    export = actions.add_parser("export", help="write full weights for other programs", allow_abbrev=False)
-    again = actions.add_parser("reshard", help="write a checkpoint again, as other files", allow_abbrev=False)
-    for verb in (check, export, again):
-        verb.add_argument("checkpoint", type=Path, help="or a directory as `ls` takes it: the latest in it")
-    export.add_argument("out", type=Path, help="a new folder (hf) or file (torch)")
-    export.add_argument(
-        "--format", choices=("hf", "torch"), default="hf", help="Hugging Face's safetensors, or one torch state dict"
-    )
-    export.add_argument("--dtype", choices=tuple(_DTYPES), help="of floating parameters; by default each one's own")
-    export.add_argument("--shard-gb", type=float, default=5.0, help="largest file of a folder, in GB (default 5)")
-    again.add_argument("out", type=Path, help="the new checkpoint")
-    again.add_argument("--files", type=int, default=1, metavar="N", help="number of files (default 1)")
-    return ls, check, export, again
 
 
 def run(known: argparse.Namespace) -> int:
@@ -64,7 +40,7 @@ def run(known: argparse.Namespace) -> int:
     whole = Whole(path, manifest)
     written: list[Path] = []
     if known.action == "export":
-        dtype = _DTYPES.get(known.dtype)
+        dtype = None if known.dtype is None else getattr(torch, DTYPES[known.dtype])
         if known.format == "torch":
             written = export_torch(whole, known.out, dtype=dtype)
         else:

@@ -8,15 +8,14 @@ import json
 import time
 from dataclasses import asdict
 
+from elixir_moe.cli.arguments import LARGEST
 from elixir_moe.cli.tasks import model_of, pretended_ranks, ranks_of, task_of
 from elixir_moe.errors import ConfigError
-from elixir_moe.models import presets
+from elixir_moe.models import shapes
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.largest import Found, Sizes, largest_each
 from elixir_moe.search.solve import Task
 
-LARGEST = {"model": ("layers", 512), "batch": ("sequences", 2**16), "seq": ("tokens", 2**20)}
-"""{what is searched: (unit, largest size tried)}."""
 _START = {"model": 16, "batch": 16, "seq": 2048}
 _ARGUMENT = {"model": "layers", "batch": "batch", "seq": "seq"}
 
@@ -24,7 +23,7 @@ _ARGUMENT = {"model": "layers", "batch": "batch", "seq": "seq"}
 def run_largest(known: argparse.Namespace, hardware: Hardware) -> int:
     """Prints the largest that fits under each strategy; returns 0, or 2 if nothing fits. Raises ConfigError."""
     unit, most = LARGEST[known.largest]
-    if known.largest == "model" and known.model is not None and presets.is_mixture(known.model):
+    if known.largest == "model" and known.model is not None and shapes.is_mixture(known.model):
         raise ConfigError(f"--largest model: {known.model} has layers of several kinds: name a dense model")
     started = time.perf_counter()
     with pretended_ranks(ranks_of(known)) as mesh:

@@ -1,33 +1,28 @@
-"""The commands `plan` and `estimate`: will it fit, how fast will it be, what should be set?
+"""The command `plan`: will it fit, how fast will it be, what should be set?
 
-Owns their arguments and their output. Decides nothing: `search` finds the plan, `models.presets` builds the model.
+Owns its output. Decides nothing: `search` finds the plan, `models.presets` builds the model.
 """
 
 import argparse
 import gc
 import json
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from elixir_moe.chunks.ledger import HELD_HEAD, held_line, held_rows
-from elixir_moe.chunks.param_spec import Master, Moments
 from elixir_moe.chunks.plan import Tier, size_text
 from elixir_moe.cli.answer import Answer, Asked, answered, tokens_per_second
-from elixir_moe.cli.largest import LARGEST, run_largest
+from elixir_moe.cli.largest import run_largest
 from elixir_moe.cli.tasks import (
     DTYPES,
-    OPTIMIZERS,
-    UNQUANTIZED,
     machine_bytes,
     model_of,
     pretended_ranks,
@@ -35,11 +30,9 @@ from elixir_moe.cli.tasks import (
     reserve_of,
     task_of,
 )
-from elixir_moe.errors import ConfigError, PlanError, nothing_called
-from elixir_moe.models import presets
+from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.models.presets import Planned
-from elixir_moe.quantized.formats import SCHEMES
-from elixir_moe.search import cost, estimate, gpus, strategies, zero_infinity
+from elixir_moe.search import cost, gpus, strategies
 from elixir_moe.search.explain import explain
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.measure import measured_here
@@ -56,99 +49,9 @@ _MOST_TOKENS = 2**40
 _MOST_IMBALANCE = 10**6
 _WORTH = 0.99
 """Part of a step's seconds below which tiles are worth their trouble."""
-_MOST_FIGURE = 1e60
-"""Largest figure of an estimate, so that products of a few stay finite."""
-_TYPICAL = (4096, 4096)
-"""A weight, for the share of scales in the bytes of quantised ones."""
 
 
-def add_plan(verb: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `plan`."""
-    model = verb.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(presets.names())}")
-    model.add_argument(
-        "--hf", "--config", dest="config", metavar="FILE", help="a Hugging Face config.json, or its directory"
-    )
-    machine = verb.add_mutually_exclusive_group(required=True)
-    machine.add_argument("--hardware", metavar="NAME|FILE", help="a machine that ships, a JSON file, or here")
-    machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(gpus.names())}")
-    machine.add_argument(
-        "--hardware-template",
-        action=_Template,
-        nargs="?",
-        const="rtx-4090",
-        metavar="GPU",
-        help="print a hardware file to edit, with unit and meaning of each key, and do nothing else",
-    )
-    verb.add_argument("--gpus", type=int, metavar="N", default=1, help="number of GPUs; by default 1")
-    verb.add_argument("--host-memory", metavar="SIZE", help="of one host: 128 GiB; by default what --gpu is sold in")
-    verb.add_argument(
-        "--host-reserve", metavar="SIZE", help="host memory not to plan for; by default 6 GiB, and 3 a GPU"
-    )
-    verb.add_argument("--disk-size", metavar="SIZE", help="disk of one host for shards: 2 TB; by default none")
-    verb.add_argument("--disk-speed", metavar="RATE", help="of reads and writes: 6 GB/s; by default 3 GB/s")
-    verb.add_argument("--batch", type=int, metavar="B", help="sequences of one GPU; by default 1")
-    verb.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence; by default 1024")
-    verb.add_argument("--lora", metavar="WORDS", help="train adapters of peft: r=16,targets=all-linear,experts")
-    verb.add_argument(
-        "--quantize",
-        choices=(*SCHEMES, UNQUANTIZED),
-        help="frozen weights under --lora, as em.quantize; by default as the config's quantization_config says",
-    )
-    verb.add_argument("--freeze", metavar="PATTERNS", help="names of parameters not to train, with *, by commas")
-    verb.add_argument(
-        "--checkpointing",
-        choices=("layers", "none"),
-        default="layers",
-        help="recompute each layer in backward, or keep all",
-    )
-    verb.add_argument(
-        "--loss",
-        choices=("whole", "fused"),
-        default="whole",
-        help="of all logits, or without them, by em.linear_cross_entropy; by default whole",
-    )
-    verb.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards in a step; by default 1")
-    verb.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="by default adamw")
-    verb.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of weights and products; by default bf16")
-    verb.add_argument("--master", choices=get_args(Master), default="fp32", help="how weights are kept for the update")
-    verb.add_argument("--moments", choices=get_args(Moments), default="fp32", help="how Adam's moments are kept")
-    verb.add_argument("--details", action="store_true", help="also show the plan's chunks, rCache, tiers and seconds")
-    verb.add_argument(
-        "--thorough",
-        action="store_true",
-        help="also search how far it reaches, and what more memory and accumulation would change",
-    )
-    verb.add_argument("--budget", metavar="SIZE", help="memory of a GPU to plan for: 40GiB; by default all of it")
-    verb.add_argument("--imbalance", type=float, default=1.0, help="routed rows of the busiest rank, in even shares")
-    verb.add_argument("--compare", action="store_true", help="price DDP and ZeRO-1/2/3 beside the plan")
-    verb.add_argument(
-        "--largest", choices=LARGEST, help="instead of a plan: the deepest model, batch or sequence that fits"
-    )
-    verb.add_argument("--picture", type=Path, metavar="FILE", help="draw what --largest found as PNG")
-
-
-def add_estimate(verb: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `estimate`."""
-    verb.add_argument("--model", choices=sorted(estimate.BLOG_MODELS), help="a model of the blog; by default all")
-    verb.add_argument("--parameters", type=int, metavar="N", help="parameters of another model")
-    verb.add_argument("--adapters", type=int, metavar="N", help="parameters of adapters; the model is frozen then")
-    verb.add_argument("--quantize", choices=tuple(SCHEMES), help="of frozen parameters; by default they are in bf16")
-    verb.add_argument("--adamw", action="store_true", help="AdamW instead of stateless SGD")
-    verb.add_argument("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view")
-    tables = ", ".join(zero_infinity.TABLES)
-    verb.add_argument(
-        "--zero-infinity",
-        nargs="?",
-        const="figure-2a",
-        metavar="TABLE",
-        help=f"print a table of ZeRO-Infinity from its formulas: {tables}; by default figure-2a",
-    )
-    verb.add_argument("--efficiency", nargs=3, type=float, metavar=("AIT", "GB/S", "TFLOPS"), help="its equation 2")
-    verb.add_argument("--picture", type=Path, metavar="FILE", help="draw figure-3 as PNG")
-
-
-def run_plan(known: argparse.Namespace) -> int:
+def run(known: argparse.Namespace) -> int:
     """Prints the plan and returns 0, or prints why there is none and returns 2. Raises ConfigError."""
     _check_sizes(known)
     if not 1 <= known.imbalance <= _MOST_IMBALANCE:
@@ -266,16 +169,6 @@ def _speed(text: str) -> float:
     return nbytes / 1e9
 
 
-class _Template(argparse.Action):
-    """Prints a hardware file and ends the command."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: object, values: Any, option: str | None = None
-    ) -> None:
-        print(gpus.template(values))
-        parser.exit()
-
-
 def _check_sizes(known: argparse.Namespace) -> None:
     """Checks the numbers of GPUs, sequences and tokens. The one that is searched for must not be given."""
     for name in ("gpus", "batch", "seq", "accumulation"):
@@ -384,89 +277,3 @@ def _as_text(known: argparse.Namespace, report: dict[str, Any], answer: Answer, 
 
 def _short(missing: dict[str, int]) -> str:
     return " and ".join(f"{size_text(nbytes)} of {tier} memory" for tier, nbytes in missing.items())
-
-
-def run_estimate(known: argparse.Namespace) -> int:
-    """Prints one of the papers' estimates."""
-    if known.picture is not None and known.zero_infinity != "figure-3":
-        raise ConfigError("--picture: of the estimates only figure-3 is drawn: add --zero-infinity figure-3")
-    if known.efficiency:
-        ait, bandwidth, peak = known.efficiency
-        if not all(0 < figure < _MOST_FIGURE for figure in known.efficiency):
-            raise ConfigError(f"--efficiency: expected three numbers above 0 and below {_MOST_FIGURE:g}")
-        rows: list[dict[str, Any]] = [{"efficiency": zero_infinity.efficiency(ait, bandwidth * 1e9, peak * 1e12)}]
-    elif known.zero_infinity is not None:
-        if known.zero_infinity not in zero_infinity.TABLES:
-            raise nothing_called("table of ZeRO-Infinity", known.zero_infinity, list(zero_infinity.TABLES))
-        rows = zero_infinity.rows_of(known.zero_infinity)
-    else:
-        rows = list(_plain_rows(known))
-    if known.picture is not None:
-        from elixir_moe.cli.pictures import draw_efficiency  # matplotlib takes a second to load
-
-        draw_efficiency(known.picture)
-    print(json.dumps({"rows": rows}) if known.json else "\n".join(_table(rows)))
-    return 0
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Rows under their column names, which are repeated where they change. Printed figures are in brackets, with a
-    star if they are not what the formula gives; the reasons follow."""
-    reasons = dict[str, str]()
-    block: list[list[str]] = []
-    for i, row in enumerate(rows):
-        stars, printed = row.get("departs", {}), row.get("printed", {})
-        shown = {name: value for name, value in row.items() if name not in ("departs", "printed")}
-        if "gib" in shown:
-            shown["memory"] = size_text(shown.pop("gib") * 2**30)
-        reasons |= {f"{name} {printed[name]}": why for name, why in stars.items()}
-        cells = [_cell(value, printed.get(name), starred=name in stars) for name, value in shown.items()]
-        block = block or [[*shown]]
-        block.append(cells)
-        if i + 1 == len(rows) or rows[i + 1].keys() != row.keys():
-            widths = [max(map(len, column)) for column in zip(*block, strict=True)]
-            yield from ("  ".join(map(str.rjust, line, widths)).rstrip() for line in block)
-            block = []
-    yield from (f"* {what}: {why}" for what, why in reasons.items())
-
-
-def _plain_rows(known: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    models = dict(estimate.BLOG_MODELS)
-    if known.parameters is not None:
-        if not 1 <= known.parameters < _MOST_FIGURE:
-            raise ConfigError(f"--parameters: expected at least 1 and below {_MOST_FIGURE:g}, got {known.parameters}")
-        models = {"model": known.parameters}
-    elif known.model:
-        models = {known.model: models[known.model]}
-    if known.quantize is not None and known.adapters is None:
-        raise ConfigError("--quantize is of frozen parameters: say with --adapters how many parameters are trained")
-    if known.adapters is not None and not 0 <= known.adapters < _MOST_FIGURE:
-        raise ConfigError(f"--adapters: expected at least 0 and below {_MOST_FIGURE:g}, got {known.adapters}")
-    frozen_bytes = 2.0 if known.quantize is None else SCHEMES[known.quantize].nbytes(_TYPICAL) / math.prod(_TYPICAL)
-    for name, parameters in models.items():
-        # adapters come on top of the model
-        trained, frozen = (parameters, 0) if known.adapters is None else (known.adapters, parameters)
-        for ddp in (False, True):
-            for amp in (False, True):
-                for accumulate in (False, True):
-                    strategy = estimate.PlainStrategy(
-                        amp=amp, ddp=ddp, accumulate=accumulate, bucket_view=known.bucket_view, adamw=known.adamw
-                    )
-                    peak = strategy.peak_bytes(trained=trained, frozen=frozen, frozen_bytes=frozen_bytes)
-                    yield {
-                        "model": name,
-                        "ddp": ddp,
-                        "amp": amp,
-                        "accumulate": accumulate,
-                        "bytes_per_parameter": peak / (trained + frozen),
-                        "gib": peak / 2**30,
-                    }
-
-
-def _cell(value: Any, printed: str | None, *, starred: bool) -> str:
-    """A value, with as many digits as the paper prints; halves are rounded up, as in the papers."""
-    if not isinstance(value, float):
-        return str(value)
-    digits = 2 if printed is None else len(printed.partition(".")[2])
-    text = f"{value + 1e-9:.{digits}f}"
-    return text if printed is None else f"{text} ({printed}{'*' * starred})"

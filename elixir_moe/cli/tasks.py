@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from elixir_moe import names
 from elixir_moe.chunks.param_spec import Precision
 from elixir_moe.chunks.plan import size_bytes, size_text
+from elixir_moe.cli.arguments import OPTIMIZERS, UNQUANTIZED
 from elixir_moe.errors import ConfigError
-from elixir_moe.models import presets
+from elixir_moe.models import presets, shapes
 from elixir_moe.models.adapters import Lora, freeze
 from elixir_moe.models.presets import Planned
 from elixir_moe.parallel.mesh import init_mesh
@@ -33,7 +35,7 @@ from elixir_moe.torch_private import fake_store
 
 def ranks_of(known: argparse.Namespace) -> int:
     """Ranks over which the model's experts are spread; 1 without experts."""
-    return known.gpus if known.model is not None and presets.is_mixture(known.model) else 1
+    return known.gpus if known.model is not None and shapes.is_mixture(known.model) else 1
 
 
 @contextmanager
@@ -51,19 +53,7 @@ def pretended_ranks(ranks: int) -> Iterator[DeviceMesh | None]:
         dist.destroy_process_group()
 
 
-OPTIMIZERS = {
-    "adamw": 2,
-    "adam": 2,
-    "adamw-amsgrad": 3,
-    "sgd": 0,
-    "sgd-momentum": 1,
-    "adagrad": 1,
-    "rmsprop": 1,
-}
-"""{optimizer: fp32 values that it keeps per element}, as `optim.accepted.moments_of` counts them."""
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-UNQUANTIZED = "none"
-"""What `--quantize` is given for weights in full, however the checkpoint is shipped."""
+DTYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for short, name in names.DTYPES.items()}
 _RESERVE, _RESERVE_RANK = 6 * 2**30, 3 * 2**30
 """Host memory that is not planned for, by default: for the system, and for Python, torch and the driver of each rank.
 Assumed, and at most a quarter of the memory."""

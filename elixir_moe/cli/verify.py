@@ -1,6 +1,6 @@
 """The command `verify`: does this model, trained under this plan, do what plain PyTorch does?
 
-Owns its arguments and its output. Decides nothing: `verify/` trains and compares.
+Owns its output. Decides nothing: `verify/` trains and compares.
 """
 
 import argparse
@@ -14,66 +14,22 @@ from typing import Any
 import torch
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.models import presets
 from elixir_moe.models.adapters import Lora
 from elixir_moe.quantized.formats import scheme_called
 from elixir_moe.train import launch
 from elixir_moe.train.waiting import Waits
 from elixir_moe.verify import subject
 from elixir_moe.verify.certificate import Check, as_dicts, certify, first_failed
-from elixir_moe.verify.peers import PEERS, peer
-from elixir_moe.verify.plans import PLANS, asked
+from elixir_moe.verify.peers import peer
+from elixir_moe.verify.plans import asked
 from elixir_moe.verify.ranks import on_ranks
 from elixir_moe.verify.script import script_of
 from elixir_moe.verify.training import ADAPTERS, HALF, OTHER_RANKS, QUANTIZED, Planned, Setup, Way, run_on_ranks
 
-_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 _MOST_RANKS = 64
 
 
-def add_verify(verb: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `verify`."""
-    model = verb.add_mutually_exclusive_group(required=True)
-    model.add_argument("--hf", metavar="PATH", help="a Hugging Face config.json, or its directory; weights are random")
-    model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(presets.names())}")
-    model.add_argument(
-        "--module",
-        metavar="PACKAGE.MODULE:FUNCTION",
-        help="a function without arguments that returns a transformers model, or (module, step, sample)",
-    )
-    model.add_argument("--suite", action="store_true", help="the whole certificate: 12 families under every plan")
-    model.add_argument("--check", type=Path, metavar="FILE", help="whether a certificate is as it was written")
-    way = verb.add_mutually_exclusive_group()
-    way.add_argument(
-        "--plan", default="zero3", metavar="PLAN", help=f"{', '.join(PLANS)}, or a plan in JSON or its file"
-    )
-    way.add_argument("--with", dest="peer", metavar="PEER", help=f"verify another library: {', '.join(PEERS)}")
-    verb.add_argument(
-        "--script", type=Path, metavar="FILE", help="of --with: a difference as a script without this library"
-    )
-    verb.add_argument("--ranks", type=int, default=2, metavar="N", help="processes on this machine's CPU")
-    verb.add_argument("--resume-ranks", type=int, metavar="N", help="processes that load and go on; by default as many")
-    verb.add_argument("--steps", type=int, default=3, metavar="N", help="before the save, and again after the load")
-    verb.add_argument("--rows", type=int, default=4, metavar="N", help="rows of a micro-batch, all ranks together")
-    verb.add_argument("--seq", type=int, default=16, metavar="N", help="tokens of a row")
-    verb.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step")
-    verb.add_argument("--checkpointing", action="store_true", help="with activation checkpointing of every layer")
-    verb.add_argument("--compute-dtype", choices=tuple(_DTYPES), default="fp32", help="dtype of forward and backward")
-    verb.add_argument(
-        "--lora", metavar="WORDS", help="adapters of peft: r=16,alpha=32,targets=q_proj,v_proj,experts,parameters=NAME"
-    )
-    verb.add_argument("--quantize", metavar="SCHEME", help="keep frozen weights in nf4, mxfp4, fp8 or int8")
-    suite = verb.add_argument_group("of --suite")
-    suite.add_argument("--only", metavar="PATTERN", help="run the rows again whose names match it or begin with it")
-    suite.add_argument(
-        "--out", type=Path, default=Path("certificate.json"), metavar="FILE", help="with a page of the same name"
-    )
-    suite.add_argument("--jobs", type=int, metavar="N", help="rows at a time; by default as many as cores")
-    suite.add_argument("--fresh", action="store_true", help="keep nothing of what FILE has")
-    verb.add_argument("--no-shrink", action="store_true", help="take the model in its full size")
-
-
-def run_verify(known: argparse.Namespace) -> int:
+def run(known: argparse.Namespace) -> int:
     """Prints the certificate; returns 0 if everything agrees, and 1 if not. Raises ConfigError and PlanError."""
     if launch.under_torchrun():
         raise ConfigError("verify starts ranks of its own: call it without torchrun")
@@ -94,7 +50,7 @@ def run_verify(known: argparse.Namespace) -> int:
             resumed_ranks=_resumed(known),
             steps=known.steps,
             accumulation=known.accumulation,
-            compute_dtype=_DTYPES[known.compute_dtype],
+            compute_dtype=None if known.compute_dtype == "fp32" else torch.bfloat16,
             folder=Path(folder),
         )
         if not known.json:

@@ -1,9 +1,7 @@
 """Models to plan for, without data: models by name, and Hugging Face models by their config file.
 
-Owns the names and the construction without data. Trains nothing. Sources of the shapes: GPT-2 of Elixir v2, Table 6;
-OPT, Table 1 of its paper (vocabulary 50272, 2048 + 2 positions). PR-MoE follows DeepSpeed-MoE's recipe, a 1.3 B base of
-24 layers, experts in every other one, about twice as many in the last two, in numbers that give the sizes of v1. OPT
-has GPT-2's GELU here instead of its ReLU; parameters, products and memory are the same.
+Owns the construction without data; `shapes` has the names. Trains nothing. OPT has GPT-2's GELU here instead of its
+ReLU; parameters, products and memory are the same.
 """
 
 import warnings
@@ -23,24 +21,11 @@ from elixir_moe.errors import ConfigError, nothing_called
 from elixir_moe.models.adapters import Lora, adapted
 from elixir_moe.models.config import GPTConfig, gpt_config
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss, lm_loss_without_logits
+from elixir_moe.models.shapes import GPT2, LARGE_MOE, OPT, PR_MOE, names
 from elixir_moe.models.without_logits import WithoutLogits
 from elixir_moe.parallel.rules import annotate
 
 Loss = Literal["whole", "fused"]
-GPT2 = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b")
-OPT = {
-    "opt-2.7b": (32, 2560, 32),
-    "opt-6.7b": (32, 4096, 32),
-    "opt-13b": (40, 5120, 40),
-    "opt-30b": (48, 7168, 56),
-    "opt-66b": (64, 9216, 72),
-    "opt-175b": (96, 12288, 96),
-}
-"""(layers, width, heads)."""
-PR_MOE = {"pr-moe-16b": (32, 64), "pr-moe-25b": (48, 112), "pr-moe-29b": (56, 128)}
-"""Experts of a mixture layer, and of each of the last two."""
-LARGE_MOE = {"moe-1t": (64, 7680, 60, 64)}
-"""(layers, width, heads, experts of every other layer): two experts a token, a trillion parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,16 +49,6 @@ class Planned:
         return replace(self, sample=torch.empty(batch, seq + self.ahead, dtype=torch.int64, device="meta"))
 
 
-def names() -> list[str]:
-    """The names of all named models."""
-    return [*GPT2, *OPT, *PR_MOE, *LARGE_MOE]
-
-
-def is_mixture(name: str) -> bool:
-    """Whether the model has experts, which are spread over ranks."""
-    return name in PR_MOE or name in LARGE_MOE
-
-
 def named_model(
     name: str,
     *,
@@ -88,7 +63,7 @@ def named_model(
     """The model called `name`.
 
     Args:
-        name: one of `names`.
+        name: one of `shapes.names`.
         batch: sequences of one rank.
         seq: tokens of a sequence.
         mesh: the ranks over which experts are spread; needed by mixtures only.

@@ -34,7 +34,7 @@ _EXPERT_MESHES = "elixir_expert_meshes"
 def prepare_process() -> None:
     """Lets this process end with its own exit code in spite of gloo, and multiply in spite of matrix tiles that trap.
 
-    An import of the library does neither: `init_mesh` and `wrap` do, and the command line before all else.
+    An import of the library does neither: `init_mesh` and `wrap` do, and the command line before it runs a verb.
     """
     keep_exit_codes()
     spare_tiles()

@@ -29,6 +29,7 @@ from torch import Tensor
 from elixir_moe import kernels
 from elixir_moe.errors import ConfigError, nothing_called
 from elixir_moe.kernels import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, NF4_VALUES
+from elixir_moe.names import SchemeName
 from elixir_moe.parallel.dataless import has_data
 from elixir_moe.torch_private import DisableTorchFunction
 
@@ -44,7 +45,7 @@ _NF4_SMALLEST_SCALE = 1e-38
 class Scheme:
     """One format; `SCHEMES` has all by name. The scales of `shapes` and the codes belong to a contiguous weight."""
 
-    name: str
+    name: SchemeName
     """What `quantize` calls it."""
     block: tuple[int, int]
     """Rows (outputs) and columns (inputs) that share a scale; 0 columns are a whole row."""

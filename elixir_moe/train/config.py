@@ -19,6 +19,7 @@ from elixir_moe.chunks.plan import AutoPlan, Plan, size_bytes
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.models.adapters import Lora
 from elixir_moe.models.config import GPTConfig
+from elixir_moe.names import Master, Moments, SchemeName
 from elixir_moe.records import ABOVE_0, Check, at_least, check
 from elixir_moe.train import settings
 from elixir_moe.train.data import Data, load_text
@@ -147,9 +148,9 @@ class PlanConfig:
     host_checkpoints: int | Literal["all"] | None = None
     """Number of layers, the first ones, whose inputs go to host memory where model.checkpoint recomputes them (zero2,
     zero3, offload), or all; null: none."""
-    master: Literal["fp32", "bf16"] | None = None
+    master: Master | None = None
     """Master weights of the layers' matrices: fp32, or bf16, rounded stochastically; null: fp32."""
-    moments: Literal["fp32", "bf16", "int8"] | None = None
+    moments: Moments | None = None
     """Moments of the layers' matrices: fp32, bf16 or int8 (codes of 8 bits); null: fp32."""
 
     def __post_init__(self) -> None:
@@ -317,7 +318,7 @@ class TrainConfig:
 
     model: GPTConfig | HuggingFaceModel | ModuleModel
     lora: Lora | None = None
-    quantize: Literal["nf4", "mxfp4", "fp8", "int8"] | None = None
+    quantize: SchemeName | None = None
     """Scheme in which frozen weights become bytes (with lora); null: they stay as they are."""
     data: DataConfig = field(default_factory=DataConfig)
     plan: PlanConfig

@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from elixir_moe.distributed.collectives import world_timeout
 from elixir_moe.distributed.waits import BusyTime
 from elixir_moe.distributed.watchdog import Watchdog, is_broken_collective
-from elixir_moe.errors import ConfigError, ElixirError, is_out_of_memory
+from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.inspect import inspect
+from elixir_moe.memory.exhausted import is_out_of_memory
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.state.full import full_state_dict
 from elixir_moe.torch_private import default_store

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import parallel
 
 from elixir_moe.errors import ConfigError, nothing_called
+from elixir_moe.names import PEERS
 from elixir_moe.verify.subject import Subject
 from elixir_moe.verify.training import (
     ADAPTERS,
@@ -399,5 +400,4 @@ _KINDS: dict[str, _Kind] = {
         needs={"transformers": "pip install 'transformers>=5.21'", "accelerate": "pip install accelerate"},
     ),
 }
-PEERS = tuple(_KINDS)
-"""By name."""
+"""By the names of `PEERS`."""

@@ -1,6 +1,6 @@
 """The plan that is verified, as a user names it.
 
-Owns the names of the presets, and where the chunks of `disk` go. Searches for nothing: `wrap` does that for `auto`.
+Owns what a name stands for, and where the chunks of `disk` go. Searches for nothing: `wrap` does that for `auto`.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from typing import Any
 
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.errors import nothing_called
+from elixir_moe.names import PLANS
 
-PLANS = ("ddp", "zero2", "zero3", "offload", "disk", "auto")
 _ALL_CHUNKS = 2**20
 """More chunks than any model has."""
 _SEARCHED_FOR = "a100-80g-pcie-x4"

@@ -28,7 +28,7 @@ _SECONDS_FOR_OTHERS = 5.0
 """For ranks to report their error after another has: the cause may be theirs."""
 
 
-_PRELOADED = ("elixir_moe", IMPORTED_LATE)
+_PRELOADED = ("elixir_moe.public", IMPORTED_LATE)
 _QUIET = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 

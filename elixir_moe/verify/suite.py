@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.names import PLANS
 from elixir_moe.verify import training
 from elixir_moe.verify.certificate import Check, certify
 from elixir_moe.verify.families import FAMILIES, LENGTH, ROWS, Drawn, Inputs, hashes
-from elixir_moe.verify.plans import PLANS, asked
+from elixir_moe.verify.plans import asked
 from elixir_moe.verify.ranks import on_ranks
 
 MODES = {"full": "all weights", "lora": "adapters", "nf4": "adapters of a base in nf4"}

@@ -9,9 +9,9 @@ import pytest
 
 from elixir_moe.cli.main import main
 from elixir_moe.errors import ConfigError
+from elixir_moe.names import PLANS
 from elixir_moe.verify import suite
 from elixir_moe.verify.families import FAMILIES, hashes
-from elixir_moe.verify.plans import PLANS
 from elixir_moe.verify.training import SEED
 
 DOCS = Path(__file__).parents[2] / "docs"

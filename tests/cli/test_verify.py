@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from elixir_moe.cli.main import main
+from elixir_moe.names import PEERS, PLANS
+from elixir_moe.verify.peers import _KINDS
+from elixir_moe.verify.plans import asked
 from elixir_moe.verify.shrink import changes, shrunk, without_noise
 
 CASES = "tests.support.verify_cases"
@@ -25,6 +28,11 @@ def failed(answer: dict[str, Any]) -> dict[str, Any]:
     first: dict[str, Any] = next(check for check in answer["checks"] if not check["ok"])
     assert answer["first"] == first["where"]
     return first
+
+
+def test_every_name_that_is_offered_has_a_meaning(tmp_path: Path) -> None:
+    assert tuple(_KINDS) == PEERS
+    assert all(asked(plan, tmp_path) for plan in PLANS)
 
 
 def test_a_sound_model_passes(capsys: pytest.CaptureFixture[str]) -> None:

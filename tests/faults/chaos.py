@@ -111,7 +111,7 @@ def start(out: Path, point: Point | None = None, counts: Any = None) -> list[int
     """Runs all ranks to their ends; their exit codes, by rank."""
     context = multiprocessing.get_context("forkserver")
     helpers = [f"tests.support.{name}" for name in ("checkpoint_cases", "train_cases")]
-    context.set_forkserver_preload(["elixir_moe.cli.main", *helpers])
+    context.set_forkserver_preload(["elixir_moe.train.loop", *helpers])
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -1,6 +1,7 @@
 """The formats: their bytes are those of the libraries that ship them, and what they lose is bounded."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -8,10 +9,15 @@ from torch import Tensor
 
 from elixir_moe.errors import ConfigError
 from elixir_moe.kernels import E2M1_VALUES, NF4_VALUES
+from elixir_moe.names import SchemeName
 from elixir_moe.quantized import formats
 from elixir_moe.quantized.formats import SCHEMES, scheme_called
 
 NAMES = list(SCHEMES)
+
+
+def test_every_format_is_offered() -> None:
+    assert {*get_args(SchemeName)} == {*SCHEMES}
 
 
 def weights(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

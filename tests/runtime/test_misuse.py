@@ -4,9 +4,9 @@ import copy
 import gc
 import math
 import pickle
-import sys
 import weakref
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +27,7 @@ from elixir_moe.distributed.collectives import Work
 from elixir_moe.runtime.access import ParamAccess, ShardedParameter, Switch
 from tests.runtime.test_habits import D, Net, adamw, mean_square
 
-wrapping = sys.modules["elixir_moe.wrap"]  # the name in the package is the function
+wrapping = import_module("elixir_moe.wrap")  # the name in the package is the function
 PLANS = {"zero2": em.Plan.zero2(chunk_numel=600), "offload": em.Plan.offload(rcache_blocks=4, chunk_numel=600)}
 Pair = tuple[nn.Module, em.ShardedOptimizer]
 

@@ -204,7 +204,7 @@ def test_a_trillion_parameters_on_512_gpus(tmp_path: Path) -> None:
 
 
 APART = """
-import sys, elixir_moe.cli.main
+import sys, elixir_moe.cli.main, elixir_moe.cli.plan
 if __name__ == "__main__":
     heavy = ["rich", "yaml", "torch._dynamo", "elixir_moe.train.loop"]
     heavy += ["torch.distributed.elastic.multiprocessing"]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import elixir_moe as em
-from elixir_moe.cli.plan import add_plan
+from elixir_moe.cli.arguments import add_plan
 from elixir_moe.cli.tasks import DTYPES, model_of, task_of
 from elixir_moe.models.adapters import Lora, adapted
 from elixir_moe.runtime.units import find_parts

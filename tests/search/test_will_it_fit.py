@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import elixir_moe as em
+from elixir_moe.cli.arguments import OPTIMIZERS
 from elixir_moe.cli.main import main
-from elixir_moe.cli.tasks import OPTIMIZERS
 from elixir_moe.errors import ConfigError
 from elixir_moe.models.adapters import Lora, freeze
 from elixir_moe.optim.accepted import moments_of

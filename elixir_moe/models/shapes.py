@@ -1,0 +1,31 @@
+"""Shapes of models to plan for, by name.
+
+Owns the names. Builds nothing, and needs no torch. Sources: GPT-2 of Elixir v2, Table 6; OPT, Table 1 of its paper
+(vocabulary 50272, 2048 + 2 positions). PR-MoE follows DeepSpeed-MoE's recipe, a 1.3 B base of 24 layers, experts in
+every other one, about twice as many in the last two, in numbers that give the sizes of v1.
+"""
+
+GPT2 = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b")
+OPT = {
+    "opt-2.7b": (32, 2560, 32),
+    "opt-6.7b": (32, 4096, 32),
+    "opt-13b": (40, 5120, 40),
+    "opt-30b": (48, 7168, 56),
+    "opt-66b": (64, 9216, 72),
+    "opt-175b": (96, 12288, 96),
+}
+"""(layers, width, heads)."""
+PR_MOE = {"pr-moe-16b": (32, 64), "pr-moe-25b": (48, 112), "pr-moe-29b": (56, 128)}
+"""Experts of a mixture layer, and of each of the last two."""
+LARGE_MOE = {"moe-1t": (64, 7680, 60, 64)}
+"""(layers, width, heads, experts of every other layer): two experts a token, a trillion parameters."""
+
+
+def names() -> list[str]:
+    """The names of all named models."""
+    return [*GPT2, *OPT, *PR_MOE, *LARGE_MOE]
+
+
+def is_mixture(name: str) -> bool:
+    """Whether the model has experts, which are spread over ranks."""
+    return name in PR_MOE or name in LARGE_MOE
