@@ -1,10 +1,9 @@
 // The Adam kernel over vectors, written once. adam_avx2.cpp, adam_avx512.cpp and adam_neon.cpp define the vector and
 // instantiate the kernel.
 //
-// `Vec` is an internal-linkage type of the including file, so each gets its own copy of these templates. It provides
-// `F` (a register of floats), `width`, and load, store, set, add, sub, mul, div, sqrt, fma, and the conversions
-// load_bfloat16, load_float16, round_bfloat16, round_float16, and stream (16-bit values, past the cache) with its
-// fence.
+// `Vec` is an internal-linkage type of the including file, so each gets its own copy of these templates. It is one of
+// `Vectors` with sqrt, fma, widen (halves to words), narrow, load_float16, to_float16, and stream (16-bit values, past
+// the cache) with its fence.
 //
 // The step is memory-bound: 28 bytes an element with a 16-bit gradient and a 16-bit weight. Two measures make it as
 // fast as a plain read-modify-write of as many bytes (measured on arrays of 450 MB, 1 thread, AVX-512; with neither:
@@ -12,9 +11,8 @@
 // end of every page (13 %), and stores of the compute weight that do not read its cache lines first (4 %).
 #pragma once
 
-#include <cstring>
-
 #include "adam_kernel.hpp"
+#include "vectors.hpp"
 
 namespace elixir::simd {
 
@@ -22,35 +20,19 @@ constexpr std::size_t kLineBytes = 64;
 constexpr std::size_t kBlock = 16;           // elements in a round: a cache line of floats
 constexpr std::size_t kPrefetchAhead = 256;  // elements; anything from 128 to 384 measured the same
 
-template <class Vec>
-struct Registers {
-    using F = typename Vec::F;
-    F grad_scale, l2_decay, shrink, lerp_weight, beta2, one_minus_beta2, sqrt_correction2, eps, neg_step_size;
-
-    explicit Registers(const AdamConstants& c)
-        : grad_scale(Vec::set(c.grad_scale)),
-          l2_decay(Vec::set(c.l2_decay)),
-          shrink(Vec::set(c.shrink)),
-          lerp_weight(Vec::set(c.lerp_weight)),
-          beta2(Vec::set(c.beta2)),
-          one_minus_beta2(Vec::set(c.one_minus_beta2)),
-          sqrt_correction2(Vec::set(c.sqrt_correction2)),
-          eps(Vec::set(c.eps)),
-          neg_step_size(Vec::set(c.neg_step_size)) {}
-};
-
 template <class Vec, Dtype dtype>
 inline typename Vec::F load_grad(const void* grad, std::size_t i) {
-    if constexpr (dtype == Dtype::float32) return Vec::load(static_cast<const float*>(grad) + i);
-    if constexpr (dtype == Dtype::bfloat16) return Vec::load_bfloat16(static_cast<const std::uint16_t*>(grad) + i);
-    if constexpr (dtype == Dtype::float16) return Vec::load_float16(static_cast<const std::uint16_t*>(grad) + i);
+    if constexpr (dtype == Dtype::float32) return load<typename Vec::F>(static_cast<const float*>(grad) + i);
+    const auto* halves = static_cast<const std::uint16_t*>(grad) + i;
+    if constexpr (dtype == Dtype::bfloat16) return from_bfloat16<Vec>(load<typename Vec::HalfH>(halves));
+    if constexpr (dtype == Dtype::float16) return Vec::load_float16(halves);
 }
 
 template <class Vec, Dtype dtype>
 inline void stream_compute(void* compute, std::size_t i, typename Vec::F value) {
     [[maybe_unused]] std::uint16_t* const to = static_cast<std::uint16_t*>(compute) + i;
-    if constexpr (dtype == Dtype::bfloat16) Vec::stream(to, Vec::round_bfloat16(value));
-    if constexpr (dtype == Dtype::float16) Vec::stream(to, Vec::round_float16(value));
+    if constexpr (dtype == Dtype::bfloat16) Vec::stream(to, to_bfloat16<Vec>(value));
+    if constexpr (dtype == Dtype::float16) Vec::stream(to, Vec::to_float16(value));
 }
 
 // The address may be past the array's end: such a prefetch does nothing.
@@ -60,21 +42,21 @@ inline void prefetch(const void* array, std::size_t i, std::size_t element_bytes
 }
 
 template <class Vec, Dtype grad_dtype, Dtype compute_dtype>
-inline void update(const AdamArrays& a, const AdamConstants& c, const Registers<Vec>& r, std::size_t i) {
+inline void update(const AdamArrays& a, const AdamConstants& c, std::size_t i) {
     using F = typename Vec::F;
-    F p = Vec::load(a.master + i);
-    F m = Vec::load(a.exp_avg + i);
-    F v = Vec::load(a.exp_avg_sq + i);
-    F g = Vec::mul(load_grad<Vec, grad_dtype>(a.grad, i), r.grad_scale);
-    if (c.l2_decay != 0.0f) g = Vec::fma(p, r.l2_decay, g);
-    p = Vec::mul(p, r.shrink);
-    m = Vec::fma(r.lerp_weight, Vec::sub(g, m), c.lerp_from_avg ? m : g);
-    v = Vec::fma(Vec::mul(r.one_minus_beta2, g), g, Vec::mul(v, r.beta2));
-    const F denominator = Vec::add(Vec::div(Vec::sqrt(v), r.sqrt_correction2), r.eps);
-    p = Vec::add(p, Vec::div(Vec::mul(r.neg_step_size, m), denominator));
-    Vec::store(a.master + i, p);
-    Vec::store(a.exp_avg + i, m);
-    Vec::store(a.exp_avg_sq + i, v);
+    F p = load<F>(a.master + i);
+    F m = load<F>(a.exp_avg + i);
+    F v = load<F>(a.exp_avg_sq + i);
+    F g = load_grad<Vec, grad_dtype>(a.grad, i) * c.grad_scale;
+    if (c.l2_decay != 0.0f) g = Vec::fma(p, set<F>(c.l2_decay), g);
+    p = p * c.shrink;
+    m = Vec::fma(set<F>(c.lerp_weight), g - m, c.lerp_from_avg ? m : g);
+    v = Vec::fma(c.one_minus_beta2 * g, g, v * c.beta2);
+    const F denominator = Vec::sqrt(v) / c.sqrt_correction2 + c.eps;
+    p = p + (c.neg_step_size * m) / denominator;
+    store(a.master + i, p);
+    store(a.exp_avg + i, m);
+    store(a.exp_avg_sq + i, v);
     stream_compute<Vec, compute_dtype>(a.compute, i, p);
 }
 
@@ -85,7 +67,6 @@ std::size_t blocks(const AdamArrays& arrays, const AdamConstants& constants, std
     // Local copies: the compiler knows that no store below changes them.
     const AdamArrays a = arrays;
     const AdamConstants c = constants;
-    const Registers<Vec> r(c);
     std::size_t i = begin;
     for (; i + kBlock <= end; i += kBlock) {
         const std::size_t ahead = i + kPrefetchAhead;
@@ -93,7 +74,7 @@ std::size_t blocks(const AdamArrays& arrays, const AdamConstants& constants, std
         prefetch<Vec>(a.exp_avg, ahead, 4);
         prefetch<Vec>(a.exp_avg_sq, ahead, 4);
         prefetch<Vec>(a.grad, ahead, grad_dtype == Dtype::float32 ? 4 : 2);
-        for (std::size_t j = i; j < i + kBlock; j += Vec::width) update<Vec, grad_dtype, compute_dtype>(a, c, r, j);
+        for (std::size_t j = i; j < i + kBlock; j += Vec::width) update<Vec, grad_dtype, compute_dtype>(a, c, j);
     }
     return i;
 }
@@ -146,8 +127,7 @@ double norm_of(const void* grad, std::size_t begin, std::size_t end) {
     constexpr std::size_t registers = kNormLanes / Vec::width;
     double total = 0.0;
     for (std::size_t row = begin; row < end; row += kNormRow) {
-        typename Vec::F sums[registers];
-        for (auto& sum : sums) sum = Vec::set(0.0f);
+        typename Vec::F sums[registers] = {};
         const std::size_t stop = row + kNormRow < end ? row + kNormRow : end;
         std::size_t i = row;
         for (; i + kNormLanes <= stop; i += kNormLanes) {
@@ -157,14 +137,14 @@ double norm_of(const void* grad, std::size_t begin, std::size_t end) {
             }
         }
         float lanes[kNormLanes];
-        for (std::size_t r = 0; r < registers; ++r) Vec::store(lanes + r * Vec::width, sums[r]);
+        for (std::size_t r = 0; r < registers; ++r) store(lanes + r * Vec::width, sums[r]);
         if (i < stop) {  // fewer than a round: as if zeros followed
             alignas(kLineBytes) unsigned char padded[kNormLanes * sizeof(float)] = {};
             constexpr std::size_t element = dtype == Dtype::float32 ? 4 : 2;
             std::memcpy(padded, static_cast<const unsigned char*>(grad) + i * element, (stop - i) * element);
             for (std::size_t r = 0; r < registers; ++r) {
                 const auto x = load_grad<Vec, dtype>(padded, r * Vec::width);
-                Vec::store(lanes + r * Vec::width, Vec::fma(x, x, sums[r]));
+                store(lanes + r * Vec::width, Vec::fma(x, x, sums[r]));
             }
         }
         for (const float sum : lanes) total += sum;

@@ -1,47 +1,27 @@
 // Decoders on 8 lanes. Compiled with AVX2; called only if the CPU has it.
 
-#include "bfloat16_simd.hpp"
 #include "decode_simd.hpp"
 
 namespace elixir {
 namespace {
 
-struct Avx2 {
-    using F = __m256;
-    static constexpr std::size_t width = 8;
+struct Avx2 : Vectors<8> {
     struct Table {
         F low, high;
     };
 
-    static F set(float x) { return _mm256_set1_ps(x); }
-    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
-
-    static void store(float* to, F x) { _mm256_storeu_ps(to, x); }
-    static void store(std::uint16_t* to, F x) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), simd::round_bfloat16(x));
+    static HalfH narrow(I x) {
+        return HalfH(_mm_packus_epi32(_mm256_castsi256_si128(__m256i(x)), _mm256_extracti128_si256(__m256i(x), 1)));
     }
-
-    static F from_e4m3fn(const std::uint8_t* from) {
-        const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-        const __m256i magnitude = _mm256_and_si256(code, _mm256_set1_epi32(0x7f));
-        const __m256i shifted = _mm256_slli_epi32(magnitude, 20);
-        const F normal = _mm256_castsi256_ps(_mm256_add_epi32(shifted, _mm256_set1_epi32(120 << 23)));
-        // Below 2^-6: its mantissa on top of 2^-6, which is then taken away. No operand of any instruction is
-        // subnormal.
-        const F raised = _mm256_castsi256_ps(_mm256_add_epi32(shifted, _mm256_set1_epi32(121 << 23)));
-        const F small = _mm256_sub_ps(raised, _mm256_set1_ps(0x1p-6f));
-        const F is_small = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(8), magnitude));
-        const F is_nan = _mm256_castsi256_ps(_mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f)));
-        const F sign = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_xor_si256(code, magnitude), 24));
-        const F value = _mm256_or_ps(_mm256_blendv_ps(normal, small, is_small), sign);
-        return _mm256_blendv_ps(value, _mm256_castsi256_ps(_mm256_set1_epi32(kNan)), is_nan);
+    static I codes(const std::uint8_t* from) {
+        return I(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
     }
     static F from_int8(const std::uint8_t* from) {
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
     }
 
     static Table times(const float* values, float scale) {
-        return {mul(_mm256_loadu_ps(values), set(scale)), mul(_mm256_loadu_ps(values + 8), set(scale))};
+        return {load<F>(values) * scale, load<F>(values + 8) * scale};
     }
     static void store_values(float* to, const Table& table, __m256i codes) {
         const __m128i halves[2] = {_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)};
@@ -49,8 +29,8 @@ struct Avx2 {
             const __m128i bytes = i % 2 == 0 ? halves[i / 2] : _mm_srli_si128(halves[i / 2], 8);
             const __m256i code = _mm256_cvtepu8_epi32(bytes);
             const F upper = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));  // the sign bit says: 8 and above
-            store(to + 8 * i, _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, code),
-                                               _mm256_permutevar8x32_ps(table.high, code), upper));
+            store<F>(to + 8 * i, _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, code),
+                                                  _mm256_permutevar8x32_ps(table.high, code), upper));
         }
     }
 
@@ -58,8 +38,8 @@ struct Avx2 {
     class Rounded {
       public:
         explicit Rounded(const Table& results) {
-            const __m128i first = simd::round_bfloat16(results.low);
-            const __m128i second = simd::round_bfloat16(results.high);
+            const auto first = __m128i(to_bfloat16<Avx2>(results.low));
+            const auto second = __m128i(to_bfloat16<Avx2>(results.high));
             const __m128i byte = _mm_set1_epi16(0xff);
             low_ = twice(_mm_packus_epi16(_mm_and_si128(first, byte), _mm_and_si128(second, byte)));
             high_ = twice(_mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8)));

@@ -4,16 +4,10 @@
 #include <cmath>
 
 #include "decode_kernel.hpp"
+#include "float16.hpp"
 
 namespace elixir {
 namespace {
-
-std::uint16_t to_bfloat16(float value) {
-    if (std::isnan(value)) return 0x7fc0;
-    const auto bits = std::bit_cast<std::uint32_t>(value);
-    const std::uint32_t to_even = 0x7fff + ((bits >> 16) & 1);
-    return static_cast<std::uint16_t>((bits + to_even) >> 16);
-}
 
 void store(void* out, Dtype dtype, std::size_t i, float value) {
     if (dtype == Dtype::float32) {

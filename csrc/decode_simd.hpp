@@ -1,9 +1,9 @@
 // The decoders over vectors, written once. decode_avx2.cpp and decode_avx512.cpp define the vector and instantiate
 // them.
 //
-// `Vec` is an internal-linkage type of the including file, so each gets its own copy of these templates. It provides
-// `F` (a register of floats), `width`, set, mul, store of floats and of their roundings to bfloat16, the conversions
-// from_e4m3fn and from_int8 of `width` bytes, and for 16 floats `Table` with times and store_values, and `Rounded`.
+// `Vec` is an internal-linkage type of the including file, so each gets its own copy of these templates. It is one of
+// `Vectors` with narrow (words to halves), codes and from_int8 of `width` bytes, and for 16 floats `Table` with times
+// and store_values, and `Rounded`.
 //
 // A block of four-bit codes has 16 possible values. They are multiplied by the scale and rounded first: a code is then
 // looked up among 16 results, by shuffles that look up 32 at a time.
@@ -14,6 +14,7 @@
 #include <immintrin.h>
 
 #include "decode_kernel.hpp"
+#include "vectors.hpp"
 
 namespace elixir::simd {
 
@@ -68,13 +69,35 @@ void nibbles(const Nibbles& packed, void* out, Dtype dtype, std::size_t begin, s
     nibbles_scalar(packed, out, dtype, rest, end);
 }
 
+template <class Vec>
+inline typename Vec::F from_e4m3fn(typename Vec::I code) {
+    using F = typename Vec::F;
+    using I = typename Vec::I;
+    const I magnitude = code & 0x7f;
+    const I shifted = magnitude << 20;
+    const F normal = std::bit_cast<F>(shifted + (120u << 23));
+    // Below 2^-6: its mantissa on top of 2^-6, which is then taken away. No operand of any instruction is subnormal.
+    const F small = std::bit_cast<F>(shifted + (121u << 23)) - 0x1p-6f;
+    const I value = std::bit_cast<I>(magnitude < 8 ? small : normal) | (code ^ magnitude) << 24;
+    return std::bit_cast<F>(magnitude == 0x7f ? I{} + kNan : value);
+}
+
+template <class Vec, class To>
+inline void store_as(To* to, typename Vec::F x) {
+    if constexpr (sizeof(To) == sizeof(float)) {
+        store(to, x);
+    } else {
+        store(to, to_bfloat16<Vec>(x));
+    }
+}
+
 template <class Vec, Octets::Code code, class To>
 std::size_t run(const std::uint8_t* codes, float scale, To* out, std::size_t numel) {
-    const typename Vec::F factor = Vec::set(scale);
     std::size_t i = 0;
     for (; i + Vec::width <= numel; i += Vec::width) {
-        const auto value = code == Octets::Code::e4m3fn ? Vec::from_e4m3fn(codes + i) : Vec::from_int8(codes + i);
-        Vec::store(out + i, Vec::mul(value, factor));
+        const auto value =
+            code == Octets::Code::e4m3fn ? from_e4m3fn<Vec>(Vec::codes(codes + i)) : Vec::from_int8(codes + i);
+        store_as<Vec>(out + i, value * scale);
     }
     return i;
 }

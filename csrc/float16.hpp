@@ -1,12 +1,20 @@
-// float16 to float and back, one at a time, for any CPU. In an unnamed namespace: each including file has its own copy
-// (see adam_kernel.hpp).
+// float16 to float and back, and float to bfloat16, one at a time, for any CPU. In an unnamed namespace: each including
+// file has its own copy (see adam_kernel.hpp).
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 
 namespace elixir {
 namespace {
+
+inline std::uint16_t to_bfloat16(float value) {
+    if (std::isnan(value)) return 0x7fc0;
+    const auto bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t to_even = 0x7fff + ((bits >> 16) & 1);
+    return static_cast<std::uint16_t>((bits + to_even) >> 16);
+}
 
 inline float from_float16(std::uint16_t half) {
     const std::uint32_t sign = std::uint32_t{half & 0x8000u} << 16;

@@ -1,9 +1,9 @@
 // The kernel for narrow state, written once over vectors. adam_scalar.cpp instantiates it with one lane, which is the
 // reference; adam_avx2.cpp, adam_avx512.cpp and adam_neon.cpp with theirs.
 //
-// `Vec` is an internal-linkage type of the including file, so each gets its own copy of these templates. It provides
-// `F` and `I` (registers of `width` floats and 32-bit words), `H` (a register of 2 * width halves of 16 bits), and the
-// operations used below. Everything here is in an unnamed namespace for the same reason.
+// `Vec` is an internal-linkage type of the including file, so each gets its own copy of these templates. It is one of
+// `Vectors` with sqrt, load_float16, to_float16, widen (bytes to halves), low, high, pack, minus_or_zero (a - b, or 0
+// where that is below) and the largest of the halves. Everything here is in an unnamed namespace for the same reason.
 //
 // With 10 bytes an element (bf16 weight and gradient, codes) instead of 28, what costs time is arithmetic and no longer
 // memory. So whatever has 16 bits or fewer is handled in registers of halves, of which one instruction takes twice as
@@ -17,64 +17,92 @@
 // which no code notices.
 #pragma once
 
-#include <cstring>
-
 #include "narrow_kernel.hpp"
+#include "vectors.hpp"
 
 namespace elixir {
 namespace {
 
-/// 2 * width elements, in the order of `Vec::low` and `Vec::high`.
+/// The random words of elements from i on, in the order of `Vec::low`, then in that of `Vec::high`.
 template <class V>
-struct Floats {
-    typename V::F low, high;
-};
-
-/// The random words of elements from i on.
-template <class V>
-inline typename V::I draw(const NarrowArrays& a, typename V::I places, std::size_t i) {
-    auto x = V::differ(V::plus(V::word(a.first + static_cast<std::uint32_t>(i)), places), V::word(a.key[0]));
-    x = V::times(V::differ(x, V::template right<16>(x)), V::word(0x7feb352d));
-    x = V::differ(x, V::word(a.key[1]));
-    x = V::times(V::differ(x, V::template right<15>(x)), V::word(0x846ca68b));
-    return V::differ(x, V::template right<16>(x));
-}
-
-template <class V>
-inline typename V::I nearest_bfloat16(typename V::F x) {
-    const auto bits = V::bits(x);
-    const auto odd = V::both(V::template right<16>(bits), V::word(1));
-    const auto rounded = V::template right<16>(V::plus(bits, V::plus(odd, V::word(0x7fff))));
-    return V::replace_nan(rounded, x, 0x7fc0);
+inline typename V::I draw(const NarrowArrays& a, bool high, std::size_t i) {
+    constexpr std::size_t part = V::width < 4 ? V::width : 4;
+    typename V::I x;
+    for (std::size_t lane = 0; lane < V::width; ++lane) x[lane] = lane + (lane / part + high) * part;
+    x = (x + (a.first + static_cast<std::uint32_t>(i))) ^ a.key[0];
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = x ^ a.key[1];
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
 }
 
 /// The upper half of a float after random bits were added to the lower one. A NaN stays one: the lower half of what
 /// arithmetic makes of bf16 is 0.
 template <class V>
 inline typename V::I random_bfloat16(typename V::F x, typename V::I random) {
-    return V::template right<16>(V::plus(V::bits(x), random));
+    return (std::bit_cast<typename V::I>(x) + random) >> 16;
+}
+
+/// Compilers know this form for one instruction.
+template <class Register>
+inline Register at_most_one(Register x) {
+    return x > 1 ? Register{} + 1 : x;
 }
 
 /// A second moment above zero is not rounded to zero: `rounded`, or 1 if that is 0 and x is not.
 template <class V>
 inline typename V::I above_zero(typename V::I rounded, typename V::F x) {
-    return V::larger(rounded, V::smaller(V::bits(x), V::word(1)));
+    using I = typename V::I;
+    return larger(rounded, at_most_one(std::bit_cast<I>(x)));
 }
 
 template <class V>
-inline Floats<V> widen(typename V::H bfloat16) {
-    return {V::floats(V::low(bfloat16)), V::floats(V::high(bfloat16))};
+inline typename V::Floats widen(typename V::H bfloat16) {
+    return {std::bit_cast<typename V::F>(V::low(bfloat16)), std::bit_cast<typename V::F>(V::high(bfloat16))};
 }
 
 template <class V, Dtype dtype>
-inline Floats<V> load(const void* from, std::size_t i) {
-    if constexpr (dtype == Dtype::float32) return V::load_floats(static_cast<const float*>(from) + i);
+inline typename V::Floats load(const void* from, std::size_t i) {
+    using F = typename V::F;
+    const auto* floats = static_cast<const float*>(from) + i;
+    if constexpr (dtype == Dtype::float32) return V::to_parts(load<F>(floats), load<F>(floats + V::width));
     const auto* halves = static_cast<const std::uint16_t*>(from) + i;
-    if constexpr (dtype == Dtype::bfloat16) return widen<V>(V::load_halves(halves));
-    if constexpr (dtype == Dtype::float16) return V::load_float16s(halves);
+    if constexpr (dtype == Dtype::bfloat16) return widen<V>(load<typename V::H>(halves));
+    if constexpr (dtype == Dtype::float16)
+        return V::to_parts(V::load_float16(halves), V::load_float16(halves + V::width));
 }
 
-constexpr std::uint32_t kMostAvg = 127, kMostSq = 255;
+template <class V>
+inline void store_floats(void* to, std::size_t i, typename V::Floats x) {
+    const auto [first, second] = V::in_order(x);
+    store(static_cast<float*>(to) + i, first);
+    store(static_cast<float*>(to) + i + V::width, second);
+}
+
+template <class V>
+inline void store_float16s(void* to, std::size_t i, typename V::Floats x) {
+    const auto [first, second] = V::in_order(x);
+    store(static_cast<std::uint16_t*>(to) + i, V::to_float16(first));
+    store(static_cast<std::uint16_t*>(to) + i + V::width, V::to_float16(second));
+}
+
+template <class V>
+inline typename V::H load_bytes(const void* from, std::size_t i) {
+    return V::widen(load<typename V::Bytes>(static_cast<const std::uint8_t*>(from) + i));
+}
+
+template <class V>
+inline void store_bytes(void* to, std::size_t i, typename V::H x) {
+    store(static_cast<std::uint8_t*>(to) + i, __builtin_convertvector(x, typename V::Bytes));
+}
+
+/// `value`, but zero where `tested` is.
+template <class H>
+inline H zero_where_zero(H value, H tested) {
+    return tested == 0 ? H{} : value;
+}
+
+constexpr std::uint16_t kMostAvg = 127, kMostSq = 255;
 
 inline std::uint16_t base_of(std::uint32_t exponent, std::uint32_t most) {
     const std::uint32_t top = 8 * exponent + 7;
@@ -89,7 +117,7 @@ struct Bases {
 
 template <class V>
 inline Bases<V> bases_of(std::uint32_t exponent_avg, std::uint32_t exponent_sq) {
-    return {V::half(base_of(exponent_avg, kMostAvg)), V::half(base_of(exponent_sq, kMostSq))};
+    return {typename V::H{} + base_of(exponent_avg, kMostAvg), typename V::H{} + base_of(exponent_sq, kMostSq)};
 }
 
 /// The new numbers of steps of a block, q of narrow.hpp; that of exp_avg with the sign in bit 11.
@@ -100,17 +128,16 @@ struct Steps {
 constexpr std::uint16_t kSteps = 0x7ff;
 
 template <class V>
-inline Floats<V> decode_avg(const NarrowArrays& a, typename V::H base, std::size_t i) {
-    const auto code = V::load_bytes(static_cast<const std::uint8_t*>(a.exp_avg) + i);
-    const auto size = V::both(code, V::half(kMostAvg));
-    const auto bits = V::zero_where_zero(V::template left<4>(V::plus(size, base)), size);
-    return widen<V>(V::either(bits, V::template left<8>(V::differ(code, size))));
+inline typename V::Floats decode_avg(const NarrowArrays& a, typename V::H base, std::size_t i) {
+    const auto code = load_bytes<V>(a.exp_avg, i);
+    const auto size = code & kMostAvg;
+    return widen<V>(zero_where_zero((size + base) << 4, size) | (code ^ size) << 8);
 }
 
 template <class V>
-inline Floats<V> decode_sq(const NarrowArrays& a, typename V::H base, std::size_t i) {
-    const auto code = V::load_bytes(static_cast<const std::uint8_t*>(a.exp_avg_sq) + i);
-    return widen<V>(V::zero_where_zero(V::template left<4>(V::plus(code, base)), code));
+inline typename V::Floats decode_sq(const NarrowArrays& a, typename V::H base, std::size_t i) {
+    const auto code = load_bytes<V>(a.exp_avg_sq, i);
+    return widen<V>(zero_where_zero((code + base) << 4, code));
 }
 
 constexpr std::size_t bytes_of(Moments moments) {
@@ -129,13 +156,13 @@ inline void fetch_ahead(const void* array, std::size_t i, std::size_t bytes) {
 /// Adam's arithmetic.
 template <class V>
 inline void advance(const AdamConstants& c, typename V::F& p, typename V::F& m, typename V::F& v, typename V::F g) {
-    g = V::mul(g, V::set(c.grad_scale));
-    if (c.l2_decay != 0.0f) g = V::add(g, V::mul(p, V::set(c.l2_decay)));
-    p = V::mul(p, V::set(c.shrink));
-    m = V::add(c.lerp_from_avg ? m : g, V::mul(V::set(c.lerp_weight), V::sub(g, m)));
-    v = V::add(V::mul(v, V::set(c.beta2)), V::mul(V::mul(V::set(c.one_minus_beta2), g), g));
-    const auto denominator = V::add(V::mul(V::sqrt(v), V::set(c.one_over_sqrt_correction2)), V::set(c.eps));
-    p = V::add(p, V::div(V::mul(V::set(c.neg_step_size), m), denominator));
+    g = g * c.grad_scale;
+    if (c.l2_decay != 0.0f) g = g + p * c.l2_decay;
+    p = p * c.shrink;
+    m = (c.lerp_from_avg ? m : g) + c.lerp_weight * (g - m);
+    v = v * c.beta2 + (c.one_minus_beta2 * g) * g;
+    const auto denominator = V::sqrt(v) * c.one_over_sqrt_correction2 + c.eps;
+    p = p + (c.neg_step_size * m) / denominator;
 }
 
 /// Updates 2 * width elements from i on, `at` being the first of the block; codes are left as numbers of steps.
@@ -148,8 +175,8 @@ inline void update(const NarrowArrays& a, const AdamConstants& c, const Bases<V>
     fetch_ahead(a.exp_avg, i, bytes_of(moments));
     fetch_ahead(a.exp_avg_sq, i, bytes_of(moments));
     constexpr Dtype moments_dtype = moments == Moments::float32 ? Dtype::float32 : Dtype::bfloat16;
-    const Floats<V> g = load<V, grad_dtype>(a.grad, i);
-    Floats<V> p = load<V, weight_dtype>(a.weight, i), m, v;
+    const auto g = load<V, grad_dtype>(a.grad, i);
+    typename V::Floats p = load<V, weight_dtype>(a.weight, i), m, v;
     if constexpr (moments == Moments::code) {
         m = decode_avg<V>(a, bases.avg, i);
         v = decode_sq<V>(a, bases.sq, i);
@@ -160,56 +187,47 @@ inline void update(const NarrowArrays& a, const AdamConstants& c, const Bases<V>
     advance<V>(c, p.low, m.low, v.low, g.low);
     advance<V>(c, p.high, m.high, v.high, g.high);
 
-    const I random_low = draw<V>(a, V::low_places(), i), random_high = draw<V>(a, V::high_places(), i);
+    const I random_low = draw<V>(a, false, i), random_high = draw<V>(a, true, i);
     const auto to_halves = [](void* array, std::size_t first, I low, I high) {
-        V::store_halves(static_cast<std::uint16_t*>(array) + first, V::pack(low, high));
+        store(static_cast<std::uint16_t*>(array) + first, V::pack(low, high));
     };
     if constexpr (weight_dtype == Dtype::bfloat16) {
-        const auto rounded = [](typename V::F x, I r) { return random_bfloat16<V>(x, V::both(r, V::word(0xffff))); };
+        const auto rounded = [](typename V::F x, I r) { return random_bfloat16<V>(x, r & 0xffff); };
         to_halves(a.weight, i, rounded(p.low, random_low), rounded(p.high, random_high));
     } else {
-        V::store_floats(static_cast<float*>(a.weight) + i, p);
+        store_floats<V>(a.weight, i, p);
         if (a.compute_dtype == Dtype::bfloat16)
             to_halves(a.compute, i, nearest_bfloat16<V>(p.low), nearest_bfloat16<V>(p.high));
-        if (a.compute_dtype == Dtype::float16) V::store_float16s(static_cast<std::uint16_t*>(a.compute) + i, p);
+        if (a.compute_dtype == Dtype::float16) store_float16s<V>(a.compute, i, p);
     }
     if constexpr (moments == Moments::code) {
-        const auto avg = [](typename V::F x, I r) {
-            return V::template right<20>(V::plus(V::bits(x), V::both(r, V::word(0xfffff))));
-        };
-        const auto sq = [](typename V::F x, I r) {
-            return above_zero<V>(V::template right<20>(V::plus(V::bits(x), V::template right<12>(r))), x);
-        };
+        const auto avg = [](typename V::F x, I r) { return (std::bit_cast<I>(x) + (r & 0xfffff)) >> 20; };
+        const auto sq = [](typename V::F x, I r) { return above_zero<V>((std::bit_cast<I>(x) + (r >> 12)) >> 20, x); };
         const auto q_avg = V::pack(avg(m.low, random_low), avg(m.high, random_high));
         const auto q_sq = V::pack(sq(v.low, random_low), sq(v.high, random_high));
-        V::store_halves(steps.avg + (i - at), q_avg);
-        V::store_halves(steps.sq + (i - at), q_sq);
-        top_avg = V::larger(top_avg, V::both(q_avg, V::half(kSteps)));
-        top_sq = V::larger(top_sq, q_sq);
+        store(steps.avg + (i - at), q_avg);
+        store(steps.sq + (i - at), q_sq);
+        top_avg = larger<typename V::H>(top_avg, q_avg & kSteps);
+        top_sq = larger(top_sq, q_sq);
     } else if constexpr (moments == Moments::bfloat16) {
-        const auto avg = [](typename V::F x, I r) {
-            return random_bfloat16<V>(x, V::both(V::template right<8>(r), V::word(0xffff)));
-        };
-        const auto sq = [](typename V::F x, I r) {
-            return above_zero<V>(random_bfloat16<V>(x, V::template right<16>(r)), x);
-        };
+        const auto avg = [](typename V::F x, I r) { return random_bfloat16<V>(x, r >> 8 & 0xffff); };
+        const auto sq = [](typename V::F x, I r) { return above_zero<V>(random_bfloat16<V>(x, r >> 16), x); };
         to_halves(a.exp_avg, i, avg(m.low, random_low), avg(m.high, random_high));
         to_halves(a.exp_avg_sq, i, sq(v.low, random_low), sq(v.high, random_high));
     } else {
-        V::store_floats(static_cast<float*>(a.exp_avg) + i, m);
-        V::store_floats(static_cast<float*>(a.exp_avg_sq) + i, v);
+        store_floats<V>(a.exp_avg, i, m);
+        store_floats<V>(a.exp_avg_sq, i, v);
     }
 }
 
 template <class V>
 inline void encode(const NarrowArrays& a, const Bases<V>& bases, const Steps& steps, std::size_t at, std::size_t i) {
-    const auto q = V::load_halves(steps.avg + (i - at));
-    const auto size = V::minus_or_zero(V::both(q, V::half(kSteps)), bases.avg);
-    const auto sign = V::both(V::template right<4>(q), V::half(128));
-    V::store_bytes(static_cast<std::uint8_t*>(a.exp_avg) + i, V::zero_where_zero(V::either(size, sign), size));
-    const auto q_sq = V::load_halves(steps.sq + (i - at));
-    const auto code = V::larger(V::minus_or_zero(q_sq, bases.sq), V::smaller(q_sq, V::half(1)));
-    V::store_bytes(static_cast<std::uint8_t*>(a.exp_avg_sq) + i, code);
+    using H = typename V::H;
+    const H q = load<H>(steps.avg + (i - at));
+    const H size = V::minus_or_zero(q & kSteps, bases.avg);
+    store_bytes<V>(a.exp_avg, i, zero_where_zero<H>(size | (q >> 4 & 128), size));
+    const H q_sq = load<H>(steps.sq + (i - at));
+    store_bytes<V>(a.exp_avg_sq, i, larger<H>(V::minus_or_zero(q_sq, bases.sq), at_most_one(q_sq)));
 }
 
 /// Updates the blocks of elements [begin, end), all of them whole.
@@ -225,7 +243,7 @@ void update_blocks(const NarrowArrays& arrays, const AdamConstants& constants, s
         if constexpr (moments == Moments::code) {
             bases = bases_of<Vec>(a.exponents_avg[at / kCodeBlock], a.exponents_sq[at / kCodeBlock]);
         }
-        auto top_avg = Vec::half(0), top_sq = Vec::half(0);
+        typename Vec::H top_avg{}, top_sq{};
         for (std::size_t i = at; i < at + kCodeBlock; i += 2 * Vec::width)
             update<Vec, moments, weight_dtype, grad_dtype>(a, c, bases, steps, at, i, top_avg, top_sq);
         if constexpr (moments == Moments::code) {
