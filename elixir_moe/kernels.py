@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NotRequired, TypedDict, Unpack
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -514,6 +514,12 @@ def _leave(moment: Moment, part: slice, values: Tensor, random: Tensor, *, signe
         moment[part] = values
 
 
+def _torch_names(settings: AdamSettings) -> dict[str, Any]:
+    """What torch's functional Adams take of the settings."""
+    names = ("lr", "beta1", "beta2", "weight_decay", "eps", "maximize")
+    return {"amsgrad": False, **{name: value for name, value in settings.items() if name in names}}
+
+
 @torch.no_grad()
 def _torch_step(
     master: Tensor,
@@ -541,13 +547,7 @@ def _torch_step(
             foreach=False,
             fused=False,
             decoupled_weight_decay=settings["decoupled"],
-            amsgrad=False,
-            beta1=settings["beta1"],
-            beta2=settings["beta2"],
-            lr=settings["lr"],
-            weight_decay=settings["weight_decay"],
-            eps=settings["eps"],
-            maximize=settings["maximize"],
+            **_torch_names(settings),
         )
         if compute is not None:
             compute[part].copy_(master[part])
@@ -589,13 +589,7 @@ def _fused_step(
             [exp_avg_sq[part]],
             [],
             [count],
-            amsgrad=False,
-            lr=settings["lr"],
-            beta1=settings["beta1"],
-            beta2=settings["beta2"],
-            weight_decay=settings["weight_decay"],
-            eps=settings["eps"],
-            maximize=settings["maximize"],
+            **_torch_names(settings),
             grad_scale=divisor,
             found_inf=skip,
         )
