@@ -132,6 +132,7 @@ class Hooks:
         self._packs = checkpoints is not None or not stays
         self._slot_of = {p: (c.spec.index, i) for c in scheduler.chunks for i, p in enumerate(c.parameters)}
         self._names = {p: name for name, p in model.named_parameters()}
+        self._places = dict(model.named_parameters(remove_duplicate=False))
         self._gradient_hooks: list[tuple[int, dict[int, Any]]] = []
         self._handles: list[RemovableHandle] = []
         """Of the hooks on modules."""
@@ -451,21 +452,26 @@ class Hooks:
         """The parameter's first name in the model."""
         return self._names[parameter]
 
-    def changed_parameters(self) -> tuple[list[str], list[tuple[str, str]]]:
-        """Names of trainable parameters that the model did not have in `wrap`; (name then, name now) of moved ones.
+    def changed_parameters(self) -> tuple[list[str], list[tuple[str, str]], list[str]]:
+        """Names of trainable parameters that the model did not have in `wrap`; (name then, name now) of moved ones,
+        and of those that are tied since; names of parameters that the model has no more.
 
         `torch.nn.utils.parametrize` may move parameters. The others must be back before anything is saved, which
         nobody should learn at the end of a run.
         """
-        new, moved = [], []
+        new, moved, found = [], [], set()
         with DisableTorchFunctionSubclass():
-            for name, parameter in self._root.named_parameters():
+            for name, parameter in self._root.named_parameters(remove_duplicate=False):
+                found.add(parameter)
+                if self._places.get(name) is parameter:
+                    continue
                 then = self._names.get(parameter)
                 if then is None:
                     new += [name] * parameter.requires_grad
-                elif then != name and not self._still_at(then, parameter):
+                elif name in self._places or not self._still_at(then, parameter):
                     moved.append((then, name))
-        return new, moved
+            gone = [name for parameter, name in self._names.items() if parameter not in found]
+        return new, moved, gone
 
     def _still_at(self, then: str, parameter: nn.Parameter) -> bool:
         wanted = unparametrized(then)
@@ -509,6 +515,11 @@ def moved_since_wrap(moved: Sequence[tuple[str, str]]) -> str:
         f"parameter {moved[0][0]!r} of wrap is at {moved[0][1]!r} now; {len(moved)} are tied, swapped or moved since: "
         f"tie, swap and move parameters and modules, and call apply_activation_checkpointing, before wrap"
     )
+
+
+def gone_since_wrap(gone: Sequence[str]) -> str:
+    """The error message for parameters and buffers that the model has no more."""
+    return f"the model had {gone} in wrap and has not now: rename and remove parameters before wrap"
 
 
 # Python's garbage collector cannot see into autograd's graph: a strong reference there would keep the model alive.

@@ -20,7 +20,7 @@ from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.optim.state import OptimizerState
 from elixir_moe.parallel.plain_state import persistent_buffers, unparametrized
 from elixir_moe.parallel.rules import named_tensors
-from elixir_moe.runtime.hooks import Hooks, moved_since_wrap
+from elixir_moe.runtime.hooks import Hooks, gone_since_wrap, moved_since_wrap
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
 from elixir_moe.runtime.model_spec import ModelSpec
 from elixir_moe.runtime.phase import Phase
@@ -104,4 +104,4 @@ def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
     missing = [name for key, name in then.items() if key not in now]
     missing += [name for name in spec.buffers if name not in buffers]
     if missing:
-        raise UsageError(f"the model had {missing} in wrap and has not now: rename and remove parameters before wrap")
+        raise UsageError(gone_since_wrap(missing))

@@ -272,7 +272,12 @@ def swap(model: Any) -> Callable[[], Any]:
     return back_and_forth
 
 
-@pytest.mark.parametrize("change", [recompute, swap])
+def tie(model: Any) -> Callable[[], Any]:
+    own, model.layers[1].up.weight = model.layers[1].up.weight, model.layers[0].up.weight
+    return lambda: setattr(model.layers[1].up, "weight", own)
+
+
+@pytest.mark.parametrize("change", [recompute, swap, tie])
 def test_modules_are_wrapped_for_recomputation_and_moved_before_wrap(pair: Pair, change: Callable[..., Any]) -> None:
     model, optimizer = pair
     before = em.full_state_dict(model)
@@ -368,6 +373,17 @@ def test_lazy_modules() -> None:
     model = nn.LazyLinear(3)
     with pytest.raises(em.ConfigError, match="run a forward before wrap"):
         em.wrap(model, torch.optim.SGD(model.parameters()), plan=em.Plan.zero2())
+
+
+def test_a_part_that_is_replaced_by_one_without_training_is_told_in_the_next_step(pair: Pair) -> None:
+    """Not at the end of the run, where nothing could be saved."""
+    model, optimizer = pair
+    last, model.last = model.last, nn.Linear(D, D).requires_grad_(False)
+    backward(pair)
+    with pytest.raises(em.UsageError, match=r"had \['last\.weight', 'last\.bias'\] in wrap .*before wrap"):
+        optimizer.step()
+    model.last = last
+    optimizer.step()
 
 
 def test_parameters_that_were_renamed_or_regrouped(pair: Pair) -> None:
