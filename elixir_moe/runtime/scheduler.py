@@ -317,8 +317,8 @@ class Scheduler:
         """
         chunk = self.chunks[index]
         if index in self.phase.early:
-            what = f"a second gradient of {chunk.names[position]!r} (reentrant checkpoints bring them)"
-            self.phase.check(WHOLE, what)
+            hint = "reentrant checkpoints bring them; train without update_in_backward, a Trainer by =False"
+            self.phase.check(WHOLE, f"a second gradient of {chunk.names[position]!r} ({hint})")
         self._streams.enter_compute()  # autograd may have made it on a stream of its own
         self.used.add((index, position))
         chunk.loose.append((position, gradient))

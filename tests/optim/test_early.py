@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.chunks.plan import Tier
@@ -225,6 +226,31 @@ def keep_all_blocks() -> None:
 
 def test_old_weights_stay_in_their_blocks_and_a_second_backward_is_refused(ranks: Ranks) -> None:
     ranks(1).run(keep_all_blocks)
+
+
+def tie_reentrant() -> None:
+    """(rank) A reentrant checkpoint and a layer before it share a weight, whose gradient comes twice in a backward."""
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D))
+    model[2].weight = model[0].weight
+    optimizer: Any
+    model, optimizer = em.wrap(
+        model, torch.optim.AdamW(model.parameters(), 1e-2), plan=em.Plan.offload(chunk_numel=D * D)
+    )
+
+    def loss() -> Tensor:
+        x: Tensor = checkpoint(model[2], model[1](model[0](torch.ones(2, D))), use_reentrant=True)
+        return x.sum()
+
+    loss().backward()
+    optimizer.step()
+    with optimizer.update_in_backward():
+        raised(loss().backward, "a second gradient of '0.weight'", "train without update_in_backward")
+    optimizer.close()
+
+
+def test_a_second_gradient_behind_an_update_says_how_to_train_without_it(ranks: Ranks) -> None:
+    ranks(1).run(tie_reentrant)
 
 
 class Fails(torch.autograd.Function):
