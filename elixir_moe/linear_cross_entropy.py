@@ -32,6 +32,8 @@ from elixir_moe.quantized.products import computed_in
 from elixir_moe.torch_private import keeps_graph
 
 _CHUNK_BYTES = 64 * 2**20
+_CACHED_BYTES = 4 * 2**20
+"""Of a weight that a CPU widens or decodes at once: its product then finds them in the cache."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -54,7 +56,7 @@ def linear_cross_entropy(
     served by ``hidden * scale``. Without a single label, the mean is nan and gradients are zero, as in torch.
 
     The weight may belong to a wrapped model, under any plan: it is gathered for the call, and not for backward. Of a
-    head that `em.quantize` has made bytes, `chunk_bytes` of weights are decoded at a time.
+    head that `em.quantize` has made bytes, at most `chunk_bytes` of weights are decoded at a time.
 
     Args:
         hidden: (..., d), what the head is given.
@@ -421,15 +423,17 @@ class _Gradients:
         if self.weight is None:
             return
         rows = rows.to(weight.dtype)
-        if weight.dtype == self.dtype:
-            self.weight.addmm_(grad.t(), rows)
+        if grad.dtype == self.dtype:
+            self.weight.addmm_(grad.t(), rows.to(self.dtype))
             return
-        for block in _blocks(weight, most_bytes):  # a product cannot add to a sum of a wider dtype
+        for block in _blocks(weight, most_bytes, on=grad):  # a product cannot add to a sum of a wider dtype
             self.weight[block] += _wide_product(grad[:, block].t(), rows)
 
 
-def _blocks(weight: _Weight, most_bytes: int) -> Iterator[slice]:
-    """Rows of the weight whose bytes in the dtype of sums are at most `most_bytes`."""
+def _blocks(weight: _Weight, most_bytes: int, *, on: Tensor) -> Iterator[slice]:
+    """Rows of the weight whose bytes in the dtype of sums are at most `most_bytes`, and fewer `on` a CPU."""
+    if not on.is_cuda:
+        most_bytes = min(most_bytes, _CACHED_BYTES)
     size = max(1, most_bytes // max(1, weight.shape[1] * _wide(weight).itemsize))
     if isinstance(weight, _Decoded):  # whole blocks of rows
         size = -(-size // weight.packed.row_block) * weight.packed.row_block
@@ -442,7 +446,7 @@ def _to_logits(rows: Tensor, weight: _Weight, out: Tensor, most_bytes: int) -> N
     if isinstance(weight, Tensor) and weight.dtype == out.dtype:
         torch.mm(rows, weight.t(), out=out)
         return
-    for block in _blocks(weight, most_bytes):
+    for block in _blocks(weight, most_bytes, on=rows):
         out[:, block] = _wide_product(rows, weight[block].t())
 
 
@@ -452,7 +456,7 @@ def _to_tokens(grad: Tensor, weight: _Weight, out: Tensor, most_bytes: int) -> N
         torch.mm(grad, weight, out=out)
         return
     sums = out.new_zeros(out.shape, dtype=_wide(weight))
-    for block in _blocks(weight, most_bytes):
+    for block in _blocks(weight, most_bytes, on=grad):
         sums += _wide_product(grad[:, block], weight[block])
     out.copy_(sums)
 

@@ -230,6 +230,14 @@ def test_no_tensor_is_large_but_the_gradient_of_the_head(tokens: int, vocabulary
     assert largest.nbytes <= most
 
 
+def test_a_cpu_widens_as_much_of_a_16_bit_head_as_its_cache_holds() -> None:
+    weight = torch.randn(3000, 512, dtype=torch.bfloat16)
+    hidden, labels = torch.randn(4, 512, dtype=torch.bfloat16, requires_grad=True), torch.randint(3000, (4,))
+    with Largest() as largest:
+        em.linear_cross_entropy(hidden, weight, labels).backward()
+    assert largest.nbytes <= 4 << 20 < weight.numel() * 4
+
+
 # ---------------------------------------------------------------------------------------------------- a head of bytes
 
 WIDE, ROWS = 128, 384
