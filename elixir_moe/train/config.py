@@ -202,7 +202,8 @@ class OptimizerConfig:
     final_lr: Annotated[float, Check("a share of lr between 0 and 1", lambda share: 0 <= share <= 1)] = 0.1
     """Learning rate of the last step, as a fraction of lr."""
     clip_norm: Annotated[float | None, ABOVE_0] = 1.0
-    """Bound on the global gradient norm; null: no clipping."""
+    """Bound on the global gradient norm; null: no clipping. Updates then begin in backward with watch.on_nan=back and
+    watch.memory_tries=0, from the first checkpoint on."""
 
     def __post_init__(self) -> None:
         check(self, "optimizer")

@@ -315,7 +315,7 @@ class Loop:
         before, start = inspect(training.model).statistics, time.perf_counter()
         self._watchdog.at(f"step {training.progress.step + 1}")
         self._busy.start()
-        loss = training.forward_backward()
+        loss = training.forward_backward(early=self._updates_in_backward())
         busy = self._busy.stop()
         norm = training.norm()
         agreed = self._agree(loss, busy)
@@ -349,6 +349,22 @@ class Loop:
             self.report.step(self._last, None if found is None else found.as_dict())
         self._follow(agreed)
 
+    def _updates_in_backward(self) -> bool:
+        """Whether updates may begin in this step's backward: nothing can ask for the weights from before it."""
+        training, config = self.training, self.config
+        return (
+            training.progress.clip_norm is None
+            and training.optimizer.loss_scale is None
+            and config.watch.memory_tries == 0
+            and not self._scales_are_due()
+            and self.keeper.latest is not None
+            and not self.supervisor.keeps_weights
+        )
+
+    def _scales_are_due(self) -> bool:
+        every = self.config.watch.scales_every
+        return every is not None and self.training.progress.step % every == 0
+
     def _agree(self, loss: float, seconds: float) -> Agreed:
         """One small all-gather of each rank's loss, time, signal and requests. Collective."""
         asked: Control | ConfigError | None = None
@@ -380,7 +396,7 @@ class Loop:
         )
 
     def _observation(self, agreed: Agreed, norm: float, experts: dict[str, list[int]]) -> Observation:
-        every, progress = self.config.watch.scales_every, self.training.progress
+        progress = self.training.progress
         return Observation(
             step=progress.step + 1,
             batch=progress.batch,
@@ -389,7 +405,7 @@ class Loop:
             scaled=self.training.optimizer.loss_scale is not None,
             busy_seconds=agreed.busy_seconds,
             tokens_per_expert=experts,
-            scales=self.training.scales() if every is not None and progress.step % every == 0 else {},
+            scales=self.training.scales() if self._scales_are_due() else {},
         )
 
     def _depart(self, action: Action) -> bool:

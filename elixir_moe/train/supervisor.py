@@ -125,6 +125,17 @@ class Supervisor:
         action = self._act(self._config.on_nan, self._not_finite(seen), [(seen.step, seen.batch)], notes)
         return replace(action, not_finite=True)
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the verdict on the next step may be to drop its gradients and keep the weights from before it.
+
+        Otherwise it is GO, or BACK to a checkpoint from before that step.
+        """
+        config = self._config
+        goes_back = self._backs < config.tries
+        loss_keeps = {"skip": True, "back": not goes_back, "stop": config.patience == 1}[config.on_divergence]
+        return config.on_nan != "back" or not goes_back or loss_keeps or bool(self._off)
+
     def scores(self) -> list[float]:
         """Busy time of each rank relative to the median rank; empty until there are enough steps."""
         if len(self._busy) < min(_FEWEST, self._config.window):

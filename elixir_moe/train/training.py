@@ -8,6 +8,7 @@ nothing: `loop` chooses the next step and when to save.
 import math
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ class Training:
         self.wrapped = require_wrapped(self.model, "train")
         torch.manual_seed(config.run.seed + 1 + self.replica)  # from here on for dropout, which differs between ranks
         self.updating = False
-        """Whether weights are being written: a step interrupted now cannot be undone."""
+        """Whether weights are being written, or may be in this step's backward: the step cannot be undone."""
         self.mark()
         self.validation = data.validation_batches(batches=config.run.eval_batches, rows=config.micro_batch)
 
@@ -108,14 +109,22 @@ class Training:
 
     # ---------------------------------------------------------------------------------------------------------- a step
 
-    def forward_backward(self) -> float:
-        """Computes the gradients of the mean loss over the next batch of samples; returns this rank's mean loss."""
+    def forward_backward(self, *, early: bool = False) -> float:
+        """Computes the gradients of the mean loss over the next batch of samples; returns this rank's mean loss.
+
+        `early`: updates begin in the last backward.
+        """
         progress = self.progress
         progress.batch = progress.next_batch()
-        losses = []
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        self.updating = early
+        losses: list[Tensor] = []
         for micro_batch, items in self._micro_batches():
             loss = self.recipe.loss(self.model, micro_batch, items)
-            (self.optimizer.scale(loss) / progress.accumulation).backward()
+            last = len(losses) == progress.accumulation - 1
+            with self.optimizer.update_in_backward() if early and last else nullcontext():
+                (self.optimizer.scale(loss) / progress.accumulation).backward()
             losses.append(loss.detach())
         return torch.stack(losses).mean().item()
 
@@ -133,8 +142,6 @@ class Training:
 
     def update(self) -> None:
         """Applies the gradients. Collective."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate()
         self.updating = True
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -204,16 +211,17 @@ class Training:
     def name_not_finite(self) -> str:
         """Names the origin of values that are not finite: weights, a module's output, or the gradient nearest the loss.
 
-        Collective. Needs the gradients of the step, and drops them.
+        Collective. Needs the gradients of the step, and drops them. Of a step that cannot be undone, gradients alone.
         """
         gradients = self._union(self.wrapped.kept.not_finite())
-        self.optimizer.zero_grad()
-        weights = [name for name, scale in self.scales().items() if not math.isfinite(scale)]
-        if weights:
-            return f"; weights that are not finite: {', '.join(weights[:_MOST_NAMED])}"
-        modules = self._union(self._first_not_finite())
-        if modules:
-            return f"; the first output that is not finite is that of module {', '.join(modules[:_MOST_NAMED])}"
+        if not self.updating:
+            self.optimizer.zero_grad()
+            weights = [name for name, scale in self.scales().items() if not math.isfinite(scale)]
+            if weights:
+                return f"; weights that are not finite: {', '.join(weights[:_MOST_NAMED])}"
+            modules = self._union(self._first_not_finite())
+            if modules:
+                return f"; the first output that is not finite is that of module {', '.join(modules[:_MOST_NAMED])}"
         if gradients:
             last = [name for name, _ in self.model.named_parameters() if name in gradients][-1]
             return f"; the gradient of {last!r} is not finite, and those of {len(gradients) - 1} parameters before it"
