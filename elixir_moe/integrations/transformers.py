@@ -157,21 +157,15 @@ class ElixirMixin(_Trainer):
         found: torch.Tensor = super().training_step(*args, **kwargs)
         return found
 
-    def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """As Trainer's; without logits where `loss` says so and nobody wants them."""
-        if not self._fuses or (return_outputs and self._wants_logits) or "labels" not in inputs:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's, with arguments as they come; without logits where `loss` says so and nobody wants them."""
+        if not self._fuses or self._wants_logits or "labels" not in inputs:
+            return super().compute_loss(model, inputs, *args, **kwargs)
         smoother = self.label_smoother
         self.label_smoother: Any = None  # the loss smooths
         try:
             with self._fused(model)():
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+                return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
             self.label_smoother = smoother
 
@@ -180,7 +174,10 @@ class ElixirMixin(_Trainer):
     ) -> Any:
         """As Trainer's."""
         self._wants_logits = not prediction_loss_only
-        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
+        finally:
+            self._wants_logits = False
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As Trainer's, with the load of routers beside each loss."""

@@ -310,6 +310,46 @@ def test_what_a_plain_trainer_does_and_this_one_refuses(ranks: Ranks, tmp_path: 
     assert "the global gradient norm" in said["nan"]
 
 
+def with_own_losses(folder: str, ours: bool) -> list[float]:
+    """Losses of trainers whose `compute_loss` takes what Trainer gives by name, each in a way of its own."""
+    from transformers import Trainer
+
+    from elixir_moe.integrations.transformers import ElixirMixin
+
+    class Rest(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **rest: Any) -> Any:
+            found = model(**inputs)
+            loss = found["loss"] + model.inner.weight.square().mean() * (1 + len(rest))
+            return (loss, found) if return_outputs else loss
+
+    class OtherOrder(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, num_items_in_batch: Any = 1, return_outputs: Any = False
+        ) -> Any:
+            found = model(**inputs)
+            loss = found["loss"] / num_items_in_batch
+            return (loss, found) if return_outputs else loss
+
+    losses = []
+    with launched():
+        for kind in (Rest, OtherOrder):
+            torch.manual_seed(0)
+            trainer = line(folder, ours, Line(), save_strategy="no")
+            trainer.__class__ = type("Ours", (ElixirMixin, kind), {}) if ours else kind
+            trainer.model_accepts_loss_kwargs = True  # then it counts the items of a batch
+            trainer.train()
+            losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            losses.append(trainer.evaluate(trainer.train_dataset)["eval_loss"])
+            if ours:
+                trainer.model._elixir.optimizer.close()
+    return losses
+
+
+def test_a_loss_of_ones_own_is_given_what_trainer_gives_it(ranks: Ranks, tmp_path: Path) -> None:
+    plain, ours = (ranks(1).run(with_own_losses, str(tmp_path / str(ours)), ours)[0] for ours in (False, True))
+    assert len(ours) == 8 and ours == pytest.approx(plain, abs=TOLERANCE)
+
+
 def history(folder: str, ours: bool, resume: bool) -> list[dict[str, float]]:
     torch.manual_seed(0)
     with launched():
