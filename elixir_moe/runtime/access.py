@@ -270,8 +270,8 @@ def unsharded(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, writ
         write: keep writes of any kind; every rank must write the same values.
 
     Raises:
-        UsageError: a parameter belongs to no wrapped model, or was written through ``.data`` or its address without
-            `write`.
+        UsageError: a parameter belongs to no wrapped model, was written through ``.data`` or its address without
+            `write`, or has other values on each rank at the end of a block with `write`.
         PlanError: the parameters need more blocks than the rCache has.
     """
     if isinstance(target, nn.Module):

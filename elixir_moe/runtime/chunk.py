@@ -319,6 +319,17 @@ class Chunk:
             values = self.locals[index].detach().reshape(-1).view(torch.uint8).cpu()
         return self.version(index), crc32(values.numpy().data)
 
+    def checksums_by_rank(self, indices: Iterable[int]) -> torch.Tensor:
+        """(ranks, indices) Checksums of gathered parameters on each rank of the chunk. Collective."""
+        indices = list(indices)
+        size, device = self.communicator.size, torch.device("cpu") if self.communicator.over_gloo else self.device
+        table = torch.zeros(size, len(indices), dtype=torch.int64, device=device)
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            for column, index in enumerate(indices):
+                table[self.communicator.index, column] = _checksum(self.locals[index].detach().reshape(-1))
+        self.communicator.all_gather(table, self.spec.index, of=f"checksums of {self.label}").wait()
+        return table
+
     def show_home(self) -> None:
         """Restores this rank's part of the buffer from the shard, or all of it where ranks share the chunk."""
         self.attach()

@@ -311,6 +311,8 @@ class Hooks:
                 if outermost:
                     self._phase.blocks.append([self._names[p] for p in parameters[:4]])
                 yield
+                if write and not (outermost and len(self._phase.blocks) <= depth):
+                    self._writes.refuse_different(slots)
             finally:
                 # First of all: an interrupt must not leave the block open.
                 given, self._phase.blocks = self._phase.blocks, self._phase.blocks[:depth]

@@ -154,6 +154,26 @@ class Writes:
                     f"inside em.unsharded(...): pass write=True"
                 )
 
+    def refuse_different(self, slots: Sequence[ParamId]) -> None:
+        """Undoes what was written into gathered parameters, and raises UsageError, if ranks differ. Collective."""
+        different: list[tuple[Chunk, int]] = []
+        for index in dict.fromkeys(index for index, _ in slots):
+            chunk, positions = self._chunks[index], [position for i, position in slots if i == index]
+            if chunk.communicator.size > 1:
+                with unrecorded(), self._phase.issuing(chunk.label):
+                    table = chunk.checksums_by_rank(positions).cpu()
+                unlike = (table != table[0]).any(0).tolist()
+                different += [(chunk, each) for each, differs in zip(positions, unlike, strict=True) if differs]
+        for chunk in dict.fromkeys(chunk for chunk, _ in different):
+            chunk.forget_writes()
+            self._undo(chunk)
+        for chunk, position in different:
+            raise UsageError(
+                f"parameter {chunk.names[position]!r} has other values on each rank inside em.unsharded(..., "
+                f"write=True): every rank must write the same values. Write on all ranks, not on rank 0 alone, from "
+                f"the same seed, or broadcast the values before"
+            )
+
     def _undo(self, chunk: Chunk) -> None:
         with unrecorded():
             chunk.checksums = None  # they are said already

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import elixir_moe as em
@@ -70,3 +71,38 @@ def test_what_is_written_is_the_same_under_every_plan(ranks: Ranks) -> None:
             assert not torch.equal(state["last.bias"], untouched[0]["last.bias"])
             for name, value in found["ddp"][0].items():
                 torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+def apart(plan: str) -> dict[str, Any]:
+    """(rank) What is said where one rank alone writes, and the weights behind it and behind the same writes of all."""
+    torch.manual_seed(0)
+    model: Any = Net()
+    model, optimizer = em.wrap(model, adamw(model), plan=PLANS[plan])
+    found: dict[str, Any] = {"before": em.full_state_dict(model, all_ranks=True)}
+    found["said"] = []
+    for change in (fill, replace):
+        with pytest.raises(em.UsageError) as error, em.unsharded(model.last, write=True):
+            if dist.get_rank() == 0:
+                change(model.last.bias)
+        found["said"].append(str(error.value))
+    found["after"] = em.full_state_dict(model, all_ranks=True)
+    with em.unsharded(model.last, write=True):
+        fill(model.last.bias)
+    mean_square(model, torch.ones(8, D)).backward()
+    optimizer.step()
+    found["trained"] = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_write_of_one_rank_alone_is_an_error_of_all(plan: str, ranks: Ranks) -> None:
+    """Nothing of it is stored, but where the weights have no other home than the memory that was written."""
+    both = ranks(2).run(apart, plan)
+    for found in both:
+        for said in found["said"]:
+            assert "'last.bias'" in said and "every rank must write the same values" in said
+        if plan != "ddp":
+            assert all(torch.equal(found["after"][name], value) for name, value in found["before"].items())
+        assert not torch.equal(found["trained"]["last.bias"], found["before"]["last.bias"])
+    torch.testing.assert_close(both[0]["trained"], both[1]["trained"], rtol=0, atol=0)
