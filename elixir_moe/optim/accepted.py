@@ -50,13 +50,18 @@ def moments_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError for an optimizer that has been stepped, is not elementwise, or whose state cannot be cut."""
+    """Raises ConfigError for an optimizer that has stepped, shards, is not elementwise, or keeps what cannot be cut."""
     if any(state and state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer has been stepped, or has loaded a state: wrap it before the first step, and go on from a "
             "checkpoint of em.save, by em.load"
         )
     kind = type(optimizer)
+    if kind.__module__.startswith("torch.distributed."):
+        raise ConfigError(
+            f"{kind.__name__} of torch.distributed shards or averages over ranks what a plan shards: wrap a plain "
+            f"optimizer, as torch.optim.AdamW(model.parameters())"
+        )
     package = kind.__module__.partition(".")[0]
     if package in _IN_BLOCKS and re.search(r"\dbit|Fp8", kind.__name__):
         raise ConfigError(

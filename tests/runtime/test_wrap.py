@@ -108,6 +108,27 @@ def test_optimizers_that_do_not_fit() -> None:
         em.wrap(model, None, plan=em.Plan.zero2())  # type: ignore[arg-type]
 
 
+def of_torch_distributed() -> list[str]:
+    """(rank) What is said about optimizers that share the work of ranks themselves."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+    model, said = Net(), []
+    sharing = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    averaging = PostLocalSGDOptimizer(adamw(model), PeriodicModelAverager(period=1))
+    for optimizer in (sharing, averaging):
+        with pytest.raises(em.ConfigError) as error:
+            em.wrap(model, optimizer, plan=em.Plan.zero2())
+        said.append(str(error.value))
+    return said
+
+
+def test_optimizers_that_share_work_themselves_are_refused_by_name(ranks: Ranks) -> None:
+    (said,) = ranks(1).run(of_torch_distributed)
+    for kind, text in zip(("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"), said, strict=True):
+        assert kind in text and "torch.optim.AdamW(model.parameters())" in text
+
+
 def test_wrap_twice_and_meta_are_refused() -> None:
     model, optimizer = em.wrap(model := Net(), adamw(model), plan=em.Plan.zero2())
     with pytest.raises(em.ConfigError, match="wrapped already"):
