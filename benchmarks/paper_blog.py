@@ -1,0 +1,41 @@
+"""What "LLM finetuning: memory requirements" (Birch, 2023) says in its text: part of ``make paper-table``.
+
+DeepSpeed's bytes a parameter beside those of the planner's ZeRO-1, and the totals of the conclusion beside
+`search/estimate`. The blog's measurements of plain PyTorch are in tests/search/test_command.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from benchmarks.paper_table import MACHINE, task_of
+from elixir_moe.search import strategies
+from elixir_moe.search.estimate import BLOG_MODELS, PlainStrategy
+from elixir_moe.search.hardware import Hardware
+
+MODEL = "opt-6.7b"
+"""Ours. The blog gives DeepSpeed's bytes for no model of its own."""
+
+
+def compared() -> Iterator[tuple[str, float, float]]:
+    """(what, printed, ours) of each figure."""
+    task = task_of(MODEL, 1, 1, Hardware.named(MACHINE))
+    for what, printed, backwards in (("one backward", 8, 1), ("several", 8 + 4, 2)):
+        device, _ = strategies.needs(replace(task, moments=0, accumulation=backwards), "zero-1")
+        yield f"DeepSpeed, fused optimizer without state, {what}", printed, device / task.profile.parameters
+    plain = PlainStrategy(amp=True, ddp=True, accumulate=True)
+    adamw = replace(plain, adamw=True)
+    yield "PyTorch with AMP, DDP, several backwards", 15, plain.bytes_per_parameter()
+    yield "the same with AdamW", 23, adamw.bytes_per_parameter()
+    yield "the same of LLaMA 7B, GiB", 145, adamw.peak_bytes(trained=BLOG_MODELS["llama-2-7b"]) / 2**30
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the comparison; there are no arguments."""
+    print("LLM finetuning, memory requirements: bytes a parameter")
+    for what, printed, ours in compared():
+        print(f"{printed:8g} {ours:8.4g} {ours / printed - 1:+7.1%}  {what}")
+    print("No plan has the 4 bytes of DeepSpeed's unfused optimizer, nor its bucket of 477 MiB")
+
+
+if __name__ == "__main__":
+    main()
