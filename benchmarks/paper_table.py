@@ -15,7 +15,8 @@ import torch
 
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.cli.tasks import pretended_ranks
-from elixir_moe.models.presets import is_mixture, named_model
+from elixir_moe.models.presets import named_model
+from elixir_moe.models.shapes import is_mixture
 from elixir_moe.search import cost
 from elixir_moe.search.hardware import Fitted, Hardware
 from elixir_moe.search.profile import Profile

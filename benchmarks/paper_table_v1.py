@@ -17,7 +17,7 @@ from benchmarks.paper_baselines import PEERS
 from benchmarks.paper_table import MACHINE, task_of
 from elixir_moe.chunks.plan import Plan, Tier
 from elixir_moe.errors import PlanError
-from elixir_moe.models.presets import is_mixture
+from elixir_moe.models.shapes import is_mixture
 from elixir_moe.search import cost, strategies
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.solve import Choice, Task, price, solve

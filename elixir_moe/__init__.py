@@ -7,6 +7,7 @@ line explains itself without either.
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Called for names that are not here yet."""
+        """Called for names that are not here yet: files, which are imported alone, and public names."""
+        if name not in _Package.functions and find_spec(f"{__name__}.{name}"):
+            return import_module(f"{__name__}.{name}")
         if "__all__" not in globals():
             public = import_module("elixir_moe.public")
             globals().update({known: getattr(public, known) for known in ("__all__", *public.__all__)})

@@ -214,6 +214,43 @@ assert [name for name in public.__all__ if not globals()[name] is getattr(em, na
     assert done.returncode == 0, done.stderr
 
 
+_ALONE = """
+import os, sys
+import torch.distributed.tensor
+
+for name in sys.argv[1:]:
+    if not os.fork():
+        code = 1
+        try:
+            __import__(name)
+            import elixir_moe as em
+
+            assert em.kernels._native is not None, f"{name} imports the kernels of torch alone"
+            assert all(type(f).__name__ == "function" for f in (em.wrap, em.inspect, em.linear_cross_entropy)), name
+            code = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    if os.wait()[1]:
+        sys.exit(name)
+"""
+
+
+def _import_alone(names: list[str]) -> str:
+    """What is said if each is imported as the first file of the package."""
+    return subprocess.run([sys.executable, "-c", _ALONE, *names], capture_output=True, text=True, timeout=600).stderr
+
+
+def test_a_file_may_be_imported_first() -> None:
+    assert _import_alone(["elixir_moe.kernels", "elixir_moe.quantized.formats", "elixir_moe.integrations.fabric"]) == ""
+
+
+@pytest.mark.slow
+def test_any_file_may_be_imported_first() -> None:
+    names = [name for name in map(name_of, FILES) if not name.startswith("__")]
+    assert _import_alone([f"elixir_moe.{name}" for name in names]) == ""
+
+
 def test_a_public_function_is_not_replaced_by_the_file_of_its_name() -> None:
     beside = {path.stem for path in PACKAGE.iterdir()}
     assert {name for name in elixir_moe.__all__ if name in beside} == type(elixir_moe).functions | {"models"}
