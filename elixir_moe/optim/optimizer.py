@@ -208,8 +208,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finite, and the next call of the optimizer, a save or a load raises the error.
 
         Raises:
-            UsageError: a parameter frozen in `wrap` is trainable now, a trainable one was added since, or one is gone,
-                tied, or at another place in the model, as `apply_activation_checkpointing` puts it;
+            UsageError: a parameter frozen in `wrap` is trainable now, a trainable one was added since, or one is
+                replaced, tied, or at another place in the model, as `apply_activation_checkpointing` puts it;
                 ``parameter.grad`` was set by hand; gradients came after clipping, or some were lost.
             ElixirError: a gradient is not finite; on all ranks alike, naming the parameters. No weight has changed,
                 unless updates have begun in backward.
@@ -323,7 +323,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"a forward has given parameter {name!r} other memory (parameter.data = …): copy the values into "
                     f"the parameter itself under torch.no_grad(), as in self.weight.copy_(values)"
                 )
-        new, moved, gone = self._hooks.changed_parameters()
+        new, moved, replaced = self._hooks.changed_parameters()
         if new:
             raise UsageError(
                 f"the model has trainable parameters that it had not in wrap: {new}; add and replace modules before "
@@ -331,8 +331,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if moved:
             raise UsageError(moved_since_wrap(moved))
-        if gone:
-            raise UsageError(gone_since_wrap(gone))
+        if replaced:
+            raise UsageError(gone_since_wrap(replaced))
         if thawed:
             raise UsageError(
                 f"parameters were frozen when wrapped and are trainable now: {thawed}; unfreeze before wrap"

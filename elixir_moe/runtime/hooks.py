@@ -456,24 +456,28 @@ class Hooks:
 
     def changed_parameters(self) -> tuple[list[str], list[tuple[str, str]], list[str]]:
         """Names of trainable parameters that the model did not have in `wrap`; (name then, name now) of moved ones,
-        and of those that are tied since; names of parameters that the model has no more.
+        and of those that are tied since; names of parameters in whose place another stands.
 
         `torch.nn.utils.parametrize` may move parameters. The others must be back before anything is saved, which
-        nobody should learn at the end of a run.
+        nobody should learn at the end of a run. A module may be left out of the model for some steps, as when layers
+        are dropped at random.
         """
-        new, moved, found = [], [], set()
+        new, moved, replaced = [], [], []
         with DisableTorchFunctionSubclass():
-            for name, parameter in self._root.named_parameters(remove_duplicate=False):
-                found.add(parameter)
-                if self._places.get(name) is parameter:
+            now = dict(self._root.named_parameters(remove_duplicate=False))
+            found = set(now.values())
+            for name, parameter in now.items():
+                before = self._places.get(name)
+                if before is parameter:
                     continue
+                if before is not None and before not in found:
+                    replaced.append(name)
                 then = self._names.get(parameter)
                 if then is None:
                     new += [name] * parameter.requires_grad
                 elif name in self._places or not self._still_at(then, parameter):
                     moved.append((then, name))
-            gone = [name for parameter, name in self._names.items() if parameter not in found]
-        return new, moved, gone
+        return new, moved, replaced
 
     def _still_at(self, then: str, parameter: nn.Parameter) -> bool:
         wanted = unparametrized(then)
