@@ -24,7 +24,8 @@ else:
             return import_module(f"{__name__}.{name}")
         if "__all__" not in globals():
             public = import_module("elixir_moe.public")
-            globals().update({known: getattr(public, known) for known in ("__all__", *public.__all__)})
+            known = {each: getattr(public, each) for each in ("__all__", *public.__all__)}
+            globals().update({**known, **globals()})  # what a user has set before stays
         if name not in globals():
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return globals()[name]
@@ -42,6 +43,9 @@ class _Package(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in self.functions and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, (self.__name__,)  # cloudpickle knows modules by their very type
 
 
 sys.modules[__name__].__class__ = _Package

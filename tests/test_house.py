@@ -1,6 +1,8 @@
 """The walls of the house: what may import what, and where state may live."""
 
 import ast
+import copy
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -259,6 +261,22 @@ import elixir_moe.wrap, elixir_moe.inspect, elixir_moe.linear_cross_entropy
 import elixir_moe as em
 
 assert all(type(f).__name__ == "function" for f in (em.wrap, em.inspect, em.linear_cross_entropy))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_is_pickled_by_its_name() -> None:
+    """Ray, Dask and submitit send functions with cloudpickle, and the modules that they name with them."""
+    assert pickle.loads(pickle.dumps(elixir_moe)) is elixir_moe is copy.deepcopy(elixir_moe)
+
+
+def test_a_name_that_was_set_before_the_first_use_is_kept() -> None:
+    code = """
+import elixir_moe as em
+
+em.wrap = print
+assert em.Plan and em.wrap is print
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
