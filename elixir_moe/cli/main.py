@@ -66,6 +66,8 @@ def _run(arguments: Sequence[str]) -> int:
     helped = "train" in arguments and not {"-h", "--help"}.isdisjoint(arguments)
     parser = parser_of(_settings_help() if helped else None)
     known, rest = parser.parse_known_args(arguments)
+    if rest and arguments[0].startswith("-"):
+        parser.error(f"{arguments[0]} stands before {known.verb}: write options after the verb")
     if rest and known.verb not in ("train", "bench"):
         words = [word.partition("=")[0] for word in rest if word.startswith("-")]
         hint = meant(words[0], known.parser.options()) if words else ""

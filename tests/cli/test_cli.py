@@ -217,6 +217,13 @@ def test_no_verb_and_a_wrong_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'trian'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", ["--json env", "-v train --run.out x", "--trace bench --quick"])
+def test_an_option_before_the_verb_is_told_its_place(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    option, verb, *_ = arguments.split()
+    assert main(arguments.split()) == 2
+    assert capsys.readouterr().err.startswith(f"elixir-moe: ConfigError: {option} stands before {verb}: write options")
+
+
 def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as end:
