@@ -226,8 +226,8 @@ def command(kind: str, fault: str, rank: int, out: Path) -> int:
         os.sched_yield()
     forward_backward = Training.forward_backward
 
-    def failing(training: Training) -> float:
-        loss = forward_backward(training)
+    def failing(training: Training, *, early: bool = False) -> float:
+        loss = forward_backward(training, early=early)
         if training.progress.step == 2 and "step" in fault and rank == int("rank 1" in fault):
             raise RuntimeError("the fault")
         return float("nan") if "finite" in fault else loss

@@ -23,7 +23,7 @@ def main() -> int:
     faults = {int(step): fault for step, _, fault in (text.partition("=") for text in told.split(","))}
     forward_backward = Training.forward_backward
 
-    def meeting(training: Training) -> float:
+    def meeting(training: Training, *, early: bool = False) -> float:
         fault = faults.get(training.progress.step + 1)
         mark = Path(f"{out}.{fault}")
         if fault and dist.get_rank() == int(rank) and not mark.exists():
@@ -31,10 +31,10 @@ def main() -> int:
             layers = next(m for m in training.model.modules() if isinstance(m, torch.nn.ModuleList))
             handle = layers[1].register_forward_hook(lambda *_: meet(fault))
             try:
-                return forward_backward(training)
+                return forward_backward(training, early=early)
             finally:
                 handle.remove()
-        return forward_backward(training)
+        return forward_backward(training, early=early)
 
     Training.forward_backward = meeting  # type: ignore[method-assign]
     arguments = ["train", "--config", f"{out}.yaml", "--run.out", out]

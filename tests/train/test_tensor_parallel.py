@@ -57,11 +57,11 @@ def short_of_memory(config: Any) -> dict[str, Any]:
     """(rank) The run, in which the last rank finds no memory in step 3, once."""
     before, tries = Training.forward_backward, []
 
-    def forward_backward(training: Training) -> float:
+    def forward_backward(training: Training, *, early: bool = False) -> float:
         if training.progress.step == 2 and dist.get_rank() == dist.get_world_size() - 1 and not tries:
             tries.append(1)
             raise torch.OutOfMemoryError("out of memory, so the test says")
-        return before(training)
+        return before(training, early=early)
 
     Training.forward_backward = forward_backward  # type: ignore[method-assign]
     try:
