@@ -188,6 +188,28 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
     assert [c.get("class") for c in figure.iter("circle")] == ["series c0 faint", "series c0 line"]
 
 
+def test_distributions_are_the_latest_and_what_is_damaged_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert main(["report", str(tmp_path), "--activations"]) == 2
+    assert "train with --run.activations true" in capsys.readouterr().err
+    seen: list[Any] = [
+        {"blocks.0": {"bytes": 2048, "rms": 0.5}},
+        "damaged",
+        {"blocks.0": {"bytes": 4096, "rms": None}, "head": {"bytes": 8, "rms": 1.25}, "norm": 3},
+    ]
+    lines = [{"step": i + 1, "loss": 1.0, "val_loss": None, "activations": its} for i, its in enumerate(seen)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(tmp_path), "--activations"]) == 0
+    shown = [re.split(r"\s*[│┃]\s*", line)[1:-1] for line in capsys.readouterr().out.splitlines()]
+    expected = [["outputs, step 3", "bytes", "rms", "rms, step 1"]]
+    expected += [["blocks.0", "4.00 KiB", "-", "0.5"], ["head", "8 B", "1.25", "-"]]
+    assert [row for row in shown if len(row) == 4] == expected
+    page = page_of(tmp_path)
+    assert all(f">{cell}<" in page for row in expected for cell in row) and "norm" not in page
+
+
 def test_a_page_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path)
     assert main(["report", str(run), "--html", str(tmp_path / "none/page.html")]) == 2

@@ -69,6 +69,9 @@ def parser_of(settings_help: str | None) -> Parser:
     report_parser = verbs.add_parser("report", help="show what runs were, or are", allow_abbrev=False)
     report_parser.add_argument("directory", type=Path, nargs="+", help="of a run; several are shown side by side")
     report_parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the losses of a single run, as PNG")
+    report_parser.add_argument(
+        "--activations", action="store_true", help="also how outputs of layers are distributed (run.activations)"
+    )
     report_parser.add_argument("--html", type=Path, metavar="FILE", help="write a page about the runs, as one file")
     bench_parser = verbs.add_parser(
         "bench", help="step times beside the peers', in a checkout of the project", allow_abbrev=False, add_help=False

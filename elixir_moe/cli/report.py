@@ -18,6 +18,9 @@ def run(known: argparse.Namespace) -> int:
         raise ConfigError(f"--picture draws one run, got {len(known.directory)}: name one directory")
     try:
         accounts = [history.account(directory) for directory in known.directory]
+        if known.activations:
+            for directory, one in zip(known.directory, accounts, strict=True):
+                one["activations"] = history.distributions(directory)
         if known.picture is not None:
             history.draw(known.picture, known.directory[0], accounts[0])
         if known.html is not None:

@@ -254,6 +254,9 @@ class RunConfig:
     profile: Annotated[int | None, at_least(1)] = None
     """Number of a step that torch.profiler records on rank 0, with all that follows it, such as an evaluation;
     `elixir-moe report --html` draws it. Updates on a thread that end behind the step are not in it. Null: none."""
+    activations: bool = False
+    """Record how the outputs of layers and their parts are distributed, at each evaluation, on rank 0;
+    `elixir-moe report --activations` prints it."""
 
     tensorboard: bool = False
     """Write the numbers of each step to OUT/tensorboard, for TensorBoard; needs the package tensorboard."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elixir_moe.chunks.plan import Tier
+from elixir_moe.chunks.plan import Tier, size_text
 from elixir_moe.errors import ConfigError
 from elixir_moe.train.directory import Claim, is_run
 
@@ -37,6 +37,8 @@ _SHOWN = {
     "checkpoint": "checkpoint",
 }
 """The keys of an account that the table shows, with their labels."""
+_WIDEST = 1000
+"""Characters of the widest line that is printed whole."""
 WINDOW = 15
 """Steps that the smoothed training loss averages over."""
 
@@ -174,6 +176,39 @@ def story(directory: Path) -> Story:
     )
 
 
+def distributions(directory: Path) -> list[dict[str, Any]]:
+    """As `distributions_of`. Raises ConfigError if the run has recorded none."""
+    found = distributions_of(record for _, record in records_of(directory / "metrics.jsonl"))
+    if not found:
+        raise ConfigError(
+            f"--activations: {str(directory)!r} has recorded none: train with --run.activations true, and ask again "
+            f"when the model was evaluated"
+        )
+    return found
+
+
+def distributions_of(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """By evaluation, if the run recorded them: its ``step``, and the figures of outputs as ``modules``."""
+    found = ((r["step"], r.get("activations")) for r in records)
+    whole = [(step, {n: row for n, row in its.items() if isinstance(row, dict)}) for step, its in found if _has(its)]
+    return [{"step": step, "modules": modules} for step, modules in whole if modules]
+
+
+def distribution_rows(found: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table: the latest figures of each module, and its root mean square of the earliest."""
+    first, last = found[0], found[-1]
+    columns = list(dict.fromkeys(name for row in last["modules"].values() for name in row))
+    rows = [
+        [
+            module,
+            *(_figure(name, row.get(name)) for name in columns),
+            _figure("", first["modules"].get(module, {}).get("rms")),
+        ]
+        for module, row in last["modules"].items()
+    ]
+    return [f"outputs, step {last['step']}", *columns, f"rms, step {first['step']}"], rows
+
+
 def rows_of(accounts: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """(label, a cell for each run) of every figure that some run has."""
     shown = [key for key in _SHOWN if any(one[key] is not None for one in accounts)]
@@ -181,7 +216,7 @@ def rows_of(accounts: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]
 
 
 def show(console: Console, accounts: Sequence[Mapping[str, Any]]) -> None:
-    """Prints runs side by side, and below them the events of each."""
+    """Prints runs side by side, and below them the events of each, and its distributions if the account has them."""
     table = Table(title_justify="left")
     table.add_column("")
     for one in accounts:
@@ -195,6 +230,10 @@ def show(console: Console, accounts: Sequence[Mapping[str, Any]]) -> None:
         lines += [f"{one['state']}: {one['reason']}"] if one["reason"] and not told else []
         if lines:
             console.print("\n".join([one["run"], *(f"  {line}" for line in lines)]), highlight=False, markup=False)
+        if "activations" in one:
+            table = _distribution_table(one)
+            table.width = console.measure(table, options=console.options.update_width(_WIDEST)).maximum
+            console.print(table, crop=False)  # neither names nor figures are broken, however narrow the terminal is
 
 
 def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
@@ -211,6 +250,27 @@ def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
         raise ConfigError(f"--picture: {str(directory)!r} has no losses yet: ask again when a step was taken")
     with png_asked_for(path):
         draw_losses(path, f"{directory}: {found['state']}", train, validation, found["bigram_loss"])
+
+
+def _distribution_table(one: Mapping[str, Any]) -> Table:
+    head, rows = distribution_rows(one["activations"])
+    table = Table(title=Text(one["run"]), title_justify="left")
+    for name in head:
+        table.add_column(Text(name), justify="left" if name == head[0] else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _has(found: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(found, dict) and bool(found)
+
+
+def _figure(name: str, value: Any) -> str:
+    """A figure of a distribution; "-" if it is not finite."""
+    if not is_number(value):
+        return "-"
+    return size_text(int(value)) if name == "bytes" else f"{value:.3g}"
 
 
 def _words(value: Any) -> str | None:

@@ -32,6 +32,7 @@ from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.state.full import full_state_dict
 from elixir_moe.torch_private import default_store
 from elixir_moe.train import memory, settings
+from elixir_moe.train.activations import distributions
 from elixir_moe.train.checkpoints import CheckpointManager
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.control import REQUEUE, Control, ControlFile, Signals
@@ -331,19 +332,22 @@ class Loop:
         step, seconds = training.progress.step, time.perf_counter() - start
         self._watchdog.at(f"what follows step {step}")
         due = step % run.eval_every == 0 or step == run.steps
-        self._last = StepRecord(
-            step=step,
-            loss=sum(agreed.losses) / len(agreed.losses),
-            grad_norm=norm,
-            lr=lr,
-            step_seconds=seconds,
-            tokens_per_second=training.tokens_per_step / seconds,
-            statistics=(inspect(training.model).statistics - before).as_dict(),
-            held_bytes=inspect(training.model).held_bytes,
-            process_bytes=memory.process_bytes(training.device),
-            tokens_per_expert=experts,
-            val_loss=training.evaluate() if due else None,
-        )
+        looked_at = training.model if due and run.activations and self.report is not None else None
+        with distributions(looked_at) as activations:
+            self._last = StepRecord(
+                step=step,
+                loss=sum(agreed.losses) / len(agreed.losses),
+                grad_norm=norm,
+                lr=lr,
+                step_seconds=seconds,
+                tokens_per_second=training.tokens_per_step / seconds,
+                statistics=(inspect(training.model).statistics - before).as_dict(),
+                held_bytes=inspect(training.model).held_bytes,
+                process_bytes=memory.process_bytes(training.device),
+                tokens_per_expert=experts,
+                val_loss=training.evaluate() if due else None,
+                activations=activations,
+            )
         if self.report is not None:
             found = inspect(training.model).prediction
             self.report.step(self._last, None if found is None else found.as_dict())

@@ -36,6 +36,7 @@ def page(stories: Sequence[Story]) -> str:
             document.section("Where the layers live", _each(stories, _layers)),
             document.section("A step in time", _each(stories, _timeline)),
             document.section("Loads of experts", _each(stories, experts)),
+            document.section("Distributions of outputs", _each(stories, _distributions)),
             document.section("Predicted and measured", _each(stories, _prediction)),
             document.section("Faults, resumes and other events", _each(stories, _events)),
             document.section("Plans" if several else "Plan", _each(stories, _plan)),
@@ -148,6 +149,12 @@ def _layers(story: Story) -> list[str]:
 def _timeline(story: Story) -> list[str]:
     spans = [charts.Span(**span) for span in story.spans]
     return [charts.timeline(f"Step {story.profiled_step}, measured on rank 0", spans)]
+
+
+def _distributions(story: Story) -> list[str]:
+    found = history.distributions_of(story.records)
+    table = document.table(*history.distribution_rows(found)) if found else ""
+    return [document.card("Of layers and their parts", [table])]
 
 
 def _prediction(story: Story) -> list[str]:

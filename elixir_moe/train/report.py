@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -54,6 +54,8 @@ class StepRecord:
     """By mixture layer: tokens of the last micro-batch that chose each expert, over all ranks."""
     val_loss: float | None
     """Validation loss after this step, in nats per token; null without evaluation."""
+    activations: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By module: figures of its output for rank 0's first validation batch; empty without `run.activations`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,7 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.models.gpt import GPT
 from elixir_moe.train import config as configs
 from elixir_moe.train import settings
+from elixir_moe.train.activations import figures
 from elixir_moe.train.bigram import Bigram
 from elixir_moe.train.config import OptimizerConfig, PlanConfig, RunConfig, TrainConfig
 from elixir_moe.train.data import load_text
@@ -36,7 +37,8 @@ TINY = """
 model: {seq_len: 32, n_layers: 2, d_model: 32, n_heads: 2, experts: [2, 4], ep: [1, 2], residual: true}
 plan: {kind: offload, rcache_blocks: 4}
 optimizer: {lr: 3e-3, warmup_steps: 2}
-run: {steps: 6, global_batch: 8, accumulation: 2, eval_every: 3, eval_batches: 2, sample_bytes: 20, out: OUT}
+run: {steps: 6, global_batch: 8, accumulation: 2, eval_every: 3, eval_batches: 2, sample_bytes: 20, out: OUT,
+      activations: true}
 """
 
 
@@ -256,6 +258,48 @@ def test_the_weights_give_the_same_loss_in_one_plain_process(
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
     # fp32 sums in another order (experts in one batch, losses in four parts): some tens of roundings of 6e-8 relative
     assert loss == pytest.approx(json.loads(done.stdout)["val_loss"], rel=1e-5)
+
+
+def test_distributions_of_outputs_are_those_of_a_plain_forward(
+    tiny_run: tuple[Path, subprocess.CompletedProcess[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, _ = tiny_run
+    model = GPT(configs.load(out / "config.yaml").model).eval()
+    model.load_state_dict(load_file(out / "weights.safetensors"))
+    outputs: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        outputs[name] = output if isinstance(output, torch.Tensor) else output[0]
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda _module, _args, output, name=name: keep(name, output))
+    windows = load_text((), 0.1, 32).validation[:257].unfold(0, 33, 32).long()
+    with torch.no_grad():
+        model(windows[:2, :-1])  # rank 0's rows of the first of two batches of 4
+    assert main(["report", "--json", str(out), "--activations"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [one["step"] for one in told["activations"]] == [3, 6]
+    last = told["activations"][-1]["modules"]
+    parts = ("norm_1", "attention", "norm_2", "mlp")
+    layers = [name for i in range(2) for name in (f"blocks.{i}", *(f"blocks.{i}.{part}" for part in parts))]
+    assert sorted(last) == sorted([*layers, "tokens", "positions", "norm", "head"])
+    for name, row in last.items():
+        values = outputs[name].flatten()
+        cuts = torch.quantile(values, torch.tensor([0.01, 0.5, 0.99])).tolist()
+        plain = [4 * len(values), values.pow(2).mean().sqrt().item(), values.min().item(), *cuts, values.max().item()]
+        assert list(row) == ["bytes", "rms", "least", "1%", "median", "99%", "most"]
+        # fp32 sums in another order, as above; a value near 0 is off by roundings of the largest
+        assert list(row.values()) == pytest.approx(plain, rel=1e-4, abs=1e-5 * values.abs().max().item()), name
+    assert main(["report", str(out), "--activations"]) == 0
+    assert "blocks.1.attention" in capsys.readouterr().out
+
+
+def test_quantiles_of_many_values_are_those_of_a_sample() -> None:
+    values = torch.linspace(-1.0, 3.0, 300_000).view(100, 3000)
+    found = figures(values)
+    assert (found["bytes"], found["least"], found["most"]) == (1_200_000, -1.0, 3.0)
+    assert found["rms"] == pytest.approx(values.pow(2).mean().sqrt().item(), rel=1e-5)
+    assert [found[cut] for cut in ("1%", "median", "99%")] == pytest.approx([-0.96, 1.0, 2.96], abs=1e-3)
 
 
 @pytest.mark.slow
