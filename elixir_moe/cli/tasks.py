@@ -39,8 +39,8 @@ def ranks_of(known: argparse.Namespace) -> int:
 
 
 @contextmanager
-def pretended_ranks(ranks: int) -> Iterator[DeviceMesh | None]:
-    """A mesh of fake ranks, which send nothing, so that experts are distributed as on the real ones; None for one."""
+def pretended_ranks(ranks: int, *, tp: int = 1) -> Iterator[DeviceMesh | None]:
+    """A mesh of fake ranks, which send nothing, so that the model is cut as on the real ones; None for one rank."""
     if ranks == 1:
         yield None
         return
@@ -48,7 +48,7 @@ def pretended_ranks(ranks: int) -> Iterator[DeviceMesh | None]:
         raise ConfigError("plan pretends to be a cluster and cannot run inside one: call it without torchrun")
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
     try:
-        yield init_mesh(device_type="cpu")
+        yield init_mesh(tp, device_type="cpu")
     finally:
         dist.destroy_process_group()
 
