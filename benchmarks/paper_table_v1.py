@@ -3,13 +3,15 @@
 The machine is known but for two figures, which are ours: sequences are of 1024 tokens, as in v2, and the 21B GPT has
 v2's width of 8192 and 25 layers, which are 20.6 billion parameters. The constants were fitted to v2's table, not here.
 DeepSpeed is ZeRO-3 with offload, for mixtures ZeRO-2 with offload, as `paper_baselines` has them. Figures 6 to 9 are
-pictures: only what the text says of them is compared.
+pictures: only what the text says of them is compared. Of Figure 6 it says where throughput rises and falls, and names
+no model or batch: two models of v2 on its machine stand in.
 """
 
 import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,11 @@ GPT_21B = ("gpt2-20b", 25)
 """(named model, layers)."""
 BASELINE = ("opt-2.7b", 36)
 """(model, batch) of PyTorch on the whole 80 GB; the batch is Table II's."""
+SCALING_MACHINE = "aws-p4de-a100-80g-x8"
+"""That of Figure 6."""
+SMALL, LARGE = "gpt2-4b", "gpt2-15b"
+FEWER, MORE = 4, 8
+"""Batches of a GPU."""
 
 
 def shape(model: str) -> tuple[str, int | None]:
@@ -125,6 +132,30 @@ def claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield claim | {"ours": [min(ours), max(ours)], "runs": len(ours)}
 
 
+def scaling(hardware: Hardware) -> Iterator[dict[str, Any]]:
+    """What the text says of Figure 6, and the factor on a GPU's throughput for the smaller and the larger model."""
+
+    @cache
+    def reached(model: str, gpus: int, batch: int) -> float:
+        task, choice = found(model, gpus, batch, hardware)
+        assert choice is not None, "the machine holds both models"
+        return tflops(task, choice)
+
+    for says, paper, before, after in (
+        ("two GPUs instead of one", "falls", (1, MORE), (2, MORE)),
+        ("eight GPUs instead of two", "rises", (2, MORE), (8, MORE)),
+        ("two instances instead of one", "falls seriously", (8, MORE), (16, MORE)),
+        (
+            f"a batch of {MORE} instead of {FEWER}, on one GPU",
+            "gains more, the larger the model",
+            (1, FEWER),
+            (1, MORE),
+        ),
+    ):
+        ours = [reached(model, *after) / reached(model, *before) for model in (SMALL, LARGE)]
+        yield {"says": says, "paper": paper, "ours": ours}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -135,8 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     mean = sum(map(abs, errors)) / len(errors)
     rivals = [r["deepspeed"] / r["deepspeed_measured"] - 1 for r in rows if r["deepspeed"] and r["deepspeed_measured"]]
     said = list(claims(rows))
+    scaled = list(scaling(Hardware.named(SCALING_MACHINE)))
     if known.json:
-        print(json.dumps({"rows": rows, "mean_error": mean, "compared": len(errors), "rivals": rivals, "claims": said}))
+        facts = {"rows": rows, "mean_error": mean, "compared": len(errors), "rivals": rivals}
+        print(json.dumps({**facts, "claims": said, "scaling": scaled}))
         return
     print("Elixir v1, Tables I and II: relative TFLOPS of a GPU; ?: the text does not tell the batch, or out of memory")
     titles = ("measured", "predicted", "error")
@@ -161,6 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{fit} of {len(rows)} runs that the paper made fit by the plan")
     ran = [row["deepspeed"] is not None for row in rows if row["deepspeed_batch"]]
     print(f"{sum(ran)} of {len(ran)} runs that DeepSpeed made fit by its plan")
+    print(f"Figure 6: throughput of a GPU, {SMALL} and {LARGE} on {SCALING_MACHINE}")
+    for row in scaled:
+        print(f"{row['says']}: {row['paper']}; by the plan {', '.join(f'{factor - 1:+.1%}' for factor in row['ours'])}")
     print("Figures 6, 8 and 9 are pictures; the text has no throughput of them, nor the shapes and batches of Figure 6")
 
 

@@ -50,6 +50,12 @@ def test_the_program_says_its_mean_error(capsys: pytest.CaptureFixture[str]) -> 
     for claim in found["claims"]:
         shown = " to ".join(f"{value:.1f}" for value in dict.fromkeys(claim["ours"]))
         assert f"| {shown}" in DOCUMENT, shown
+    small, large = zip(*(row["ours"] for row in found["scaling"]), strict=True)
+    assert small == pytest.approx((1.01, 1.0, 1.0, 1.14), abs=0.01)
+    assert large == pytest.approx((1.64, 1.51, 1.0, 1.62), abs=0.02)
+    for row in found["scaling"]:
+        shown = ", ".join(f"{100 * (factor - 1):+.1f} %" for factor in row["ours"])
+        assert f"| {row['says']} | {row['paper']} | {shown} |" in DOCUMENT, row
 
 
 def test_deepspeeds_batches_are_those_that_the_text_tells() -> None:
