@@ -102,7 +102,8 @@ def wrap(
             Parameters and buffers of a model made under ``torch.device("meta")`` are read from it straight into their
             shards; no rank ever holds more than one parameter besides. For a peft model made under `sharded_init`, the
             base is read and the adapters are drawn. Weights that the folder has in FP8 or MXFP4 stay bytes, as after
-            `em.quantize`; they must be frozen.
+            `em.quantize`; they must be frozen. Spread experts, and tiles and slices of whole blocks, have their part
+            of the bytes.
 
     Returns:
         The model and a `ShardedOptimizer` with the same `param_groups`.
@@ -118,7 +119,8 @@ def wrap(
         TierError: device memory, host memory or the disk is too small; before anything is allocated, if free memory
             tells.
         CheckpointError: `weights` lacks a tensor that the model has on meta, or has it in another shape. ConfigError
-            if its `quantization_config` names a format that is not known, or quantizes trainable weights.
+            if its `quantization_config` names a format that is not known, or quantizes weights that are trainable or
+            cut inside a block.
     """
 
     prepare_process()

@@ -14,13 +14,20 @@ from torch import nn
 from elixir_moe.errors import ConfigError, UsageError, meant
 from elixir_moe.moe.fused import adapt_beside, is_spread
 from elixir_moe.parallel.dtensor import is_dtensor
-from elixir_moe.parallel.read_again import mark_saving_none
 from elixir_moe.parallel.rules import attach, pattern_of
-from elixir_moe.parallel.tiles import Tile, tile_of
 from elixir_moe.parallel.tiles import mark as mark_tile
+from elixir_moe.parallel.tiles import tile_of
 from elixir_moe.quantized.formats import Scheme, check_finite, scheme_called
 from elixir_moe.quantized.modules import become_plain, become_quantized, weights_of
-from elixir_moe.quantized.packed import SCALES, Packed, as_bytes, packed_in, packed_parameters
+from elixir_moe.quantized.packed import (
+    SCALES,
+    Packed,
+    as_bytes,
+    cut_alike,
+    packed_in,
+    packed_parameters,
+    tile_problem,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -78,7 +85,6 @@ def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = Non
     _refuse_wrapped(model, "quantize")
     form = scheme_called(scheme)
     chosen = list(_chosen(model, _listed(targets), _listed(skip)))
-    tiles = {id(weight): _tiles(weight, form) for weight in chosen}
     problems = [f"parameter {w.name!r} {problem}" for w in chosen if (problem := _problem(model, w, form))]
     modules = {weight.module for weight in chosen}
     for left in (w for w in _weights(model) if w.module in modules and all(w.name != c.name for c in chosen)):
@@ -89,7 +95,7 @@ def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = Non
         check_finite(weight.name, weight.parameter)
     while chosen:  # each weight is let go before the next is read
         weight = chosen.pop(0)
-        _pack(weight, form, tiles[id(weight)])
+        _pack(weight, form)
     adapt_beside(model)
     return model
 
@@ -215,12 +221,8 @@ def _problem(model: nn.Module, weight: _Weight, form: Scheme) -> str | None:
         return "is in a module with a forward of its own, which reads the weight: skip it"
     if (problem := form.problem(_logical(weight))) is not None:
         return problem
-    if (tile := tile_of(parameter)) is not None and _tiles(weight, form) is None:
-        return (
-            f"has rows {tile.start} to {tile.stop} of {tile.rows}, which cuts blocks of {form.block[0]} rows: choose "
-            f"another size in em.tile, or another scheme"
-        )
-    return None
+    problem = tile_problem(parameter, form)
+    return None if problem is None else f"{problem}, or choose another scheme"
 
 
 def _logical(weight: _Weight) -> tuple[int, ...]:
@@ -233,37 +235,17 @@ def _is_transposed(weight: _Weight) -> bool:
     return bool(getattr(weight.module, "is_transposed", False))
 
 
-def _tiles(weight: _Weight, form: Scheme) -> tuple[Tile, Tile] | None:
-    """The tiles that codes and scales are if the weight is one; None if it is none, or cuts a block."""
-    tile = tile_of(weight.parameter)
-    if tile is None:
-        return None
-    if weight.parameter.dim() > 2:  # of experts
-        return tile, tile
-    block = form.block[0]
-    if tile.start % block or (tile.stop % block and tile.stop != tile.rows):
-        return None
-    start, stop, rows = (-(-number // block) for number in (tile.start, tile.stop, tile.rows))
-    return tile, Tile(start=start, stop=stop, rows=rows)
-
-
-def _pack(weight: _Weight, form: Scheme, tiles: tuple[Tile, Tile] | None) -> None:
+def _pack(weight: _Weight, form: Scheme) -> None:
     """Puts codes and scales in the place of the weight."""
     module, transposed = weight.module, _is_transposed(weight)
     values = weight.parameter.detach()
     values = values.transpose(-1, -2).contiguous() if transposed else values
     packed = Packed(scheme=form.name, shape=tuple(values.shape), dtype=values.dtype, transposed=transposed)
     pair = [nn.Parameter(as_bytes(part), False) for part in form.encode(values, name=weight.name)]
-    for parameter, tile in zip(pair, tiles or (), strict=False):
-        mark_tile(parameter, tile)
-    if (pattern := pattern_of(weight.parameter)) is not None:
-        for parameter in pair:
-            attach(parameter, pattern)
+    cut_alike(weight.parameter, form, *pair)
     # The shape that peft goes by where a parameter's own is not the weight's, as of a parameter that DeepSpeed cuts.
     pair[0].ds_shape = tuple(weight.parameter.shape)  # type: ignore[attr-defined]
     delattr(module, weight.attribute)
     module.register_parameter(weight.attribute, pair[0])
     module.register_parameter(weight.attribute + SCALES, pair[1])  # behind its codes, and so in their chunk
     become_quantized(module, weight.attribute, packed)
-    if tiles is not None:
-        mark_saving_none(module)

@@ -14,7 +14,7 @@ from elixir_moe.errors import UsageError
 from elixir_moe.moe.experts import Groups
 from elixir_moe.moe.fused import STACKS, FusedExperts, is_fused_experts
 from elixir_moe.moe.joined_class import joined, plain_class
-from elixir_moe.parallel.read_again import LinearReadAgain, mark_saving_none, saves_none
+from elixir_moe.parallel.read_again import LinearReadAgain, saves_none
 from elixir_moe.quantized.packed import SCALES, Packed
 from elixir_moe.quantized.products import grouped_linear, linear
 
@@ -88,4 +88,3 @@ def become_plain(module: nn.Module) -> None:
         module.__class__ = LinearReadAgain if saves_none(module) else nn.Linear
     else:
         module.__class__ = plain_class(module)
-        mark_saving_none(module, False)

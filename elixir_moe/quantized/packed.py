@@ -1,8 +1,8 @@
 """The parameters of a quantised weight: its codes and its scales, each as bytes.
 
-Owns the record that a module has of each of its quantised weights, and the views of bytes. Whoever packs, gathers,
-saves and loads parameters sees two frozen parameters of dtype uint8: the compute dtype of a plan and `Module.to` leave
-them alone, and codes and scales of one weight lie in one chunk, side by side.
+Owns the record that a module has of each of its quantised weights, the views of bytes, and the cut of bytes where the
+weight is cut. Whoever packs, gathers, saves and loads parameters sees two frozen parameters of dtype uint8: the compute
+dtype of a plan and `Module.to` leave them alone, and codes and scales of one weight lie in one chunk, side by side.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from elixir_moe.parallel.rules import logical_numel
-from elixir_moe.quantized.formats import scheme_called
+from elixir_moe.parallel.rules import attach, logical_numel, pattern_of
+from elixir_moe.parallel.tiles import Tile, mark, tile_of
+from elixir_moe.quantized.formats import Scheme, scheme_called
 
 SCALES = "_scales"
 """What the name of a weight gets for that of its scales; the codes have the name of the weight."""
@@ -54,6 +55,30 @@ class Packed:
 def as_bytes(part: Tensor) -> Tensor:
     """Codes or scales as bytes: a view, whose last dim is as many times longer as an element has bytes."""
     return part.view(torch.uint8)
+
+
+def tile_problem(weight: Tensor, form: Scheme) -> str | None:
+    """Why a tile of a weight cannot have the format; None if it can, or is no tile. Tiles of experts cut no block."""
+    tile, block = tile_of(weight), form.block[0]
+    if weight.dim() > 2 or tile is None or not (tile.start % block or (tile.stop % block and tile.stop != tile.rows)):
+        return None
+    least = block * weight[:1].numel() * weight.itemsize
+    return (
+        f"has rows {tile.start} to {tile.stop} of {tile.rows}, which cuts blocks of {block} rows: freeze it before "
+        f"em.tile, with at_most={least} or more"
+    )
+
+
+def cut_alike(weight: Tensor, form: Scheme, codes: Tensor, scales: Tensor) -> None:
+    """Gives codes and scales the pattern of their weight, and makes them tiles if it is one."""
+    if (tile := tile_of(weight)) is not None:
+        block = form.block[0] if weight.dim() == 2 else 1
+        start, stop, rows = (-(-number // block) for number in (tile.start, tile.stop, tile.rows))
+        mark(codes, tile)
+        mark(scales, Tile(start=start, stop=stop, rows=rows))
+    if (pattern := pattern_of(weight)) is not None:
+        attach(codes, pattern)
+        attach(scales, pattern)
 
 
 def packed_in(module: nn.Module) -> dict[str, Packed]:

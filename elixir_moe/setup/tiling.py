@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from elixir_moe.chunks.plan import size_bytes
 from elixir_moe.errors import ConfigError, UsageError
+from elixir_moe.kernels import FP8_BLOCK
 from elixir_moe.moe.experts import GroupedExperts, Groups
 from elixir_moe.moe.fused import (
     Adapters,
@@ -50,7 +51,8 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
     module that has been tiled has no ``weight``. Names and shapes in `full_state_dict`, `save` and `save_pretrained`
     stay those of the whole parameters. Hooks of a tiled module run as before, with the tiled module for the whole one.
 
-    Backward gathers a tile's weight again, so a checkpointed region too holds a few tiles at a time.
+    Backward gathers a tile's weight again, so a checkpointed region too holds a few tiles at a time. Tiles of frozen
+    Linear layers begin at multiples of 128 rows, where a tile may have as many, so that none cuts a quantized block.
 
     Args:
         model: a model that is not wrapped; parameters may be on meta.
@@ -257,8 +259,7 @@ def _bounds(model: nn.Module, most: int) -> dict[nn.Module, list[int]]:
                 f"at least that, got {most}"
             )
             continue
-        count = math.ceil(rows / (most // row_bytes))
-        found[module] = [rows * index // count for index in range(count + 1)]
+        found[module] = _cuts(rows, most // row_bytes, large)
     for p, those in users.items():
         cuts = [found.get(module) for module in those.values()]
         if any(cut != cuts[0] for cut in cuts):
@@ -267,6 +268,17 @@ def _bounds(model: nn.Module, most: int) -> dict[nn.Module, list[int]]:
     if problems:
         raise ConfigError("tile: " + "\n  ".join(problems))
     return found
+
+
+def _cuts(rows: int, most: int, weight: nn.Parameter) -> list[int]:
+    """The rows at which tiles of at most `most` rows begin, and their number.
+
+    A frozen weight that may become bytes is cut between blocks where a tile can hold one.
+    """
+    block = FP8_BLOCK if weight.dim() == 2 and not weight.requires_grad and most >= FP8_BLOCK else 1
+    blocks = math.ceil(rows / block)
+    count = math.ceil(blocks / (most // block))
+    return [min(blocks * index // count * block, rows) for index in range(count + 1)]
 
 
 _HOOKS = (

@@ -7,6 +7,7 @@ those of a model that `em.quantize` has changed on meta become bytes one after a
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -28,10 +29,10 @@ from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.plain_state import computed, keys_of, modules_with_extra_state, persistent_buffers
 from elixir_moe.parallel.rules import UNCUT, attach, logical_box, logical_shape, named_tensors, names_of, pattern_of
-from elixir_moe.parallel.tiles import tile_of
-from elixir_moe.quantized.formats import scheme_called
+from elixir_moe.parallel.tiles import mark, tile_of, whole_shape
+from elixir_moe.quantized.formats import Scheme, scheme_called
 from elixir_moe.quantized.modules import become_plain, become_quantized, weights_of
-from elixir_moe.quantized.packed import SCALES, Packed, as_bytes, packed_parameters
+from elixir_moe.quantized.packed import SCALES, Packed, as_bytes, cut_alike, packed_parameters, tile_problem
 from elixir_moe.state.full import full_parameters
 from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
 from elixir_moe.state.shipped import Halves, halves_in, scheme_of_folder
@@ -40,6 +41,7 @@ from elixir_moe.torch_private import DisableTorchFunctionSubclass, swap_tensors
 
 _WRAPPED = re.compile(r"\.base_layer(?=\.)|\.original_module(?=\.)|\.modules_to_save\.[^.]+(?=\.)")
 """What peft puts into the names of modules that it wraps or copies."""
+_IN_BF16 = "take a checkpoint in bf16, and em.quantize the model"
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
@@ -112,8 +114,8 @@ class Pretrained:
         """Makes the weights on meta that the folder has as bytes frozen parameters of those bytes, in place.
 
         Raises:
-            ConfigError: such a weight is trained, cut, shared, or of a module that cannot multiply bytes. It names all
-                of them, and nothing has been changed.
+            ConfigError: such a weight is trained, shared, cut inside a block, or of a module that cannot multiply
+                bytes. It names all of them, and nothing has been changed.
         """
         if self._scheme is None:
             return
@@ -138,13 +140,13 @@ class Pretrained:
                 (form.scales_shape(packed.shape), form.scales_dtype),
             )
             codes, scales = (as_bytes(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in shapes)
+            beside = nn.Parameter(scales, requires_grad=False)
+            cut_alike(tensor, form, tensor, beside)
             self._packed_here.append((module, own, tensor, former))
             replace_data(tensor, codes)
             del module._parameters[own]  # both to the end, side by side
             module.register_parameter(own, tensor)
-            module.register_parameter(own + SCALES, nn.Parameter(scales, requires_grad=False))
-            if (pattern := pattern_of(tensor)) is not None:
-                attach(module._parameters[own + SCALES], pattern)  # type: ignore[arg-type]
+            module.register_parameter(own + SCALES, beside)
             become_quantized(module, own, packed)
         self._look_at_model()
 
@@ -163,23 +165,22 @@ class Pretrained:
             return "is not the weight of a linear layer or of fused experts: nothing else multiplies bytes"
         if tensor.requires_grad:
             return "is trained, and bytes have no gradient: freeze it with requires_grad_(False) before the optimizer"
-        if (pattern_of(tensor) or UNCUT).shard or is_dtensor(tensor) or tile_of(tensor) is not None:
-            return "is cut: leave its pattern, em.tile or tensor parallelism out"
         if len([name for name, p in self._given.named_parameters(remove_duplicate=False) if p is tensor]) > 1:
-            return "is shared by modules, which bytes cannot be"
+            return f"is shared by modules, which bytes cannot be: {_IN_BF16}"
         source = self._source(tensor)
         assert source is not None and self._scheme is not None
         missing = [key for key, _ in source.keys if key not in self._shipped]
         if missing:
-            return f"is made of bytes and of {missing[0]!r}, which is none"
-        form, shape = scheme_called(self._scheme), _packed_like(places[tensor][0], tensor, self._scheme).shape
-        if (why := form.problem(shape)) is not None:
-            return why
+            return f"is made of bytes and of {missing[0]!r}, which is none: {_IN_BF16}"
+        form, packed = scheme_called(self._scheme), _packed_like(places[tensor][0], tensor, self._scheme)
+        for why in (tile_problem(tensor, form), _slice_problem(tensor, form, packed), form.problem(packed.shape)):
+            if why is not None:
+                return why
         if len({pattern for _, pattern in source.keys}) > 1:  # one behind the other, as gate and up projections are
             codes = [self._shipped[key].codes for key, _ in source.keys]
             rows = {self._files[key].get_slice(key).get_shape()[0] for key in codes}
             if any(number % form.block[0] for number in rows):
-                return f"is made of tensors of {sorted(rows)} rows, which cut blocks of {form.block[0]}"
+                return f"is made of tensors of {sorted(rows)} rows, which cut blocks of {form.block[0]}: {_IN_BF16}"
         return None
 
     def _is_shipped(self, tensor: Tensor) -> bool:
@@ -202,7 +203,7 @@ class Pretrained:
     def _read(self, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter or buffer that was on meta."""
         if tensor in self._halves:
-            return self._bytes(tensor)[logical_box(tensor)]
+            return self._bytes(tensor)
         name = self._found(tensor)
         assert name is not None, f"{self._names[tensor]} was found when the folder was opened"
         source, part = self._sources[name], logical_box(tensor)
@@ -232,33 +233,31 @@ class Pretrained:
         return whole
 
     def _bytes(self, tensor: Tensor) -> Tensor:
-        """The whole of a parameter of bytes: as the folder has it, or made of the folder's weight."""
+        """This rank's part of a parameter of bytes: as the folder has it, or made of the folder's weight."""
         half = self._halves[tensor]
         packed, name = half.packed, self._found(half.codes)
         assert name is not None, f"{self._names[half.codes]} was found when the folder was opened"
         form = scheme_called(packed.scheme)
         if not self._is_shipped(half.codes):
             if self._encoded is None or self._encoded[0] is not half.codes:
-                weight = self._made(name, self._stored)
-                if weight.shape != (wanted := _shape_before(half)):
+                weight, before = self._made(name, self._stored), _before(half)
+                if weight.shape != (wanted := logical_shape(before)):
                     raise CheckpointError(_unlike(name, tuple(weight.shape), wanted))
+                weight = weight[logical_box(before)]  # no block is cut
                 weight = weight.transpose(-1, -2).contiguous() if packed.transposed else weight
                 self._encoded = half.codes, form.encode(weight, name=name)
             return as_bytes(self._encoded[1][half.is_scales])
         if half.is_scales:
-            dtype, shape = form.scales_dtype, form.scales_shape(packed.shape)
-            value = self._made(name, lambda key: self._stored(self._shipped[key].scales).to(dtype))
+            value = self._made(name, lambda key: self._stored(self._shipped[key].scales).to(form.scales_dtype))
         else:
-            dtype, shape = form.codes_dtype, form.codes_shape(packed.shape)
             value = self._made(name, lambda key: as_bytes(self._stored(self._shipped[key].codes)))
         # gpt-oss's codes have a dim for blocks; a bfloat16 factor of FP8 is an fp32 one
-        like = as_bytes(torch.empty(shape, dtype=dtype, device="meta")).shape
-        made = as_bytes(value.contiguous())
-        if made.shape[: len(shape) - 1] != like[:-1] or made.numel() != like.numel():
+        made, shape = as_bytes(value.contiguous()), logical_shape(tensor)
+        if made.shape[: len(shape) - 1] != shape[:-1] or made.numel() != math.prod(shape):
             raise CheckpointError(
-                _unlike(f"the {'scales' if half.is_scales else 'codes'} of {name}", tuple(made.shape), tuple(like))
+                _unlike(f"the {'scales' if half.is_scales else 'codes'} of {name}", tuple(made.shape), shape)
             )
-        return made.reshape(like)
+        return made.view(shape)[logical_box(tensor)]  # of a tensor in one piece, a view of the file: no more is read
 
     def fill_buffers(self) -> None:
         """Takes all buffers off meta: read from the folder if it has them, else computed by the model. Collective."""
@@ -314,7 +313,7 @@ class Pretrained:
                 stored = self._files[key].get_slice(key)
                 shape = tuple(stored.get_shape())
                 half = self._halves.get(tensor)
-                wanted = logical_shape(tensor) if half is None else _shape_before(half)
+                wanted = logical_shape(tensor if half is None else _before(half))
                 if shape != wanted:
                     problems.append(_unlike(names[0], shape, wanted))
                 elif stored.get_dtype().startswith("F8"):
@@ -336,11 +335,30 @@ def _unlike(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     return f"{name!r} is {found} in the folder and {wanted} in the model"
 
 
-def _shape_before(half: _Half) -> tuple[int, ...]:
-    """The shape that a weight had in the model before it was bytes, on all ranks together."""
+def _before(half: _Half) -> Tensor:
+    """This rank's part of a weight on meta, as it was in the model before it was bytes."""
     *experts, rows, columns = half.packed.shape
-    here = (*experts, columns, rows) if half.packed.transposed else half.packed.shape
-    return (pattern_of(half.codes) or UNCUT).global_shape(here)
+    shape = (*experts, columns, rows) if half.packed.transposed else half.packed.shape
+    weight = torch.empty(shape, dtype=half.packed.dtype, device="meta")
+    if (tile := tile_of(half.codes)) is not None:
+        mark(weight, tile)
+    if (pattern := pattern_of(half.codes)) is not None:
+        attach(weight, pattern)
+    return weight
+
+
+def _slice_problem(weight: Tensor, form: Scheme, packed: Packed) -> str | None:
+    """Why this rank's slice of a weight cannot be bytes; None if it can, as it is where experts are spread."""
+    pattern, shape = pattern_of(weight) or UNCUT, whole_shape(weight)
+    blocks = (*(1 for _ in shape[2:]), *form.block)
+    for axis, dim in pattern.shard:
+        inside = shape[dim] % blocks[dim] or (packed.transposed and dim >= len(shape) - 2)
+        if inside and pattern.mesh.size(axis) > 1:
+            return (
+                f"is cut over {axis!r} into slices of {shape[dim]} on dim {dim}, inside blocks of {form.block}: cut it "
+                f"between blocks, or leave its pattern out"
+            )
+    return None
 
 
 def _packed_like(module: nn.Module, weight: Tensor, scheme: str) -> Packed:

@@ -6,7 +6,8 @@ gpt-oss's stacks with a dim for blocks. The oracle is plain PyTorch with the dec
 
 import gc
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import elixir_moe as em
+from elixir_moe.parallel.read_again import saves_none
 from elixir_moe.quantized.formats import SCHEMES
-from elixir_moe.quantized.packed import SCALES, packed_parameters
+from elixir_moe.quantized.packed import SCALES
 from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, optimizer_of, steps
 from tests.support.cases import placed
 from tests.support.parity import LOSS_TOLERANCE
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 32, "max_position_embeddings": 32}
@@ -101,16 +103,20 @@ def wrapped(scheme: str, folder: Path, plan: em.Plan) -> tuple[nn.Module, Any]:
 
 def trained(scheme: str, folder: Path, plan: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """(rank) The mean losses, what was trained, and the bytes in the shards after it."""
-    model, optimizer = wrapped(scheme, folder, PLANS[plan])
+    return followed(*wrapped(scheme, folder, PLANS[plan]))
+
+
+def followed(model: nn.Module, optimizer: Any) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """(rank) As `trained`, of a wrapped model."""
     losses = torch.stack([loss.double() for loss in steps(model, optimizer)])
     dist.all_reduce(losses)
     state = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
-    packed = {name + end for name, *_ in packed_parameters(model) for end in ("", SCALES)}
     del model, optimizer
     gc.collect()
     found = {name: value for name, value in state.items() if "lora" in name}
-    return (losses / dist.get_world_size()).tolist(), found, {name: state[name] for name in packed}
+    packed = {name: value for name, value in state.items() if value.dtype == torch.uint8}
+    return (losses / dist.get_world_size()).tolist(), found, packed
 
 
 @pytest.mark.parametrize(("world", "plan"), [(1, "zero3"), (1, "offload"), (2, "zero3"), (2, "disk")])
@@ -122,22 +128,148 @@ def test_shipped_bytes_are_trained_on_as_they_are(
     found = ranks(world).run(trained, scheme, tmp_path, plan)
     losses = [loss.item() for loss in steps(oracle, optimizer_of(oracle))]
     wanted = {name: p.detach() for name, p in oracle.named_parameters() if p.requires_grad}
-    form = SCHEMES[scheme]
     weights = dict(oracle.named_parameters())
     for mean, adapters, packed in found:
         assert mean == pytest.approx(losses, rel=LOSS_TOLERANCE)
         assert adapters.keys() == wanted.keys()
         for name, value in adapters.items():
             torch.testing.assert_close(value, wanted[name], rtol=0, atol=len(losses) * ADAPTER_TOLERANCE)
-        assert len(packed) == 2 * (2 * 4 + 2 * 2 if scheme == "fp8" else 2 * 2)
-        for name in [name for name in packed if not name.endswith(SCALES)]:
-            weight = weights[name].detach()
-            weight = weight if scheme == "fp8" else weight.transpose(1, 2)
-            codes, scales = (packed[name + end] for end in ("", SCALES))
-            decoded = form.decode(
-                codes.view(form.codes_dtype), scales.view(form.scales_dtype), tuple(weight.shape), weight.dtype
-            )
-            assert torch.equal(decoded, weight), name
+        assert_decoded(scheme, packed, weights)
+
+
+def assert_decoded(scheme: str, packed: dict[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """The bytes of all weights are those of the weights."""
+    form = SCHEMES[scheme]
+    assert len(packed) == 2 * (2 * 4 + 2 * 2 if scheme == "fp8" else 2 * 2)
+    for name in [name for name in packed if not name.endswith(SCALES)]:
+        weight = weights[name].detach()
+        weight = weight if scheme == "fp8" else weight.transpose(1, 2)
+        codes, scales = (packed[name + end] for end in ("", SCALES))
+        decoded = form.decode(
+            codes.view(form.codes_dtype), scales.view(form.scales_dtype), tuple(weight.shape), weight.dtype
+        )
+        assert torch.equal(decoded, weight), name
+
+
+AT_MOST = 70_000
+"""An expert of the small models; their other weights are smaller."""
+
+
+def trained_cut(scheme: str, folder: Path, plan: str, ep: int | None, tiled: bool) -> tuple[list[float], Any, Any]:
+    """(rank) As `trained`, of a model whose experts are spread, in tiles, or both."""
+    with em.sharded_init():
+        model = with_adapters(built(scheme))
+        if ep is not None:
+            em.spread_experts(model, em.expert_mesh(em.init_mesh(device_type="cpu"), ep))
+        if tiled:
+            assert "tile_1" in str(em.tile(model, at_most=AT_MOST))
+    return followed(*em.wrap(model, optimizer_of(model), plan=placed(PLANS[plan]), weights=folder))
+
+
+@pytest.mark.parametrize(
+    ("world", "ep", "tiled"),
+    [(1, None, True), (2, 2, False), (2, 2, True), pytest.param(4, 2, True, marks=pytest.mark.slow), (4, 4, False)],
+)
+@pytest.mark.parametrize("scheme", ["fp8", "mxfp4"])
+def test_experts_that_are_spread_or_in_tiles_keep_the_bytes_of_the_files(
+    scheme: str, world: int, ep: int | None, tiled: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Each rank and tile reads its own experts; losses are equal to the bit among plans."""
+    oracle = with_adapters(shipped(scheme, tmp_path))
+    losses = [loss.item() for loss in steps(oracle, optimizer_of(oracle))]
+    wanted = {name: p.detach() for name, p in oracle.named_parameters()}
+    first: list[float] = []
+    for plan in ("zero3", "disk"):
+        for mean, adapters, packed in ranks(world).run(trained_cut, scheme, tmp_path, plan, ep, tiled):
+            first = first or mean
+            assert mean == first, plan
+            for name, value in adapters.items():
+                torch.testing.assert_close(value, wanted[name], rtol=0, atol=len(losses) * ADAPTER_TOLERANCE)
+            assert_decoded(scheme, packed, wanted)
+    assert first == pytest.approx(losses, rel=LOSS_TOLERANCE)
+
+
+class Layers(nn.Module):
+    """Two linear layers without a bias; of each, a rank has a slice of the hidden dim."""
+
+    def __init__(self, hidden: int, out: int = 16) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, hidden, bias=False), nn.Linear(hidden, out, bias=False)
+        self.requires_grad_(False)
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * self.down(self.up(x))
+
+
+def layers_shipped(folder: Path, hidden: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Writes a folder in FP8; returns the output with the decoded weights, and the bytes by their names there."""
+    torch.manual_seed(4)
+    model, tensors = Layers(hidden), dict[str, Tensor](factor=torch.ones(()))
+    for name in ("up", "down"):
+        weight = getattr(model, name).weight
+        weight.copy_(_fp8(tensors, f"{name}.weight", weight))
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    wanted = {f"{name}.weight": tensors[f"{name}.weight"] for name in ("up", "down")}
+    wanted |= {f"{name}{SCALES}": tensors[f"{name}_scale_inv"].float() for name in list(wanted)}
+    return model(inputs()).detach(), {name: value.view(torch.uint8) for name, value in wanted.items()}
+
+
+def inputs() -> Tensor:
+    return torch.randn(3, 64, generator=torch.Generator().manual_seed(5))
+
+
+def layers_read(folder: Path, hidden: int, way: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """(rank) The output, and the bytes in the shards."""
+    mesh = em.init_mesh(tp=dist.get_world_size(), device_type="cpu")
+    with torch.device("meta"):
+        model: Any = Layers(hidden // dist.get_world_size(), 64 if way == "small tiles" else 16)
+    model.factor = nn.Parameter(torch.ones(()))
+    if "tiles" in way:
+        em.tile(model, at_most=40_000)
+    else:
+        em.annotate(
+            model,
+            {
+                "up.*": em.Pattern(mesh, replicate=("dp",), shard={"tp": 0}),
+                "down.*": em.Pattern(mesh, replicate=("dp",), shard={"tp": 1}),
+                "*": em.Pattern(mesh, replicate=("dp", "tp")),
+            },
+        )
+    model, optimizer = em.wrap(model, torch.optim.AdamW([model.factor]), plan=em.Plan.zero3(), weights=folder)
+    output = model(inputs()).detach()
+    dist.all_reduce(output)
+    state = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    return output, {name: value for name, value in state.items() if value.dtype == torch.uint8}
+
+
+@pytest.mark.parametrize(("world", "hidden", "way"), [(1, 320, "tiles"), (2, 256, "slices")])
+def test_linear_layers_in_tiles_and_slices_of_whole_blocks_keep_the_bytes_of_the_files(
+    world: int, hidden: int, way: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Tiles of frozen weights begin where blocks do, and the last may end inside one."""
+    output, packed = layers_shipped(tmp_path, hidden)
+    for found, bytes_found in ranks(world).run(layers_read, tmp_path, hidden, way):
+        torch.testing.assert_close(found, output)
+        assert bytes_found.keys() == packed.keys()
+        assert all(torch.equal(value, packed[name]) for name, value in bytes_found.items())
+
+
+@pytest.mark.parametrize(
+    ("world", "hidden", "way", "message"),
+    [
+        (1, 320, "small tiles", "'down.weight' has rows 0 to 21 of 64, which cuts blocks of 128 rows"),
+        (2, 320, "slices", "'up.weight' is cut over 'tp' into slices of 160 on dim 0, inside blocks of (128, 128)"),
+    ],
+)
+def test_cuts_inside_blocks_are_refused_by_name(
+    world: int, hidden: int, way: str, message: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    layers_shipped(tmp_path, hidden)
+    with pytest.raises(RankError, match=re.escape(message)):
+        ranks(world).run(layers_read, tmp_path, hidden, way)
 
 
 def without_data(scheme: str) -> nn.Module:
@@ -152,16 +284,19 @@ def refused(scheme: str, folder: Path, change: str) -> tuple[str, str, bool]:
         model.model.layers[1].self_attn.q_proj.requires_grad_(True)
     if change == "quantised otherwise":
         em.quantize(model, "int8", targets="*.0.self_attn.q_proj")
+    if "tiles" in change:
+        em.tile(model, at_most=AT_MOST)
     model.lm_head.requires_grad_(True)
     before = {name: (id(p), tuple(p.shape), p.dtype, type(p)) for name, p in model.named_parameters()}
-    kinds = [type(module) for module in model.modules()]
-    plan = em.Plan.zero3(chunk_numel=1) if change == "later" else em.Plan.zero3()
+    kinds = [(type(module), saves_none(module)) for module in model.modules()]
+    plan = em.Plan.zero3(chunk_numel=1) if "later" in change else em.Plan.zero3()
     try:
         optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
         em.wrap(model, optimizer, plan=plan, weights=folder)
     except em.ElixirError as error:
         after = {name: (id(p), tuple(p.shape), p.dtype, type(p)) for name, p in model.named_parameters()}
-        return type(error).__name__, str(error), (before, kinds) == (after, [type(m) for m in model.modules()])
+        kinds_after = [(type(module), saves_none(module)) for module in model.modules()]
+        return type(error).__name__, str(error), (before, kinds) == (after, kinds_after)
     raise AssertionError("not refused")
 
 
@@ -177,6 +312,7 @@ def edited(folder: Path, **changes: Any) -> None:
         ("trained", "ConfigError", "'model.layers.1.self_attn.q_proj.weight' is trained, and bytes have no gradient"),
         ("quantised otherwise", "ConfigError", "'model.layers.0.self_attn.q_proj.weight' is int8 in the model"),
         ("later", "PlanError", "chunk"),
+        ("later, in tiles", "PlanError", "chunk"),
     ],
 )
 def test_what_bytes_cannot_be_is_refused_and_nothing_is_changed(
@@ -215,25 +351,26 @@ def test_codes_without_scales_are_no_weights(ranks: Ranks, tmp_path: Path) -> No
     assert found[0] == "CheckpointError" and "q_proj.weight' is F8_E4M3 in the folder" in found[1], found
 
 
-def quantised_while_read(folder: Path, drawn: bool) -> dict[str, Tensor]:
+def quantised_while_read(folder: Path, drawn: bool, tiled: bool) -> dict[str, Tensor]:
     """(rank) The bytes of a model that is quantised on meta, or under `sharded_init`, and read from full weights."""
     with em.sharded_init() if drawn else torch.device("meta"):
-        model = em.quantize(built("mxfp4"), "nf4")
+        model = built("mxfp4")
+        em.quantize(em.tile(model, at_most=AT_MOST) if tiled else model, "nf4")
     model.lm_head.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.lm_head.parameters())
     model, optimizer = em.wrap(model, optimizer, plan=em.Plan.offload(), weights=folder)
     state = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
-    return {name + end: state[name + end] for name, *_ in packed_parameters(model) for end in ("", SCALES)}
+    return {name: value for name, value in state.items() if value.dtype == torch.uint8}
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-def test_full_weights_become_bytes_while_they_are_read(drawn: bool, ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("drawn", "tiled"), [(False, False), (True, False), (False, True)])
+def test_full_weights_become_bytes_while_they_are_read(drawn: bool, tiled: bool, ranks: Ranks, tmp_path: Path) -> None:
     """Those that `em.quantize` makes of the same weights in memory; stacks of gpt-oss are transposed."""
     model = built("mxfp4")
     save_file({name: weight.clone() for name, weight in model.state_dict().items()}, tmp_path / "model.safetensors")
     wanted = dict(em.quantize(model, "nf4").named_parameters())
-    for found in ranks(2).run(quantised_while_read, tmp_path, drawn):
+    for found in ranks(2).run(quantised_while_read, tmp_path, drawn, tiled):
         assert len(found) == 2 * 2 * (4 + 2)
         for name, value in found.items():
             assert torch.equal(value, wanted[name]), name
