@@ -51,9 +51,11 @@ test-torch:
 	$(MAKE) test $(OTHER)
 
 # The tests that concern Megatron-core, and quick ones of the core, with another Megatron-core, in an environment of its
-# own: make test-megatron PYTHON=python3.12. It imports triton, which no torch for CPUs brings.
+# own: make test-megatron PYTHON=python3.12. It imports triton, which no torch for CPUs brings; so the kernels in Triton
+# are tested there, too.
 MEGATRON := 0.19.2
-MEGATRON_TESTS := tests/parallel tests/chunks tests/search/test_megatron.py tests/state/test_checkpoint_megatron.py
+MEGATRON_TESTS := tests/parallel tests/chunks tests/search/test_megatron.py tests/state/test_checkpoint_megatron.py \
+	tests/test_triton_kernels.py
 OTHER_MEGATRON = VENV=.venv-megatron-$(MEGATRON) CONSTRAINTS=build/constraints-megatron-$(MEGATRON).txt ALSO=triton
 test-megatron:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
@@ -107,7 +109,7 @@ gpu-proof: setup
 endif
 
 bench-gpu: $(BENCH_STAMP)
-	$(BIN)/python -m benchmarks.proof --only rates bench trace $(GPU_PROOF_ARGS)
+	$(BIN)/python -m benchmarks.proof --only rates decoding bench trace $(GPU_PROOF_ARGS)
 
 chaos: setup
 	$(BIN)/python -m tests.faults.chaos --points 200 $(CHAOS_ARGS)

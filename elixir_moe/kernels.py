@@ -1,16 +1,19 @@
 """Arithmetic on one shard or weight, in host or device memory: the optimizer's, and the decoding of quantised weights.
 
-Owns the choice between the native kernels (csrc/) and plain torch; never decides when a step is taken, and holds no
-state. The compute shard is written in the same pass as the master shard, which keeps an offloaded parameter's traffic
-at six bytes a step.
+Owns the choice between the native kernels (csrc/), those in Triton and plain torch; never decides when a step is taken,
+and holds no state. The compute shard is written in the same pass as the master shard, which keeps an offloaded
+parameter's traffic at six bytes a step.
 """
 
 import hashlib
 import math
 import os
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.utils.dlpack import to_dlpack
 
-from elixir_moe.torch_private import fused_adam, fused_adamw
+from elixir_moe.torch_private import fused_adam, fused_adamw, has_triton
 
 try:
     from elixir_moe import _native
@@ -608,8 +611,9 @@ def decode_nf4(codes: Tensor, scales: Tensor, out: Tensor) -> None:
         scales: fp32, one for each block.
         out: bfloat16 or fp32, of any shape.
 
-    All are contiguous and on one device. On a CPU the decoder is native, on as many threads as torch uses; elsewhere,
-    and on fake tensors, it is torch's operators. Both give the same values, and NaN where a scale is NaN.
+    All are contiguous and on one device. On a CPU the decoder is native, on as many threads as torch uses; on a GPU, it
+    is Triton's where Triton works; elsewhere, and on fake tensors, it is torch's operators. All give the same values,
+    and NaN where a scale is NaN.
 
     Raises:
         ValueError: The arrays do not match as described above.
@@ -714,6 +718,38 @@ def _in_host_memory(out: Tensor) -> bool:
     return _native is not None and out.device.type == "cpu" and type(out) is Tensor
 
 
+def _in_triton(out: Tensor) -> ModuleType | None:
+    """Triton's decoders, if they can write to it. `torch.compile` makes kernels of torch's operators itself."""
+    on_gpu = out.device.type == "cuda" and type(out) is Tensor
+    return _triton_on(out.device) if on_gpu and not torch.compiler.is_compiling() else None
+
+
+@cache
+def _triton_on(device: torch.device) -> ModuleType | None:
+    """Triton's decoders, if one runs on `device`: at its first use, Triton needs a C compiler."""
+    if not has_triton():
+        return None
+    codes, scale = (torch.zeros(1, 1, dtype=dtype, device=device) for dtype in (torch.uint8, torch.float32))
+    try:
+        from elixir_moe import triton_kernels
+
+        triton_kernels.decode_octets(codes, scale, scale, e4m3fn=True, block_rows=1, block_cols=1)
+    except Exception as error:  # whatever its compilers and its driver raise
+        warnings.warn(
+            f"Triton runs no kernel on {device}, so quantised weights are decoded by torch's operators, to the same "
+            f"values: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return None
+    return triton_kernels
+
+
+@cache
+def _values_on(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """The table of a format, copied to a GPU once: each copy would make the host wait."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
 @torch.no_grad()
 def _decode_nibbles(
     codes: Tensor,
@@ -725,6 +761,10 @@ def _decode_nibbles(
     high_first: bool,
 ) -> None:
     codes, scales, out = codes.detach().view(-1), scales.detach().view(-1), out.detach().view(-1)
+    if (triton := _in_triton(out)) is not None:
+        table = _values_on(values, out.device)
+        triton.decode_nibbles(codes, scales, table, out, block=block, high_first=high_first)
+        return
     table = torch.tensor(values, dtype=torch.float32, device=out.device)
     if _in_host_memory(out):
         _native.decode_nibbles(
@@ -766,6 +806,10 @@ def _decode_octets(codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int,
             block_cols=block[1],
             threads=torch.get_num_threads(),
         )
+        return
+    if (triton := _in_triton(out)) is not None:
+        form = {"e4m3fn": codes.dtype == torch.float8_e4m3fn, "block_rows": block[0], "block_cols": block[1]}
+        triton.decode_octets(codes.view(torch.uint8), scales, out, **form)
         return
     codes = codes.view(out.shape)
     scales = scales.reshape(len(out), -(-rows // block[0]), -(-cols // block[1]))

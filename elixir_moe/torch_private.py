@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._triton import has_triton as has_triton
 
 IMPORTED = {
     "FakeTensor": "To tell the tensors of a trace, which have no data; torch has no public test for them.",
@@ -29,6 +30,7 @@ IMPORTED = {
     "TorchDispatchMode": "Sees every operator below autograd. `TorchFunctionMode`, which is public, sees no backward.",
     "tree_leaves": "Torch's own walk through nested arguments, with what users register. No public module has it.",
     "tree_map": "Torch's own walk through nested arguments, as `tree_leaves`.",
+    "has_triton": "Whether Triton is there and knows the GPU. Nothing public asks both; `torch.compile` asks this.",
 }
 """Why the classes and functions that this file imports by their own names are needed."""
 

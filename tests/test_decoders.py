@@ -4,7 +4,6 @@ Plain torch here is the formula of each format, one line, in fp32 and rounded by
 the bit. With torch, NaNs agree as NaNs: torch's own vectors give them other payloads than its scalar code does.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,26 +13,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elixir_moe import _native, kernels
+from tests.support.decoder_cases import CASES, DTYPES, Guarded, assert_same, bits_of, drawn_bytes, drawn_scales
 
 ISAS = ["scalar", "neon"] if _native.cpu_features() == "neon" else ["scalar", "avx2", "avx512"]
 ISAS = ISAS[: ISAS.index(_native.cpu_features()) + 1]
-DTYPES = [torch.bfloat16, torch.float32]
-NASTY = [0.0, -0.0, 1.0, -3.7, 1e-45, 2.0**-126, 2.0**-133, 1e-39, 3.3e38, -3.3e38, math.inf, -math.inf, math.nan]
-"""Scales: zeros, subnormals of both dtypes, and what overflows."""
 LENGTHS = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 1000, 4096 + 37]
 MATRICES = [(1, 1), (1, 300), (3, 7), (128, 128), (127, 129), (130, 259), (256, 64), (0, 5), (4, 0)]
-
-
-def drawn_scales(*shape: int, seed: int = 0) -> Tensor:
-    """Scales over all magnitudes, with the nasty ones among them."""
-    draw = torch.Generator().manual_seed(seed)
-    scales = torch.randn(shape, generator=draw) * torch.randint(-130, 127, shape, generator=draw).float().exp2()
-    nasty = torch.tensor(NASTY)[torch.randint(len(NASTY), shape, generator=draw)]
-    return torch.where(torch.rand(shape, generator=draw) < 0.3, nasty, scales)
-
-
-def drawn_bytes(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def plain_nibbles(
@@ -53,30 +38,6 @@ def plain_matrix(codes: Tensor, scales: Tensor, block: int) -> Tensor:
     rows, cols = codes.shape
     index = torch.arange(rows)[:, None] // block, torch.arange(cols)[None] // block
     return codes.float() * scales[index]
-
-
-def bits_of(array: Tensor) -> Tensor:
-    return array.contiguous().view(torch.int32 if array.dtype == torch.float32 else torch.int16)
-
-
-def assert_same(found: Tensor, wanted: Tensor) -> None:
-    """Equal bits, any NaN for a NaN."""
-    assert found.dtype == wanted.dtype and found.shape == wanted.shape
-    assert torch.equal(found.isnan(), wanted.isnan())
-    assert torch.equal(bits_of(found)[~found.isnan()], bits_of(wanted)[~wanted.isnan()])
-
-
-class Guarded:
-    """An output at an odd place within a larger tensor, around which nobody may write."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        numel = math.prod(shape)
-        self.whole = torch.full((numel + 8,), -7.0, dtype=dtype)
-        self.out = self.whole[3 : 3 + numel].view(shape)
-
-    def check(self) -> None:
-        surroundings = torch.cat((self.whole[:3], self.whole[3 + self.out.numel() :]))
-        assert torch.equal(surroundings, torch.full_like(surroundings, -7.0))
 
 
 def on_each_isa(decode: Callable[..., None], shape: tuple[int, ...], dtype: torch.dtype, **settings: Any) -> Tensor:
@@ -177,30 +138,6 @@ def test_int8_is_its_formula(shape: tuple[int, int], dtype: torch.dtype) -> None
         _native.decode_octets(codes.view(torch.uint8).view(-1), scales, out, e4m3fn=False, **sizes, **settings)
 
     assert_same(on_each_isa(decode, shape, dtype), wanted)
-
-
-CASES: dict[str, Callable[[torch.dtype, tuple[int, int]], tuple[Any, ...]]] = {
-    "nf4": lambda dtype, shape: (
-        kernels.decode_nf4,
-        drawn_bytes(math.prod(shape) // 2),
-        drawn_scales(-(-math.prod(shape) // 64)),
-    ),
-    "mxfp4": lambda dtype, shape: (
-        kernels.decode_mxfp4,
-        drawn_bytes(shape[0], shape[1] // 2),
-        drawn_bytes(shape[0], shape[1] // 32),
-    ),
-    "fp8": lambda dtype, shape: (
-        kernels.decode_fp8,
-        drawn_bytes(*shape).view(torch.float8_e4m3fn),
-        drawn_scales(-(-shape[0] // 128), -(-shape[1] // 128)),
-    ),
-    "int8": lambda dtype, shape: (
-        kernels.decode_int8,
-        drawn_bytes(*shape).view(torch.int8),
-        drawn_scales(shape[0]),
-    ),
-}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

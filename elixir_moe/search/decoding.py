@@ -1,7 +1,8 @@
 """What the decoding of quantised weights moves in a step.
 
 Owns the count of decodings among the events of a trace, and the bytes of each. A trace runs no decoder: one would be
-many small operators for each expert of each layer. Sums alone come from here; `cost` makes seconds of bytes.
+many small operators for each expert of each layer. Sums alone come from here; `cost` makes seconds of bytes. On a GPU
+they are those of torch's operators, also where Triton decodes in one pass: its speed is not measured yet.
 """
 
 import math
