@@ -24,9 +24,9 @@ def main() -> int:
     device = torch.device("cuda" if cuda else "cpu")
     side, nbytes, numel = (8192, 1 << 30, 1 << 27) if cuda else (512, 1 << 24, 1 << 22)
     rates = {
-        "matmul_flops": 2 * side**3 / _seconds(_product(side, device)),
-        "copy_bytes_per_second": nbytes / _seconds(_copies(nbytes, device)),
-        "host_adam_parameters_per_second": numel / _seconds(_adam(numel, device)),
+        "matmul_flops": 2 * side**3 / seconds_of(_product(side, device)),
+        "copy_bytes_per_second": nbytes / seconds_of(_copies(nbytes, device)),
+        "host_adam_parameters_per_second": numel / seconds_of(_adam(numel, device)),
     }
     tell(rates | {"cores": len(os.sched_getaffinity(0)), "adam_threads": host_threads(device)})
     return 0
@@ -67,7 +67,7 @@ def _adam(numel: int, device: torch.device) -> Callable[[], Any]:
     return lambda: step(1)
 
 
-def _seconds(work: Callable[[], Any]) -> float:
+def seconds_of(work: Callable[[], Any]) -> float:
     """Of the fastest of some runs, after one that warms up."""
     return min([elapsed(work) for _ in range(1 + REPEATS)][1:])
 

@@ -22,6 +22,12 @@ def page(journal: Journal) -> str:
     ]
     if rates := journal.figures("rates"):
         lines += [", ".join(f"{name}: {value:.3g}" for name, value in rates.items()), ""]
+    if decoding := journal.figures("decoding"):
+        lines += [f"| decoded to bf16 | {decoding['by']}, GB/s | torch's operators, GB/s |", "|---|---:|---:|"]
+        for scheme, found in decoding["schemes"].items():
+            gb = [found[name] / 1e9 for name in ("bytes_per_second", "by_torch_bytes_per_second")]
+            lines.append(f"| {scheme} | {gb[0]:.3g} | {gb[1]:.3g} |")
+        lines.append("")
     lines += ["| step | outcome | seconds | exit | status |", "|---|---|---:|---:|---|"]
     for name, result in journal.results.items():
         cells = [name, result["outcome"], result["seconds"], result["exit"], result["status"]]

@@ -211,12 +211,16 @@ def test_the_command_needs_the_standard_library_alone() -> None:
 
 
 def test_a_part_of_it_on_the_cpu(tmp_path: Path) -> None:
-    """Really run: the build, the machine's rates, and one contender with its row."""
-    only = ["rates", "bench gpt2-4b ours x1"]
+    """Really run: the build, the machine's rates, decoders, and one contender with its row."""
+    only = ["rates", "decoding", "bench gpt2-4b ours x1"]
     command = [sys.executable, "-m", "benchmarks.proof", "--out", str(tmp_path), "--fresh", "--only", *only]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     log = (tmp_path / "log.txt").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + log
+    decoders = [
+        line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith(("| nf4", "| int8"))
+    ]
+    assert [float(rate) > 0 for _, *rates in decoders for rate in rates] == [True] * 4
     row = next(line for line in done.stdout.splitlines() if line.startswith("| gpt2-4b |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[5] == "ours" and cells[13] in ("compute", "PCIe", "host Adam")

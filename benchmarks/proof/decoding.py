@@ -1,0 +1,41 @@
+"""`python -m benchmarks.proof.decoding`: how fast quantised weights are decoded on this device.
+
+Owns this measurement: for each scheme, the packed bytes read and the bf16 bytes written in a second, by the kernel that
+the library chooses here and by torch's operators. All on random data.
+"""
+
+import sys
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.proof.rates import seconds_of
+from benchmarks.proof.steps import tell
+from elixir_moe import kernels
+from elixir_moe.quantized.formats import SCHEMES
+
+
+def main() -> int:
+    """Measures and tells."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    shape = (16384, 16384) if cuda else (256, 256)
+    out = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    by = "Triton" if kernels._in_triton(out) else "torch" if cuda else kernels.cpu_features()
+    found: dict[str, Any] = {}
+    for name, scheme in SCHEMES.items():
+        codes, scales = scheme.encode(torch.randn(shape, device=device))
+        decode = partial(scheme.decode_into, codes, scales, out)
+        seconds = seconds_of(decode)
+        with mock.patch.multiple(kernels, _native=None, _in_triton=lambda out: None):
+            by_torch = seconds_of(decode)
+        nbytes = scheme.nbytes(shape) + out.nbytes
+        found[name] = {"bytes_per_second": nbytes / seconds, "by_torch_bytes_per_second": nbytes / by_torch}
+    tell({"by": by, "schemes": found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
