@@ -12,7 +12,6 @@ Nothing is guessed: True is no number, 1.0 no whole one. A command line has only
 
 import dataclasses
 import functools
-import inspect
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -140,7 +139,7 @@ class _Kind:
         if self.origin in (Union, types.UnionType):
             return " | ".join(map(str, self.parts))
         if self.origin is Literal:
-            return inspect.formatannotation(self.type)
+            return " | ".join(map(repr, self.parts))
         name = {...: "...", types.NoneType: "None"}.get(self.type) or (self.origin or self.type).__name__
         return name + (f"[{', '.join(map(str, self.parts))}]" if self.parts else "")
 

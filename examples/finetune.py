@@ -15,10 +15,12 @@ tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.fro
 model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-5), plan=em.Plan.offload())
 for first in range(0, len(texts) - ranks + 1, ranks):  # each rank takes a line of its own
     tokens = tokenizer(texts[first + rank], return_tensors="pt").input_ids.to(mesh.device_type)
-    model(input_ids=tokens, labels=tokens).loss.backward()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
+    print(f"rank {rank} line {first + rank}: loss {loss.item():.3f}")
 em.save_pretrained(model, "tuned")  # a folder for from_pretrained
 if rank == 0:
     tokenizer.save_pretrained("tuned")

@@ -23,7 +23,7 @@ _TYPICAL = (4096, 4096)
 def run(known: argparse.Namespace) -> int:
     """Prints one of the papers' estimates."""
     if known.picture is not None and known.zero_infinity != "figure-3":
-        raise ConfigError("--picture: of the estimates only figure-3 is drawn: add --zero-infinity figure-3")
+        raise ConfigError("--picture draws figure-3 alone: add --zero-infinity figure-3")
     if known.efficiency:
         ait, bandwidth, peak = known.efficiency
         if not all(0 < figure < _MOST_FIGURE for figure in known.efficiency):
@@ -73,7 +73,7 @@ def _plain_rows(known: argparse.Namespace) -> Iterator[dict[str, Any]]:
     elif known.model:
         models = {known.model: models[known.model]}
     if known.quantize is not None and known.adapters is None:
-        raise ConfigError("--quantize is of frozen parameters: say with --adapters how many parameters are trained")
+        raise ConfigError("--quantize is for frozen parameters: give the number of trained ones by --adapters")
     if known.adapters is not None and not 0 <= known.adapters < _MOST_FIGURE:
         raise ConfigError(f"--adapters: expected at least 0 and below {_MOST_FIGURE:g}, got {known.adapters}")
     frozen_bytes = 2.0 if known.quantize is None else SCHEMES[known.quantize].nbytes(_TYPICAL) / math.prod(_TYPICAL)

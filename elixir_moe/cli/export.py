@@ -19,7 +19,7 @@ def run(known: argparse.Namespace) -> int:
         return 0
     alike = f"differ by at most {found.difference:.2g}, which is rounding" if found.difference else "are equal"
     print(
-        f"{found.what} of {found.checkpoint} in {found.out}\n"
+        f"Wrote {found.out}: {found.what} of {found.checkpoint}.\n"
         f"Check passed, without this library: exported and trained {found.compared} {alike} "
         f"(largest {found.largest:.3g})."
     )

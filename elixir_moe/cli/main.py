@@ -54,7 +54,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in _TRAIN_EXTRA:
             raise
-        tell(ConfigError(f"{error.name} is missing, which training needs: pip install 'elixir-moe[train]'"), 2, traced)
+        tell(
+            ConfigError(f"{error.name} is missing, which training needs: in a clone, pip install '.[train]'"), 2, traced
+        )
         return 2
     except Exception as error:
         code = 2 if isinstance(error, _OF_SETTINGS) and not isinstance(error, DiskError) else 1

@@ -45,7 +45,7 @@ def pretended_ranks(ranks: int, *, tp: int = 1) -> Iterator[DeviceMesh | None]:
         yield None
         return
     if dist.is_initialized():
-        raise ConfigError("plan pretends to be a cluster and cannot run inside one: call it without torchrun")
+        raise ConfigError("plan runs in one process, which stands for all ranks: call it without torchrun")
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
     try:
         yield init_mesh(tp, device_type="cpu")
@@ -106,7 +106,7 @@ def model_of(
         given = presets.huggingface_model(known.config, **sizes, lora=lora, quantize=partial(_quantize, known))
         check_adapted_bytes(given.model)
     elif known.quantize not in (None, UNQUANTIZED):
-        raise ConfigError("--quantize: frozen weights are quantised: give --hf and --lora instead of --model")
+        raise ConfigError("--quantize packs frozen weights, and --model trains all: give --hf and --lora instead")
     elif known.lora is not None:
         raise ConfigError(f"--lora: peft adapts Hugging Face models: give --hf instead of --model {known.model}")
     else:
@@ -135,7 +135,7 @@ def _quantize(known: argparse.Namespace, model: nn.Module) -> None:
     if known.lora is None:
         said = f"--quantize {scheme}" if known.quantize else f"{known.config} has weights in {scheme}"
         raise ConfigError(
-            f"{said}: what is quantised is frozen, so adapters must be trained: add --lora, or --quantize "
+            f"{said}: quantized weights are frozen, so nothing is left to train: add --lora, or --quantize "
             f"{UNQUANTIZED} for weights in full"
         )
     path = _config_file(known)

@@ -71,7 +71,7 @@ def _overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
         key, equals, value = word[2:].partition("=")
         if not equals:
             if not words or words[0].startswith("--"):
-                raise ConfigError(f"--{key}: a value must follow")
+                raise ConfigError(f"--{key} has no value: give one, as --{key} VALUE")
             value = words.pop(0)
         pairs.append((key, value))
     return pairs

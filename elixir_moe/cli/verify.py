@@ -35,7 +35,7 @@ def run(known: argparse.Namespace) -> int:
         raise ConfigError("verify starts ranks of its own: call it without torchrun")
     if known.suite or known.check is not None:
         if known.peer is not None:
-            raise ConfigError("--with is of one model: give it with --hf or --module in the place of --suite")
+            raise ConfigError("--with compares one model: give --hf or --module instead of --suite")
         from elixir_moe.cli import certificate
 
         return certificate.run(known, _versions())
@@ -82,11 +82,11 @@ def _way(known: argparse.Namespace, folder: Path) -> Way:
     """What is verified. Raises ConfigError if a peer does not do what is asked, PlanError if there is no such plan."""
     if known.peer is None:
         if known.script is not None:
-            raise ConfigError("--script is of --with PEER: it shows what another library does, without this one")
+            raise ConfigError("--script needs --with PEER: it writes a script that shows what that library does")
         return Planned(asked(known.plan, folder, accumulation=known.accumulation))
     found = peer(known.peer)
     if known.model is not None:
-        raise ConfigError("--with needs --hf or --module: models by name are of this library alone")
+        raise ConfigError("--with needs --hf or --module: other libraries have no model of this name")
     parts = {
         "--quantize": (QUANTIZED, known.quantize is not None),
         "--lora": (ADAPTERS, known.lora is not None),
@@ -97,7 +97,7 @@ def _way(known: argparse.Namespace, folder: Path) -> Way:
         if wanted and part in found.not_done:
             raise ConfigError(f"{option}: not done by {known.peer}: {found.not_done[part]}; leave it out")
         if wanted and known.script is not None:
-            raise ConfigError(f"{option}: a script is of plain fp32 training without a resume; leave one of them out")
+            raise ConfigError(f"{option}: a script trains in plain fp32, without a resume; leave this or --script out")
     return found
 
 

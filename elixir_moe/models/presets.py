@@ -117,7 +117,9 @@ def named_model(
     if stretch:
         config = replace(config, seq_len=max(seq, config.seq_len))
     if seq > config.seq_len:
-        raise ConfigError(f"seq={seq}: {name} has {config.seq_len} positions, choose at most that many")
+        raise ConfigError(
+            f"seq={seq}: {name} has {config.seq_len} positions, give at most that many (--seq {config.seq_len})"
+        )
     return of_config(name, config, batch=batch, seq=seq, mesh=mesh, loss=loss)
 
 
@@ -178,7 +180,7 @@ def huggingface_model(
     positions = getattr(config, "max_position_embeddings", None)
     positions = positions if isinstance(positions, int) else None
     if positions is not None and seq > positions:
-        raise ConfigError(f"seq={seq}: {path} has {positions} positions, choose at most that many")
+        raise ConfigError(f"seq={seq}: {path} has {positions} positions, give at most that many (--seq {positions})")
     model.train()
     with torch.device("meta"), _Undrawn(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of old names and unused defaults within the two libraries

@@ -223,7 +223,7 @@ class StepDecision:
         for parameter, count in zip(self._parameters, squares[1].tolist(), strict=True):
             if count not in (0, len(self._groups.peers)):
                 raise UsageError(
-                    f"gradients are clipped by all ranks alike: {self._hooks.name_of(parameter)!r} is among the "
+                    f"every rank must clip the same parameters: {self._hooks.name_of(parameter)!r} is among the "
                     f"parameters of {count:.0f} ranks of {len(self._groups.peers)}"
                 )
         return squares[0]

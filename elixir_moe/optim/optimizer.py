@@ -186,7 +186,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self.loss_scale is not None:
             raise UsageError(
-                "optimizer.update_in_backward() with a loss scale, which must know of an overflow first: train in bf16"
+                "optimizer.update_in_backward() with a loss scale: an overflow must be known before any update. "
+                "Train in bf16, or leave the context out"
             )
         self._kept.check_last_step()
         self._phase.require((READY, REDUCED), "optimizer.update_in_backward()")
@@ -283,7 +284,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused, as `state_dict` is; `wrap` refuses an optimizer that has loaded one."""
-        raise UsageError("no state dict can be loaded, before wrap or after: em.load a checkpoint of em.save")
+        raise UsageError("an optimizer for em.wrap loads no state dict: save with em.save, and resume with em.load")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is built: chunks are packed in `wrap`."""
@@ -326,8 +327,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         new, moved, replaced = self._hooks.changed_parameters()
         if new:
             raise UsageError(
-                f"the model has trainable parameters that it had not in wrap: {new}; add and replace modules before "
-                f"wrap, and register there what makes parameters of its own"
+                f"the model has trainable parameters that were not there in wrap: {new}; add and replace modules "
+                f"and parametrizations before wrap"
             )
         if moved:
             raise UsageError(moved_since_wrap(moved))

@@ -297,7 +297,9 @@ def _by_access(parameters: Iterable[nn.Parameter]) -> dict[ParamAccess, list[nn.
 def _access_of(parameter: nn.Parameter) -> ParamAccess:
     access: ParamAccess | None = getattr(parameter, _ATTRIBUTE)()
     if access is None:
-        raise UsageError("a parameter of a wrapped model that is gone: keep the model as long as its parameters")
+        raise UsageError(
+            "the wrapped model of this parameter no longer exists: keep the model as long as you use its parameters"
+        )
     return access
 
 

@@ -87,9 +87,8 @@ class Writes:
         for index, position in slots:
             if self._chunks[index].shard.whole is not None:
                 raise UsageError(
-                    f"parameter {self._chunks[index].names[position]!r} is frozen and lies once for all ranks of this "
-                    f"host, which may read it now: its weights cannot be written. Wrap with a plan of "
-                    f"shared_frozen=False to write them"
+                    f"parameter {self._chunks[index].names[position]!r} is frozen, and all ranks of this host read "
+                    f"one copy of it, so it cannot be written: wrap with a plan of shared_frozen=False to write it"
                 )
 
     def finish_shared_reads(self) -> None:

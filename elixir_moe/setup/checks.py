@@ -148,15 +148,15 @@ def _check_targets(model: Any) -> None:
             )
         if getattr(config, "use_dora", False) and any(packed_parameters(model)):
             raise ConfigError(
-                f"adapter {adapter!r} has use_dora=True, which reads the weights of the base, and those are packed: "
-                f"leave it out, or quantise other layers alone (em.quantize(..., skip=...))"
+                f"adapter {adapter!r} has use_dora=True, which reads the base's weights, and they are quantized: "
+                f"leave it out, or quantize other layers alone (em.quantize(..., skip=...))"
             )
         found = getattr(model.base_model, "targeted_parameter_names", ())
         for target in getattr(config, "target_parameters", None) or ():
             if not any(f".{name}".endswith(f".{target}") for name in found):
                 some = [name for name, p in model.get_base_model().named_parameters() if p.dim() > 2][:2]
                 raise ConfigError(
-                    f"target_parameters of adapter {adapter!r} has {target!r}, which the model has not, so that peft "
+                    f"target_parameters of adapter {adapter!r} has {target!r}, which is not in the model, so that peft "
                     f"trains nothing there: correct it, or leave it out; names are as {some}"
                 )
 
@@ -183,7 +183,7 @@ def check_data(model: nn.Module, weights: Any, step: Any) -> None:
     if without and weights is None:
         raise LayoutError(
             f"{without[0]!r} and {len(without) - 1} more are on the meta device: build the model inside "
-            f"em.sharded_init(), pass weights=, a folder of safetensors, or materialise the model before wrap"
+            f"em.sharded_init(), pass weights=, a folder of safetensors, or materialize the model before wrap"
         )
     if on_meta and step is not None:
         raise ConfigError("step cannot run a model on the meta device: leave step and sample out")
@@ -198,8 +198,8 @@ def _check_adapters(model: nn.Module, on_meta: Mapping[str, torch.Tensor]) -> No
             continue
         if record_of(tensor) is None:
             raise LayoutError(
-                f"{name!r} is an adapter's and on the meta device, and the folder has the base alone: build the peft "
-                f"model inside em.sharded_init()"
+                f"{name!r} belongs to an adapter and is on the meta device, and the folder has the base alone: build "
+                f"the peft model inside em.sharded_init()"
             )
         if computed_from(tensor, base):
             raise ConfigError(

@@ -97,7 +97,7 @@ def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
     new = [name for (_, p), name in now.items() if p not in spec.names]
     new += [name for name in buffers if name not in spec.buffers]
     if new:
-        raise UsageError(f"the model has {new} now and had not in wrap: add and replace modules before wrap")
+        raise UsageError(f"the model has {new}, which were not there in wrap: add and replace modules before wrap")
     moved = [(spec.names[key[1]][0], name) for key, name in now.items() if key not in then]
     if moved:
         raise UsageError(moved_since_wrap(moved))

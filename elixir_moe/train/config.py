@@ -5,7 +5,7 @@ starts nothing: mistakes are found here before there is a process group.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,21 @@ _LEAST_BYTES = 1000
 """Bytes below which nobody means a size: the unit is missing."""
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """{run.dtype: the dtype of forward and backward; None: that of the weights}."""
+_ELSEWHERE = {
+    "batch_size": "run.global_batch",
+    "per_device_train_batch_size": "run.global_batch",
+    "gradient_accumulation_steps": "run.accumulation",
+    "max_steps": "run.steps",
+    "epochs": "run.steps",
+    "num_train_epochs": "run.steps",
+    "learning_rate": "optimizer.lr",
+    "max_grad_norm": "optimizer.clip_norm",
+    "gradient_checkpointing": "model.checkpoint",
+    "max_length": "data.seq_len",
+    "bf16": "run.dtype",
+    "output_dir": "run.out",
+}
+"""{the name of a setting in other trainers: its name here}."""
 _FINITE = Check("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
 
 
@@ -99,7 +114,7 @@ class DataConfig:
         if self.file is None:
             for name in ("packing", "completion_only"):
                 if getattr(self, name) not in (None, True):
-                    raise ConfigError(f"data.{name} means nothing without data.file: a running text has no rows")
+                    raise ConfigError(f"data.{name} is for the rows of data.file: leave it out, or give data.file")
         elif self.paths:
             raise ConfigError("data.file and data.paths are two kinds of data: give one of them")
 
@@ -159,7 +174,7 @@ class PlanConfig:
                 meant = f"plan.{name} means nothing for plan.kind={self.kind}"
                 raise ConfigError(f"{meant}: remove it, or choose another kind")
         if self.disk_chunks and self.disk is None:
-            raise ConfigError(f"plan.disk_chunks={self.disk_chunks}: say with plan.disk in which folder they go")
+            raise ConfigError(f"plan.disk_chunks={self.disk_chunks} needs a folder: give plan.disk")
         try:
             for name in _SIZES:
                 size_bytes(name, getattr(self, name), least=_LEAST_BYTES)
@@ -335,18 +350,24 @@ class TrainConfig:
         if isinstance(self.model, GPTConfig):
             if self.lora is not None or self.quantize is not None:
                 named = "lora" if self.lora is not None else "quantize"
-                raise ConfigError(f"{named} is for model.hf and model.module: our own GPT is trained in full")
+                raise ConfigError(
+                    f"{named} is for model.hf and model.module, and our own GPT is trained in full: leave it out"
+                )
             if self.data.seq_len is not None:
-                raise ConfigError("data.seq_len: the rows of our own GPT are as long as model.seq_len says: give that")
+                raise ConfigError(
+                    "data.seq_len: our own GPT takes the length of its rows from model.seq_len: give that instead"
+                )
             if self.data.packing:
                 raise ConfigError("data.packing: our own GPT has one text in a row; leave it out")
         elif self.quantize is not None and self.lora is None:
             raise ConfigError(
-                f"quantize={self.quantize} leaves nothing to train: what it packs is frozen; add adapters with lora.r, "
-                f"or leave it out"
+                f"quantize={self.quantize} leaves nothing to train, since it freezes what it packs: add adapters "
+                f"with lora.r, or leave it out"
             )
         if isinstance(self.model, ModuleModel) and self.run.loss != "whole":
-            raise ConfigError("run.loss: a module has its own loss, or that of its logits; leave it out")
+            raise ConfigError(
+                "run.loss is for model.hf and our own GPT: model.module brings its loss with it; leave run.loss out"
+            )
 
     @property
     def micro_batch(self) -> int:
@@ -404,7 +425,7 @@ class TrainConfig:
         if data.file is not None:
             if folder is None:
                 raise ConfigError(
-                    "data.file: the rows of a file are texts: name the folder of a tokenizer by data.tokenizer"
+                    "data.file needs a tokenizer, and this model has none: name a folder with one by data.tokenizer"
                 )
             tokenizer, options = (
                 tokenizer_of(folder),
@@ -446,9 +467,17 @@ def load(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> 
     """
     values = settings.read_yaml(path) if path is not None else {}
     given = dict(overrides)
+    _refuse_other_names(given)
     run, model = values.get("run") or {}, values.get("model") or {}
     if isinstance(run, dict) and isinstance(model, dict) and "run.out" not in given and "out" not in run:
         folder = given.get("model.hf", model.get("hf"))
         if isinstance(folder, str) and folder.strip():
             overrides = [*overrides, ("run.out", f"runs/{Path(folder).expanduser().resolve().name}")]
     return settings.build(TrainConfig, values, overrides)
+
+
+def _refuse_other_names(given: Iterable[str]) -> None:
+    for key in given:
+        name = key.rpartition(".")[2].replace("-", "_")
+        if name in _ELSEWHERE:
+            raise ConfigError(f"unknown setting {key!r}: it is called {_ELSEWHERE[name]!r} here")

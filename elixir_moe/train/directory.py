@@ -182,7 +182,7 @@ def _check_identity(source: Path, config: TrainConfig, data: Data) -> None:
         if before != value:
             raise ConfigError(
                 f"{key} is {value}, but was {before} when {str(source)!r} was saved: a run that goes on keeps it (the "
-                f"rate and clipping can be changed in {CONTROL}); set it back, or start a new run in another directory"
+                f"rate and clipping can be changed in {CONTROL}); set it back, or start a new run by another run.out"
             )
 
 

@@ -247,7 +247,7 @@ def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
     records = [record for _, record in records_of(directory / "metrics.jsonl")]
     train, validation = losses_of(records)
     if not train:
-        raise ConfigError(f"--picture: {str(directory)!r} has no losses yet: ask again when a step was taken")
+        raise ConfigError(f"--picture: {str(directory)!r} has no losses yet: ask again after the first step")
     with png_asked_for(path):
         draw_losses(path, f"{directory}: {found['state']}", train, validation, found["bigram_loss"])
 

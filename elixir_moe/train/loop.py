@@ -245,11 +245,11 @@ class Loop:
                 self.report.say(line)
             found = inspect(self.training.model)
             facts = found.facts(self.training.progress.accumulation)
-            before = self.report.plan(found.rows, found.plan.to_json(), facts)
+            changed = self.report.plan(found.rows, found.plan.to_json(), facts)
             if found.plan.explanation:
                 self.report.say(found.plan.explanation)
             if source is not None:
-                other = "" if before is None else f", under another plan than {before}: {found.plan.to_json()}"
+                other = "" if changed is None else f", under another plan: {changed}"
                 self.report.event(self._first, "resumed", f"from {source}, step {self._first}{other}")
         agreed = self._agree(0.0, 0.0)
         self._apply(agreed.control, first=True)

@@ -77,7 +77,7 @@ class Scarcity:
         smaller_one = next(self._steps, None) if self.tries <= config.watch.memory_tries else None
         if smaller_one is None:
             raise TierError(
-                f"memory is too short, also with {training.progress.accumulation} micro-batches a rank and an rCache "
+                f"out of memory even with {training.progress.accumulation} micro-batches a rank and an rCache "
                 f"of {blocks} blocks: use more ranks, a smaller model, or plan.kind=offload"
             )
         plan, accumulation = smaller_one

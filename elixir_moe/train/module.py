@@ -91,7 +91,7 @@ class ModuleRecipe:
         found: Any = self._own(model, given)
         if not isinstance(found, Tensor) or found.dim():
             raise ConfigError(
-                f"model.module: the loss of {self.name} must be a tensor without dims, got {_described(found)}: sum "
+                f"model.module: the loss of {self.name} must be a scalar tensor, got {_described(found)}: sum "
                 f"over the labels and divide by batch['items']"
             )
         return found
@@ -111,9 +111,9 @@ class ModuleRecipe:
         logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != tokens.shape:
             raise ConfigError(
-                f"model.module: {self.name} made {_described(output)} of {_described(tokens)} tokens; expected logits "
-                f"of {(*tokens.shape, 'V')}, or an object or dict that has them as logits: return (module, loss) to "
-                f"compute the loss of another output"
+                f"model.module: {self.name} returned {_described(output)} for {_described(tokens)} of tokens; expected "
+                f"logits of {(*tokens.shape, 'V')}, or an object or dict with them as logits: return (module, loss) "
+                f"to compute the loss of another output"
             )
         return logits
 

@@ -19,10 +19,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.torch import save_file
 
+from elixir_moe.chunks.plan import size_text
 from elixir_moe.train.history import finite, losses_of, records_of
 from elixir_moe.train.writers import Writer, values_of
 
-_COLUMNS = {"numel": "elements", "shard_bytes": "state bytes"}
+_COLUMNS = {
+    "chunk_group": "chunk group",
+    "resident": "stays gathered",
+    "numel": "elements",
+    "shard_bytes": "state bytes",
+}
 """Heads of the columns that are not called as in `inspect`."""
 __all__ = ["Console", "Report", "StepRecord", "Summary"]
 
@@ -146,21 +152,19 @@ class Report:
     def plan(self, rows: Sequence[Mapping[str, Any]], plan_json: str, facts: Mapping[str, Any]) -> str | None:
         """Shows the plan as a table, one row per chunk group; writes it, and where the model lives, to files.
 
-        Returns the plan of the run's previous start in JSON, if it differs; else None.
+        Returns what differs from the plan of the run's previous start, as text; None if nothing does.
         """
-        table = Table(title="state on rank 0, by chunk group", title_justify="left")
+        table = Table(title="state on rank 0, by chunk group", title_justify="left", box=None, padding=(0, 1, 0, 0))
         for name, value in rows[0].items() if rows else ():
-            table.add_column(
-                _COLUMNS.get(name, name.replace("_", " ")), justify="right" if type(value) is int else "left"
-            )
+            table.add_column(_COLUMNS.get(name, name), justify="right" if type(value) is int else "left")
         for row in rows:
-            table.add_row(*(f"{v:,}" if type(v) is int else str(v) for v in row.values()))
+            table.add_row(*(size_text(v) if name == "shard_bytes" else _cell(v) for name, v in row.items()))
         self._console.print(table)
         path = self._directory / "plan.json"
         before = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else plan_json
         self.write("plan.json", plan_json + "\n")
         self.write("layout.json", json.dumps(facts) + "\n")
-        return before if before != plan_json else None
+        return None if before == plan_json else _changed(before, plan_json)
 
     def step(self, record: StepRecord, prediction: Mapping[str, Any] | None = None) -> None:
         """Records a step, and shows it if due. `prediction`: of its cost, for the writers."""
@@ -264,3 +268,22 @@ def _beside(prediction: dict[str, Any]) -> str:
         expected, held = prediction[f"predicted_{tier}_bytes"], prediction[f"held_{tier}_bytes"]
         lines.append(f"{f'bytes held, {tier}':24} {expected:>14,} {held:>14,}")
     return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    """A value of the plan's table."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _changed(before: str, now: str) -> str:
+    """The fields of a plan in JSON whose values differ from those of the plan before, with both values."""
+    try:
+        old = json.loads(before)
+    except ValueError:
+        old = None
+    if not isinstance(old, dict):
+        return "the one before cannot be read, plan.json was damaged"
+    fields = json.loads(now).items()
+    return ", ".join(f"{name}={value!r} (was {old.get(name)!r})" for name, value in fields if old.get(name) != value)

@@ -111,7 +111,7 @@ class Rows:
         length = self.train.shape[-1]
         yield (
             f"rows        {self.texts:,} texts in {len(self.train):,} rows of {length:,} tokens, "
-            f"{self.tokens_per_row / length:.0%} full; {len(self.validation):,} rows for validation"
+            f"{self.tokens_per_row / length:.0%} full; rows for validation: {len(self.validation):,}"
         )
         if self.shortened:
             yield (
@@ -244,7 +244,9 @@ def _lines(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
         number = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"data.file: line {number} of {file!r} is not UTF-8: {error}; convert the file") from error
     except OSError as error:
-        raise ConfigError(f"data.file: cannot read {file!r}: {error}; name a file of JSON lines in UTF-8") from error
+        raise ConfigError(
+            f"data.file: cannot read {file!r}: {error.strerror}; name a file of JSON lines in UTF-8"
+        ) from error
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -259,7 +261,10 @@ def _lines(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 f"tokenizer reads: write both halves, or \\ufffd instead"
             ) from error
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"data.file: {where} is not valid JSON: {error}; give one object a line") from error
+            raise ConfigError(
+                f"data.file: {where} is not valid JSON: {error}; give one object a line, or "
+                f"a running text by data.paths"
+            ) from error
         if not isinstance(row, dict):
             raise ConfigError(f"data.file: {where} is not an object but {str(row)[:40]!r}; {_EXPECTED}")
         yield where, row

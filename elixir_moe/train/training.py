@@ -37,7 +37,7 @@ from elixir_moe.train.rows import Rows
 from elixir_moe.wrap import wrap
 
 _MANY_PASSES = 20
-"""Passes over the rows above which they are learnt by heart."""
+"""Passes over the rows above which the model learns to repeat them."""
 _MOST_NAMED = 8
 
 
@@ -303,7 +303,9 @@ class Training:
         )
         if isinstance(self.data, Rows):
             passes = run.steps * run.global_batch / len(self.data.train)
-            heart = "; so many teach the rows by heart: give fewer run.steps, or more rows" * (passes > _MANY_PASSES)
+            heart = "; after so many the model repeats the rows: give fewer run.steps, or more rows" * (
+                passes > _MANY_PASSES
+            )
             yield f"run         {run.steps} steps are {passes:.3g} passes over the rows{heart}"
         if self.device.type == "cuda" and self.recipe.varies and not _expandable():
             yield (

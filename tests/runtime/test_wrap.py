@@ -446,7 +446,7 @@ def test_plain_state_dicts_of_a_wrapped_model_are_refused() -> None:
     stepped = adamw(other := Net())
     other(torch.ones(2, D)).sum().backward()
     stepped.step()
-    with pytest.raises(em.UsageError, match=r"before wrap or after: em\.load"):
+    with pytest.raises(em.UsageError, match=r"loads no state dict: .* em\.load"):
         optimizer.load_state_dict(stepped.state_dict())
     loaded = adamw(again := Net())
     loaded.load_state_dict(stepped.state_dict())

@@ -170,7 +170,7 @@ def test_a_frozen_model_costs_its_bytes_and_adapters_their_state(
 
 def test_an_estimate_quantises_what_is_frozen_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--quantize", "nf4"]) == 2
-    assert "say with --adapters" in capsys.readouterr().err
+    assert "give the number of trained ones by --adapters" in capsys.readouterr().err
 
 
 CLUSTER = {"node_bandwidth": 200, "gpus_per_node": 8, "cpu_bytes": 2**40}
@@ -296,7 +296,7 @@ def test_a_hardware_file_that_is_wrong_says_where(
     [
         ({"hidden_size": 65}, "is not the config of a causal language model"),
         ({"model_type": "vit"}, "is not the config of a causal language model"),
-        ({"max_position_embeddings": 512}, "has 512 positions, choose at most that many"),
+        ({"max_position_embeddings": 512}, "has 512 positions, give at most that many (--seq 512)"),
     ],
     ids=str,
 )

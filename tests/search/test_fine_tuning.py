@@ -213,8 +213,8 @@ def test_bytes_of_a_quantised_base_are_those_that_a_run_holds(
 @pytest.mark.parametrize(
     ("name", "further", "message"),
     [
-        ("nf4", ("--quantize", "nf4"), "--quantize nf4: what is quantised is frozen, so adapters must be trained"),
-        ("mxfp4", (), "has weights in mxfp4: what is quantised is frozen"),
+        ("nf4", ("--quantize", "nf4"), "--quantize nf4: quantized weights are frozen, so nothing is left to train"),
+        ("mxfp4", (), "has weights in mxfp4: quantized weights are frozen"),
     ],
 )
 def test_what_is_quantised_is_frozen(name: str, further: tuple[str, ...], message: str, tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def test_the_curves_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (["--zero-infinity", "figure-2c"], "did you mean 'figure-2b'"),
-        (["--zero-infinity", "table-3", "--picture", "a.png"], "of the estimates only figure-3 is drawn"),
-        (["--picture", "a.png"], "of the estimates only figure-3 is drawn"),
+        (["--zero-infinity", "table-3", "--picture", "a.png"], "--picture draws figure-3 alone"),
+        (["--picture", "a.png"], "--picture draws figure-3 alone"),
         (["--zero-infinity", "figure-3", "--picture", "a.svg"], "expected a file that ends in .png"),
         (["--zero-infinity", "figure-3", "--picture", "/no/such/a.png"], "cannot write '/no/such/a.png'"),
     ],

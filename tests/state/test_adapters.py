@@ -292,7 +292,7 @@ def test_a_target_that_peft_does_not_find_is_named() -> None:
     """peft warns of it, if at all, and trains the rest."""
     targets = ["experts.gate_up_proj", "experts.up_proj"]
     settings = {"target_modules": ["q_proj"], "target_parameters": targets}
-    with pytest.raises(ConfigError, match=r"adapter 'default' has 'experts.up_proj', which the model has not"):
+    with pytest.raises(ConfigError, match=r"adapter 'default' has 'experts.up_proj', which is not in the model"):
         wrap(drawn_adapters(base(), settings), "zero3")
 
 
@@ -409,7 +409,7 @@ def test_a_folder_without_the_base_and_adapters_that_nobody_draws_are_named(tmp_
         wrap(model, "offload", weights=tmp_path)
     with torch.device("meta"):
         model = drawn_adapters(base(), settings)
-    with pytest.raises(LayoutError, match=r"is an adapter's and on the meta device"):
+    with pytest.raises(LayoutError, match=r"belongs to an adapter and is on the meta device"):
         wrap(model, "offload", weights=tmp_path)
 
 

@@ -91,7 +91,11 @@ def test_what_a_broken_save_has_left_is_named(tmp_path: Path) -> None:
         partial: r"\.step-1\.partial is what a save has left that did not end",
         tmp_path / "empty": f"empty/{MANIFEST} cannot be read: there is none",
         tmp_path / "none": "none: no such checkpoint$",
+        tmp_path / "run": rf"run holds checkpoints and is none itself: load em\.latest\('{tmp_path}/run'\)",
+        tmp_path / "training": rf"training holds .*: load em\.latest\('{tmp_path}/training/checkpoints'\)",
     }
+    em.save(tmp_path / "run" / "step-1", model, optimizer)
+    em.save(tmp_path / "training" / "checkpoints" / "step-1", model, optimizer)
     for path, text in said.items():
         with pytest.raises(em.CheckpointError, match=text):
             em.load(path, model, optimizer)

@@ -396,9 +396,12 @@ def test_a_module_that_returns_a_loss_is_exported_and_compared_by_it(
 
 def test_an_output_that_is_neither_logits_nor_a_loss_is_told(ranks: Ranks, tmp_path: Path) -> None:
     said = ranks(1).run(run, of_module("without_logits", tmp_path / "a"), None, 0, True)[0]["ended"]
-    assert "without_logits made a dict of hidden of a tensor (4, 16) tokens; expected logits of (4, 16, 'V')" in said
+    assert (
+        "without_logits returned a dict of hidden for a tensor (4, 16) of tokens; expected logits of (4, 16, 'V')"
+        in said
+    )
     said = ranks(1).run(run, of_module("with_loss_undone", tmp_path / "b"), None, 0, True)[0]["ended"]
-    assert "with_loss_undone must be a tensor without dims, got a dict of loss" in said
+    assert "with_loss_undone must be a scalar tensor, got a dict of loss" in said
     found = ranks(1).run(run, of_module("with_logits", tmp_path / "c"), None, 0, True)[0]
     plain = ranks(1).run(run, of_module("toy", tmp_path / "d"), None, 0, True)[0]
     assert [line["loss"] for line in found["metrics"]] == [line["loss"] for line in plain["metrics"]]
@@ -531,7 +534,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--model.hf", "FOLDER/Llama", "--model.d_model", "8"], "model.d_model means nothing with model.hf"),
     (["--model.weights", "false"], "model.weights means nothing without model.hf"),
     (["--model.hf", "FOLDER/Llama", "--quantize", "nf4"], "quantize=nf4 leaves nothing to train"),
-    (["--model.hf", "FOLDER/Llama", "--quantize", "nf5"], "quantize: expected Literal"),
+    (["--model.hf", "FOLDER/Llama", "--quantize", "nf5"], "quantize: expected 'nf4' | 'mxfp4'"),
     (["--model.hf", "FOLDER/Llama", "--lora.r", "0"], "lora.r: expected at least 1, got 0"),
     (["--model.hf", "FOLDER/Llama", "--lora.rank", "4"], "unknown setting 'lora.rank'; did you mean 'lora"),
     (["--model.hf", "FOLDER/Llama", "--lora.targets", "q_prj"], "q_prj matches nothing in LlamaForCausalLM; did you"),

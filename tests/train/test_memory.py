@@ -64,7 +64,7 @@ def test_what_is_out_of_memory(error: BaseException) -> None:
         RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. Workers are out of shared memory."),
         OSError(errno.ENOSPC, "No space left on device"),
         ValueError("out of memory"),
-        TierError("memory is too short: out of memory"),
+        TierError("out of memory even with 1 micro-batch"),
         caused(ElixirError("a gather failed: out of memory, says its text"), RuntimeError("Connection closed by peer")),
     ],
     ids=str,

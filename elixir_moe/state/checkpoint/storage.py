@@ -189,6 +189,11 @@ def read_manifest(path: Path) -> Manifest:
         left = f": its save has not ended, or was broken off, and left {partial}" if partial.is_dir() else ""
         raise CheckpointError(f"{path}: no such checkpoint{left}")
     if not os.path.lexists(path / MANIFEST):
+        if checkpoints(home_of(path)):
+            where = str(home_of(path))
+            raise CheckpointError(
+                f"{path} holds checkpoints and is none itself: load em.latest({where!r}), the last of them"
+            )
         raise CheckpointError(f"{path / MANIFEST} cannot be read: there is none, so this is no whole checkpoint")
     with open(open_regular(path / MANIFEST), "rb") as file:
         return parse(file.read(), str(path / MANIFEST))
