@@ -184,7 +184,7 @@ def test_the_core_is_light_to_import() -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("arguments", ["--help", "plan --help", "verify --help", "plan --gpu"])
+@pytest.mark.parametrize("arguments", ["--help", "train --help", "plan --help", "verify --help", "plan --gpu"])
 def test_help_and_mistakes_need_no_torch(arguments: str) -> None:
     code = f"""
 import sys

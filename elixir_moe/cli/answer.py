@@ -14,7 +14,7 @@ from elixir_moe.chunks.plan import Plan, Tier, size_text
 from elixir_moe.cli.arguments import LARGEST, UNQUANTIZED
 from elixir_moe.cli.tasks import DTYPES, quantized_as, reserve_of, task_of
 from elixir_moe.errors import PlanError
-from elixir_moe.models.adapters import Lora
+from elixir_moe.models.lora import Lora
 from elixir_moe.models.presets import Planned
 from elixir_moe.search import cost, gpus, strategies
 from elixir_moe.search.hardware import Hardware

@@ -21,7 +21,8 @@ from elixir_moe.chunks.plan import size_bytes, size_text
 from elixir_moe.cli.arguments import OPTIMIZERS, UNQUANTIZED
 from elixir_moe.errors import ConfigError
 from elixir_moe.models import presets, shapes
-from elixir_moe.models.adapters import Lora, freeze
+from elixir_moe.models.adapters import freeze
+from elixir_moe.models.lora import Lora
 from elixir_moe.models.presets import Planned
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.quantized.convert import quantize

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.models.adapters import Lora
+from elixir_moe.models.lora import Lora
 from elixir_moe.quantized.formats import scheme_called
 from elixir_moe.train import launch
 from elixir_moe.train.waiting import Waits

@@ -6,96 +6,18 @@ Owns the words that name adapters and their way to peft, which builds them. Adds
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Self
+from typing import Any
 
 from torch import nn
 
 from elixir_moe.errors import ConfigError, meant
+from elixir_moe.models.lora import ALL_LINEAR, EXPERTS, Lora
 from elixir_moe.moe.fused import adapt_beside
 from elixir_moe.quantized.packed import SCALES
-from elixir_moe.records import Check, at_least, check
 
-ALL_LINEAR, EXPERTS = "all-linear", "experts"
 _ROUTER_NAMES = {"router", "gate"}
 """Last or last but one part of the name of a router's weight."""
-_EXPECTED = f"expected words such as r=16,alpha=32,targets={ALL_LINEAR},{EXPERTS},parameters=NAME"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lora:
-    """Adapters of one rank on some modules and parameters; everything else is frozen."""
-
-    r: Annotated[int, at_least(1)] = 8
-    """Rank of the adapters; with any of these settings, adapters alone are trained."""
-    alpha: Annotated[int, at_least(1)] = 16
-    """Numerator of their scale, which is alpha / r."""
-    targets: tuple[str, ...] = ()
-    """Ends of names of modules; "all-linear", as in peft; and "experts" for fused experts. Empty: all-linear, unless
-    parameters are named."""
-    parameters: tuple[str, ...] = ()
-    """Ends of names of parameters."""
-    dropout: Annotated[float, Check("a probability below 1", lambda p: 0 <= p < 1)] = 0.0
-    """Probability with which an input of an adapter is dropped."""
-
-    def __post_init__(self) -> None:
-        check(self, "lora")
-        if not self.targets and not self.parameters:
-            object.__setattr__(self, "targets", (ALL_LINEAR,))
-        if ALL_LINEAR in self.targets and set(self.targets) - {ALL_LINEAR, EXPERTS}:
-            raise ConfigError(f"lora.targets: {ALL_LINEAR} has all modules already, got {', '.join(self.targets)}")
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Adapters from a text such as ``r=16,targets=all-linear,experts``. Without targets, all linear layers.
-
-        Raises:
-            ConfigError: the text says something else; the message says what was expected.
-        """
-        found: dict[str, list[str]] = {"r": [], "alpha": [], "targets": [], "parameters": []}
-        key = "targets"
-        for word in text.split(","):
-            name, equals, value = word.strip().partition("=")
-            if not equals:
-                name, value = key, name
-            if name not in found or not value:
-                raise ConfigError(f"--lora {text!r}: {word!r} means nothing; {_EXPECTED}")
-            found[name].append(value)
-            key = "parameters" if name == "parameters" else "targets"
-        numbers: dict[str, int] = {}
-        for name in ("r", "alpha"):
-            if found[name]:
-                if len(found[name]) > 1 or not found[name][0].isdecimal() or int(found[name][0]) < 1:
-                    raise ConfigError(f"--lora {text!r}: {name} must be one number of at least 1; {_EXPECTED}")
-                numbers[name] = int(found[name][0])
-        try:
-            return cls(**numbers, targets=tuple(found["targets"]), parameters=tuple(found["parameters"]))
-        except ConfigError as error:
-            raise ConfigError(f"--lora {text!r}: {error}; {_EXPECTED}") from None
-
-    def __str__(self) -> str:
-        return f"LoRA r={self.r} on {', '.join(self.targets + self.parameters)}"
-
-    def check(self, model: nn.Module) -> None:
-        """Raises ConfigError if a target matches nothing in the model."""
-        modules = [target for target in self.targets if target not in (ALL_LINEAR, EXPERTS)]
-        for targets, names in (
-            (modules, [name for name, _ in model.named_modules()]),
-            (self.parameters, [name for name, _ in model.named_parameters()]),
-        ):
-            for target in targets:
-                if not any(f".{name}".endswith(f".{target}") for name in names):
-                    hint = meant(target, {name.rpartition(".")[2] for name in names} | set(names))
-                    raise ConfigError(
-                        f"targets of LoRA (--lora, lora.targets): {target} matches nothing in {type(model).__name__}"
-                        f"{hint and f'; {hint}'}"
-                    )
-        if EXPERTS in self.targets and not _fused_experts(model):
-            raise ConfigError(
-                f"targets of LoRA (--lora, lora.targets): {EXPERTS} matches nothing: {type(model).__name__} has no "
-                f"parameter of three dims in a module called experts; name them with parameters= or targets="
-            )
 
 
 def adapted(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
@@ -103,6 +25,27 @@ def adapted(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
     found = with_adapters(model, lora, init=init)
     adapt_beside(found)
     return found
+
+
+def check_targets(model: nn.Module, lora: Lora) -> None:
+    """Raises ConfigError if a target matches nothing in the model."""
+    modules = [target for target in lora.targets if target not in (ALL_LINEAR, EXPERTS)]
+    for targets, names in (
+        (modules, [name for name, _ in model.named_modules()]),
+        (lora.parameters, [name for name, _ in model.named_parameters()]),
+    ):
+        for target in targets:
+            if not any(f".{name}".endswith(f".{target}") for name in names):
+                hint = meant(target, {name.rpartition(".")[2] for name in names} | set(names))
+                raise ConfigError(
+                    f"targets of LoRA (--lora, lora.targets): {target} matches nothing in {type(model).__name__}"
+                    f"{hint and f'; {hint}'}"
+                )
+    if EXPERTS in lora.targets and not _fused_experts(model):
+        raise ConfigError(
+            f"targets of LoRA (--lora, lora.targets): {EXPERTS} matches nothing: {type(model).__name__} has no "
+            f"parameter of three dims in a module called experts; name them with parameters= or targets="
+        )
 
 
 def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
@@ -122,7 +65,7 @@ def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Modu
         import peft
     except ImportError as error:
         raise ConfigError("--lora adds the adapters of peft: pip install peft") from error
-    lora.check(model)
+    check_targets(model, lora)
     modules = [target for target in lora.targets if target != EXPERTS]
     parameters = [*lora.parameters, *(_fused_experts(model) if EXPERTS in lora.targets else ())]
     config = peft.LoraConfig(

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from elixir_moe.errors import ConfigError, nothing_called
-from elixir_moe.models.adapters import Lora, adapted
+from elixir_moe.models.adapters import adapted
 from elixir_moe.models.config import GPTConfig, gpt_config
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss, lm_loss_without_logits
+from elixir_moe.models.lora import Lora
 from elixir_moe.models.shapes import GPT2, LARGE_MOE, OPT, PR_MOE, names
 from elixir_moe.models.without_logits import WithoutLogits
 from elixir_moe.parallel.rules import annotate

@@ -1,7 +1,8 @@
 """The settings of a training run: their meaning, their units, and which values fit together.
 
 Owns the sections and their checks, also those against the number of ranks. Reads no file itself (`settings` does) and
-starts nothing: mistakes are found here before there is a process group.
+starts nothing: mistakes are found here before there is a process group. What needs torch is imported where settings are
+used, so that the help needs none.
 """
 
 import math
@@ -9,25 +10,25 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import yaml
-from torch import nn
 
-from elixir_moe.chunks.plan import AutoPlan, Plan, size_bytes
 from elixir_moe.errors import ConfigError, PlanError
-from elixir_moe.models.adapters import Lora
 from elixir_moe.models.config import GPTConfig
-from elixir_moe.names import Master, Moments, SchemeName
+from elixir_moe.models.lora import Lora
+from elixir_moe.names import DTYPES, Master, Moments, SchemeName
 from elixir_moe.records import ABOVE_0, Check, at_least, check
 from elixir_moe.train import settings
-from elixir_moe.train.data import Data, load_text
-from elixir_moe.train.huggingface import HuggingFaceRecipe, encoded, tokenizer_of
-from elixir_moe.train.module import ModuleRecipe
-from elixir_moe.train.recipe import GPTRecipe, Recipe, check_degree
-from elixir_moe.train.rows import load_rows
 from elixir_moe.train.writers import check_tensorboard
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from elixir_moe.chunks.plan import AutoPlan, Plan
+    from elixir_moe.train.data import Data
+    from elixir_moe.train.recipe import Recipe
 
 _MEANINGFUL: dict[str, tuple[str, ...]] = {
     "ddp": ("reduce_dtype", "master", "moments"),
@@ -44,8 +45,6 @@ _MEANINGFUL: dict[str, tuple[str, ...]] = {
 _SIZES = ("rcache", "device", "host", "budget")
 _LEAST_BYTES = 1000
 """Bytes below which nobody means a size: the unit is missing."""
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""{run.dtype: the dtype of forward and backward; None: that of the weights}."""
 _ELSEWHERE = {
     "batch_size": "run.global_batch",
     "per_device_train_batch_size": "run.global_batch",
@@ -169,6 +168,8 @@ class PlanConfig:
     """Moments of the layers' matrices: fp32, bf16 or int8 (codes of 8 bits); null: fp32."""
 
     def __post_init__(self) -> None:
+        from elixir_moe.chunks.plan import size_bytes
+
         for name in {name for names in _MEANINGFUL.values() for name in names}:
             if getattr(self, name) is not None and name not in _MEANINGFUL[self.kind]:
                 meant = f"plan.{name} means nothing for plan.kind={self.kind}"
@@ -182,8 +183,10 @@ class PlanConfig:
         except (ConfigError, PlanError) as error:
             raise ConfigError(f"plan: {error}") from None
 
-    def plan(self, step: Callable[[nn.Module, Any], Any], sample: Any, accumulation: int) -> Plan | AutoPlan:
+    def plan(self, step: "Callable[[nn.Module, Any], Any]", sample: Any, accumulation: int) -> "Plan | AutoPlan":
         """The plan; for kind "auto", the request to search one for `accumulation` runs of ``step(model, sample)``."""
+        from elixir_moe.chunks.plan import Plan
+
         given = {name: value for name in _MEANINGFUL[self.kind] if (value := getattr(self, name)) is not None}
         if self.kind == "auto":
             return Plan.auto(step, sample, accumulation=accumulation, **given)
@@ -196,7 +199,7 @@ class PlanConfig:
         return {name: value for name in ("master", "moments") if (value := getattr(self, name)) is not None}
 
 
-def _no_step(model: nn.Module, sample: Any) -> None:
+def _no_step(model: "nn.Module", sample: Any) -> None:
     raise AssertionError("a step that is never run")
 
 
@@ -278,6 +281,14 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check(self, "run")
+
+    @property
+    def compute_dtype(self) -> "torch.dtype | None":
+        """The dtype of forward and backward; None: that of the weights."""
+        import torch
+
+        found: torch.dtype = getattr(torch, DTYPES[self.dtype])
+        return None if self.dtype == "fp32" else found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -374,8 +385,12 @@ class TrainConfig:
         """Samples in a micro-batch of all ranks."""
         return self.run.global_batch // self.run.accumulation
 
-    def recipe(self) -> Recipe:
+    def recipe(self) -> "Recipe":
         """The model as the training knows it. Raises ConfigError if its folder or function cannot be used."""
+        from elixir_moe.train.huggingface import HuggingFaceRecipe
+        from elixir_moe.train.module import ModuleRecipe
+        from elixir_moe.train.recipe import GPTRecipe
+
         model, data = self.model, self.data
         if isinstance(model, GPTConfig):
             return GPTRecipe(model, fused=self.run.loss == "fused")
@@ -404,6 +419,8 @@ class TrainConfig:
 
     def check_ranks(self, ranks: int) -> None:
         """Raises LayoutError or ConfigError if these settings do not fit that many ranks, or a package is missing."""
+        from elixir_moe.train.recipe import check_degree
+
         tp = self.run.tp
         check_degree("run.tp", tp, ranks, f"the {ranks} ranks of this run")
         self.recipe().check(ranks, tp)
@@ -418,8 +435,12 @@ class TrainConfig:
                 f"run.accumulation={self.run.accumulation}: choose a multiple of {unit}"
             )
 
-    def load_data(self) -> Data:
+    def load_data(self) -> "Data":
         """What is trained on. Raises ConfigError if it cannot be read, or does not fit the model."""
+        from elixir_moe.train.data import load_text
+        from elixir_moe.train.huggingface import encoded, tokenizer_of
+        from elixir_moe.train.rows import load_rows
+
         recipe, data = self.recipe(), self.data
         folder = recipe.tokenizer if data.tokenizer is None else data.tokenizer
         if data.file is not None:
@@ -447,7 +468,7 @@ class TrainConfig:
         return found
 
 
-def identity(config: TrainConfig, data: Data) -> dict[str, object]:
+def identity(config: TrainConfig, data: "Data") -> dict[str, object]:
     """{dotted key: value} of the settings that a run cannot change when it resumes: those of model and optimizer, seed,
     batch size, and a hash of what is trained on (``data.text``)."""
     free = ("model.ep", "model.checkpoint", "model.hf", "model.attention")

@@ -29,7 +29,7 @@ from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.storage import CHECKPOINTS, latest
 from elixir_moe.state.huggingface import save_pretrained
 from elixir_moe.train import config as configs
-from elixir_moe.train.config import DTYPES, HuggingFaceModel, TrainConfig
+from elixir_moe.train.config import HuggingFaceModel, TrainConfig
 from elixir_moe.train.data import labelled
 from elixir_moe.train.directory import is_run
 from elixir_moe.train.huggingface import tokenizer_of
@@ -212,7 +212,7 @@ def _base(config: TrainConfig, recipe: Recipe, *, as_trained: bool) -> nn.Module
         return model
     if config.quantize is not None:
         model = dequantize(quantize(model, config.quantize))
-    dtype = DTYPES[config.run.dtype]
+    dtype = config.run.compute_dtype
     if dtype is not None:
         for parameter in model.parameters():
             parameter.copy_(parameter.to(dtype))

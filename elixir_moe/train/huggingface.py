@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import ConfigError
 from elixir_moe.integrations.routers import Routers, has_routers
-from elixir_moe.models.adapters import Lora
+from elixir_moe.models.lora import Lora
 from elixir_moe.models.without_logits import WithoutLogits
 from elixir_moe.moe.fused import FusedExperts, is_spread
 from elixir_moe.moe.layer import LayerRanks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.models.adapters import Lora
+from elixir_moe.models.lora import Lora
 from elixir_moe.models.named import named_function
 from elixir_moe.train.data import items_of
 from elixir_moe.train.recipe import check_uncut, load_whole, prepared, summed

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import ConfigError, LayoutError
-from elixir_moe.models.adapters import Lora, adapted
+from elixir_moe.models.adapters import adapted
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, Meshes, gpt_patterns, lm_loss, lm_loss_without_logits, tokens_per_expert
+from elixir_moe.models.lora import Lora
 from elixir_moe.moe.layer import LayerRanks, MoE
 from elixir_moe.parallel.linear import CutLinear
 from elixir_moe.parallel.rules import annotate

@@ -30,7 +30,7 @@ from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.rng import random_states, read_random_states, set_random_states
 from elixir_moe.state.checkpoint.save import Saving, save
 from elixir_moe.state.wrapped import require_wrapped
-from elixir_moe.train.config import DTYPES, OptimizerConfig, TrainConfig, identity
+from elixir_moe.train.config import OptimizerConfig, TrainConfig, identity
 from elixir_moe.train.data import Data, items_of, rows_of
 from elixir_moe.train.recipe import Recipe
 from elixir_moe.train.rows import Rows
@@ -103,7 +103,7 @@ class Training:
             plan=self.config.plan.plan(
                 lambda model, batch: self.recipe.loss(model, batch, items), sample, self.config.run.accumulation
             ),
-            compute_dtype=DTYPES[self.config.run.dtype],
+            compute_dtype=self.config.run.compute_dtype,
             weights=self.recipe.weights,
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elixir_moe.models.adapters import Lora
+from elixir_moe.models.lora import Lora
 from elixir_moe.verify.subject import HuggingFace
 
 ROWS, LENGTH = 4, 12

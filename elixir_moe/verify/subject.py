@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from elixir_moe import annotate, dequantize, init_mesh, quantize
 from elixir_moe.errors import ConfigError, meant
 from elixir_moe.models import GPT, GPTConfig, gpt_patterns, lm_loss, presets
-from elixir_moe.models.adapters import Lora, with_adapters
+from elixir_moe.models.adapters import check_targets, with_adapters
+from elixir_moe.models.lora import Lora
 from elixir_moe.models.named import named_function
 from elixir_moe.torch_private import Dropout, tree_leaves, tree_map
 from elixir_moe.verify.shrink import changes, shrunk, without_noise
@@ -137,7 +138,7 @@ class HuggingFace(_Asked):
                 f"{self.architecture} cannot be built: {str(error).partition(chr(10))[0]}{hint}"
             ) from error
         if self.lora is not None:
-            self.lora.check(model)
+            check_targets(model, self.lora)
         if self.quantized is not None:
             with torch.device("meta"):
                 self.prepared(self.base(), under_plan=True)

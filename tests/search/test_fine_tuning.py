@@ -18,7 +18,8 @@ import torch.distributed as dist
 import elixir_moe as em
 from elixir_moe.cli.arguments import add_plan
 from elixir_moe.cli.tasks import DTYPES, model_of, task_of
-from elixir_moe.models.adapters import Lora, adapted
+from elixir_moe.models.adapters import adapted
+from elixir_moe.models.lora import Lora
 from elixir_moe.runtime.units import find_parts
 from elixir_moe.search import cost, gpus
 from elixir_moe.search.events import Recorder, peak_of

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.chunks.step_order import chosen_units, moving_chunks, units_moved
-from elixir_moe.models.adapters import Lora, adapted
+from elixir_moe.models.adapters import adapted
 from elixir_moe.models.config import Checkpoint, GPTConfig
 from elixir_moe.models.gpt import GPT, lm_loss
+from elixir_moe.models.lora import Lora
 from elixir_moe.quantized.convert import quantize
 from elixir_moe.runtime.units import Parts, find_parts
 from elixir_moe.search.hardware import Hardware

@@ -14,7 +14,8 @@ import elixir_moe as em
 from elixir_moe.cli.arguments import OPTIMIZERS
 from elixir_moe.cli.main import main
 from elixir_moe.errors import ConfigError
-from elixir_moe.models.adapters import Lora, freeze
+from elixir_moe.models.adapters import freeze
+from elixir_moe.models.lora import Lora
 from elixir_moe.optim.accepted import moments_of
 from elixir_moe.search import gpus
 from elixir_moe.search.hardware import ORIGINS, Hardware, Links

@@ -23,7 +23,8 @@ from torch import nn
 
 from elixir_moe.cli.main import main
 from elixir_moe.errors import CheckpointError, ConfigError, LayoutError
-from elixir_moe.models.adapters import Lora, adapted
+from elixir_moe.models.adapters import adapted
+from elixir_moe.models.lora import Lora
 from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.export import export

@@ -1,0 +1,68 @@
+"""The words that say which adapters a model gets: a setting of a run, and ``--lora`` of the commands.
+
+Owns their meaning and their checks. Knows no model, and needs no torch: `adapters` gives a model to peft.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+from elixir_moe.errors import ConfigError
+from elixir_moe.records import Check, at_least, check
+
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
+_EXPECTED = f"expected words such as r=16,alpha=32,targets={ALL_LINEAR},{EXPERTS},parameters=NAME"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """Adapters of one rank on some modules and parameters; everything else is frozen."""
+
+    r: Annotated[int, at_least(1)] = 8
+    """Rank of the adapters; with any of these settings, adapters alone are trained."""
+    alpha: Annotated[int, at_least(1)] = 16
+    """Numerator of their scale, which is alpha / r."""
+    targets: tuple[str, ...] = ()
+    """Ends of names of modules; "all-linear", as in peft; and "experts" for fused experts. Empty: all-linear, unless
+    parameters are named."""
+    parameters: tuple[str, ...] = ()
+    """Ends of names of parameters."""
+    dropout: Annotated[float, Check("a probability below 1", lambda p: 0 <= p < 1)] = 0.0
+    """Probability with which an input of an adapter is dropped."""
+
+    def __post_init__(self) -> None:
+        check(self, "lora")
+        if not self.targets and not self.parameters:
+            object.__setattr__(self, "targets", (ALL_LINEAR,))
+        if ALL_LINEAR in self.targets and set(self.targets) - {ALL_LINEAR, EXPERTS}:
+            raise ConfigError(f"lora.targets: {ALL_LINEAR} has all modules already, got {', '.join(self.targets)}")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Adapters from a text such as ``r=16,targets=all-linear,experts``. Without targets, all linear layers.
+
+        Raises:
+            ConfigError: the text says something else; the message says what was expected.
+        """
+        found: dict[str, list[str]] = {"r": [], "alpha": [], "targets": [], "parameters": []}
+        key = "targets"
+        for word in text.split(","):
+            name, equals, value = word.strip().partition("=")
+            if not equals:
+                name, value = key, name
+            if name not in found or not value:
+                raise ConfigError(f"--lora {text!r}: {word!r} means nothing; {_EXPECTED}")
+            found[name].append(value)
+            key = "parameters" if name == "parameters" else "targets"
+        numbers: dict[str, int] = {}
+        for name in ("r", "alpha"):
+            if found[name]:
+                if len(found[name]) > 1 or not found[name][0].isdecimal() or int(found[name][0]) < 1:
+                    raise ConfigError(f"--lora {text!r}: {name} must be one number of at least 1; {_EXPECTED}")
+                numbers[name] = int(found[name][0])
+        try:
+            return cls(**numbers, targets=tuple(found["targets"]), parameters=tuple(found["parameters"]))
+        except ConfigError as error:
+            raise ConfigError(f"--lora {text!r}: {error}; {_EXPECTED}") from None
+
+    def __str__(self) -> str:
+        return f"LoRA r={self.r} on {', '.join(self.targets + self.parameters)}"
