@@ -50,6 +50,7 @@ from elixir_moe.setup.checks import (
     check_disk,
     check_modules,
     check_precision,
+    warn_of_one_memory,
 )
 from elixir_moe.setup.deciding import close_all, decide
 from elixir_moe.setup.drawing import plain_on_meta
@@ -187,6 +188,7 @@ def _wrapped(
     decided = decide(made, model, optimizer, plan, sample, step, compute_dtype, device)
     described, layout, schedule, plan = decided.spec, decided.layout, decided.schedule, decided.plan
     moments, over_gloo, communicators = decided.moments, decided.over_gloo, decided.communicators
+    warn_of_one_memory(plan, layout, device)
 
     # 3. Make files, process groups and memory: all ranks, or none.
     ledger = Ledger.of(plan, layout, moments=moments, over_gloo=over_gloo, beside=decided.beside)

@@ -48,6 +48,7 @@ _IN_WORDS = {
     "v_g": "{:g} billion parameters a second of Adam on the GPU",
     "v_c": "{:g} billion a second of Adam on the host",
     "b_g2g": "{:g} GB/s between GPUs, the sum of all",
+    "peak_tflops": "{:g} TFLOPS of matrix products",
     "cpu_bytes": "{} of host memory",
     "disk_read": "{:g} GB/s from disk",
     "disk_write": "{:g} GB/s to disk",
@@ -221,12 +222,19 @@ def _memory(asked: Asked) -> Iterator[str]:
     device, host = choice.task.held_bytes(choice.size)
     peak = cost.device_peak(choice.task.profile, device, task.imbalance)
     disk = f", {size_text(choice.size.disk_bytes)} on disk" if choice.size.disk_bytes else ""
-    yield (
-        f"It fits: {size_text(peak)} of each GPU's {size_text(task.capacity_bytes)}, of which "
-        f"{size_text(cost.activations(choice.task.profile, task.imbalance))} are activations, and "
-        f"{size_text(host + choice.task.kept_bytes)} of a rank's {size_text(task.host_bytes)} of host memory{disk}; "
-        f"{kept}."
-    )
+    activations = size_text(cost.activations(choice.task.profile, task.imbalance))
+    if task.hardware.one_memory:
+        yield (
+            f"It fits: {size_text(peak + host)} of the {size_text(task.capacity_bytes)} that GPU and host have "
+            f"together, of which {activations} are activations{disk}; {kept}. Nothing is offloaded to host memory, "
+            "which is the same memory: what it cannot hold goes to disk."
+        )
+    else:
+        yield (
+            f"It fits: {size_text(peak)} of each GPU's {size_text(task.capacity_bytes)}, of which {activations} are "
+            f"activations, and {size_text(host + choice.task.kept_bytes)} of a rank's {size_text(task.host_bytes)} of "
+            f"host memory{disk}; {kept}."
+        )
     homes = [
         f"{choice.chunks_in(tier)} {where}"
         for tier, where in ((Tier.DEVICE, "on the GPU"), (Tier.HOST, "in host memory"), (Tier.DISK, "on disk"))
@@ -301,6 +309,8 @@ def _reach(asked: Asked, *, helped: bool) -> Iterator[str]:
 
 def _stick(asked: Asked) -> Iterator[str]:
     task, choice = asked.task, asked.choice
+    if task.hardware.one_memory:
+        return
     if choice is not None and not choice.plan.offloaded and not choice.task.kept_regions:
         yield "More host memory would change nothing: all state is on the GPUs."
         return

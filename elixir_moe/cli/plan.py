@@ -251,9 +251,7 @@ def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
     numel = choice.plan.chunk_numel if choice is not None else None
     for name, (plan, more) in strategies.plans(task, numel).items():
         priced = price(task, plan)
-        missing = shortage(task, priced.size)
-        if task.allowed_bytes < priced.size.device_bytes + more:
-            missing[Tier.DEVICE] = priced.size.device_bytes + more - task.allowed_bytes
+        missing = shortage(task, priced.size, more)
         predicted = _predicted(priced)
         predicted["device_peak_bytes"] += more
         short = {tier.value: nbytes for tier, nbytes in missing.items()}

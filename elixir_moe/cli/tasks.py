@@ -169,12 +169,16 @@ def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch
         tokens=batch * seq,
     )
     reserved = reserve_of(known, hardware) // min(known.gpus, hardware.gpus_per_node)
+    host_bytes = hardware.host_bytes_per_rank(known.gpus) - reserved
+    capacity_bytes = machine_bytes("--budget", known.budget) or hardware.gpu_bytes
+    if hardware.one_memory:
+        capacity_bytes, host_bytes = min(capacity_bytes, host_bytes), 0
     return Task(
         profile=profile,
         hardware=hardware,
         gpus=known.gpus,
-        capacity_bytes=machine_bytes("--budget", known.budget) or hardware.gpu_bytes,
-        host_bytes=hardware.host_bytes_per_rank(known.gpus) - reserved,
+        capacity_bytes=capacity_bytes,
+        host_bytes=host_bytes,
         disk_bytes=hardware.disk_bytes_per_rank(known.gpus) if adam else None,
         moments=OPTIMIZERS[known.optimizer],
         imbalance=known.imbalance,

@@ -155,10 +155,25 @@ def check_fits(nbytes: int, left: int, what: str, tier: Tier = Tier.HOST, *, rel
         )
 
 
+def is_one_memory(device: torch.device) -> bool:
+    """Whether a GPU has the memory of its host, as integrated ones have (GB10, Strix Halo); a GH200 has its own.
+
+    Not measured on such a GPU. For a CPU, which stands in for a GPU beside its host, the answer is no.
+    """
+    return device.type == "cuda" and bool(torch.cuda.get_device_properties(device).is_integrated)
+
+
 def device_left(device: torch.device) -> tuple[str, int]:
-    """(name of the GPU, alike for all processes that use it; bytes of its memory this process can still allocate)."""
+    """(name of the GPU, alike for all processes that use it; bytes of its memory this process can still allocate).
+
+    In one memory with the host, the GPU's driver does not count as free what the system would drop, such as cached
+    files.
+    """
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return str(torch.cuda.get_device_properties(device).uuid), torch.cuda.mem_get_info(device)[0] + unused
+    free, total = torch.cuda.mem_get_info(device)
+    if is_one_memory(device):
+        free = min(total, host_bytes_left())
+    return str(torch.cuda.get_device_properties(device).uuid), free + unused
 
 
 def host_bytes_left(root: Path = Path("/")) -> int:

@@ -175,7 +175,7 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
         hardware=hardware,
         gpus=world,
         capacity_bytes=room.device_bytes,
-        host_bytes=room.host_bytes,
+        host_bytes=0 if hardware.one_memory else room.host_bytes,
         disk_bytes=room.disk_bytes if request.adam else None,
         moments=request.moments,
         over_gloo=request.over_gloo,

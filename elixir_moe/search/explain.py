@@ -34,7 +34,8 @@ def explain(choice: Choice) -> str:
         f"device    {size_text(size.device_bytes)} of the library (U_allowed {size_text(task.allowed_bytes)}), "
         f"{size_text(activations)} activations, {size_text(task.profile.buffer_bytes)} buffers; "
         f"{size_text(task.capacity_bytes)} there are",
-        f"host      {size_text(size.host_bytes)} a rank of {size_text(task.host_bytes)}",
+        f"host      {size_text(size.host_bytes)} "
+        + ("in the same memory" if task.hardware.one_memory else f"a rank of {size_text(task.host_bytes)}"),
         *kept,
         f"disk      {size_text(size.disk_bytes)} a rank of {size_text(task.disk_bytes or 0)}",
         f"step      {seconds.step:.3f} s, {tflops:.1f} TFLOPS a GPU: compute "
@@ -44,8 +45,11 @@ def explain(choice: Choice) -> str:
     ]
     others = {"one block fewer": replace(plan, rcache_blocks=max(1, blocks - 1))}
     if plan.offloaded and plan.device_chunks:
-        others["one chunk fewer on the device"] = replace(plan, device_chunks=plan.device_chunks - 1)
-    if plan.disk_chunks:
+        on_disk = plan.disk_chunks + 1 if task.hardware.one_memory and plan.disk_chunks else plan.disk_chunks
+        others["one chunk fewer on the device"] = replace(
+            plan, device_chunks=plan.device_chunks - 1, disk_chunks=on_disk
+        )
+    if plan.disk_chunks and not task.hardware.one_memory:
         others["one chunk more on disk"] = replace(plan, disk_chunks=plan.disk_chunks + 1)
     if task.kept_regions:
         others["inputs of one checkpointed region fewer in host memory"] = replace(

@@ -61,7 +61,7 @@ def machine(name: str, gpus: int) -> Hardware:
         ConfigError: no GPU has that name, or its nodes cannot have that many.
     """
     gpu = sheet(name)
-    host = _sheets()["hosts"][gpu["host"]]
+    host = _host(gpu)
     most = gpu.get("node_gpus", _MOST_WITHOUT_NODE)
     if gpus > most and (gpus % most or "network" not in gpu):
         nodes = f"whole nodes, multiples of {most}" if "network" in gpu else f"up to {most} in one host"
@@ -71,6 +71,7 @@ def machine(name: str, gpus: int) -> Hardware:
         )
     members = min(gpus, most)
     origins = dict.fromkeys(("gpu_bytes", "peak_tflops", "memory_bandwidth"), "data sheet")
+    origins |= dict.fromkeys(gpu.get("assumed", ()), "assumed")
     origins["cpu_bytes"] = "assumed" if host["source"].startswith("assumed") else "data sheet"
     origins |= dict.fromkeys(("b_c2g", "b_g2c", "v_g", "v_c", "fitted"), "assumed")
     if members > 1:
@@ -88,8 +89,22 @@ def machine(name: str, gpus: int) -> Hardware:
         by_gpus={n: _links(gpu, host, n) for n in sorted({1, min(2, members), members})},
         node_bandwidth=gpu["network"] if gpus > most else None,
         peer_to_peer="peer_link" in gpu or most == 1,
+        one_memory=_is_one_memory(gpu),
         origins=origins,
     )
+
+
+def _is_one_memory(gpu: dict[str, Any]) -> bool:
+    """Whether the GPU has the memory of its host: then the sheet names no host."""
+    return "host" not in gpu
+
+
+def _host(gpu: dict[str, Any]) -> dict[str, Any]:
+    """The sheet of the host that the GPU is sold in."""
+    if _is_one_memory(gpu):
+        return {"source": gpu["source"], "cpu_bytes": gpu["gpu_bytes"], "memory_bandwidth": gpu["memory_bandwidth"]}
+    found: dict[str, Any] = _sheets()["hosts"][gpu["host"]]
+    return found
 
 
 def _links(gpu: dict[str, Any], host: dict[str, Any], n: int) -> Links:
@@ -97,7 +112,10 @@ def _links(gpu: dict[str, Any], host: dict[str, Any], n: int) -> Links:
     measured = Hardware.named(REFERENCE)
     one, pcie = measured.by_gpus[1], sheet("a100-80gb")["host_link"]
     memory = _HOST_RATE * host["memory_bandwidth"] * _hosts(host, n)
-    up, down = (gpu["host_link"] * rate / pcie for rate in (one.b_c2g, one.b_g2c))
+    if _is_one_memory(gpu):  # a copy reads and writes the same memory
+        up = down = memory / 2
+    else:
+        up, down = (gpu["host_link"] * rate / pcie for rate in (one.b_c2g, one.b_g2c))
     peer = _PEER_RATE * gpu["peer_link"] if "peer_link" in gpu else _THROUGH_HOST * up
     return Links(
         b_c2g=round(min(n * up, memory), 1),
@@ -114,8 +132,13 @@ def _hosts(host: dict[str, Any], n: int) -> int:
 
 
 def with_host(hardware: Hardware, cpu_bytes: int) -> Hardware:
-    """The machine with so much host memory in a node."""
-    return replace(hardware, cpu_bytes=cpu_bytes, origins={**hardware.origins, "cpu_bytes": "given"})
+    """The machine with so much host memory in a node; where that is the GPUs' memory, theirs too."""
+    origins = {**hardware.origins, "cpu_bytes": "given"}
+    if hardware.one_memory:
+        each = cpu_bytes // hardware.gpus_per_node
+        whole = each * hardware.gpus_per_node
+        return replace(hardware, gpu_bytes=each, cpu_bytes=whole, origins={**origins, "gpu_bytes": "given"})
+    return replace(hardware, cpu_bytes=cpu_bytes, origins=origins)
 
 
 def with_disk(hardware: Hardware, nbytes: int, speed: float | None) -> Hardware:
@@ -146,6 +169,7 @@ _MEANINGS = {
     "disk_read": "1e9 bytes a second: all disks of one node",
     "disk_write": "1e9 bytes a second: all disks of one node",
     "peer_to_peer": "whether GPUs of a node reach each other's memory; else gathers cross the host link",
+    "one_memory": "whether GPU and host have the same memory; cpu_bytes are then gpu_bytes of all GPUs of a node",
     "unit_us": "microseconds: host time that a unit, mostly a layer, adds to a forward and backward",
     "narrow_update": "factor: an update on the host with state in fewer bytes than fp32, over one in fp32",
     "narrow_update_on_device": "factor: the same on the device",

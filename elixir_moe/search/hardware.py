@@ -3,9 +3,9 @@
 Owns `Hardware`, the format of its files and the messages about them. Measures nothing itself (`measure` does).
 Source of the format: Elixir v2, Tables 4 and 5. Bandwidths are in 1e9 bytes a second, of n GPUs together.
 
-Optional in a file: `node_bandwidth`, without which there is one node; the disk's figures; `peer_to_peer`; `unit_us`;
-`narrow_update` and `narrow_update_on_device`; `wires`, which give for single process groups what `by_gpus` gives by
-number of ranks; `origins`; and `mean_error`.
+Optional in a file: `node_bandwidth`, without which there is one node; the disk's figures; `peer_to_peer`; `one_memory`;
+`unit_us`; `narrow_update` and `narrow_update_on_device`; `wires`, which give for single process groups what `by_gpus`
+gives by number of ranks; `origins`; and `mean_error`.
 """
 
 import json
@@ -102,6 +102,9 @@ class Hardware:
     peer_to_peer: bool = True
     """GPUs of a node reach each other's memory. Without it, what they gather and reduce crosses the host link both
     ways, beside what is fetched and offloaded."""
+    one_memory: bool = False
+    """GPU and host have the same memory, so that `gpu_bytes` of each GPU of a node are its `cpu_bytes`. There is
+    nothing to offload to but a disk."""
     unit_us: _Speed = 60.0
     """Host time that a unit adds to a forward and its backward, in microseconds: hooks, and requests to the rCache."""
     narrow_update: _Speed = NARROW_UPDATE
@@ -161,6 +164,11 @@ class Hardware:
             lacks += [key for key in ("disk_read", "disk_write") if getattr(found, key) is None]
         if lacks:
             raise ConfigError(f"hardware {name!r}: {' and '.join(lacks)} {'are' if len(lacks) > 1 else 'is'} missing")
+        if found.one_memory and found.cpu_bytes != found.gpus_per_node * found.gpu_bytes:
+            raise ConfigError(
+                f"hardware {name!r}: with one_memory, cpu_bytes must be gpus_per_node x gpu_bytes = "
+                f"{found.gpus_per_node * found.gpu_bytes}, got {found.cpu_bytes}"
+            )
         return replace(found, by_gpus=dict(sorted(found.by_gpus.items())))
 
     def to_json(self) -> str:

@@ -54,7 +54,7 @@ class Sizes:
         if allowed < 0 or task.allowed_bytes < device <= allowed:
             device, host = strategies.needs(task, strategy)
             self._needs[key] = device, host, task.allowed_bytes
-        return min(task.allowed_bytes - device, task.host_bytes - host)
+        return -max(task.missing_bytes(device, host).values())
 
 
 def largest_each(sizes: Sizes, start: int, most: int, *, disk: bool) -> Iterator[Found]:

@@ -52,7 +52,7 @@ from elixir_moe.kernels import (
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.build import build_shards
 from elixir_moe.memory.disk import Spill, disk_bytes_left
-from elixir_moe.memory.slabs import host_bytes_left
+from elixir_moe.memory.slabs import host_bytes_left, is_one_memory
 from elixir_moe.runtime.chunk import Chunk, Placeholder
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.scheduler import Scheduler
@@ -251,14 +251,17 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not cuda:  # a CPU is device and host: half of the memory counts as each
         memory_bytes //= 2
+    one_memory = is_one_memory(device)
+    each = memory_bytes // len(neighbours)
     whole = Links(b_c2g=up, b_g2c=down, v_g=v_g, v_c=v_c)
     by_gpus = {1: Links(**{n: v / len(neighbours) for n, v in asdict(whole).items() if v is not None})}
     if within is not None:
         by_gpus[len(neighbours)] = replace(whole, b_g2g=within.bandwidth * (len(neighbours) - 1))
     measured = Hardware(
         name=_name(machine),
-        gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else memory_bytes // len(neighbours),
-        cpu_bytes=memory_bytes,
+        gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda and not one_memory else each,
+        cpu_bytes=each * len(neighbours),
+        one_memory=one_memory,
         gpus_per_node=len(neighbours),
         peak_tflops=min(columns[0]),
         memory_bandwidth=min(columns[1]),

@@ -51,9 +51,9 @@ class Task:
     hardware: Hardware
     gpus: int
     capacity_bytes: int
-    """Memory of one device, in bytes."""
+    """Memory of one device, in bytes; where that is the host's memory (`Hardware.one_memory`), a rank's part of it."""
     host_bytes: int
-    """Host memory of one rank, in bytes."""
+    """Host memory of one rank, in bytes; 0 where it is the device's."""
     disk_bytes: int | None = 0
     """Disk space of one rank, in bytes; None if the optimizer cannot update chunks on disk."""
     moments: int = 2
@@ -66,6 +66,9 @@ class Task:
     """Backwards per step; with more than one, gradients are summed in fp32."""
     kept_regions: int = 0
     """Checkpointed regions whose inputs are in host memory, the first ones; see `keeping`."""
+
+    def __post_init__(self) -> None:
+        assert not (self.hardware.one_memory and self.host_bytes), "one memory is counted once"
 
     def keeping(self, most: float) -> "Task":
         """This problem, if inputs of so many checkpointed regions are in host memory.
@@ -93,6 +96,16 @@ class Task:
     def held_bytes(self, size: Footprint) -> tuple[int, int]:
         """(device bytes, host bytes) that the library holds, accumulators included if there are any."""
         return size.memory_bytes(self.accumulation)
+
+    def missing_bytes(self, device: int, host: int) -> dict[Tier, int]:
+        """{tier: bytes that a plan with so many bytes in each lacks}, 0 or less where there are enough.
+
+        In one memory, what the library holds outside the device's part, such as buffers of the disk, lacks there too.
+        """
+        if self.hardware.one_memory:
+            both = device + host - self.allowed_bytes
+            return {Tier.DEVICE: both, Tier.HOST: min(both, 0)}
+        return {Tier.DEVICE: device - self.allowed_bytes, Tier.HOST: host - self.host_bytes}
 
     def footprint(self, plan: Plan, layout: Layout) -> Footprint:
         """The bytes of `plan`, whose layout it is."""
@@ -254,14 +267,10 @@ def gathers(schedule: Schedule, blocks: int) -> list[int]:
     return [load.chunk for load in simulate(schedule, blocks, prefetch=0)[1] if load.chunk >= 0]
 
 
-def shortage(task: Task, size: Footprint) -> dict[Tier, int]:
-    """{tier: missing bytes}; empty if the plan fits."""
+def shortage(task: Task, size: Footprint, more: int = 0) -> dict[Tier, int]:
+    """{tier: missing bytes}, with `more` bytes on the device; empty if the plan fits."""
     device, host = task.held_bytes(size)
-    missing = {
-        Tier.DEVICE: device - task.allowed_bytes,
-        Tier.HOST: host - task.host_bytes,
-        Tier.DISK: size.disk_bytes - (task.disk_bytes or 0),
-    }
+    missing = {**task.missing_bytes(device + more, host), Tier.DISK: size.disk_bytes - (task.disk_bytes or 0)}
     return {tier: nbytes for tier, nbytes in missing.items() if nbytes > 0}
 
 
@@ -326,7 +335,7 @@ class _Held:
     def missing(self, task: Task, blocks: int) -> dict[Tier, int]:
         """{tier: missing bytes}, 0 or less if there are enough; for the disk, the bytes that would relieve the host."""
         device = self.device_bytes + min(blocks, self.cached) * self.block_bytes
-        short = {Tier.DEVICE: device - task.allowed_bytes, Tier.HOST: self.host_bytes - task.host_bytes}
+        short = task.missing_bytes(device, self.host_bytes)
         return short if self.disk_short_bytes is None else {**short, Tier.DISK: self.disk_short_bytes}
 
     def most_blocks(self, task: Task) -> float:
@@ -419,24 +428,35 @@ class _Length:
         self._task, self._packing, self._whole = task, packing, values_on_disk
         self._layout = packing.layout
         self.needs_disk = task.disk_bytes is not None and packing.in_memory[0].host_bytes > task.host_bytes
-        """Whether host memory is too small, and there is a disk."""
+        """Whether host memory is too small, or there is none, and there is a disk."""
         self._fewest, self._full = (packing.homes(values_on_disk=values_on_disk) for _ in range(2))
         self._held = cache(self._spilled)
         """Memory by the number of chunks on the device."""
-        self._most_blocks = [
-            self._held(count).most_blocks(task) if held.device_bytes <= task.allowed_bytes else -1
-            for count, held in enumerate(packing.in_memory)
-        ]
+        chunks = len(self._layout.chunks)
+        self._counts = [chunks] if task.hardware.one_memory and task.disk_bytes is None else list(range(chunks + 1))
+        """Numbers of chunks on the device for which there is a home for the others."""
+        self._most_blocks: list[float] = [-1] * (chunks + 1)
+        for count in self._counts:
+            if packing.in_memory[count].device_bytes <= task.allowed_bytes:
+                self._most_blocks[count] = self._held(count).most_blocks(task)
         self._found: dict[int, Choice | None] = {}
 
     def _spilled(self, device_chunks: int) -> _Held:
         """Memory with so many chunks on the device, the last ones in order of first use, and as few on disk as host
         memory requires, the last ones before those.
 
-        If that is impossible, no chunk is on disk, and host bytes are the least that the disk allows.
+        If that is impossible, no chunk is on disk, and host bytes are the least that the disk allows. Where device and
+        host have one memory, all others are on disk.
         """
         task, held = self._task, self._packing.in_memory[device_chunks]
         on_device = len(self._layout.chunks) - device_chunks
+        if task.hardware.one_memory and on_device:
+            assert task.disk_bytes is not None, "only then are there such counts"
+            self._fewest.put(0, on_device)
+            spilled = self._fewest.ledger.footprint()
+            _, host = task.held_bytes(spilled)
+            lacking = max(0, spilled.disk_bytes - task.disk_bytes)
+            return replace(held, host_bytes=host, disk_chunks=on_device, disk_short_bytes=lacking)
         if held.host_bytes <= task.host_bytes or task.disk_bytes is None:
             return held
         size = self._fewest.spill(on_device, task.host_bytes, task.accumulation)
@@ -510,9 +530,10 @@ class _Length:
 
     def shortages(self) -> Iterator[dict[Tier, int]]:
         """The missing bytes with the fewest blocks, for each number of chunks on the device."""
-        chunks = len(self._layout.chunks)
-        for count, held in enumerate(self._packing.in_memory):
-            if self._task.disk_bytes or held.device_bytes <= self._task.allowed_bytes:
+        chunks, one_memory = len(self._layout.chunks), self._task.hardware.one_memory
+        for count in self._counts:
+            held = self._packing.in_memory[count]
+            if one_memory or self._task.disk_bytes or held.device_bytes <= self._task.allowed_bytes:
                 held = self._held(count)
             if self._packing.bound:
                 yield held.missing(self._task, 1)
@@ -530,24 +551,28 @@ class _Length:
 
 def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
     """The error message: the missing bytes, their tier, and the changes that would make a plan fit, smallest first."""
-    device = min((s[Tier.DEVICE] for s in shortages if s[Tier.HOST] <= 0), default=None)
-    host = min((s[Tier.HOST] for s in shortages if s[Tier.DEVICE] <= 0), default=None)
+    one_memory = task.hardware.one_memory
+    there = [s for s in shortages if s[Tier.HOST] <= 0 and s.get(Tier.DISK, 0) <= 0]
+    device = min((s[Tier.DEVICE] for s in there), default=None)
+    host = None if one_memory else min((s[Tier.HOST] for s in shortages if s[Tier.DEVICE] <= 0), default=None)
     disk = min((s[Tier.DISK] for s in shortages if s[Tier.DEVICE] <= 0 and Tier.DISK in s), default=None)
     answers: list[tuple[int, str, str]] = []
     if host is not None:
         change = f"give each rank {enough_text(host)} more host memory"
         if disk is not None:
             change += f", or {enough_text(disk)} more on a disk for shards"
-        answers.append((host, "host", change))
+        answers.append((host, "host memory", change))
     if device is not None:
         change = f"give the device {enough_text(int(device / cost.F_ALLOC) + 2)} more"
+        if one_memory and disk is not None:
+            change += f", or {enough_text(disk)} more on a disk for shards"
         held, freed = cost.activations(task.profile, task.imbalance), int(device / (cost.F_ALLOC * cost.F_FRAG)) + 2
         if freed <= held:
             change += (
                 f", or free {enough_text(freed)} of the {size_text(held)} of activations by a smaller batch or shorter "
                 "sequences"
             )
-        answers.append((device, "device", change))
+        answers.append((device, "memory of device and host" if one_memory else "device memory", change))
     start = f"no plan fits {task.gpus} x {task.hardware.name}:"
     if not answers:  # no single tier is the cause: more of one alone would not help
         both = min(shortages, key=lambda s: (s[Tier.DEVICE], s[Tier.HOST]))
@@ -559,7 +584,7 @@ def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
         )
     answers.sort()
     changes = ", or ".join(change for *_, change in answers)
-    return f"{start} {enough_text(answers[0][0])} too little {answers[0][1]} memory; {changes}"
+    return f"{start} {enough_text(answers[0][0])} too little {answers[0][1]}; {changes}"
 
 
 def _rank(choice: Choice) -> tuple[float, int]:

@@ -15,7 +15,7 @@ from elixir_moe.chunks.ledger import Footprint
 from elixir_moe.chunks.plan import AutoPlan, Plan, Tier
 from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.errors import ConfigError, LayoutError
-from elixir_moe.memory.slabs import check_fits, device_left, host_bytes_left
+from elixir_moe.memory.slabs import check_fits, device_left, host_bytes_left, is_one_memory
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
 from elixir_moe.runtime.model_spec import ModelSpec
@@ -93,13 +93,15 @@ def check_host_memory(nbytes: int) -> None:
 def check_device_memory(device: torch.device, size: Footprint, model: nn.Module) -> None:
     """Raises TierError on all ranks if a GPU's free memory is too small for the ranks that use it; not for a CPU.
 
-    What the model has there now counts as free, but for blocks, which are allocated before its weights move.
+    What the model has there now counts as free, but for blocks, which are allocated before its weights move. Where the
+    GPU has the memory of its host, the plan's bytes in host memory are part of the need.
     """
     if device.type != "cuda":
         return
     name, left = device_left(device)
     freed = sum(local_of(p).nbytes for p in model.parameters() if local_of(p).device.type == "cuda")
     needed = max(size.device_bytes - freed, size.rcache_bytes + size.resident_bytes)
+    needed += size.host_bytes if is_one_memory(device) else 0
     everyone = gathered((f"{name} of {socket.gethostname()}", needed, left))
     for gpu in dict.fromkeys(gpu for gpu, *_ in everyone):
         needs = [(theirs, free) for name, theirs, free in everyone if name == gpu]

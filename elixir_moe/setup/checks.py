@@ -5,6 +5,7 @@ Owns the messages. Checks this rank alone; comparisons between ranks, and of mem
 
 import os
 import socket
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.chunks.packing import Layout
+from elixir_moe.chunks.plan import AutoPlan, Plan, Tier
 from elixir_moe.errors import ConfigError, LayoutError, TierError
+from elixir_moe.memory.slabs import is_one_memory
 from elixir_moe.moe.fused import STACKS, adapted_parameter
 from elixir_moe.optim.accepted import check_optimizer, is_adam
 from elixir_moe.optim.optimizer import ShardedOptimizer
@@ -104,6 +107,20 @@ def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
     if plan.disk is not None and not os.access(plan.disk, os.W_OK | os.X_OK):
         why = "cannot be written" if os.path.isdir(plan.disk) else "does not exist"
         raise TierError(f"the folder disk={plan.disk!r} {why} on {socket.gethostname()}: make it, or name another")
+
+
+def warn_of_one_memory(plan: Plan, layout: Layout, device: torch.device) -> None:
+    """Warns of chunks at home in host memory where that is the GPU's memory."""
+    if not is_one_memory(device):
+        return
+    offloaded = sum(plan.home(layout, chunk) is Tier.HOST for chunk in layout.chunks)
+    if offloaded:
+        warnings.warn(
+            f"this GPU and its host have one memory: {offloaded} of {len(layout.chunks)} chunks at home in host memory "
+            "free nothing on the device, and are copied within that memory to be used; keep them on the device "
+            "(em.Plan.zero3()), or let em.Plan.auto(..., disk=...) put on a disk what does not fit",
+            stacklevel=3,
+        )
 
 
 def check_precision(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:

@@ -23,7 +23,7 @@ from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
 from elixir_moe.search import measure, prediction
 from elixir_moe.search.cost import Seconds
-from elixir_moe.search.hardware import Fitted
+from elixir_moe.search.hardware import Fitted, Hardware
 from elixir_moe.search.measure import cache_path, describe
 from elixir_moe.search.profile import Sent
 from elixir_moe.search.trace import trace
@@ -303,13 +303,13 @@ def test_sums_of_several_backwards_are_planned_for(ranks: Ranks) -> None:
     assert counted == {"device": device, "host": host, "disk": 0}
 
 
-def on_disk(folder: str, hardware: str | None, layers: int = 4) -> dict[str, Any]:
+def on_disk(folder: str, hardware: str | None, layers: int = 4, budget: int = 0) -> dict[str, Any]:
     """(rank) A training whose host memory is too small for what its budget leaves over, with a disk beside it."""
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=32, seq_len=8, n_layers=layers, d_model=64, n_heads=2, tie_embeddings=False)
     model, plainer = GPT(config), GPT(config)
     plainer.load_state_dict(model.state_dict())
-    sample, budget = tokens(0, 0, 8, 32), 300_000 * layers
+    sample, budget = tokens(0, 0, 8, 32), budget or 300_000 * layers
     room = budget + 1_600_000
     wanted = em.Plan.auto(lm_loss, sample, hardware=hardware, budget=budget)
     with mock.patch("elixir_moe.search.auto.host_bytes_left", return_value=room):
@@ -325,6 +325,7 @@ def on_disk(folder: str, hardware: str | None, layers: int = 4) -> dict[str, Any
     found = em.full_state_dict(model, all_ranks=True)
     worst = max((found[name] - value).abs().max().item() for name, value in plainer.state_dict().items())
     result = {"worst": worst, "plan": em.inspect(model).plan, "counted": em.inspect(model).held_bytes}
+    result |= {"chunks": len(em.inspect(model).layout.chunks), "budget": budget}
     expected = em.inspect(model).prediction
     result["predicted"] = {"device": expected.device_bytes, "host": expected.host_bytes, "disk": expected.disk_bytes}
     optimizer.close()
@@ -339,6 +340,18 @@ def test_what_host_memory_cannot_take_goes_to_disk(layers: int, whole: bool, ran
     assert found["counted"] == found["predicted"]
     assert found["counted"]["disk"] > 0
     assert found["worst"] < 1e-6
+
+
+def test_one_memory_is_counted_once_and_what_it_cannot_hold_goes_to_disk(ranks: Ranks, tmp_path: Path) -> None:
+    """The budget is all there is: what the disk needs in host memory is a part of it."""
+    data = json.loads(Hardware.named(MACHINE).to_json()) | {"one_memory": True}
+    data["cpu_bytes"] = data["gpus_per_node"] * data["gpu_bytes"]
+    (tmp_path / "one.json").write_text(json.dumps(data))
+    (found,) = ranks(1).run(on_disk, str(tmp_path), str(tmp_path / "one.json"), 4, 2_900_000)
+    plan, counted = found["plan"], found["counted"]
+    assert plan.disk_chunks and plan.device_chunks + plan.disk_chunks == found["chunks"], "none in host memory"
+    assert counted == found["predicted"] and counted["host"] > 0 and found["worst"] < 1e-6
+    assert counted["device"] + counted["host"] <= found["budget"]
 
 
 def test_work_of_microseconds_is_timed_in_long_spans(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,8 @@ def test_what_is_wrong_with_a_hardware_file_is_named() -> None:
         "gpus_per_node: expected at least 1, got -1; fitted.device_efficiency is missing: give float; "
         "by_gpus.2.v_c is missing: give float"
     )
+    with pytest.raises(ConfigError, match=r"one_memory, cpu_bytes must be gpus_per_node x gpu_bytes = \d+, got 9{9}"):
+        Hardware.parse(json.dumps(machine_file() | {"one_memory": True, "cpu_bytes": 999999999}), "mine")
     with pytest.raises(ConfigError, match=r"hardware 'mine': figure: expected a section with keys, got \[\]"):
         Hardware.parse("[]", "mine")
     with pytest.raises(ConfigError, match=r"no hardware or file is called 'a100-80g-pcie'; did you mean '\S+-x4'\?"):

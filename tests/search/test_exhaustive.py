@@ -1,5 +1,6 @@
 """The search against trying everything, on steps drawn at random: mixtures, one rank, checkpoints, tight budgets."""
 
+import contextlib
 import random
 import re
 from bisect import bisect_right
@@ -13,7 +14,7 @@ import torch
 
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
-from elixir_moe.chunks.plan import Plan, size_bytes
+from elixir_moe.chunks.plan import Plan, Tier, size_bytes
 from elixir_moe.chunks.step_order import ACCUMULATE, AGAIN, ENTER, LEAVE, REACH, Part, StepEvent
 from elixir_moe.errors import PlanError
 from elixir_moe.search.hardware import Hardware
@@ -110,6 +111,14 @@ def with_little_host_memory(rng: random.Random) -> Task:
     return replace(task, host_bytes=int(rng.uniform(0.0, 0.3) * most), disk_bytes=disk)
 
 
+def in_one_memory(rng: random.Random) -> Task:
+    """As `drawn`, on a machine whose GPU has the memory of its host, with or without a disk."""
+    task = drawn(rng)
+    _, most = task.held_bytes(price(task, Plan.offload(rcache_blocks="all")).size)
+    hardware = replace(task.hardware, one_memory=True)
+    return replace(task, hardware=hardware, host_bytes=0, disk_bytes=rng.choice([None, 0, most // 2, PLENTY, PLENTY]))
+
+
 def _kept(rng: random.Random, held: int) -> dict[str, tuple[int, ...]]:
     """Inputs of checkpointed regions among `held` bytes of activations, in half of the cases."""
     if not held or rng.random() < 0.5:
@@ -129,7 +138,8 @@ def every_plan(task: Task, rng: random.Random) -> Iterator[Choice]:
         for device_chunks, blocks in product(range(chunks + 1), range(1, layout.most_blocks + 1)):
             on_disk = range(chunks - device_chunks + 1 if task.disk_bytes else 1)
             for disk_chunks, whole in product(on_disk, (False, True)):
-                if whole and not disk_chunks:
+                in_host_memory = chunks - device_chunks - disk_chunks
+                if (whole and not disk_chunks) or (task.hardware.one_memory and in_host_memory):
                     continue
                 plan = Plan.offload(
                     rcache_blocks=blocks,
@@ -200,6 +210,17 @@ def test_nothing_beats_the_plan_found_with_little_host_memory(seed: int) -> None
     nothing_beats_the_plan_for(with_little_host_memory(rng), rng)
 
 
+@pytest.mark.parametrize("seed", with_further(range(200), (1, 9, 22, 23, 30, 76)))
+def test_nothing_beats_the_plan_found_in_one_memory(seed: int) -> None:
+    rng = random.Random(seed)
+    task = in_one_memory(rng)
+    nothing_beats_the_plan_for(task, rng)
+    with contextlib.suppress(PlanError):  # what it says is checked above
+        found = solve(task)
+        assert found.chunks_in(Tier.HOST) == 0 and not found.task.kept_regions
+        assert sum(task.held_bytes(found.size)) <= task.allowed_bytes, "both are the same memory"
+
+
 @pytest.mark.parametrize("seed", with_further(range(300), range(40)))
 def test_counts_are_those_of_trying_every_number_on_disk(seed: int) -> None:
     rng = random.Random(seed)
@@ -234,7 +255,7 @@ def bytes_of(task: Task, layout: Layout, device_chunks: int, disk_chunks: int, w
 def nothing_beats_the_plan_for(task: Task, rng: random.Random) -> None:
     best = min((choice.seconds.step for choice in every_plan(task, rng)), default=None)
     if best is None:
-        with pytest.raises(PlanError, match=r"too little (device|host) memory") as error:
+        with pytest.raises(PlanError, match=r"too little (device memory|host memory|memory of device)") as error:
             solve(task)
         for enough in what_would_help(task, str(error.value)):
             found = solve(enough)

@@ -262,6 +262,33 @@ def test_the_error_of_the_model_is_that_of_the_paper_table(mixture: str, capsys:
     assert guess.startswith("Error: unknown") and f"{links.b_c2g:g} GB/s from host to GPU" in guess
 
 
+@pytest.mark.parametrize("name", ["gb10", "strix-halo"])
+def test_where_gpu_and_host_have_one_memory_its_bytes_are_counted_once_and_only_a_disk_holds_more(
+    name: str, mixture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = gpus.machine(name, 1)
+    assert machine.one_memory and machine.gpu_bytes == machine.cpu_bytes
+    assert machine.origins["peak_tflops"] == "assumed" and machine.origins["memory_bandwidth"] == "data sheet"
+    asked = ["--hf", mixture, "--gpu", name, "--host-reserve", "1 MiB"]
+    homes = set()
+    for memory in (80, 120, 4000):
+        found = said(capsys, *asked, "--host-memory", f"{memory + 1} MiB", "--disk-size", "1 GB", "--thorough")
+        assert found["host_chunks"] == 0, "host memory is no other memory"
+        predicted = found["predicted"]
+        assert predicted["device_peak_bytes"] + predicted["host_bytes_per_rank"] <= memory << 20
+        assert "that GPU and host have together" in line(found, "It fits") and "goes to disk" in line(found, "It fits")
+        homes.add((found["device_chunks"] > 0, found["disk_chunks"] > 0))
+    assert len(homes) > 1, "some chunks are on disk, and none where all fit"
+    found = said(capsys, *asked, "--host-memory", "81 MiB", code=2)
+    assert "too little memory of device and host" in found["reason"] and "more on a disk" in found["reason"]
+    assert not any(sentence.startswith("One more stick") for sentence in found["answer"])
+
+
+def test_a_gh200_has_two_memories() -> None:
+    machine = gpus.machine("gh200", 1)
+    assert not machine.one_memory and machine.cpu_bytes > machine.gpu_bytes
+
+
 def test_a_template_is_a_hardware_file_with_every_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--hardware-template"])

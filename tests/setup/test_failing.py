@@ -6,6 +6,7 @@ import re
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -198,13 +199,16 @@ def test_a_model_without_memory_can_be_wrapped_again_after_any_failure(name: str
         assert (found["left"], found["hooks"], found["again"]) == ({}, 0, [])
 
 
-def gpu(free: int, plan: em.Plan) -> str:
+def gpu(free: int, plan: em.Plan, one_memory: bool = False) -> str:
     """The error of the check, with a stub for the GPU; nothing if the plan fits."""
     model, optimizer = em.wrap(net := Net(), adamw(net), plan=plan)
     size = em.inspect(model).footprint
     optimizer.close()
     try:
-        with mock.patch("elixir_moe.setup.agreement.device_left", return_value=("GPU-1", free)):
+        with (
+            mock.patch("elixir_moe.setup.agreement.device_left", return_value=("GPU-1", free)),
+            mock.patch("elixir_moe.setup.agreement.is_one_memory", return_value=one_memory),
+        ):
             check_device_memory(torch.device("cuda", 0), size, Net())
     except em.TierError as error:
         return str(error)
@@ -218,6 +222,43 @@ def test_a_plan_is_compared_with_the_free_memory_of_the_gpu_that_ranks_share(ran
             r"device memory: the plan needs [\d.]+ KiB for 2 ranks on GPU-1 of .*, 1000 B are left \([\d.]+ KiB", text
         ), text
     assert ranks(2).run(gpu, 1 << 30, plan) == ["", ""]
+
+
+def test_in_one_memory_the_bytes_of_device_and_host_are_one_need(ranks: Ranks) -> None:
+    plan = em.Plan.offload(rcache_blocks=12, chunk_numel=600)
+    device, host = ranks(2).run(needed, plan)[0]
+    between = 2 * device + host  # of two ranks
+    assert ranks(2).run(gpu, between, plan) == ["", ""]
+    for text in ranks(2).run(gpu, between, plan, True):
+        assert text.startswith("device memory: the plan needs"), text
+    assert ranks(2).run(gpu, 2 * (device + host), plan, True) == ["", ""]
+
+
+def needed(plan: em.Plan) -> tuple[int, int]:
+    """(rank) Bytes of the plan on the device and in host memory."""
+    model, optimizer = em.wrap(net := Net(), adamw(net), plan=plan)
+    size = em.inspect(model).footprint
+    optimizer.close()
+    return size.device_bytes, size.host_bytes
+
+
+def warned(plan: em.Plan) -> list[str]:
+    """(rank) Warnings of `wrap` on a GPU that has the memory of its host."""
+    net = Net()
+    with (
+        mock.patch("elixir_moe.setup.checks.is_one_memory", return_value=True),
+        warnings.catch_warnings(record=True) as seen,
+    ):
+        warnings.simplefilter("always")
+        _, optimizer = em.wrap(net, adamw(net), plan=plan)
+    optimizer.close()
+    return [text for warning in seen if "one memory" in (text := str(warning.message))]
+
+
+def test_offload_within_one_memory_is_named_as_pointless(ranks: Ranks) -> None:
+    (text,) = ranks(1).run(warned, em.Plan.offload(chunk_numel=600))[0]
+    assert "chunks at home in host memory free nothing on the device" in text and "em.Plan.zero3()" in text
+    assert ranks(1).run(warned, em.Plan.zero3(chunk_numel=600)) == [[]]
 
 
 class Unready(nn.Linear):
