@@ -21,6 +21,7 @@ from tests.support.adapter_cases import WIDTH, Adapted, build
 from tests.support.cases import with_further
 from tests.support.parity import assert_alike, trained
 from tests.support.ranks import RankPool
+from tests.support.shared_memory import holders, named
 
 Ranks = Callable[[int], RankPool]
 CPU = torch.device("cpu")
@@ -34,12 +35,12 @@ MAPPED = re.compile(r"^[0-9a-f]+-[0-9a-f]+ .*memfd:elixir-moe")
 def test_who_opens_the_memory_sees_it_and_it_has_no_name() -> None:
     file = SharedFile(3 * WIDTH)
     mine, other = (HostMapping.of(os.getpid(), file.descriptor, file.token, file.nbytes, CPU) for _ in range(2))
+    assert not named(file.token.hex())
     file.clear_token()
     file.close()
     assert not mine.memory.any()
     mine.memory[5:9] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
     assert torch.equal(other.memory[4:10], torch.tensor([0, 1, 2, 3, 4, 0], dtype=torch.uint8))
-    assert not [name for name in os.listdir("/dev/shm") if "elixir" in name]
     assert mapped() == 2
     del mine, other
     gc.collect()
@@ -300,18 +301,19 @@ sys.stdin.read()
 
 
 def test_memory_outlives_its_maker_and_nothing_outlives_the_last_process() -> None:
-    before = {*os.listdir("/dev/shm")}
     process = subprocess.Popen([sys.executable, "-c", _HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pid, descriptor, token, nbytes = process.stdout.readline().split()
     mine = HostMapping.of(int(pid), int(descriptor), bytes.fromhex(token), int(nbytes), CPU)
+    inode = Path(f"/proc/{pid}/fd/{descriptor}").stat().st_ino
+    assert holders([inode]) == {int(pid), os.getpid()}
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
     assert process.stdin is not None
     process.stdin.close()
     assert mine.memory[:16].numpy().tobytes().hex() == token
-    assert {*os.listdir("/dev/shm")} == before
+    assert holders([inode]) == {os.getpid()} and not named(token)
     del mine
     gc.collect()
-    assert mapped() == 0
+    assert holders([inode]) == set()
