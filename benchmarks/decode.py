@@ -1,4 +1,4 @@
-"""Decoding a quantised weight on one core, against the memory's speed.
+"""Decoding a quantized weight on one core, against the memory's speed.
 
 Owns this measurement and its row. Packed bytes of NF4 are read, and bfloat16 is written. The stream is torch's copy
 between two arrays, which reads and writes as many bytes together.

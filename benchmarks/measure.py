@@ -1,7 +1,7 @@
 """Step times of two contenders in turn, and the host's time for one request to the cache.
 
 Owns the clock. Runs inside a rank; every rank runs the same calls in the same order. A round is some steps of the one
-and then as many of the other; the next round begins with the other, so that a machine that slows down favours neither.
+and then as many of the other; the next round begins with the other, so that a machine that slows down favors neither.
 Each step trains on tokens drawn anew: on zeros arithmetic can be faster than in life.
 """
 

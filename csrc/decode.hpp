@@ -1,4 +1,4 @@
-// Quantised weights in host memory to float32 or bfloat16: codes and scales in, the fp32 product value(code) * scale
+// Quantized weights in host memory to float32 or bfloat16: codes and scales in, the fp32 product value(code) * scale
 // out, rounded to nearest even.
 //
 // Knows nothing of Python. Arrays are plain pointers; the caller guarantees their length. Allocates only for threads.

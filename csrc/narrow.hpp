@@ -39,7 +39,7 @@
 //     codes        0 .. 15    0 .. 19    12 .. 31
 //     bfloat16     0 .. 15    8 .. 23    16 .. 31
 //
-// The word is the 32-bit finaliser "lowbias32" of C. Wellons (hash-prospector, 2018) of index ^ key[0], with key[1]
+// The word is the 32-bit finalizer "lowbias32" of C. Wellons (hash-prospector, 2018) of index ^ key[0], with key[1]
 // between its two products. Every instruction set gives the same bits.
 #pragma once
 

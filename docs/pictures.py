@@ -37,7 +37,7 @@ def bytes_by_kind() -> str:
     parts = []
     for name, facts, held in _wrapped():
         rows = [
-            (tier, [charts.Part(label=f"{tier}: {nbytes:,} bytes", size=nbytes, colour=tier)], size_text(nbytes))
+            (tier, [charts.Part(label=f"{tier}: {nbytes:,} bytes", size=nbytes, color=tier)], size_text(nbytes))
             for tier, nbytes in held.items()
             if nbytes
         ]

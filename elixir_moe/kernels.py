@@ -1,4 +1,4 @@
-"""Arithmetic on one shard or weight, in host or device memory: the optimizer's, and the decoding of quantised weights.
+"""Arithmetic on one shard or weight, in host or device memory: the optimizer's, and the decoding of quantized weights.
 
 Owns the choice between the native kernels (csrc/), those in Triton and plain torch; never decides when a step is taken,
 and holds no state. The compute shard is written in the same pass as the master shard, which keeps an offloaded
@@ -314,7 +314,7 @@ class Rounding:
     def words(self, start: int, numel: int, device: torch.device) -> Tensor:
         """The random words of `numel` elements from number `start` of the run on, int64 below 2^32 (csrc/narrow.hpp).
 
-        Source: the 32-bit finaliser "lowbias32" of C. Wellons.
+        Source: the 32-bit finalizer "lowbias32" of C. Wellons.
         """
         x = torch.arange(self.first + start, self.first + start + numel, device=device) % _WINDOW ^ self.key[0]
         x = ((x ^ (x >> 16)) * 0x7FEB352D) % _WINDOW ^ self.key[1]
@@ -736,7 +736,7 @@ def _triton_on(device: torch.device) -> ModuleType | None:
         triton_kernels.decode_octets(codes, scale, scale, e4m3fn=True, block_rows=1, block_cols=1)
     except Exception as error:  # whatever its compilers and its driver raise
         warnings.warn(
-            f"Triton runs no kernel on {device}, so quantised weights are decoded by torch's operators, to the same "
+            f"Triton runs no kernel on {device}, so quantized weights are decoded by torch's operators, to the same "
             f"values: {type(error).__name__}: {error}",
             stacklevel=2,
         )

@@ -60,7 +60,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: (..., d), what the head is given.
-        weight: (V, d); or the head itself, a Linear or an Embedding, tiled by `em.tile` or not; of a quantised head
+        weight: (V, d); or the head itself, a Linear or an Embedding, tiled by `em.tile` or not; of a quantized head
             the head.
         labels: (...) integers from 0 to V - 1, or `ignore_index`.
         bias: (V,); that of a head is found by itself.
@@ -155,7 +155,7 @@ def _tiles_of(weight: Tensor | nn.Module, bias: Tensor | None) -> list[_Part]:
         )
     if any(part.packed is None and not part.weight.is_floating_point() for part in found):
         raise ConfigError(
-            f"linear_cross_entropy: weight is {found[0].weight.dtype}: expected a floating dtype; of a quantised head, "
+            f"linear_cross_entropy: weight is {found[0].weight.dtype}: expected a floating dtype; of a quantized head, "
             f"whose weight is bytes, give the head itself"
         )
     return found

@@ -1,4 +1,4 @@
-"""The decoders of quantised weights on a GPU, in Triton: packed bytes and scales are read, and weights are written.
+"""The decoders of quantized weights on a GPU, in Triton: packed bytes and scales are read, and weights are written.
 
 Owns two kernels, with the arguments of those in csrc/. A file of its own, since its import needs triton: `kernels`
 imports it where it is to run. Each weight is one fp32 product, rounded once by the store, as everywhere else.

@@ -1,6 +1,6 @@
 """A Megatron-core GPT with tensor parallelism under em.wrap: `torchrun --nproc-per-node 2 examples/megatron_gpt.py`.
 
-Runs on CPUs too, where Megatron's own attention and its GPU initialisation do not: hence `Attention` and
+Runs on CPUs too, where Megatron's own attention and its GPU initialization do not: hence `Attention` and
 `use_cpu_initialization`. On GPUs, take Megatron's TransformerEngine layers as ever.
 """
 

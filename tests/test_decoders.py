@@ -1,4 +1,4 @@
-"""The decoders of quantised weights: every instruction set against the scalar one, and all against plain torch.
+"""The decoders of quantized weights: every instruction set against the scalar one, and all against plain torch.
 
 Plain torch here is the formula of each format, one line, in fp32 and rounded by `Tensor.to`. Instruction sets agree to
 the bit. With torch, NaNs agree as NaNs: torch's own vectors give them other payloads than its scalar code does.

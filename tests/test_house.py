@@ -48,7 +48,7 @@ STOREYS: list[set[str]] = [
     {"cli"},
     {"__main__"},
 ]
-"""From the ground up: a file imports what lies below it, or its neighbours in one room."""
+"""From the ground up: a file imports what lies below it, or its neighbors in one room."""
 PURE = ["parallel.pattern"]
 PURE += [f"chunks.{name}" for name in ("param_spec", "residence", "packing", "plan", "ledger", "settle")]
 PURE += [f"chunks.{name}" for name in ("cache_policy", "step_machine", "step_order")]

@@ -245,7 +245,7 @@ WIDE, ROWS = 128, 384
 
 
 def heads_of_bytes(scheme: str, *, tiles: bool = False) -> list[nn.Module]:
-    """A quantised head, and the same with the weights that it decodes to."""
+    """A quantized head, and the same with the weights that it decodes to."""
     found = []
     for _ in range(2):
         torch.manual_seed(1)

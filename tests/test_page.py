@@ -254,7 +254,7 @@ def test_a_page_asks_nothing_of_the_network_and_runs_nothing(tmp_path: Path) -> 
     assert "default-src 'none'" in page and page.startswith("<!DOCTYPE html>")
     assert "prefers-color-scheme:dark" in page and "@media print" in page
     light, dark = (set(re.findall(r"--[\w-]+(?=:)", block)) for block in re.findall(r"\.elixir\{(--back[^}]+)\}", page))
-    assert set(re.findall(r"var\((--[\w-]+)\)", page)) == light == dark, "a colour without a value"
+    assert set(re.findall(r"var\((--[\w-]+)\)", page)) == light == dark, "a color without a value"
 
 
 def test_long_lines_keep_their_extremes() -> None:

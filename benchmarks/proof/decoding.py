@@ -1,4 +1,4 @@
-"""`python -m benchmarks.proof.decoding`: how fast quantised weights are decoded on this device.
+"""`python -m benchmarks.proof.decoding`: how fast quantized weights are decoded on this device.
 
 Owns this measurement: for each scheme, the packed bytes read and the bf16 bytes written in a second, by the kernel that
 the library chooses here and by torch's operators. All on random data.

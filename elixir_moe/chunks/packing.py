@@ -282,7 +282,7 @@ def build_layout(
 
 
 def bytes_together(params: Sequence[ParamSpec]) -> int:
-    """How many elements of one byte, as those of quantised weights, count as one of the C elements of a chunk.
+    """How many elements of one byte, as those of quantized weights, count as one of the C elements of a chunk.
 
     As many as fill an element of the widest chunk group beside them that is large enough for blocks: a block is as wide
     as its widest chunk, and bytes would use a part of it.

@@ -17,7 +17,7 @@ from elixir_moe.search import estimate, zero_infinity
 _MOST_FIGURE = 1e60
 """Largest figure of an estimate, so that products of a few stay finite."""
 _TYPICAL = (4096, 4096)
-"""A weight, for the share of scales in the bytes of quantised ones."""
+"""A weight, for the share of scales in the bytes of quantized ones."""
 
 
 def run(known: argparse.Namespace) -> int:

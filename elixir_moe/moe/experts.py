@@ -247,7 +247,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def _expert_seed(seed: int, expert: int) -> int:
-    """A seed distinct for the experts of a layer; the multiplier, 2^64 over the golden ratio, spreads neighbours."""
+    """A seed distinct for the experts of a layer; the multiplier, 2^64 over the golden ratio, spreads neighbors."""
     return (seed + (expert + 1) * 0x9E3779B97F4A7C15) % 2**63
 
 

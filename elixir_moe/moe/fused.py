@@ -2,7 +2,7 @@
 
 Owns their forward. A module becomes one in place, by its class: it stays an instance of the class it was, with its
 parameters, their names and its hooks. Routers stay the model's own. One class serves all ways of holding the weights,
-since one config of a model is shared by layers of which some are tiled, adapted or quantised.
+since one config of a model is shared by layers of which some are tiled, adapted or quantized.
 
     gate_up_proj (E, 2h, d), or up_proj (E, h, d)    gate_up_proj_bias (E, 2h)
     down_proj (E, d, h)                              down_proj_bias (E, d)          or (E, d, 2h), (E, h, d): transposed
@@ -202,8 +202,8 @@ class AdaptersBeside(Joined):
             raise ConfigError(f"merge: the weight {this.parameter_name!r} is in tiles: merge a model that is not tiled")
         if not weight.is_floating_point():
             raise ConfigError(
-                f"merge: the weight {this.parameter_name!r} is quantised, and adapters cannot be added to bytes: call "
-                f"em.dequantize(model) first; its docstring says what a second quantisation would lose"
+                f"merge: the weight {this.parameter_name!r} is quantized, and adapters cannot be added to bytes: call "
+                f"em.dequantize(model) first; its docstring says what a second quantization would lose"
             )
         super().merge(*args, **kwargs)  # type: ignore[misc]
 
@@ -212,7 +212,7 @@ def group_experts(model: M) -> M:
     """Gives Hugging Face's fused experts the grouped products of this library, in place; returns the model.
 
     `wrap`, `tile` and `quantize` do it where they need it: for experts with adapters of peft (`target_parameters`), in
-    tiles, quantised or spread over ranks. Others keep transformers' products unless this is called. A product differs
+    tiles, quantized or spread over ranks. Others keep transformers' products unless this is called. A product differs
     from transformers' by the order of its sums at most. Of experts with adapters, ``x @ W + s (x @ A) @ B`` is computed
     where peft computes ``x @ (W + s A B)``: no tensor as large as the stack is made, and the weight may be bytes.
 

@@ -103,7 +103,7 @@ class MoE(nn.Module):
             batch's tokens, first choices first, then in the order of the batch; further choices are dropped and
             contribute zero. None drops nothing.
         residual: add a dense MLP beside the experts; a linear map of the token and a softmax mix the two (PR-MoE).
-        normalise: divide a token's top-k probabilities by their sum.
+        normalize: divide a token's top-k probabilities by their sum.
         aux_coefficient: weight of the load-balancing loss.
         z_coefficient: weight of the router's z-loss.
         bias: whether experts and MLP have biases.
@@ -126,7 +126,7 @@ class MoE(nn.Module):
         mesh: DeviceMesh | None = None,
         capacity_factor: float | None = None,
         residual: bool = False,
-        normalise: bool = False,
+        normalize: bool = False,
         aux_coefficient: float = 0.01,
         z_coefficient: float = 0.0,
         bias: bool = True,
@@ -138,7 +138,7 @@ class MoE(nn.Module):
         local = _local_experts(num_experts, self.place.ep)
         self.num_experts, self.capacity_factor = num_experts, capacity_factor
         self.aux_coefficient, self.z_coefficient = aux_coefficient, z_coefficient
-        self.router = TopKRouter(d_model=d_model, num_experts=num_experts, top_k=top_k, normalise=normalise)
+        self.router = TopKRouter(d_model=d_model, num_experts=num_experts, top_k=top_k, normalize=normalize)
         self.experts = GroupedExperts(
             d_model=d_model,
             d_hidden=d_hidden,

@@ -36,7 +36,7 @@ class Routing(NamedTuple):
     """(T, k) fp32: the factor on each expert's output."""
     probability: Tensor
     """(E,) float64: the sum of each expert's probability over the tokens."""
-    squared_log_normaliser: Tensor | None
+    squared_log_normalizer: Tensor | None
     """() float64: the sum of the squared logsumexp of the logits over the tokens; None without a z-loss."""
 
 
@@ -49,20 +49,20 @@ class TopKRouter(nn.Module):
         d_model: width of a token.
         num_experts: experts to choose among.
         top_k: experts a token is sent to.
-        normalise: divide the chosen probabilities by their sum; needs ``top_k > 1``, since one weight divided by itself
+        normalize: divide the chosen probabilities by their sum; needs ``top_k > 1``, since one weight divided by itself
             is 1 and gives the router no gradient.
 
     Raises:
-        LayoutError: `top_k` is not in 1..num_experts, or `normalise` with ``top_k=1``.
+        LayoutError: `top_k` is not in 1..num_experts, or `normalize` with ``top_k=1``.
     """
 
-    def __init__(self, *, d_model: int, num_experts: int, top_k: int = 1, normalise: bool = False) -> None:
+    def __init__(self, *, d_model: int, num_experts: int, top_k: int = 1, normalize: bool = False) -> None:
         super().__init__()
         if not 1 <= top_k <= num_experts:
             raise LayoutError(f"top_k={top_k} of {num_experts} experts: choose top_k in 1..{num_experts}")
-        if normalise and top_k == 1:
-            raise LayoutError("normalise=True with top_k=1 makes every weight 1 and leaves the router without gradient")
-        self.top_k, self.normalise = top_k, normalise
+        if normalize and top_k == 1:
+            raise LayoutError("normalize=True with top_k=1 makes every weight 1 and leaves the router without gradient")
+        self.top_k, self.normalize = top_k, normalize
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         self.reset_parameters()
 
@@ -76,7 +76,7 @@ class TopKRouter(nn.Module):
         with nullcontext() if tokens.is_meta else torch.autocast(tokens.device.type, enabled=False):
             logits = F.linear(tokens.float(), self.weight.float())
         experts, weights, probability, squared = _Route.apply(logits, self.top_k, z_loss)
-        if self.normalise:
+        if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return Routing(experts, weights, probability, squared)
 
@@ -88,17 +88,17 @@ class _Route(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, top_k: int, z_loss: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         probabilities = logits.softmax(dim=-1)
         weights, experts = probabilities.topk(top_k, dim=-1)
-        log_normaliser = logits.logsumexp(dim=-1) if z_loss else None
-        ctx.save_for_backward(probabilities, experts, log_normaliser)
+        log_normalizer = logits.logsumexp(dim=-1) if z_loss else None
+        ctx.save_for_backward(probabilities, experts, log_normalizer)
         ctx.mark_non_differentiable(experts)
         ctx.set_materialize_grads(False)
-        squared = None if log_normaliser is None else log_normaliser.square().sum(dtype=torch.float64)
+        squared = None if log_normalizer is None else log_normalizer.square().sum(dtype=torch.float64)
         return experts, weights, probabilities.sum(dim=0, dtype=torch.float64), squared
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
-        probabilities, experts, log_normaliser = ctx.saved_tensors
+        probabilities, experts, log_normalizer = ctx.saved_tensors
         _, of_weights, of_probability, of_squared = grads
         grad = torch.zeros_like(probabilities)
         if of_weights is not None:
@@ -107,7 +107,7 @@ class _Route(torch.autograd.Function):
             grad.add_(of_probability.float())
         grad = softmax_backward(grad, probabilities, -1, torch.float32)
         if of_squared is not None:
-            grad.addcmul_(probabilities, (log_normaliser * of_squared).unsqueeze(-1), value=2)
+            grad.addcmul_(probabilities, (log_normalizer * of_squared).unsqueeze(-1), value=2)
         return grad, None, None
 
 
@@ -154,8 +154,8 @@ def gather_statistics(routing: Routing, choices: Choices, process_group: dist.Pr
     num_queues = len(choices.starts) - 1
     # One message carries both kinds of numbers: float64 holds counts up to 2^53 exactly.
     numbers = [choices.starts.diff(), choices.starts[-1:], routing.probability.detach()]
-    if routing.squared_log_normaliser is not None:
-        numbers.append(routing.squared_log_normaliser.detach().view(1))
+    if routing.squared_log_normalizer is not None:
+        numbers.append(routing.squared_log_normalizer.detach().view(1))
     mine = torch.cat(numbers)
     if process_group is None:
         table, totals = mine.unsqueeze(0), mine
@@ -182,7 +182,7 @@ def auxiliary_loss(
 
     The load-balancing loss is E · sum_e f_e · P_e: f_e is the fraction of all choices that fell on e, P_e its mean
     probability. It is 1 if routing is uniform, whatever k. Choices that the capacity drops count too, so that the
-    router learns from them. The z-loss is the mean square of the log normaliser.
+    router learns from them. The z-loss is the mean square of the log normalizer.
 
     The gradient. Let s_r be a sum over the tokens of rank r and M = 1/T · sum_r s_r the global mean, with T tokens and
     R ranks in all. Every rank has the same M in its loss, so the wanted gradient is f'(M) · 1/T · sum_r ds_r/dw, while
@@ -198,7 +198,7 @@ def auxiliary_loss(
         top_k: choices a token.
     """
     return _AuxiliaryLoss.apply(
-        routing.probability, routing.squared_log_normaliser, statistics, load_balance, z * top_k, top_k
+        routing.probability, routing.squared_log_normalizer, statistics, load_balance, z * top_k, top_k
     )
 
 

@@ -39,7 +39,7 @@ from elixir_moe.torch_private import DisableTorchFunctionSubclass, mark_stepped
 
 
 class _StateInShards(dict[Any, Any]):
-    """An empty state that refuses to be taken for the optimizer's: torch would initialise it by a step at rate 0."""
+    """An empty state that refuses to be taken for the optimizer's: torch would initialize it by a step at rate 0."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise UsageError(

@@ -1,6 +1,6 @@
 """Charts as inline SVG: lines over steps, stacked bars, a heat map, a timeline.
 
-Owns the geometry of every chart and its figures in words. Colours are classes, which `document` fills in for light,
+Owns the geometry of every chart and its figures in words. Colors are classes, which `document` fills in for light,
 dark and print. A chart says its values in text beside the marks, since nobody can point at paper. Computes nothing
 about a training, and reads no file.
 """
@@ -31,8 +31,8 @@ class Series:
     label: str
     points: Sequence[Point]
     """(step, value), in the order of the steps."""
-    colour: int = 0
-    """Number of a colour of the palette."""
+    color: int = 0
+    """Number of a color of the palette."""
     style: Style = "line"
 
 
@@ -42,7 +42,7 @@ class Part:
 
     label: str
     size: float
-    colour: str
+    color: str
     """Name of a class of the palette, such as ``host``."""
     text: str = ""
     """What is written inside, if it has room."""
@@ -124,13 +124,13 @@ def lines(
         drawn.append(_text(across + 3, _TOP + 9, word, "quiet"))
     for one in series:
         points = [at(x, y) for x, y in thinned(one.points)]
-        classes = f"series c{one.colour % 8} {one.style}"
+        classes = f"series c{one.color % 8} {one.style}"
         if one.style == "dots" or len(points) == 1:
             drawn += [f'<circle class="{classes}" cx="{a}" cy="{b}" r="3"/>' for a, b in (p.split(",") for p in points)]
         if one.style != "dots" or len(points) > 1:
             label = escape(one.label, quote=True)
             drawn.append(f'<polyline class="{classes}" data-label="{label}" points="{" ".join(points)}"/>')
-    legend = "".join(_key(f"c{one.colour % 8} {one.style}", one.label, text(one.points[-1][1])) for one in series)
+    legend = "".join(_key(f"c{one.color % 8} {one.style}", one.label, text(one.points[-1][1])) for one in series)
     said = f"{title}{f' ({unit})' if unit else ''}"
     return _figure(said, _svg(_HEIGHT, drawn, said), f'<ul class="legend">{legend}</ul>')
 
@@ -141,7 +141,7 @@ def bars(title: str, rows: Sequence[tuple[str, Sequence[Part], str]], keys: Sequ
     Args:
         title: what is drawn.
         rows: (name, parts, what is written at the end) of each bar.
-        keys: (class of the colour, meaning).
+        keys: (class of the color, meaning).
     """
     if not rows:
         return ""
@@ -155,7 +155,7 @@ def bars(title: str, rows: Sequence[tuple[str, Sequence[Part], str]], keys: Sequ
         for part in parts:
             width = part.size / longest * room
             drawn.append(
-                f'<rect class="{part.colour}" x="{across:.2f}" y="{down + 2}" width="{max(width - 0.6, 0.4):.2f}" '
+                f'<rect class="{part.color}" x="{across:.2f}" y="{down + 2}" width="{max(width - 0.6, 0.4):.2f}" '
                 f'height="{height - 4}"><title>{escape(part.label)}</title></rect>'
             )
             if part.text and len(part.text) * _CHARACTER + 4 < width:

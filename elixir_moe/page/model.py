@@ -22,7 +22,7 @@ _KINDS = {
     "shards": ("k4", "shards, masters, moments"),
     "buffers": ("k5", "buffers of the disk"),
 }
-"""{kind of bytes: (colour, meaning)}, as in `Inspection.facts`."""
+"""{kind of bytes: (color, meaning)}, as in `Inspection.facts`."""
 
 
 def layers(chunks: Sequence[Mapping[str, Any]]) -> str:
@@ -50,7 +50,7 @@ def layers(chunks: Sequence[Mapping[str, Any]]) -> str:
                 charts.Part(
                     label=f"chunk {index}, {tier}: {numel:,} elements",
                     size=numel,
-                    colour=tier,
+                    color=tier,
                     text=str(index) if len(names) == 1 else "",
                 )
                 for (index, tier), numel in places.items()
@@ -93,14 +93,14 @@ def planned(facts: Mapping[str, Any]) -> str:
     rows = []
     for tier, kinds in facts["planned_bytes"].items():
         parts = [
-            charts.Part(label=f"{_KINDS[kind][1]}: {size_text(nbytes)}", size=nbytes, colour=_KINDS[kind][0])
+            charts.Part(label=f"{_KINDS[kind][1]}: {size_text(nbytes)}", size=nbytes, color=_KINDS[kind][0])
             for kind, nbytes in kinds.items()
             if nbytes
         ]
         if parts:
             rows.append((tier, parts, size_text(sum(part.size for part in parts))))
     seen = {kind for kinds in facts["planned_bytes"].values() for kind, nbytes in kinds.items() if nbytes}
-    keys = [(colour, meaning) for kind, (colour, meaning) in _KINDS.items() if kind in seen]
+    keys = [(color, meaning) for kind, (color, meaning) in _KINDS.items() if kind in seen]
     return charts.bars("Planned bytes of this rank, by tier", rows, keys)
 
 

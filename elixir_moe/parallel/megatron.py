@@ -92,7 +92,7 @@ def annotate(model: nn.Module) -> None:
     Warns once if this version of megatron-core has not been tried.
 
     Raises:
-        ConfigError: model parallelism is not initialised; a setting that moves gradients past autograd, or experts
+        ConfigError: model parallelism is not initialized; a setting that moves gradients past autograd, or experts
             into one tensor of TransformerEngine's.
         LayoutError: the model was built on other process groups than Megatron has now; a pattern given by hand, or
             another name of a tied parameter, contradicts Megatron's attributes; a weight shared by pipeline stages.
@@ -176,7 +176,7 @@ def _grid() -> Grid:
 
     if not parallel_state.model_parallel_is_initialized():
         raise ConfigError(
-            "Megatron's model parallelism is not initialised: call parallel_state.initialize_model_parallel(...) "
+            "Megatron's model parallelism is not initialized: call parallel_state.initialize_model_parallel(...) "
             "before the model is built"
         )
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -266,7 +266,7 @@ def _view(item: Owned) -> tuple[tuple[int, ...] | None, int | None]:
 
 
 def _cut(owner: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
-    """The cut dim by class if known: uninitialised weights have no attributes, Transformer Engine's always have."""
+    """The cut dim by class if known: uninitialized weights have no attributes, Transformer Engine's always have."""
     if _named_so(type(owner), ("GroupedMLP",)):
         return {"weight1": 1, "weight2": 0}.get(name)
     for kind, dims in _CUT.items():

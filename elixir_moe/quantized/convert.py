@@ -38,7 +38,7 @@ weight of `dt_proj` themselves, where bytes would be numbers."""
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A weight that can be quantised."""
+    """A weight that can be quantized."""
 
     module: nn.Module
     attribute: str
@@ -88,7 +88,7 @@ def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = Non
     problems = [f"parameter {w.name!r} {problem}" for w in chosen if (problem := _problem(model, w, form))]
     modules = {weight.module for weight in chosen}
     for left in (w for w in _weights(model) if w.module in modules and all(w.name != c.name for c in chosen)):
-        problems.append(f"parameter {left.name!r} would stay as it is: quantise all stacks of its module, or none")
+        problems.append(f"parameter {left.name!r} would stay as it is: quantize all stacks of its module, or none")
     if problems:
         raise ConfigError("quantize: " + "\n  ".join(problems))
     for weight in chosen:
@@ -155,7 +155,7 @@ def _weights(model: nn.Module) -> Iterator[_Weight]:
 
 
 def _chosen(model: nn.Module, targets: list[str] | None, skip: list[str] | None) -> Iterator[_Weight]:
-    """The weights to quantise. Raises ConfigError for a pattern that matches none, and if none is left."""
+    """The weights to quantize. Raises ConfigError for a pattern that matches none, and if none is left."""
     skip = skip or []
     weights = list(_weights(model))
     for pattern in (*(targets or ()), *skip):
@@ -175,7 +175,7 @@ def _chosen(model: nn.Module, targets: list[str] | None, skip: list[str] | None)
             yield weight
     if not found:
         raise ConfigError(
-            f"quantize: {type(model).__name__} has no frozen weight to quantise: freeze the base first, as in "
+            f"quantize: {type(model).__name__} has no frozen weight to quantize: freeze the base first, as in "
             f"model.requires_grad_(False), or name weights with targets"
         )
 
@@ -199,19 +199,19 @@ def _refuse_unknown_experts(model: nn.Module, skip: list[str]) -> None:
             if plain and _in_blocks(own) and not any(fnmatchcase(n, p) for p in skip for n in (own, name)):
                 raise ConfigError(
                     f"quantize: parameter {own!r} is a stack of weights in a {type(module).__name__}, which is not "
-                    f"known as transformers' fused experts: name what to quantise with targets"
+                    f"known as transformers' fused experts: name what to quantize with targets"
                 )
 
 
 def _problem(model: nn.Module, weight: _Weight, form: Scheme) -> str | None:
-    """Why a chosen weight cannot be quantised; None if it can."""
+    """Why a chosen weight cannot be quantized; None if it can."""
     parameter = weight.parameter
     if parameter.requires_grad:
         return "is trained, and bytes have no gradient: freeze it with requires_grad_(False), or skip it"
     if not parameter.is_floating_point():
         return f"is of {parameter.dtype}: expected a floating dtype"
     if is_dtensor(parameter) or not (pattern_of(parameter) is None or is_spread(weight.module)):
-        return "has a pattern already: quantise the model before em.annotate and before it is cut"
+        return "has a pattern already: quantize the model before em.annotate and before it is cut"
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return "has hooks, which expect the weight: remove them"
     users = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]

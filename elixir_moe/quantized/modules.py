@@ -1,4 +1,4 @@
-"""Modules whose weights are quantised: linear layers, and Hugging Face's fused experts.
+"""Modules whose weights are quantized: linear layers, and Hugging Face's fused experts.
 
 Owns their forwards. A module becomes one in place, by its class: it stays an instance of the class it was, with its
 hooks, its other parameters and its place in the model.
@@ -47,7 +47,7 @@ class QuantizedExperts(FusedExperts):
         codes, scales, bias = getattr(self, name), getattr(self, name + SCALES), getattr(self, f"{name}_bias", None)
         if not isinstance(codes, nn.Parameter):
             raise UsageError(
-                f"peft adds adapters to {name!r}, which is quantised: call em.wrap, or em.group_experts(model), and "
+                f"peft adds adapters to {name!r}, which is quantized: call em.wrap, or em.group_experts(model), and "
                 f"they are multiplied beside it"
             )
         out = grouped_linear(rows, codes, scales, groups.on_host(), self.packed[name], again=saves_none(self))
@@ -60,7 +60,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of a module that can be quantised, by their names in it; none for other modules."""
+    """The weights of a module that can be quantized, by their names in it; none for other modules."""
     if is_linear(module):
         names: tuple[str, ...] = ("weight",)
     elif is_fused_experts(module):
@@ -72,7 +72,7 @@ def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def become_quantized(module: nn.Module, name: str, packed: Packed) -> None:
-    """Gives a module the forward of quantised weights, of which its `name` is one."""
+    """Gives a module the forward of quantized weights, of which its `name` is one."""
     module.__dict__.setdefault("packed", {})[name] = packed
     if isinstance(module, nn.Linear):
         module.__class__ = QuantizedLinear

@@ -1,6 +1,6 @@
-"""The parameters of a quantised weight: its codes and its scales, each as bytes.
+"""The parameters of a quantized weight: its codes and its scales, each as bytes.
 
-Owns the record that a module has of each of its quantised weights, the views of bytes, and the cut of bytes where the
+Owns the record that a module has of each of its quantized weights, the views of bytes, and the cut of bytes where the
 weight is cut. Whoever packs, gathers, saves and loads parameters sees two frozen parameters of dtype uint8: the compute
 dtype of a plan and `Module.to` leave them alone, and codes and scales of one weight lie in one chunk, side by side.
 """
@@ -88,7 +88,7 @@ def packed_in(module: nn.Module) -> dict[str, Packed]:
 
 
 def packed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Packed]]:
-    """Yields (name of the weight in the model, its module, its name there, what it is) of all quantised weights."""
+    """Yields (name of the weight in the model, its module, its name there, what it is) of all quantized weights."""
     for name, module in model.named_modules():
         for own, packed in packed_in(module).items():
             yield f"{name}.{own}".lstrip("."), module, own, packed

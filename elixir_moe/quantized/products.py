@@ -1,4 +1,4 @@
-"""Products with quantised weights: what is multiplied is decoded for the product, and again for its backward.
+"""Products with quantized weights: what is multiplied is decoded for the product, and again for its backward.
 
 Owns the two autograd functions. They save the bytes alone, through torch's own way, so that saved-tensor hooks see
 them, or read them again in backward; no decoded weight outlives a product. Gradients reach inputs and biases; the
@@ -48,7 +48,7 @@ def grouped_linear(
 def computed_in(x: Tensor, packed: Packed) -> torch.dtype:
     """The dtype of a product of `x` and a weight. Raises UsageError for an input of integers."""
     if not x.is_floating_point():  # weights decoded to integers would be zeros
-        raise UsageError(f"a product of {x.dtype} with quantised weights: expected an input of a floating dtype")
+        raise UsageError(f"a product of {x.dtype} with quantized weights: expected an input of a floating dtype")
     if packed.computed_in is not None:
         return packed.computed_in
     kind = x.device.type

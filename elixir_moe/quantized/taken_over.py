@@ -1,10 +1,10 @@
-"""Layers that other libraries have quantised: their bytes become frozen parameters of this library, as they are.
+"""Layers that other libraries have quantized: their bytes become frozen parameters of this library, as they are.
 
 Owns what is known of the layers of bitsandbytes and of transformers. Imports neither: a layer is known by its class.
 
     layer                                     becomes   its codes                     its scales
     bitsandbytes.nn.Linear4bit, quant_type    nf4       weight, (out * in / 2, 1)     absmax; decoded once where they
-    "nf4" in blocks of 64                                                             are quantised too
+    "nf4" in blocks of 64                                                             are quantized too
     bitsandbytes.nn.Linear8bitLt without      int8      weight                        SCB / 127
     has_fp16_weights, threshold 0
     transformers' FP8Linear and FP8Experts    fp8       weight, gate_up_proj, …       weight_scale_inv, … as fp32
@@ -67,7 +67,7 @@ def check_layers(model: nn.Module) -> None:
 
 
 def take_over(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Makes the layers that other libraries have quantised layers of this library, with the same bytes, in place.
+    """Makes the layers that other libraries have quantized layers of this library, with the same bytes, in place.
 
     What `check_layers` lets pass can be taken over. Frozen weights leave the `optimizer`, which had no use for them.
     """
@@ -94,7 +94,7 @@ def take_over(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, _Layer]]:
-    """(name, module, its known class, what is known of it) of all layers that another library has quantised."""
+    """(name, module, its known class, what is known of it) of all layers that another library has quantized."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             layer = _LAYERS.get(f"{kind.__module__.partition('.')[0]}.{kind.__name__}")
@@ -128,7 +128,7 @@ def _weight(module: Any) -> list[str]:
 def _problem_4bit(module: Any, own: str) -> str | None:
     state = getattr(module.weight, "quant_state", None) or module.quant_state
     if state is None:
-        return "has not been quantised yet: move the model to its device first, as in model.to('cuda')"
+        return "has not been quantized yet: move the model to its device first, as in model.to('cuda')"
     if getattr(state, "packing_format_for_cpu", False):
         return (
             "was evaluated on a CPU, for which bitsandbytes rounds scales: wrap the model before its first evaluation"
@@ -154,7 +154,7 @@ def _read_4bit(module: Any, own: str) -> tuple[Packed, Tensor, Tensor]:
 
 
 def _absmax(state: Any) -> Tensor:
-    """The scales in fp32: of double quantisation, in blocks of `state2` that end where the scales end."""
+    """The scales in fp32: of double quantization, in blocks of `state2` that end where the scales end."""
     if not state.nested:
         scales: Tensor = state.absmax.float()
         return scales
@@ -169,7 +169,7 @@ def _problem_8bit(module: Any, own: str) -> str | None:
     if state.has_fp16_weights:
         return "keeps 16-bit weights (has_fp16_weights=True): make it an nn.Linear"
     if weight.data.dtype != torch.int8:
-        return "has not been quantised yet: move the model to its device first, as in model.to('cuda')"
+        return "has not been quantized yet: move the model to its device first, as in model.to('cuda')"
     if state.threshold:
         return (
             f"multiplies inputs above {state.threshold} apart from the others, which has no equal here: load it with "

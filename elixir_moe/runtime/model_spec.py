@@ -131,7 +131,7 @@ def param_specs(
         order: the model's parameters, each once.
         everywhere: the pattern of parameters that have none.
         compute_dtype: the dtype of floating-point parameters whose pattern names none; None keeps each one's own. All
-            others keep theirs, such as the bytes of quantised weights.
+            others keep theirs, such as the bytes of quantized weights.
         reduce_dtype: the dtype of their sums over ranks, for parameters in this dtype whose pattern names none.
         precision: that of the state of parameters with narrow state.
         narrow_state: which these are, as in the plan.

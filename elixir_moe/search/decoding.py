@@ -1,4 +1,4 @@
-"""What the decoding of quantised weights moves in a step.
+"""What the decoding of quantized weights moves in a step.
 
 Owns the count of decodings among the events of a trace, and the bytes of each. A trace runs no decoder: one would be
 many small operators for each expert of each layer. Sums alone come from here; `cost` makes seconds of bytes. On a GPU

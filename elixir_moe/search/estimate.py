@@ -55,6 +55,6 @@ class PlainStrategy:
     def peak_bytes(self, *, trained: int, frozen: int = 0, frozen_bytes: float = 2.0) -> float:
         """Peak bytes of a model, without activations: frozen parameters cost `frozen_bytes` each and nothing else.
 
-        They have no gradient, no bucket and no moments, and AMP copies none that is in 16 bits or quantised.
+        They have no gradient, no bucket and no moments, and AMP copies none that is in 16 bits or quantized.
         """
         return self.bytes_per_parameter() * trained + frozen_bytes * frozen

@@ -217,7 +217,7 @@ class Hardware:
         """What a larger number of GPUs needs."""
         if self.node_bandwidth is not None:
             return f" and for whole nodes, multiples of {self.gpus_per_node}"
-        return "; more nodes need node_bandwidth, which --gpu has for the GPUs of data centres"
+        return "; more nodes need node_bandwidth, which --gpu has for the GPUs of data centers"
 
     def host_bytes_per_rank(self, gpus: int) -> int:
         """Host memory of each of `gpus` ranks: a node's, divided among the ranks on it."""

@@ -127,7 +127,7 @@ def measured_here(ranks: int) -> Hardware:
     """The figures of this machine for that many ranks, which are started for it; reuses those of an earlier run.
 
     Raises:
-        ConfigError: torch.distributed is already initialised, or there are fewer GPUs than ranks.
+        ConfigError: torch.distributed is already initialized, or there are fewer GPUs than ranks.
     """
     if dist.is_initialized():
         raise ConfigError("ranks run already: --hardware here starts its own, call it without torchrun")
@@ -230,7 +230,7 @@ def _read(machine: dict[str, Any]) -> dict[str, Any]:
 def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
     cuda = device.type == "cuda"
     hosts = gathered(socket.gethostname())
-    neighbours = tuple(rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()])
+    neighbors = tuple(rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()])
     nodes = len(set(hosts))
     v_c, narrow_v_c = _host_adam_rates(device)
     v_g, narrow_v_g = (_adam_rate(device), _narrow_rate(device)) if cuda else (v_c, narrow_v_c)
@@ -240,29 +240,29 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         *_copy_rates(device),
         v_g,
         v_c,
-        *(_temporary_rates() if dist.get_rank() == neighbours[0] else (0.0, 0.0)),
+        *(_temporary_rates() if dist.get_rank() == neighbors[0] else (0.0, 0.0)),
         _unit_seconds(device),
     )
     *columns, on_host, on_device = zip(*gathered((*mine, v_c / narrow_v_c, v_g / narrow_v_g)), strict=True)
     up, down, v_g, v_c, read, written = (sum(column) / nodes for column in columns[2:-1])
-    groups = {ranks: _wire_of(ranks, device) for ranks in sorted({neighbours, tuple(range(len(hosts)))})}
-    within, across = groups[neighbours], groups[tuple(range(len(hosts)))]
+    groups = {ranks: _wire_of(ranks, device) for ranks in sorted({neighbors, tuple(range(len(hosts)))})}
+    within, across = groups[neighbors], groups[tuple(range(len(hosts)))]
     if (memory_bytes := host_bytes_left()) == sys.maxsize:  # nobody tells what is left
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not cuda:  # a CPU is device and host: half of the memory counts as each
         memory_bytes //= 2
     one_memory = is_one_memory(device)
-    each = memory_bytes // len(neighbours)
+    each = memory_bytes // len(neighbors)
     whole = Links(b_c2g=up, b_g2c=down, v_g=v_g, v_c=v_c)
-    by_gpus = {1: Links(**{n: v / len(neighbours) for n, v in asdict(whole).items() if v is not None})}
+    by_gpus = {1: Links(**{n: v / len(neighbors) for n, v in asdict(whole).items() if v is not None})}
     if within is not None:
-        by_gpus[len(neighbours)] = replace(whole, b_g2g=within.bandwidth * (len(neighbours) - 1))
+        by_gpus[len(neighbors)] = replace(whole, b_g2g=within.bandwidth * (len(neighbors) - 1))
     measured = Hardware(
         name=_name(machine),
         gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda and not one_memory else each,
-        cpu_bytes=each * len(neighbours),
+        cpu_bytes=each * len(neighbors),
         one_memory=one_memory,
-        gpus_per_node=len(neighbours),
+        gpus_per_node=len(neighbors),
         peak_tflops=min(columns[0]),
         memory_bandwidth=min(columns[1]),
         fitted=_UNFITTED,

@@ -60,7 +60,7 @@ class Profile:
     flops: int
     """Floating-point operations of matrix products and attention, recomputation included."""
     traffic_bytes: int
-    """Bytes read and written in device memory by all other operators, decoders of quantised weights among them."""
+    """Bytes read and written in device memory by all other operators, decoders of quantized weights among them."""
     activation_bytes: int
     """Peak bytes of all tensors of a step that are neither parameters nor buffers, gradients included until
     the chunk copies them."""

@@ -489,7 +489,7 @@ class _Length:
         return sorted({least + (most - least) * i // 16 for i in range(17)})
 
     def _near(self, blocks: int) -> Iterator[int]:
-        """The midpoints between the best number of blocks and its tried neighbours."""
+        """The midpoints between the best number of blocks and its tried neighbors."""
         tried = sorted(self._found)
         for low, high in pairwise(tried):
             if high - low > 1 and low <= blocks <= high:

@@ -70,7 +70,7 @@ def trace(
         precision: of the plan's narrow state.
         tokens: tokens of this rank's batch; by default the elements of the first integer tensor in `sample`.
         whole: trace every layer, identical or not.
-        native_decoder: quantised weights are decoded in one pass, as on a CPU, and not by torch's operators.
+        native_decoder: quantized weights are decoded in one pass, as on a CPU, and not by torch's operators.
 
     Raises:
         ConfigError: the step returns no scalar loss, needs data (it reads values of tensors), or keeps tensors outside

@@ -8,7 +8,7 @@ into memory that is freed again, so each later draw and the code after the block
 start leaves it. `drawn` repeats the operators of one storage, and of those that they read. Views need no record: an
 operand is a place in a storage. Python code that asks a tensor for its device or its values gets true answers.
 After the block, tensors of the context are `_Followed`: what is done to them is recorded as before, until `wrap`.
-Source of the idea: deferred initialisation, torchdistX.
+Source of the idea: deferred initialization, torchdistX.
 """
 
 import gc
@@ -128,7 +128,7 @@ def record_of(tensor: Tensor) -> Record | None:
 def drawn(tensor: Tensor, kept: dict[Record, Tensor] | None = None) -> Tensor:
     """A tensor of `sharded_init` with its data, computed anew by each call; another tensor as it is.
 
-    Holds the tensor and what its own initialiser makes on the way; no generator changes. Tensors that were in one
+    Holds the tensor and what its own initializer makes on the way; no generator changes. Tensors that were in one
     storage are in one again if `kept` is the same for them: it has the storages that are drawn.
     """
     record = record_of(tensor)
@@ -193,12 +193,12 @@ def sharded_init() -> Iterator[None]:
         model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero3())
 
     Every weight is bit for bit that of a start without the context from the same seed, and so is the state of the
-    random generator afterwards, whatever the initialisers are. A rank holds its shards and one parameter at a time,
-    with what that parameter's own initialiser makes on the way. Weights are drawn twice: in the context to move the
+    random generator afterwards, whatever the initializers are. A rank holds its shards and one parameter at a time,
+    with what that parameter's own initializer makes on the way. Weights are drawn twice: in the context to move the
     generator on, and in `wrap` by the first rank of each process group.
 
     New tensors are on the default device of that moment. With an explicit ``device="cpu"`` a tensor is made as always.
-    What is written to the model after the context and before `wrap` counts too: initialisers, conversions, copies,
+    What is written to the model after the context and before `wrap` counts too: initializers, conversions, copies,
     parametrisations, `load_state_dict`. A parameter made afterwards has memory, and torch lets it take nothing of the
     model's as its ``data``: create adapters that are computed from the model (peft's PiSSA and OLoRA) in the context,
     or in another one.

@@ -357,7 +357,7 @@ def _refusal(model: nn.Module, name: str, module: nn.Module) -> str | None:
 def _refusal_of_experts(name: str, module: nn.Module) -> str | None:
     """Why fused experts cannot be tiled; None if they can."""
     if "packed" in vars(module):
-        return f"module {name!r} is quantised: tile the model before em.quantize"
+        return f"module {name!r} is quantized: tile the model before em.quantize"
     inner = [own for own, child in module.named_children() for _ in child.parameters()]
     odd = [own for own, p in module.named_parameters(recurse=False) if p.dim() < 2 or len(p) != module.num_experts]
     if inner or odd:

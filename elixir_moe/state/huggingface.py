@@ -64,7 +64,7 @@ _Places = dict[Tensor, tuple[nn.Module, str]]
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """What a parameter of bytes is: the codes or the scales of a quantised weight."""
+    """What a parameter of bytes is: the codes or the scales of a quantized weight."""
 
     packed: Packed
     codes: nn.Parameter
@@ -303,7 +303,7 @@ class Pretrained:
             source = self._source(tensor)
             made = not isinstance(tensor, nn.Parameter) and _of_transformers(self._model)
             if tensor.is_meta and is_dtensor(tensor):
-                problems.append(f"{names[0]!r} is a DTensor on meta: read the weights before it is parallelised")
+                problems.append(f"{names[0]!r} is a DTensor on meta: read the weights before it is parallelized")
             elif tensor.is_meta and source is not None and (pattern_of(tensor) or UNCUT).view is not None:
                 problems.append(f"{names[0]!r} has a pattern with a view: read the weights before the model is cut")
             elif tensor.is_meta and source is None and not made:
@@ -434,7 +434,7 @@ def _sources(model: nn.Module, keys: Iterable[str], known: dict[str, Tensor]) ->
 
 
 def _make(model: Any, buffers: list[Tensor]) -> None:
-    """Lets `transformers` initialise `buffers` only: it skips tensors that are marked, and cannot change tensors on
+    """Lets `transformers` initialize `buffers` only: it skips tensors that are marked, and cannot change tensors on
     meta. Bytes on meta, which it cannot draw, are marked, too."""
     new = {id(buffer) for buffer in buffers}
     tensors = [tensor for _, tensor in named_tensors(model) if id(tensor) not in new]
@@ -470,7 +470,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
     Raises:
         UsageError: the model is not wrapped, its parameters or buffers have changed since `wrap`, its state dict has
-            extra state or tensors that a hook computes, its weights are quantised, or, on several ranks, peft would
+            extra state or tensors that a hook computes, its weights are quantized, or, on several ranks, peft would
             save what it computes from the model (prompt learning).
         CheckpointError: rank 0 cannot write; raised on every rank.
     """
@@ -540,8 +540,8 @@ def refuse_merges(model: Any) -> None:
         raise UsageError(
             "adapters of a wrapped model cannot be merged or taken off: em.save_pretrained(model, folder) writes them. "
             "Then, in one process with the base in memory, PeftModel.from_pretrained(base, folder).merge_and_unload() "
-            "merges them, and save_pretrained of the result writes the merged model. A base that was quantised here is "
-            "read in bf16 for that; to quantise the merged weights again may lose more than was learnt"
+            "merges them, and save_pretrained of the result writes the merged model. A base that was quantized here is "
+            "read in bf16 for that; to quantize the merged weights again may lose more than was learnt"
         )
 
     if hasattr(model, "peft_config"):

@@ -1,4 +1,4 @@
-"""Quantised checkpoints as they are shipped: which weights of a folder are bytes, and where codes and scales are.
+"""Quantized checkpoints as they are shipped: which weights of a folder are bytes, and where codes and scales are.
 
 Owns the `quantization_config` of such folders and the names in their files. Reads no weight.
 
@@ -32,14 +32,14 @@ _FP8_SETTINGS: Mapping[str, Any] = {
 
 
 class Halves(NamedTuple):
-    """The names in files of one quantised weight."""
+    """The names in files of one quantized weight."""
 
     codes: str
     scales: str
 
 
 def scheme_of(config: Mapping[str, Any], where: object) -> str | None:
-    """The scheme that a ``config.json`` names for its weights; None if they are not quantised.
+    """The scheme that a ``config.json`` names for its weights; None if they are not quantized.
 
     Raises:
         ConfigError: the weights have a format that is not known here.

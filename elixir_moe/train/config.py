@@ -265,7 +265,7 @@ class RunConfig:
     temperature: Annotated[float, _FINITE] = 0.8
     """Sampling temperature of this text; 0 always takes the most likely token."""
     tp: Annotated[int, at_least(1)] = 1
-    """Tensor-parallel degree: neighbouring ranks that share the samples of a micro-batch, and cut attention heads and
+    """Tensor-parallel degree: neighboring ranks that share the samples of a micro-batch, and cut attention heads and
     dense MLPs among them. Divides the ranks and model.n_heads."""
     threads: Annotated[int, at_least(1)] = 1
     """CPU threads per rank."""

@@ -74,7 +74,7 @@ class Data(Protocol):
         """Lines about it, given the rows of `validation_batches`."""
 
 
-def labelled(tokens: Tensor) -> Tensor:
+def labeled(tokens: Tensor) -> Tensor:
     """(..., L) tokens of one text each -> (..., 3, L) rows, in which all are predicted but the first."""
     tokens = tokens.long()
     labels = tokens.clone()
@@ -120,11 +120,11 @@ class Text:
 
     def batch(self, *, seed: int, step: int, rows: int) -> Tensor:
         """As `Data` says: windows that begin anywhere in the text."""
-        return labelled(batch_at(self.train, seed=seed, step=step, rows=rows, seq_len=self.seq_len))
+        return labeled(batch_at(self.train, seed=seed, step=step, rows=rows, seq_len=self.seq_len))
 
     def validation_batches(self, *, batches: int, rows: int) -> Tensor:
         """As `Data` says."""
-        return labelled(validation_batches(self.validation, batches=batches, rows=rows, seq_len=self.seq_len))
+        return labeled(validation_batches(self.validation, batches=batches, rows=rows, seq_len=self.seq_len))
 
     def prompt(self, tokens: int) -> Tensor:
         """As `Data` says."""
@@ -216,7 +216,7 @@ def batch_at(tokens: torch.Tensor, *, seed: int, step: int, rows: int, seq_len: 
 
 
 def validation_batches(tokens: torch.Tensor, *, batches: int, rows: int, seq_len: int) -> torch.Tensor:
-    """The first windows of the validation part, int64 (batches, rows, seq_len + 1); neighbours share one token.
+    """The first windows of the validation part, int64 (batches, rows, seq_len + 1); neighbors share one token.
 
     Window i holds tokens i * S ... (i + 1) * S, so each token but the first is predicted once. Returns fewer than
     `batches` batches if the text has fewer complete ones.

@@ -30,7 +30,7 @@ from elixir_moe.state.checkpoint.storage import CHECKPOINTS, latest
 from elixir_moe.state.huggingface import save_pretrained
 from elixir_moe.train import config as configs
 from elixir_moe.train.config import HuggingFaceModel, TrainConfig
-from elixir_moe.train.data import labelled
+from elixir_moe.train.data import labeled
 from elixir_moe.train.directory import is_run
 from elixir_moe.train.huggingface import tokenizer_of
 from elixir_moe.train.recipe import Recipe
@@ -252,4 +252,4 @@ def _rows(config: TrainConfig, recipe: Recipe) -> Tensor:
     if recipe.vocabulary is None:
         rows = config.load_data().batch(seed=config.run.seed, step=1, rows=_ROWS)
         return rows if recipe.compares == "losses" else rows[..., :length]
-    return labelled(torch.randint(recipe.vocabulary, (_ROWS, length), generator=torch.Generator().manual_seed(0)))
+    return labeled(torch.randint(recipe.vocabulary, (_ROWS, length), generator=torch.Generator().manual_seed(0)))

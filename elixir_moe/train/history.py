@@ -58,7 +58,7 @@ def losses_of(records: Iterable[Mapping[str, Any]]) -> tuple[list[tuple[int, flo
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean of the neighbours up to half a window away, equally many on both sides, so that the curve is not delayed."""
+    """Mean of the neighbors up to half a window away, equally many on both sides, so that the curve is not delayed."""
     found = []
     for i in range(len(values)):
         reach = min(WINDOW // 2, i, len(values) - 1 - i)

@@ -51,16 +51,16 @@ def losses(stories: Sequence[Story]) -> str:
         train, validation = history.losses_of(story.records)
         run = f"{story.account['run']}, " if several else ""
         smooth = list(zip((s for s, _ in train), history.smooth([v for _, v in train]), strict=True))
-        colour = i if several else 0
+        color = i if several else 0
         series += [
-            *[Series(label=f"{run}each step", points=train, colour=colour, style="faint")] * (not several),
-            Series(label=f"{run}training, mean of {history.WINDOW} steps", points=smooth, colour=colour),
-            Series(label=f"{run}validation", points=validation, colour=i if several else 1, style="dots"),
+            *[Series(label=f"{run}each step", points=train, color=color, style="faint")] * (not several),
+            Series(label=f"{run}training, mean of {history.WINDOW} steps", points=smooth, color=color),
+            Series(label=f"{run}validation", points=validation, color=i if several else 1, style="dots"),
         ]
         bigram = story.account["bigram_loss"]
         if bigram is not None and train and not several:
             ends = [(train[0][0], bigram), (train[-1][0], bigram)]
-            series.append(Series(label="bigram model", points=ends, colour=7, style="dashed"))
+            series.append(Series(label="bigram model", points=ends, color=7, style="dashed"))
     told = [] if several else [e for e in stories[0].account["events"] if e["kind"] not in _QUIET]
     marks = [(event["step"], event["kind"]) for event in told if history.is_number(event["step"])]
     return charts.lines("Losses", series, unit="nats per token", marks=marks)
@@ -69,7 +69,7 @@ def losses(stories: Sequence[Story]) -> str:
 def speeds(stories: Sequence[Story]) -> str:
     """Tokens a second against steps."""
     found = [
-        Series(label=story.account["run"], points=story.series("tokens_per_second"), colour=i)
+        Series(label=story.account["run"], points=story.series("tokens_per_second"), color=i)
         for i, story in enumerate(stories)
     ]
     return charts.lines("Tokens a second, over all ranks", found, from_zero=True)
@@ -83,12 +83,12 @@ def memory(story: Story) -> list[str]:
         if held and (planned or any(value for _, value in held)):
             series = [
                 Series(label="held by the library", points=held),
-                Series(label="planned", points=[(step, planned) for step, _ in held], colour=1, style="dashed"),
+                Series(label="planned", points=[(step, planned) for step, _ in held], color=1, style="dashed"),
             ]
             drawn.append(_bytes(f"{tier.capitalize()}: bytes in a backward", series))
     process = [
-        Series(label=label, points=story.series("process_bytes", tier), colour=colour)
-        for tier, label, colour in (("host", "host memory", 1), ("device", "the most torch has allocated", 0))
+        Series(label=label, points=story.series("process_bytes", tier), color=color)
+        for tier, label, color in (("host", "host memory", 1), ("device", "the most torch has allocated", 0))
     ]
     drawn.append(_bytes("The whole process", process))
     return [*drawn, *([model.planned({"planned_bytes": story.planned_bytes})] if story.planned_bytes else [])]

@@ -1,4 +1,4 @@
-"""Rows of JSONL as training data: read, tokenized, labelled, and packed into rows of one length.
+"""Rows of JSONL as training data: read, tokenized, labeled, and packed into rows of one length.
 
 Owns the three forms of a line, the labels of its tokens, and the packing. A rank computes its rows from their number,
 so the rows of a step do not depend on the number of ranks. Knows no model; the tokenizer is given.

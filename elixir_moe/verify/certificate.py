@@ -104,7 +104,7 @@ def _checks(
         for step in range(first, last):
             of = f"of step {step + 1}{when}"
             both = ours.losses[step], plain.losses[step]
-            if not step and plain.labelled:
+            if not step and plain.labeled:
                 yield _check("labels of step 1", list(_labels(ours, plain)))
             if not step and exact and plain.modules:
                 yield _check("outputs of modules in step 1", list(_modules(order, ours, plain)))
@@ -202,9 +202,9 @@ def _weighed(order: list[str], ours: float, plain: float, gradients: dict[str, f
 
 def _labels(ours: Record, plain: Record) -> Iterator[_Difference]:
     """Rows whose loss reaches the logits, for each position; the last one has no label in either run."""
-    positions = max(len(ours.labelled), len(plain.labelled))
+    positions = max(len(ours.labeled), len(plain.labeled))
     for position in range(positions):
-        rows = [one.labelled[position] if position < len(one.labelled) else 0 for one in (ours, plain)]
+        rows = [one.labeled[position] if position < len(one.labeled) else 0 for one in (ours, plain)]
         place = f"logits of position {position + 1} of {positions}: the loss of {rows[0]} rows here, {rows[1]} plain"
         yield _difference(place, abs(rows[0] - rows[1]), 0.0)
 

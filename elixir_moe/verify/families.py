@@ -187,7 +187,7 @@ class Inputs:
     batches: str
     """Of the first batch of each of three seeds."""
     weights: str = field(default="")
-    """Of the weights before the first step, adapters included and nothing quantised."""
+    """Of the weights before the first step, adapters included and nothing quantized."""
 
 
 def hashes(source: Drawn, seed: int) -> Inputs:

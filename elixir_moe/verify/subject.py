@@ -79,7 +79,7 @@ class _Asked:
         return model if self.lora is None else with_adapters(model, self.lora, init=False)
 
     def prepared(self, model: Any, *, under_plan: bool) -> Any:
-        """The model with adapters, quantised weights and activation checkpointing. Raises ConfigError if it cannot."""
+        """The model with adapters, quantized weights and activation checkpointing. Raises ConfigError if it cannot."""
         model = self.adapted(model)
         if self.quantized is not None and under_plan:
             quantize(model, self.quantized)

@@ -136,7 +136,7 @@ class Record:
     """Weights after the load into a model that was made anew."""
     frozen: list[str] = field(default_factory=list)
     """Parameters that are not trained, in the plain run."""
-    labelled: list[int] = field(default_factory=list)
+    labeled: list[int] = field(default_factory=list)
     """Rows of the first micro-batch whose loss reaches the logits, for each position; none without such logits."""
     started: Weights = field(default_factory=dict)
     """Weights that `em.wrap(weights=...)` read from a folder of transformers."""
@@ -218,7 +218,7 @@ def _step(setup: Setup, trainee: Trainee, record: Record, step: int) -> None:
     subject, losses = trainee.subject, torch.zeros((), dtype=torch.float64)
     for micro in range(setup.accumulation):
         rows = own_rows(batch_of(subject, step, micro))
-        with _labels_counted(subject.model, record.labelled, counted=not (step or micro)):
+        with _labels_counted(subject.model, record.labeled, counted=not (step or micro)):
             with _modules_watched(subject.model, record.modules, watched=not (step or micro)):
                 loss = subject.step(trainee.runs, rows)
             trainee.backward(loss, last=micro + 1 == setup.accumulation)
@@ -281,8 +281,8 @@ def _modules_watched(model: nn.Module, sums: dict[str, float], *, watched: bool)
 def _add_over_ranks(record: Record) -> None:
     """Makes what one rank has seen of the first micro-batch what all have."""
     seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, (record.labelled, record.modules))
-    record.labelled = [sum(rows) for rows in zip(*(labelled for labelled, _ in seen), strict=True)]
+    dist.all_gather_object(seen, (record.labeled, record.modules))
+    record.labeled = [sum(rows) for rows in zip(*(labeled for labeled, _ in seen), strict=True)]
     record.modules = {name: sum(modules.get(name, 0.0) for _, modules in seen) for name in record.modules}
 
 
@@ -385,7 +385,7 @@ class Wrapped:
 
 
 def _full(model: nn.Module) -> Weights:
-    """All weights on rank 0, those of quantised ones as they decode."""
+    """All weights on rank 0, those of quantized ones as they decode."""
     whole = full_state_dict(model)
     if whole:
         for name, _, _, packed in packed_parameters(model):
@@ -450,7 +450,7 @@ def _plain_step(
         ranks = setup.ranks if step < setup.steps else setup.resumed_ranks
         parts = [batch] if counts_over_ranks(model) else list(parts_of(batch, ranks))
         for rows in parts:
-            with _labels_counted(model, record.labelled, counted=not (step or micro)):
+            with _labels_counted(model, record.labeled, counted=not (step or micro)):
                 with _modules_watched(model, record.modules, watched=not (step or micro)):
                     loss = subject.step(model, rows) / (setup.accumulation * len(parts))
                 loss.backward()

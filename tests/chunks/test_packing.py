@@ -243,7 +243,7 @@ def test_blocks_are_as_wide_as_the_widest_cached_chunk() -> None:
 
 @pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
 def test_bytes_fill_blocks_as_wide_as_those_of_other_chunks(wide: torch.dtype) -> None:
-    """Bytes of quantised weights beside an embedding and a head: as many as fill an element count as one."""
+    """Bytes of quantized weights beside an embedding and a head: as many as fill an element count as one."""
     rest, packed = (replace(KEY, ranks=(0,), dtype=dtype, trainable=False) for dtype in (wide, torch.uint8))
     small = replace(KEY, ranks=(0,), dtype=torch.float64)  # a few adapters have a chunk of their own, and no say
     params = [param(8192, rest), *(param(4096, packed) for _ in range(16)), param(8192, rest), param(8, small)]

@@ -168,7 +168,7 @@ def test_shrinking_keeps_the_kind() -> None:
         (("--module", f"{CASES}:sound", "--with", "deepspeed"), "DS_BUILD_OPS=0 pip install deepspeed"),
         (("--model", "opt-2.7b", "--with", "ddp"), "other libraries have no model of this name"),
         (("--module", f"{CASES}:sound", "--script", "/any"), "--script needs --with PEER"),
-        (("--suite", "--with", "ddp"), "--with is of one model"),
+        (("--suite", "--with", "ddp"), "--with compares one model"),
         (("--check", "/no/such/file"), "cannot be read as a certificate"),
         (("--suite", "--only", "gwen*"), "matches no row"),
         (("--hf", "/no/such/folder"), "expected a config.json or its folder"),

@@ -80,7 +80,7 @@ def shared_pages() -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def quantised() -> tuple[nn.Module, Any]:
+def quantized() -> tuple[nn.Module, Any]:
     """The same with packed weights."""
     model, optimizer = build()
     em.quantize(model, "int8")
@@ -120,7 +120,7 @@ def run(shared: bool, dtype: torch.dtype, packed: bool, blocks: int) -> dict[str
         facts["sent"] = sent(model)
         return 0.0
 
-    made = quantised if packed else build
+    made = quantized if packed else build
     found = trained(made, backward, plan, 3, after=after, between=between, compute_dtype=dtype)
     return {**found, **facts}
 

@@ -151,14 +151,14 @@ def cast(dtype: torch.dtype) -> list[Tensor]:
     return [tokens.detach().to(dtype), chosen, weights.detach().to(dtype)]
 
 
-@pytest.mark.parametrize("order", ["quantised first", "adapted first", "tiled first"])
+@pytest.mark.parametrize("order", ["quantized first", "adapted first", "tiled first"])
 @pytest.mark.parametrize("layout", ["gate", "up", "gate transposed bias"])
 def test_adapters_beside_bytes(order: str, layout: str) -> None:
     stacks = ("gate_up_proj", "up_proj", "down_proj")
     base = Layer(LAYOUTS[layout]).requires_grad_(False)
     decoded = em.dequantize(em.quantize(deepcopy(base), "nf4", targets="*"))
     wanted = gradients(adapted(decoded, stacks))
-    if order == "quantised first":
+    if order == "quantized first":
         model = em.group_experts(adapted(em.quantize(base, "nf4", targets="*"), stacks))
     else:
         model = adapted(base, stacks)
@@ -166,13 +166,13 @@ def test_adapters_beside_bytes(order: str, layout: str) -> None:
             em.tile(model, at_most=2 * 2 * D * H * 4)
         model = em.quantize(model, "nf4", targets="*_proj*", skip="*lora*")
     assert_same(gradients(model), wanted)
-    with pytest.raises(em.ConfigError, match=r"merge: the weight '(down|up|gate_up)_proj' is (quantised|in tiles)"):
+    with pytest.raises(em.ConfigError, match=r"merge: the weight '(down|up|gate_up)_proj' is (quantized|in tiles)"):
         model.merge_adapter()
 
 
 def test_bytes_that_peft_would_add_to_are_named() -> None:
     model = em.quantize(Layer(LAYOUTS["gate"]).requires_grad_(False), "int8", targets="*")
-    with pytest.raises(em.UsageError, match=r"adapters to 'gate_up_proj', which is quantised: call em.wrap, or em.gro"):
+    with pytest.raises(em.UsageError, match=r"adapters to 'gate_up_proj', which is quantized: call em.wrap, or em.gro"):
         adapted(model, ("gate_up_proj", "down_proj"))(*routed())
 
 
@@ -204,7 +204,7 @@ def test_no_tensor_is_as_large_as_the_stack(bytes_: bool) -> None:
     assert largest["ours"] < stack <= largest["peft"], largest
 
 
-@pytest.mark.parametrize("way", ["grouped", "quantised", "tiled and quantised"])
+@pytest.mark.parametrize("way", ["grouped", "quantized", "tiled and quantized"])
 def test_copies_and_pickles(way: str) -> None:
     model: Any = adapted(FAMILIES["qwen3-moe"].build().requires_grad_(False), ("gate_up_proj", "down_proj"))
     if way.startswith("tiled"):

@@ -62,7 +62,7 @@ def oracle(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = tokens @ layer.router.weight.T
     probabilities = logits.softmax(-1)
     weights, choices = probabilities.topk(k, dim=-1)
-    if layer.router.normalise:
+    if layer.router.normalize:
         weights = weights / weights.sum(-1, keepdim=True)
     capacity = math.inf if layer.capacity_factor is None else math.ceil(layer.capacity_factor * k * len(tokens) / E)
     out = [torch.zeros(D) for _ in tokens]
@@ -93,7 +93,7 @@ def gradients(layer: MoE) -> dict[str, Tensor]:
 OPTIONS = {
     "top1": {},
     "top2": {"top_k": 2},
-    "top2-normalised": {"top_k": 2, "normalise": True},
+    "top2-normalized": {"top_k": 2, "normalize": True},
     "top4": {"top_k": 4},
     "tight": {"capacity_factor": 0.6},
     "tight-top2": {"capacity_factor": 0.8, "top_k": 2},
@@ -424,7 +424,7 @@ def test_planned_without_data() -> None:
     [
         ({"top_k": 5}, "top_k=5 of 4 experts"),
         ({"top_k": 0}, "top_k=0"),
-        ({"normalise": True}, "top_k=1"),
+        ({"normalize": True}, "top_k=1"),
         ({"capacity_factor": 0.0}, "capacity_factor=0.0"),
         ({"capacity_factor": -1.0}, "capacity_factor=-1.0"),
     ],

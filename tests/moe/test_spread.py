@@ -186,15 +186,15 @@ def saved_and_read(folder: str) -> list[dict[str, Tensor]]:
         em.load(f"{folder}/checkpoint", model, optimizer)
         states.append(em.full_state_dict(model, all_ranks=True))
         optimizer.close()
-    for quantised in (False, True):
+    for quantized in (False, True):
         with torch.device("meta"):
             model = FAMILIES["qwen3-moe"].build()
         em.spread_experts(model, em.expert_mesh(em.init_mesh(device_type="cpu"), 2))
-        if quantised:
+        if quantized:
             em.quantize(model.requires_grad_(False), "int8", targets="*.experts*")
             model.lm_head.requires_grad_(True)
         model, optimizer = em.wrap(model, make_optimizer(model), plan=PLANS["zero3"], weights=f"{folder}/weights")
-        if not quantised:
+        if not quantized:
             states.append(em.full_state_dict(model, all_ranks=True))
         else:
             loss = FAMILIES["qwen3-moe"].loss(model, {k: mine(v) for k, v in batch().items()})

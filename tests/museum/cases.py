@@ -161,7 +161,7 @@ def divided_by_replicas() -> Iterator[None]:
 
 @contextmanager
 def no_gradient_to_the_input() -> Iterator[None]:
-    """A quantised product has a forward alone: what comes before it gets no gradient through it."""
+    """A quantized product has a forward alone: what comes before it gets no gradient through it."""
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         return (None,) * 6
@@ -328,7 +328,7 @@ CASES = {
         says="module first, weight: differs by",
     ),
     "frozen-router": Case(
-        fault="the router gets no gradient: its weights pass a cast, or are normalised to a constant",
+        fault="the router gets no gradient: its weights pass a cast, or are normalized to a constant",
         seen=("jingyaogong/minimind#858", "deepspeedai/DeepSpeed#8377"),
         plant=frozen_router,
         source=partial(of_family, "qwen3-moe"),

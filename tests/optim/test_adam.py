@@ -183,7 +183,7 @@ def test_threads_share_the_work_without_a_trace(threads: int, numel: int) -> Non
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_compute_shard_is_rounded_as_torch_rounds(dtype: torch.dtype, isa: str) -> None:
-    # Every value of the dtype, the float halfway to its neighbour, and the floats beside both: all ties and all edges.
+    # Every value of the dtype, the float halfway to its neighbor, and the floats beside both: all ties and all edges.
     value = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
     halfway = (value.view(torch.int32) + (1 << (15 if dtype == torch.bfloat16 else 12))).view(torch.float32)
     exact = torch.cat([value, halfway]).view(torch.int32)

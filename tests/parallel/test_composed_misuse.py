@@ -303,7 +303,7 @@ def test_a_scheduler_may_be_built_before_wrap(kind: Any, recwarn: pytest.Warning
 def test_modules_that_came_after_wrap_are_named() -> None:
     model, optimizer = em.wrap(model := model_of(), torch.optim.SGD(model.parameters(), lr=0.1), plan=PLAN)
     model.append(nn.Linear(8, 2))
-    with pytest.raises(UsageError, match=r"the model has \['3.weight', '3.bias'\] now"):
+    with pytest.raises(UsageError, match=r"the model has \['3.weight', '3.bias'\], which were not there in wrap"):
         em.full_state_dict(model, all_ranks=True)
     optimizer.close()
 

@@ -58,7 +58,7 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
-def parallelise(model: Model, tp: DeviceMesh, sequence_parallel: bool) -> None:
+def parallelize(model: Model, tp: DeviceMesh, sequence_parallel: bool) -> None:
     tokens = Shard(1) if sequence_parallel else Replicate()
     parallelize_module(
         model,
@@ -108,7 +108,7 @@ def wrapped(tp: int, sequence_parallel: bool, plans: dict[str, em.Plan]) -> dict
     for name, plan in plans.items():
         torch.manual_seed(2)
         model = Model()
-        parallelise(model, mesh["tp"], sequence_parallel)
+        parallelize(model, mesh["tp"], sequence_parallel)
         model, optimizer = em.wrap(model, adamw(model), plan=plan)
         norms = []
         for step in range(STEPS):
@@ -128,7 +128,7 @@ def counted() -> tuple[int, int, int]:
     mesh = em.init_mesh(tp=2, device_type="cpu")
     model = Model()
     whole = sum(p.numel() for p in model.parameters())
-    parallelise(model, mesh["tp"], False)
+    parallelize(model, mesh["tp"], False)
     before = trace(model, loss_of, batch(0), world=dist.get_world_size(), rank=dist.get_rank()).parameters
     annotate_dtensors(model)
     after = trace(model, loss_of, batch(0), world=dist.get_world_size(), rank=dist.get_rank()).parameters
@@ -164,7 +164,7 @@ def half_precision() -> None:
     mesh = em.init_mesh(tp=2, device_type="cpu")
     torch.manual_seed(2)
     model = Model()
-    parallelise(model, mesh["tp"], False)
+    parallelize(model, mesh["tp"], False)
     before = {name: p.full_tensor().detach().clone() for name, p in model.blocks.named_parameters() if "up" in name}
     model, optimizer = em.wrap(model, adamw(model), plan=em.Plan.zero2(), compute_dtype=torch.bfloat16)
     after = em.full_state_dict(model, all_ranks=True)

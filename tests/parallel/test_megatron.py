@@ -295,7 +295,7 @@ def bad_inputs() -> dict[str, str]:
 
     case, said = Case(tp=2), {}
     with shims():
-        said["not initialised"] = _message(ConfigError, megatron.annotate, nn.Linear(2, 2))
+        said["not initialized"] = _message(ConfigError, megatron.annotate, nn.Linear(2, 2))
         early = _column(case)
         with model_parallel(case.one()):
             stale = _column(case.one())
@@ -351,7 +351,7 @@ def bad_inputs() -> dict[str, str]:
 def test_what_cannot_be_right_is_refused_by_name(ranks: Ranks) -> None:
     for rank, said in enumerate(ranks(2).run(bad_inputs)):
         expected = {
-            "not initialised": "initialize_model_parallel(...) before the model is built",
+            "not initialized": "initialize_model_parallel(...) before the model is built",
             "built before": "was built with tp_group none, Megatron's is [0, 1] now",
             "built on other groups": "was built with tp_group none, Megatron's is [0, 1] now",
             "no pattern": "'weight' has the Pattern(mesh(dp=2), replicate=('dp',)), but Megatron built it by",

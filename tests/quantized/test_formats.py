@@ -61,7 +61,7 @@ def test_experts_and_slices_change_no_byte(name: str, dtype: torch.dtype, monkey
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_weight_becomes_the_nearest_value(name: str) -> None:
-    """Half a step between neighbouring values, which are all that a block can show, is the most that is lost."""
+    """Half a step between neighboring values, which are all that a block can show, is the most that is lost."""
     scheme = SCHEMES[name]
     weight = weights(256, 192)
     codes, scales = scheme.encode(weight)

@@ -130,7 +130,7 @@ def test_under_autocast_the_weight_is_decoded_in_its_dtype() -> None:
         assert found.dtype == torch.bfloat16 and torch.equal(found, plain.blocks[0].up(x))
 
 
-def test_tiles_are_quantised_where_they_cut_no_block() -> None:
+def test_tiles_are_quantized_where_they_cut_no_block() -> None:
     whole, tiled = model(), em.tile(model(), at_most=25_000)
     assert type(tiled.blocks[0].up).__name__ == "TiledLinear"
     with pytest.raises(ConfigError, match="has rows 0 to 96 of 192, which cuts blocks of 128"):

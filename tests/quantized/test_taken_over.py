@@ -1,4 +1,4 @@
-"""Models whose layers another library has quantised: `wrap` takes them over with their bytes.
+"""Models whose layers another library has quantized: `wrap` takes them over with their bytes.
 
 The oracle is the same model before `wrap`, in plain PyTorch with the other library's own layers on this CPU. The layers
 of bitsandbytes decode as this library does, so that the first loss is equal to the bit.
@@ -28,7 +28,7 @@ Ranks = Callable[[int], RankPool]
 FOUR = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 LOADED = {
     "nf4": FOUR,
-    "nf4, scales quantised": FOUR | {"bnb_4bit_use_double_quant": True},
+    "nf4, scales quantized": FOUR | {"bnb_4bit_use_double_quant": True},
     "nf4, stored and computed in bf16": FOUR
     | {"bnb_4bit_quant_storage": torch.bfloat16, "bnb_4bit_compute_dtype": torch.bfloat16},
     "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
@@ -81,7 +81,7 @@ def adapters(model: nn.Module) -> dict[str, Tensor]:
 CASES = [(kind, world) for kind in LOADED for world in (1, 2)]
 
 
-@pytest.mark.parametrize(("kind", "world"), with_further(CASES, [("nf4, scales quantised", 2), ("int8", 1)]))
+@pytest.mark.parametrize(("kind", "world"), with_further(CASES, [("nf4, scales quantized", 2), ("int8", 1)]))
 def test_layers_of_bitsandbytes_are_taken_over(kind: str, world: int, folder: str, ranks: Ranks) -> None:
     """On several ranks the oracle's ranks train apart from one another, so that the first loss alone compares."""
     for found in ranks(world).run(beside_plain, folder, kind):
@@ -154,10 +154,10 @@ def test_what_has_no_equal_is_refused_by_name(kind: str, folder: str) -> None:
     assert [type(module) for module in model.modules()] == before
 
 
-def test_layers_that_were_never_quantised_or_have_other_blocks_are_refused() -> None:
+def test_layers_that_were_never_quantized_or_have_other_blocks_are_refused() -> None:
     nn4 = pytest.importorskip("bitsandbytes.nn")
     layer = nn4.Linear4bit(128, 64, quant_type="nf4")
-    with pytest.raises(em.ConfigError, match=r"'0\.weight' \(Linear4bit\) has not been quantised yet.*model\.to"):
+    with pytest.raises(em.ConfigError, match=r"'0\.weight' \(Linear4bit\) has not been quantized yet.*model\.to"):
         check_layers(nn.Sequential(layer))
     layer.weight.blocksize = 128
     with pytest.raises(em.ConfigError, match=r"blocks of 128 weights"):

@@ -1,4 +1,4 @@
-"""A quantised base under every plan: LoRA of small mixtures, beside plain PyTorch with the decoded weights.
+"""A quantized base under every plan: LoRA of small mixtures, beside plain PyTorch with the decoded weights.
 
 The losses of one world are equal to the bit among plans that reduce alike. Beside the oracle, which is one process:
 to the bit on one rank, and on several within `tests.support.parity`'s tolerance, for the order of sums over ranks.
@@ -196,7 +196,7 @@ def resumed(folder: str) -> tuple[list[float], list[float]]:
     return found[0], found[1]
 
 
-def test_a_model_without_memory_is_quantised_when_it_is_drawn(ranks: Ranks) -> None:
+def test_a_model_without_memory_is_quantized_when_it_is_drawn(ranks: Ranks) -> None:
     (plain, drawn), *_ = ranks(1).run(drawn_beside_plain)
     assert plain.keys() == drawn.keys()
     for name, value in plain.items():
@@ -204,7 +204,7 @@ def test_a_model_without_memory_is_quantised_when_it_is_drawn(ranks: Ranks) -> N
 
 
 def drawn_beside_plain() -> tuple[dict[str, Tensor], ...]:
-    """(rank) The state of a quantised model that had its weights before `wrap`, and of one that had none."""
+    """(rank) The state of a quantized model that had its weights before `wrap`, and of one that had none."""
     states = []
     for around in (contextlib.nullcontext, em.sharded_init):
         with around():
@@ -247,8 +247,8 @@ def test_what_cannot_be_kept_or_adapted_is_refused_by_name(ranks: Ranks, tmp_pat
 REFUSED = (
     r"'model\.layers\.0\.self_attn\.q_proj\.weight' is packed as nf4.*em\.save keeps",
     r"adapters \(target_parameters\) on 'weight', which is packed as nf4",
-    r"use_dora=True, which reads the weights of the base",
-    r"A base that was quantised here is read in bf16",
+    r"use_dora=True, which reads the base's weights",
+    r"A base that was quantized here is read in bf16",
 )
 
 
@@ -288,7 +288,7 @@ def test_adapters_are_merged_into_decoded_weights() -> None:
     torch.testing.assert_close(merged(input_ids=batch(0)).logits, before, rtol=1e-4, atol=1e-5)
 
 
-def test_tiles_are_quantised_one_by_one(ranks: Ranks) -> None:
+def test_tiles_are_quantized_one_by_one(ranks: Ranks) -> None:
     """Names and bytes are those of whole weights, and so are losses, but for the order of sums in gradients."""
     whole, *others = ranks(1).run(tiled_beside_whole)[0]
     for losses, state, _ in others:
@@ -300,7 +300,7 @@ def test_tiles_are_quantised_one_by_one(ranks: Ranks) -> None:
 
 
 def tiled_beside_whole() -> list[tuple[list[float], dict[str, Tensor], int]]:
-    """(rank) Losses, frozen state and blocks of a quantised model: whole, in tiles, and with these in regions."""
+    """(rank) Losses, frozen state and blocks of a quantized model: whole, in tiles, and with these in regions."""
     found = []
     for tiles, regions in ((False, False), (True, False), (True, True)):
         model: Any = adapted(base())

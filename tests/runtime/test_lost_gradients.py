@@ -172,7 +172,7 @@ class Empty(nn.Module):
 
 
 @pytest.mark.parametrize("plan", [em.Plan.ddp(), em.Plan.offload(rcache_blocks=4, chunk_numel=32)], ids=["ddp", "host"])
-def test_a_parameter_without_elements_takes_no_gradient_from_its_neighbour(plan: em.Plan) -> None:
+def test_a_parameter_without_elements_takes_no_gradient_from_its_neighbor(plan: em.Plan) -> None:
     def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for step in range(3):
             mean_square(model, torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).backward()

@@ -250,7 +250,7 @@ def test_the_optimizers_state_is_saved_by_the_library(pair: Pair, use: Callable[
     rate, before = optimizer.param_groups[0]["lr"], em.full_state_dict(model, all_ranks=True)
     with pytest.raises(em.UsageError, match=r"kept in shards.*em\.save.*em\.load.*param_groups"):
         use(model, optimizer)
-    assert optimizer.param_groups[0]["lr"] == rate, "torch sets it to 0 for a step that initialises the state"
+    assert optimizer.param_groups[0]["lr"] == rate, "torch sets it to 0 for a step that initializes the state"
     em.save(tmp_path / "saved", model, optimizer)
     backward(pair)
     optimizer.step()

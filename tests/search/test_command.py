@@ -168,7 +168,7 @@ def test_a_frozen_model_costs_its_bytes_and_adapters_their_state(
     assert plain["bytes_per_parameter"] == pytest.approx(plain["gib"] * 2**30 / (frozen + trained))
 
 
-def test_an_estimate_quantises_what_is_frozen_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_estimate_quantizes_what_is_frozen_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--quantize", "nf4"]) == 2
     assert "give the number of trained ones by --adapters" in capsys.readouterr().err
 

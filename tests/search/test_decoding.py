@@ -1,4 +1,4 @@
-"""The bytes that the decoding of quantised weights moves, as a trace counts them, and those of a narrow update."""
+"""The bytes that the decoding of quantized weights moves, as a trace counts them, and those of a narrow update."""
 
 from typing import Any
 

@@ -195,7 +195,7 @@ PACKED = [(scheme, home, world) for scheme in QUANTIZED for home in PLANS for wo
 
 
 @pytest.mark.parametrize(("scheme", "home", "world"), with_further(PACKED, (("nf4", "disk", 1), ("mxfp4", "host", 2))))
-def test_bytes_of_a_quantised_base_are_those_that_a_run_holds(
+def test_bytes_of_a_quantized_base_are_those_that_a_run_holds(
     scheme: str, home: str, world: int, tmp_path: Path, ranks: Ranks
 ) -> None:
     further = ("--gpus", str(world), *(("--quantize", scheme) if scheme == "nf4" else ()))
@@ -218,7 +218,7 @@ def test_bytes_of_a_quantised_base_are_those_that_a_run_holds(
         ("mxfp4", (), "has weights in mxfp4: quantized weights are frozen"),
     ],
 )
-def test_what_is_quantised_is_frozen(name: str, further: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_what_is_quantized_is_frozen(name: str, further: tuple[str, ...], message: str, tmp_path: Path) -> None:
     with pytest.raises(em.ConfigError, match=message):
         task_asked(asked(tmp_path, name, False, *further))
 

@@ -137,7 +137,7 @@ def adapters() -> Case:
     return traced(model, loss, IDS, decoder(6, "base_model.model."))
 
 
-def quantised() -> Case:
+def quantized() -> Case:
     """Codes, scales and adapters."""
     pytest.importorskip("peft")
 
@@ -150,7 +150,7 @@ def quantised() -> Case:
     )
 
 
-CASES = {case.__name__: case for case in (llama, qwen, gpt2, sized, t5, adapters, quantised)}
+CASES = {case.__name__: case for case in (llama, qwen, gpt2, sized, t5, adapters, quantized)}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -37,7 +37,7 @@ DENSE = GPTConfig(**SHAPE, tie_embeddings=True)
 EXPERTS = GPTConfig(**SHAPE, experts=(2, 4), ep=(1, 2), residual=True)
 
 
-class Initialised(nn.Module):
+class Initialized(nn.Module):
     """One parameter for each way in which modules draw their values."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def plain_gpt(config: GPTConfig) -> GPT:
 
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
-    "initialised": Initialised,
+    "initialized": Initialized,
     "transformer": lambda: nn.Transformer(16, 2, 2, 2, 32),
     "dense": lambda: plain_gpt(DENSE),
     "experts": lambda: plain_gpt(EXPERTS),
@@ -107,7 +107,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
-QUICK = ("initialised", "transformer", "dense", "experts", "gpt2", "llama", "mixtral")
+QUICK = ("initialized", "transformer", "dense", "experts", "gpt2", "llama", "mixtral")
 
 
 @pytest.mark.parametrize("name", with_further(BUILDERS, QUICK))
@@ -123,7 +123,7 @@ def test_every_tensor_is_that_of_a_plain_start(name: str) -> None:
 
 
 def test_python_code_sees_the_values_of_a_plain_start() -> None:
-    plain, model = both(Initialised)
+    plain, model = both(Initialized)
     assert model.rates == plain.rates
     assert model.looks == plain.looks == (False, "cpu", 15)
 
@@ -152,7 +152,7 @@ class Changed(nn.Module):
         self.kept = [{"rates": torch.rand(3)}, (torch.zeros(2), self.table)]
 
 
-def initialise(module: nn.Module) -> None:
+def initialize(module: nn.Module) -> None:
     """As many models do, through `data`."""
     if isinstance(module, nn.Linear):
         module.weight.data.normal_(std=0.02)
@@ -165,7 +165,7 @@ def by_init(model: Any) -> None:
 
 
 def by_apply(model: Any) -> None:
-    model.apply(initialise)
+    model.apply(initialize)
 
 
 def by_state_dict(model: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import elixir_moe as em
-from tests.parallel.test_dtensor import Model, adamw, batch, loss_of, parallelise
+from tests.parallel.test_dtensor import Model, adamw, batch, loss_of, parallelize
 from tests.support.checkpoint_cases import assert_same, everything
 from tests.support.ranks import RankPool
 
@@ -26,7 +26,7 @@ def train(tp: int, first: int, last: int, source: Path | None = None, target: Pa
     torch.manual_seed(2 if source is None else 3)
     model = Model()
     if tp > 1:
-        parallelise(model, mesh["tp"], sequence_parallel=False)
+        parallelize(model, mesh["tp"], sequence_parallel=False)
     model, optimizer = em.wrap(model, adamw(model), plan=PLAN)
     if source is not None:
         em.load(source, model, optimizer)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints in the layouts in which they are shipped: the bytes in the files are the bytes in the shards.
+"""Quantized checkpoints in the layouts in which they are shipped: the bytes in the files are the bytes in the shards.
 
 Folders are made here as their makers publish them: FP8 mixtures with one tensor per expert and factors in bfloat16,
 gpt-oss's stacks with a dim for blocks. The oracle is plain PyTorch with the decoded weights.
@@ -282,7 +282,7 @@ def refused(scheme: str, folder: Path, change: str) -> tuple[str, str, bool]:
     model = without_data(scheme)
     if change == "trained":
         model.model.layers[1].self_attn.q_proj.requires_grad_(True)
-    if change == "quantised otherwise":
+    if change == "quantized otherwise":
         em.quantize(model, "int8", targets="*.0.self_attn.q_proj")
     if "tiles" in change:
         em.tile(model, at_most=AT_MOST)
@@ -310,7 +310,7 @@ def edited(folder: Path, **changes: Any) -> None:
     ("change", "kind", "message"),
     [
         ("trained", "ConfigError", "'model.layers.1.self_attn.q_proj.weight' is trained, and bytes have no gradient"),
-        ("quantised otherwise", "ConfigError", "'model.layers.0.self_attn.q_proj.weight' is int8 in the model"),
+        ("quantized otherwise", "ConfigError", "'model.layers.0.self_attn.q_proj.weight' is int8 in the model"),
         ("later", "PlanError", "chunk"),
         ("later, in tiles", "PlanError", "chunk"),
     ],
@@ -351,8 +351,8 @@ def test_codes_without_scales_are_no_weights(ranks: Ranks, tmp_path: Path) -> No
     assert found[0] == "CheckpointError" and "q_proj.weight' is F8_E4M3 in the folder" in found[1], found
 
 
-def quantised_while_read(folder: Path, drawn: bool, tiled: bool) -> dict[str, Tensor]:
-    """(rank) The bytes of a model that is quantised on meta, or under `sharded_init`, and read from full weights."""
+def quantized_while_read(folder: Path, drawn: bool, tiled: bool) -> dict[str, Tensor]:
+    """(rank) The bytes of a model that is quantized on meta, or under `sharded_init`, and read from full weights."""
     with em.sharded_init() if drawn else torch.device("meta"):
         model = built("mxfp4")
         em.quantize(em.tile(model, at_most=AT_MOST) if tiled else model, "nf4")
@@ -370,7 +370,7 @@ def test_full_weights_become_bytes_while_they_are_read(drawn: bool, tiled: bool,
     model = built("mxfp4")
     save_file({name: weight.clone() for name, weight in model.state_dict().items()}, tmp_path / "model.safetensors")
     wanted = dict(em.quantize(model, "nf4").named_parameters())
-    for found in ranks(2).run(quantised_while_read, tmp_path, drawn, tiled):
+    for found in ranks(2).run(quantized_while_read, tmp_path, drawn, tiled):
         assert len(found) == 2 * 2 * (4 + 2)
         for name, value in found.items():
             assert torch.equal(value, wanted[name]), name

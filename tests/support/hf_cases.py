@@ -35,7 +35,7 @@ def causal(step: int) -> Batch:
 
 
 def masked(step: int) -> Batch:
-    """Every token is to be told from its neighbours; the last two of each row are padding."""
+    """Every token is to be told from its neighbors; the last two of each row are padding."""
     mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
     mask[:, -2:] = 0
     return {"input_ids": ids(step), "attention_mask": mask, "labels": ids(step + 50)}

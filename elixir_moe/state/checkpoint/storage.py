@@ -234,7 +234,7 @@ def _remove_if_dead(partial: Path) -> bool:
 
 
 def _remove(partial: Path) -> bool:
-    """Deletes a partial checkpoint; the manifest, by which it is recognised, last."""
+    """Deletes a partial checkpoint; the manifest, by which it is recognized, last."""
     for path in partial.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
