@@ -35,7 +35,7 @@ _MEANINGFUL: dict[str, tuple[str, ...]] = {
     "zero2": ("chunk_numel", "reduce_dtype", "host_checkpoints", "master", "moments"),
     "zero3": ("rcache", "rcache_blocks", "chunk_numel", "reduce_dtype", "host_checkpoints", "master", "moments"),
     "offload": (
-        *("device", "host", "disk", "values_on_disk", "verify", "rcache"),
+        *("device", "host", "disk", "values_on_disk", "verify", "shared_frozen", "rcache"),
         *("rcache_blocks", "device_chunks", "disk_chunks", "chunk_numel", "reduce_dtype", "host_checkpoints"),
         *("master", "moments"),
     ),
@@ -149,6 +149,8 @@ class PlanConfig:
     null: false."""
     verify: bool | None = None
     """Compare checksums of everything read from disk; null: false."""
+    shared_frozen: bool | None = None
+    """Keep frozen weights once for all ranks of a host, gathered without a collective (offload); null: false."""
     chunk_numel: int | None = None
     """Elements of a chunk (zero2, zero3, offload); null: the smallest length that wastes little memory."""
     hardware: str | None = None

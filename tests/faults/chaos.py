@@ -2,9 +2,11 @@
 
     python -m tests.faults.chaos --points 200
 
+Half of the trainings are of a mixture, and half of a frozen base whose chunks both ranks share in one piece of memory.
 Each point kills one of two ranks with SIGKILL at the n-th call of a function of the library, in the training thread or
 in the one that saves, n drawn from a seed. The other rank must end with an error of its own; what was committed must be
-there; and the same command, given again, must end in the state of the unbroken run, bit for bit.
+there; and the same command, given again, must end in the state of the unbroken run, bit for bit. Nothing else is left:
+no process, no shared memory that one holds, and no file in /dev/shm.
 """
 
 import argparse
@@ -24,16 +26,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from elixir_moe.cli import main as cli
+from elixir_moe.memory.host_mapping import SharedFile
 from elixir_moe.train import settings
+from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.loop import Loop
+from tests.support.adapter_cases import WIDTH, Adapted
 from tests.support.checkpoint_cases import assert_same
+from tests.support.shared_memory import abandoned, holders, sessions_of
 from tests.support.train_cases import last_state, settings_of, written
 
 RANKS = 2
+KINDS = ("mixture", "shared")
 SAVING = "elixir-save"
 _TIMEOUT_SECONDS = 180
+_SHARED = "shared.txt"
+"""Inodes of the memory that ranks have shared."""
 _LIBRARY = str(Path(cli.__file__).parents[1])
 
 
@@ -48,15 +58,37 @@ class Point:
     """At this call of a function of the library in that thread, counted from the first step on."""
 
 
-def config_of(out: Path) -> Any:
+class Frozen(nn.Module):
+    """Tokens (B, L) -> logits (B, L, 256), by a frozen base and adapters beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 256)
+        for part in (self.embed, self.head):
+            part.requires_grad_(False)
+        self.layers = nn.Sequential(Adapted(), Adapted())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Of `embed`, `layers` and `head`."""
+        logits: Tensor = self.head(self.layers(self.embed(tokens)))
+        return logits
+
+
+def config_of(out: Path, kind: str) -> Any:
     """Four steps, a checkpoint behind each; small enough for hundreds of them."""
-    return settings_of(
-        out,
-        model={"n_layers": 1, "experts": [4], "ep": [2], "seq_len": 8},
-        run={"steps": 4, "eval_every": 4, "eval_batches": 1, "timeout_seconds": 100.0, "global_batch": 4},
-        data={"paths": [str(out.parent / "text.txt")]},
-        save={"every": 1, "keep": 2},
-    )
+    sections: dict[str, Any] = {
+        "run": {"steps": 4, "eval_every": 4, "eval_batches": 1, "timeout_seconds": 100.0, "global_batch": 4},
+        "data": {"paths": [str(out.parent / "text.txt")]},
+        "save": {"every": 1, "keep": 2},
+    }
+    if kind == "mixture":
+        return settings_of(out, model={"n_layers": 1, "experts": [4], "ep": [2], "seq_len": 8}, **sections)
+    sections["run"] |= {"sample_bytes": 0, "out": str(out)}
+    sections["data"] |= {"seq_len": 8}
+    sections["model"] = {"module": "tests.faults.chaos:Frozen"}
+    sections["plan"] = {"kind": "offload", "rcache_blocks": 4, "shared_frozen": True}
+    sections["optimizer"] = {"lr": 3e-3, "warmup_steps": 2}
+    return settings.build(TrainConfig, sections)
 
 
 class Counter:
@@ -84,6 +116,8 @@ class Counter:
 
 def rank_main(out: Path, rank: int, port: int, point: Point | None, counts: Any) -> None:
     """One rank of a run, in a process of its own."""
+    os.setsid()
+    multiprocessing.current_process()._config["semprefix"] = "/chaos"  # type: ignore[attr-defined]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
@@ -98,6 +132,14 @@ def rank_main(out: Path, rank: int, port: int, point: Point | None, counts: Any)
         step(loop)
 
     Loop.step = counting  # type: ignore[method-assign]
+    make = SharedFile.__init__
+
+    def noting(file: SharedFile, nbytes: int) -> None:
+        make(file, nbytes)
+        with (out.parent / _SHARED).open("a") as notes:
+            notes.write(f"{os.fstat(file.descriptor).st_ino}\n")
+
+    SharedFile.__init__ = noting  # type: ignore[method-assign]
     faulthandler.dump_traceback_later(_TIMEOUT_SECONDS / 2)
     code = cli.main(["train", "--config", str(out.parent / "run.yaml"), "--run.out", str(out)])
     if counts is not None:
@@ -125,23 +167,37 @@ def start(out: Path, point: Point | None = None, counts: Any = None) -> list[int
         process.kill()
         process.join()
     assert None not in codes, f"{point}: a rank has not ended within {_TIMEOUT_SECONDS} s: {codes}"
+    left = sessions_of(process.pid for process in ranks)
+    assert not left, f"{point}: processes {left} have outlived the ranks that started them"
     return codes  # type: ignore[return-value]
 
 
 class Sweep:
     """An unbroken run, and broken ones to be compared with it."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, kind: str) -> None:
+        directory.mkdir(exist_ok=True)
+        self._directory, self._named = directory, os.listdir("/dev/shm")
         (directory / "text.txt").write_text("".join(chr(97 + (i * i) % 23) for i in range(4000)))
-        (directory / "run.yaml").write_text(settings.to_yaml(config_of(directory / "whole")))
+        (directory / "run.yaml").write_text(settings.to_yaml(config_of(directory / "whole", kind)))
         counts = multiprocessing.get_context("forkserver").Queue()
         assert start(directory / "whole", None, counts) == [0, 0], (directory / "said-0.txt").read_text()
         self.calls = dict(counts.get() for _ in range(RANKS))
+        assert (directory / _SHARED).exists() == (kind == "shared")
+        self._nothing_left("the unbroken run")
         self._state, self._metrics = last_state(directory / "whole"), written(directory / "whole")["metrics"]
 
     def _said(self) -> str:
         return "".join((self._directory / f"said-{rank}.txt").read_text() for rank in range(RANKS))
+
+    def _nothing_left(self, where: str) -> None:
+        """Memory that ranks shared ends with them, and nothing is in /dev/shm."""
+        notes = self._directory / _SHARED
+        if notes.exists():
+            held = holders(map(int, notes.read_text().split()))
+            assert not held, f"{where}: processes {held} still have shared chunks"
+            notes.unlink()
+        assert not (files := abandoned(self._named)), f"{where}: {files} are left in /dev/shm"
 
     def points(self, number: int, seed: int) -> Iterator[Point]:
         """Half of them in each thread."""
@@ -154,6 +210,7 @@ class Sweep:
         """Kills at `point`, goes on, and compares; says from which step the run went on."""
         out = self._directory / f"broken-{number}"
         codes = start(out, point)
+        self._nothing_left(str(point))
         other = 1 - point.rank
         if codes[point.rank] == 0:  # the order of threads was another, and the point did not come
             assert codes == [0, 0]
@@ -167,6 +224,7 @@ class Sweep:
             how = "done already"
             if status.get("state") != "done":
                 assert start(out) == [0, 0], f"{point}: {self._said()}"
+                self._nothing_left(f"{point}, after going on")
                 resumed = [text for kind, text in written(out)["events"] if kind == "resumed"]
                 step = int(resumed[-1].rpartition(" ")[2]) if resumed else 0
                 assert step >= committed, f"{point}: step {committed} was committed, the run went on from {step}"
@@ -184,17 +242,25 @@ def main(arguments: list[str] | None = None, say: Callable[[str], None] = print)
     parser.add_argument("--points", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="this point alone")
+    parser.add_argument("--kind", choices=KINDS, help="of training; by default half of the points each")
     options = parser.parse_args(arguments)
     outcomes: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as directory:
-        sweep = Sweep(Path(directory))
-        say(f"calls by rank and thread: {json.dumps(sweep.calls)}")
-        for number, point in enumerate(sweep.points(options.points, options.seed)):
-            if options.only in (None, number):
-                how = sweep.check(number, point)
-                outcomes[how] = outcomes.get(how, 0) + 1
-                say(f"{number:4} rank {point.rank}, {point.thread} call {point.call}: {how}")
-    say(f"{sum(outcomes.values())} points, every run equal to the unbroken one: {json.dumps(outcomes)}")
+        kinds = KINDS if options.kind is None else (options.kind,)
+        number = 0
+        for kind in kinds:
+            sweep = Sweep(Path(directory) / kind, kind)
+            say(f"{kind}: calls by rank and thread: {json.dumps(sweep.calls)}")
+            for point in sweep.points(options.points // len(kinds), options.seed):
+                if options.only in (None, number):
+                    how = sweep.check(number, point)
+                    outcomes[how] = outcomes.get(how, 0) + 1
+                    say(f"{number:4} {kind}, rank {point.rank}, {point.thread} call {point.call}: {how}")
+                number += 1
+    say(
+        f"{sum(outcomes.values())} points, every run equal to the unbroken one, and nothing left behind: "
+        f"{json.dumps(outcomes)}"
+    )
     return 0
 
 
