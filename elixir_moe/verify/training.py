@@ -218,7 +218,7 @@ def _step(setup: Setup, trainee: Trainee, record: Record, step: int) -> None:
     subject, losses = trainee.subject, torch.zeros((), dtype=torch.float64)
     for micro in range(setup.accumulation):
         rows = own_rows(batch_of(subject, step, micro))
-        with _labels_counted(subject.model, record.labeled, counted=not (step or micro)):
+        with labels_counted(subject.model, record.labeled, counted=not (step or micro)):
             with _modules_watched(subject.model, record.modules, watched=not (step or micro)):
                 loss = subject.step(trainee.runs, rows)
             trainee.backward(loss, last=micro + 1 == setup.accumulation)
@@ -238,7 +238,7 @@ def own_rows(batch: Any) -> Any:
 
 
 @contextmanager
-def _labels_counted(model: nn.Module, rows: list[int], *, counted: bool) -> Iterator[None]:
+def labels_counted(model: nn.Module, rows: list[int], *, counted: bool) -> Iterator[None]:
     """Adds to `rows`, for each position of the logits, the rows of the batch whose loss depends on them."""
 
     def note(gradient: Tensor) -> None:
@@ -250,8 +250,10 @@ def _labels_counted(model: nn.Module, rows: list[int], *, counted: bool) -> Iter
         if isinstance(logits, Tensor) and logits.dim() == 3 and logits.requires_grad:
             logits.register_hook(note)
 
-    called: Any = model.base_model if hasattr(model, "peft_config") else model  # the first to return the logits
-    hook = called.register_forward_hook(watch, prepend=True) if counted else None  # hooks of peers may replace them
+    called: Any = model
+    if hasattr(model, "get_base_model"):
+        called = called.get_base_model()  # of peft, which may call it past all that is around it
+    hook = called.register_forward_hook(watch, prepend=True) if counted else None  # hooks of peers may replace logits
     try:
         yield
     finally:
@@ -450,7 +452,7 @@ def _plain_step(
         ranks = setup.ranks if step < setup.steps else setup.resumed_ranks
         parts = [batch] if counts_over_ranks(model) else list(parts_of(batch, ranks))
         for rows in parts:
-            with _labels_counted(model, record.labeled, counted=not (step or micro)):
+            with labels_counted(model, record.labeled, counted=not (step or micro)):
                 with _modules_watched(model, record.modules, watched=not (step or micro)):
                     loss = subject.step(model, rows) / (setup.accumulation * len(parts))
                 loss.backward()

@@ -4,13 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import torch
+import transformers
 
 from elixir_moe.cli.main import main
 from elixir_moe.names import PEERS, PLANS
 from elixir_moe.verify.peers import _KINDS
 from elixir_moe.verify.plans import asked
 from elixir_moe.verify.shrink import changes, shrunk, without_noise
+from elixir_moe.verify.training import labels_counted
 
 CASES = "tests.support.verify_cases"
 QWEN = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}
@@ -118,6 +122,27 @@ def test_a_hugging_face_config(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     code, answer = verified(capsys, "--hf", str(tmp_path), *arguments)
     assert code == 0, answer["first"]
     assert "num_hidden_layers 48 -> 2" in answer["shrunk"]
+
+
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_labels_are_counted_with_adapters_too(task: str | None) -> None:
+    """peft calls the model with the adapters or, without a task, the model below it."""
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, num_key_value_heads=1, **shape))
+    model, rows = (
+        peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=task)),
+        list[int](),
+    )
+    words = torch.arange(10).view(2, 5)
+    with labels_counted(model, rows, counted=True):
+        model(input_ids=words, labels=words).loss.backward()
+    assert rows == [2, 2, 2, 2, 0], "the last position has no label"
 
 
 def test_shrinking_keeps_the_kind() -> None:
