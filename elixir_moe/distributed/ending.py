@@ -4,12 +4,14 @@ Owns the last action before Python finalizes. gloo's worker threads free the ten
 they take Python's GIL. A worker that asks for the GIL while Python finalizes would end the process with SIGABRT
 (csrc/ending.hpp). Whether a worker is done cannot be seen from outside, and waiting for a worker whose peers are gone
 would hang, so such a worker is left blocked. It may then hold the mutex of its process group, for which the group's
-destructor would wait, so process groups are kept until the process has exited.
+destructor would wait, so process groups are kept until the process has exited: destroyed ones, too, which torch's
+caches and meshes may hold until then.
 """
 
 import atexit
 from collections.abc import Iterator
 from functools import cache
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -21,14 +23,25 @@ except ImportError:  # a source tree that was never built: the exit code is as t
     _native = None  # type: ignore[assignment]
 
 
-@cache  # one hook is enough
 def keep_exit_codes() -> None:
     """Makes this process end with its own exit code, whatever gloo's workers are doing then."""
     if _native is not None and dist.is_available():
-        atexit.register(lambda: _native.begin_exit(list(_gloo_backends())))
+        _seen().update(process_groups())
 
 
-def _gloo_backends() -> Iterator[object]:
-    for group in process_groups():
-        backends = (backend_on(group, device) for device in devices_of(group))
-        yield from (backend for backend in backends if backend.name() == "gloo")
+@cache  # one hook is enough
+def _seen() -> WeakSet[dist.ProcessGroup]:
+    """The process groups to keep at exit, unless they are gone by then."""
+    seen: WeakSet[dist.ProcessGroup] = WeakSet()
+
+    def keep() -> None:
+        seen.update(process_groups())
+        _native.begin_exit([backend for group in seen for backend in _gloo_backends(group)])
+
+    atexit.register(keep)
+    return seen
+
+
+def _gloo_backends(group: dist.ProcessGroup) -> Iterator[object]:
+    backends = (backend_on(group, device) for device in devices_of(group))
+    return (backend for backend in backends if backend.name() == "gloo")

@@ -43,7 +43,7 @@ import atexit, sys
 def last():
     "Keeps Python's lock until it finalizes, while gloo's workers want it to free what they have gathered."
     for _ in range(4):
-        dist.all_gather([torch.empty(1 << 22)], torch.empty(1 << 22), async_op=True)
+        group.allgather([[torch.empty(1 << 22)]], [torch.empty(1 << 22)])
     for _ in range(5_000_000):
         pass
 
@@ -55,6 +55,8 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Linear(2, 2)
 em.wrap(model, torch.optim.SGD(model.parameters()), plan=em.Plan.ddp(), device="cpu")
 dist.barrier()
+group = dist.group.WORLD
+{{}}
 sys.setswitchinterval(1000)
 sys.exit({OWN})
 """
@@ -72,8 +74,9 @@ def test_a_thread_that_python_ends_does_not_end_the_process() -> None:
     assert (found.returncode, found.stdout) == (OWN, "freed"), found.stderr
 
 
-def test_a_worker_of_gloo_that_python_ends_neither_aborts_nor_hangs_it() -> None:
-    found = ended("-c", LATE_WORKER)
+@pytest.mark.parametrize("then", ["", "dist.destroy_process_group()"], ids=["alive", "destroyed"])
+def test_a_worker_of_gloo_that_python_ends_neither_aborts_nor_hangs_it(then: str) -> None:
+    found = ended("-c", LATE_WORKER.format(then))
     assert found.returncode == OWN, found.stderr
 
 
