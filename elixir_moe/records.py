@@ -1,7 +1,8 @@
 """Checked records: plain data from a file or a command line into frozen dataclasses.
 
-Owns the conversion by the types of the fields, the checks written beside them, and the words of what is wrong. Opens no
-file and knows no record by name: a dataclass says what its fields mean, and which values they take.
+Owns the conversion by the types of the fields, the checks written beside them, and the words of what is wrong, with the
+names that other trainers give to settings. Opens no file and knows no record by name: a dataclass says what its fields
+mean, and which values they take.
 
     steps: Annotated[int, at_least(1)] = 100
     parts: Mapping[str, tuple[Part, ...]]           # records in records
@@ -21,6 +22,21 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from elixir_moe.errors import ConfigError, ElixirError, meant
 
 T = TypeVar("T")
+_ELSEWHERE = {
+    "batch_size": "run.global_batch",
+    "per_device_train_batch_size": "run.global_batch",
+    "gradient_accumulation_steps": "run.accumulation",
+    "max_steps": "run.steps",
+    "epochs": "run.steps",
+    "num_train_epochs": "run.steps",
+    "learning_rate": "optimizer.lr",
+    "max_grad_norm": "optimizer.clip_norm",
+    "gradient_checkpointing": "model.checkpoint",
+    "max_length": "data.seq_len",
+    "bf16": "run.dtype",
+    "output_dir": "run.out",
+}
+"""{the name of a setting in other trainers: its name here}."""
 _MOST = 8
 """Most mistakes that a message lists."""
 _LONGEST = 80
@@ -103,10 +119,14 @@ def mark_of(cls: Any) -> str:
 
 
 def unknown(noun: str, key: str, known: list[str]) -> str:
-    """The words for an unknown key, with the nearest known one; keys with the same last part are nearer than others."""
-    alike = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    """The words for an unknown key, with the known one that other trainers call so, or with the nearest; keys with the
+    same last part are nearer than others."""
+    last = key.rpartition(".")[2]
+    alike = [k for k in known if k.rpartition(".")[2] == last]
     sections = {k.rpartition(".")[0] for k in known} - {"", key}
     hint = f"did you mean {alike[0]!r}?" if alike else meant(key[:_LONGEST], [*known, *sections])
+    if (here := _ELSEWHERE.get(last.replace("-", "_"))) in known:
+        hint = f"it is called {here!r} here"
     return f"unknown {noun} {key[:_LONGEST]!r}" + (f"; {hint}" if hint else "")
 
 

@@ -6,7 +6,7 @@ used, so that the help needs none.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,21 +45,6 @@ _MEANINGFUL: dict[str, tuple[str, ...]] = {
 _SIZES = ("rcache", "device", "host", "budget")
 _LEAST_BYTES = 1000
 """Bytes below which nobody means a size: the unit is missing."""
-_ELSEWHERE = {
-    "batch_size": "run.global_batch",
-    "per_device_train_batch_size": "run.global_batch",
-    "gradient_accumulation_steps": "run.accumulation",
-    "max_steps": "run.steps",
-    "epochs": "run.steps",
-    "num_train_epochs": "run.steps",
-    "learning_rate": "optimizer.lr",
-    "max_grad_norm": "optimizer.clip_norm",
-    "gradient_checkpointing": "model.checkpoint",
-    "max_length": "data.seq_len",
-    "bf16": "run.dtype",
-    "output_dir": "run.out",
-}
-"""{the name of a setting in other trainers: its name here}."""
 _FINITE = Check("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
 
 
@@ -490,17 +475,9 @@ def load(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> 
     """
     values = settings.read_yaml(path) if path is not None else {}
     given = dict(overrides)
-    _refuse_other_names(given)
     run, model = values.get("run") or {}, values.get("model") or {}
     if isinstance(run, dict) and isinstance(model, dict) and "run.out" not in given and "out" not in run:
         folder = given.get("model.hf", model.get("hf"))
         if isinstance(folder, str) and folder.strip():
             overrides = [*overrides, ("run.out", f"runs/{Path(folder).expanduser().resolve().name}")]
     return settings.build(TrainConfig, values, overrides)
-
-
-def _refuse_other_names(given: Iterable[str]) -> None:
-    for key in given:
-        name = key.rpartition(".")[2].replace("-", "_")
-        if name in _ELSEWHERE:
-            raise ConfigError(f"unknown setting {key!r}: it is called {_ELSEWHERE[name]!r} here")
