@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from elixir_moe import __version__
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import ConfigError, meant
 from elixir_moe.models.shapes import names as models
 from elixir_moe.names import DTYPES, PEERS, PLANS, Master, Moments, SchemeName
 from elixir_moe.search import estimate, gpus, zero_infinity
@@ -37,6 +37,14 @@ class Parser(argparse.ArgumentParser):
     def options(self) -> list[str]:
         """The names of all options but help, which nobody misspells."""
         return [name for action in self._actions for name in action.option_strings if name not in ("-h", "--help")]
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = meant(value, action.choices or ())
+            error.message += hint and f"; {hint}"
+            raise
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")

@@ -323,6 +323,21 @@ def test_a_report_that_cannot_be_given(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["trian"], "; did you mean 'train'?"),
+        (["ckpt", "verif"], "; did you mean 'verify'?"),
+        (["plan", "--loss", "fussed"], "; did you mean 'fused'?"),
+        (["frobnicate"], ""),
+    ],
+)
+def test_a_misspelled_choice_has_the_nearest(arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert re.search(rf"invalid choice: '{arguments[-1]}' \(choose from .*\){re.escape(hint)}; see ", told), told
+
+
+@pytest.mark.parametrize(
     ("wrong", "said"),
     [
         (["--run.stepz", "3"], "unknown setting 'run.stepz'; did you mean 'run.steps'?"),
