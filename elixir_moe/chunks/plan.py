@@ -1,7 +1,7 @@
 """How a model is held and moved: the plan.
 
-Owns `Plan`, a small piece of frozen data, `AutoPlan`, the request to search for one, and sizes as texts. Pure; `ledger`
-has the bytes that a plan needs. Source: [S_FLAG, O_FLAG, C_SIZE], Elixir v1, VI-B.
+Owns `Plan`, a small piece of frozen data, `AutoPlan`, the request to search for one, and sizes and times as texts.
+Pure; `ledger` has the bytes that a plan needs. Source: [S_FLAG, O_FLAG, C_SIZE], Elixir v1, VI-B.
 """
 
 import json
@@ -68,6 +68,14 @@ def enough_text(nbytes: int) -> str:
         if nbytes >= size:
             return f"{math.ceil(100 * nbytes / size) / 100:.2f} {unit}"
     return f"{nbytes} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """Formats a time in the largest of s, ms and µs that it fills: ``2.5 ms``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} µs"
 
 
 _UNITS = {

@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from elixir_moe.chunks.plan import Plan, Tier, size_text
+from elixir_moe.chunks.plan import Plan, Tier, seconds_text, size_text
 from elixir_moe.cli.arguments import LARGEST, UNQUANTIZED
 from elixir_moe.cli.tasks import DTYPES, quantized_as, reserve_of, task_of
 from elixir_moe.errors import PlanError
@@ -114,8 +114,8 @@ def _summary(asked: Asked, helps: Sequence[str]) -> str:
         return " ".join([f"{asked.given.name} does not fit: {asked.reason}.", *helps])
     trust = "" if task.hardware.mean_error is not None else " by assumed figures (see --details)"
     return (
-        f"{asked.given.name} fits on {task.gpus} x {task.hardware.name}: about {choice.seconds.step:.3g} s a step, "
-        f"{tokens_per_second(choice):,.0f} tokens a second{trust}. To run: {_to_paste(asked, choice)}"
+        f"{asked.given.name} fits on {task.gpus} x {task.hardware.name}: about {seconds_text(choice.seconds.step)} a "
+        f"step, {tokens_per_second(choice):,.0f} tokens a second{trust}. To run: {_to_paste(asked, choice)}"
     )
 
 
@@ -166,8 +166,8 @@ def _disk(asked: Asked) -> Iterator[str]:
     if found is not None:
         needed = -(-found.size.disk_bytes * ranks // 10**9)
         yield (
-            f'A disk makes it fit: --disk-size "{needed} GB" for each host, about {found.seconds.step:.3g} s a step at '
-            f"{gpus.DISK_SPEED:g} GB/s."
+            f'A disk makes it fit: --disk-size "{needed} GB" for each host, about {seconds_text(found.seconds.step)} a '
+            f"step at {gpus.DISK_SPEED:g} GB/s."
         )
 
 
@@ -273,9 +273,9 @@ def _speed(asked: Asked) -> Iterator[str]:
     longest = max(("compute", "fetch", "offload"), key=lambda name: getattr(seconds, name))
     bound = {"compute": "compute", "fetch": "transfers to the GPU", "offload": "transfers from the GPU"}[longest]
     yield (
-        f"A step takes about {seconds.step:.3g} s, {tokens_per_second(asked.choice):,.0f} tokens a second on all GPUs: "
-        f"{bound} {getattr(seconds, longest):.3g} s, collectives {seconds.exposed:.3g} s, updates "
-        f"{_updates(asked.choice):.3g} s."
+        f"A step takes about {seconds_text(seconds.step)}, {tokens_per_second(asked.choice):,.0f} tokens a second on "
+        f"all GPUs: {bound} {seconds_text(getattr(seconds, longest))}, collectives {seconds_text(seconds.exposed)}, "
+        f"updates {seconds_text(_updates(asked.choice))}."
     )
 
 
@@ -320,11 +320,12 @@ def _stick(asked: Asked) -> Iterator[str]:
     if found is None:
         yield f"{one_more} would not be enough."
     elif choice is None:
-        yield f"{one_more} makes it fit: about {found.seconds.step:.3g} s a step."
+        yield f"{one_more} makes it fit: about {seconds_text(found.seconds.step)} a step."
     elif found.seconds.step > (1 - _WORTH) * choice.seconds.step:
         yield f"{one_more} would change nothing."
     else:
-        yield f"{one_more} makes a step take {found.seconds.step:.3g} s instead of {choice.seconds.step:.3g} s."
+        faster, now = seconds_text(found.seconds.step), seconds_text(choice.seconds.step)
+        yield f"{one_more} makes a step take {faster} instead of {now}."
 
 
 def _accumulation(asked: Asked) -> Iterator[str]:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from elixir_moe.chunks.ledger import HELD_HEAD, held_line, held_rows
-from elixir_moe.chunks.plan import Tier, size_text
+from elixir_moe.chunks.plan import Tier, seconds_text, size_text
 from elixir_moe.cli.answer import Answer, Asked, answered, tokens_per_second
 from elixir_moe.cli.largest import run_largest
 from elixir_moe.cli.tasks import (
@@ -267,7 +267,8 @@ def _as_text(known: argparse.Namespace, report: dict[str, Any], answer: Answer, 
         lines += [] if choice is None else [explain(choice), HELD_HEAD, *map(held_line, report["groups"])]
     for row in report.get("compare", ()):
         fits = "fits" if row["feasible"] else f"short of {_short(row['short_bytes'])}"
-        lines.append(f"{row['strategy']:15} {row['step_seconds']:9.3f} s {row['tflops_per_gpu']:7.1f} TFLOPS  {fits}")
+        step, tflops = seconds_text(row["step_seconds"]), row["tflops_per_gpu"]
+        lines.append(f"{row['strategy']:15} {step:>11} {tflops:7.1f} TFLOPS  {fits}")
     if known.details:
         lines.append(f"profiled in {report['profile_seconds']:.2f} s, searched in {report['search_seconds']:.2f} s")
     return "\n".join(lines)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
+from elixir_moe.chunks.plan import seconds_text
+
 _WIDTH = 440
 """Units of every drawing's width: those of text of 11 units stay readable on 400 pixels."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 8, 34
@@ -66,13 +68,6 @@ def number_text(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.1e}"
-
-
-def seconds_text(seconds: float) -> str:
-    """A time with its unit."""
-    if seconds >= 1:
-        return f"{seconds:.4g} s"
-    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} µs"
 
 
 def lines(

@@ -5,7 +5,7 @@ Owns the text. Computes only the saving of each choice: the step without that ch
 
 from dataclasses import replace
 
-from elixir_moe.chunks.plan import Plan, Tier, size_text
+from elixir_moe.chunks.plan import Plan, Tier, seconds_text, size_text
 from elixir_moe.errors import PlanError
 from elixir_moe.search import cost
 from elixir_moe.search.solve import Choice, price
@@ -38,10 +38,11 @@ def explain(choice: Choice) -> str:
         + ("in the same memory" if task.hardware.one_memory else f"a rank of {size_text(task.host_bytes)}"),
         *kept,
         f"disk      {size_text(size.disk_bytes)} a rank of {size_text(task.disk_bytes or 0)}",
-        f"step      {seconds.step:.3f} s, {tflops:.1f} TFLOPS a GPU: compute "
-        f"{seconds.compute + seconds.units:.3f}, fetch {seconds.fetch:.3f}, offload {seconds.offload:.3f}, exposed "
-        f"collectives {seconds.exposed:.3f}, updates {seconds.device_update:.3f} on device, "
-        f"{seconds.host_update:.3f} on host, {seconds.disk_update:.3f} on disk",
+        f"step      {seconds_text(seconds.step)}, {tflops:.1f} TFLOPS a GPU: compute "
+        f"{seconds_text(seconds.compute + seconds.units)}, fetch {seconds_text(seconds.fetch)}, offload "
+        f"{seconds_text(seconds.offload)}, exposed collectives {seconds_text(seconds.exposed)}, updates "
+        f"{seconds_text(seconds.device_update)} on device, {seconds_text(seconds.host_update)} on host, "
+        f"{seconds_text(seconds.disk_update)} on disk",
     ]
     others = {"one block fewer": replace(plan, rcache_blocks=max(1, blocks - 1))}
     if plan.offloaded and plan.device_chunks:
@@ -61,5 +62,5 @@ def explain(choice: Choice) -> str:
         except PlanError:
             lines.append(f"saves     {change} cannot carry the step")
         else:
-            lines.append(f"saves     {slower * 1e3:.2f} ms against {change}")
+            lines.append(f"saves     {seconds_text(slower)} against {change}")
     return "\n".join(lines)

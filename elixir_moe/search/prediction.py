@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elixir_moe.chunks.plan import seconds_text
 from elixir_moe.search.auto import Forecast
 from elixir_moe.search.cost import Seconds
 from elixir_moe.search.hardware import Fitted
@@ -85,8 +86,8 @@ class Prediction:
         fitted = corrected(self._task.hardware.fitted, self.forecast.seconds, measured)
         remember_fit(self._machine, self._task.profile.key, fitted)
         warnings.warn(
-            f"a step takes {measured:.3f} s, {self.step_seconds:.3f} s were expected: the next start plans with what "
-            f"was measured",
+            f"a step takes {seconds_text(measured)}, {seconds_text(self.step_seconds)} were expected: the next start "
+            f"plans with what was measured",
             stacklevel=2,
         )
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elixir_moe.chunks.plan import size_text
+from elixir_moe.chunks.plan import seconds_text, size_text
 from elixir_moe.page import charts, document, model
 from elixir_moe.page.charts import Series
 from elixir_moe.train import history
@@ -160,7 +160,7 @@ def _distributions(story: Story) -> list[str]:
 def _prediction(story: Story) -> list[str]:
     found = story.account["prediction"] or {}
     rows = []
-    for name, text in (("step_seconds", charts.seconds_text), *((f"{t}_bytes", size_text) for t in story.tiers)):
+    for name, text in (("step_seconds", seconds_text), *((f"{t}_bytes", size_text) for t in story.tiers)):
         expected = found.get(f"predicted_{name}")
         measured = found.get(f"measured_{name}", found.get(f"held_{name}"))
         if history.is_number(expected):

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.torch import save_file
 
-from elixir_moe.chunks.plan import size_text
+from elixir_moe.chunks.plan import seconds_text, size_text
 from elixir_moe.train.history import finite, losses_of, records_of
 from elixir_moe.train.writers import Writer, values_of
 
@@ -262,8 +262,8 @@ def _beside(prediction: dict[str, Any]) -> str:
     """A table of predicted and measured values."""
     lines = [f"{'':24} {'predicted':>14} {'measured':>14}"]
     took = prediction["measured_step_seconds"]
-    shown = "too few steps" if took is None else f"{took:.3f} s"
-    lines.append(f"{'a step':24} {prediction['predicted_step_seconds']:>12.3f} s {shown:>14}")
+    shown = "too few steps" if took is None else seconds_text(took)
+    lines.append(f"{'a step':24} {seconds_text(prediction['predicted_step_seconds']):>14} {shown:>14}")
     for tier in ("device", "host", "disk"):
         expected, held = prediction[f"predicted_{tier}_bytes"], prediction[f"held_{tier}_bytes"]
         lines.append(f"{f'bytes held, {tier}':24} {expected:>14,} {held:>14,}")

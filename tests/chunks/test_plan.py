@@ -16,7 +16,7 @@ import elixir_moe as em
 from elixir_moe.chunks.ledger import DISK_THREADS, PAGE_BYTES, footprint, held_rows
 from elixir_moe.chunks.packing import Layout, build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
-from elixir_moe.chunks.plan import Plan, Tier, size_text
+from elixir_moe.chunks.plan import Plan, Tier, seconds_text, size_text
 from elixir_moe.chunks.residence import Residence
 from elixir_moe.errors import PlanError
 from elixir_moe.models.config import GPTConfig
@@ -46,6 +46,21 @@ Ranks = Callable[[int], RankPool]
 )
 def test_a_size_is_shown_in_the_unit_that_shows_it(nbytes: float, text: str) -> None:
     assert size_text(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 µs"),
+        (0.00020912, "209.1 µs"),
+        (0.0123456, "12.35 ms"),
+        (-0.002, "-2 ms"),
+        (1, "1 s"),
+        (1234.56, "1235 s"),
+    ],
+)
+def test_a_time_is_shown_in_the_unit_that_shows_it(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
 
 
 PRESETS = [

@@ -105,6 +105,8 @@ def test_the_sizes_of_a_small_model_are_shown(tmp_path: Path, capsys: pytest.Cap
     fitting = capsys.readouterr().out
     assert "on 2 x" in fitting and not re.search(r"\b0\.00 ([KMG]iB|B|buffers|there)", fitting)
     assert re.search(r"^ranks .* [\d.]+ [KM]iB", fitting, re.MULTILINE)
+    assert re.search(r"A step takes about [1-9][\d.]* (ms|µs), ", fitting)
+    assert re.search(r"^zero-3 +[1-9][\d.]* (ms|µs) +[\d.]+ TFLOPS  fits$", fitting, re.MULTILINE)
     assert main([*arguments, "--budget", "0.001GiB"]) == 2
     assert re.search(r"^zero-3 .* short of [\d.]+ [KM]iB of device memory$", capsys.readouterr().out, re.MULTILINE)
     assert main(["estimate", "--parameters", "1000"]) == 0

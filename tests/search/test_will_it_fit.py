@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import elixir_moe as em
+from elixir_moe.chunks.plan import seconds_text
 from elixir_moe.cli.arguments import OPTIMIZERS
 from elixir_moe.cli.main import main
 from elixir_moe.errors import ConfigError
@@ -235,13 +236,13 @@ def test_one_more_stick_is_what_the_search_finds_with_it(tmp_path: Path, capsys:
     )
     longer = said(capsys, *asked, "--host-memory", "33 GiB")
     told = re.fullmatch(
-        r"One more stick of 32\.00 GiB of host memory makes it fit: about (.+) s a step\.",
+        r"One more stick of 32\.00 GiB of host memory makes it fit: about (.+) a step\.",
         line(short, "One more stick"),
     )
     assert told is not None
-    assert 0.8 * float(told[1]) < longer["predicted"]["step_seconds"] <= float(told[1]), (
-        "tiles are tried with the stick"
-    )
+    number, unit = told[1].split()
+    without = float(number) * {"s": 1, "ms": 1e-3}[unit]
+    assert 0.8 * without < longer["predicted"]["step_seconds"] <= without, "tiles are tried with the stick"
 
 
 @pytest.mark.slow
@@ -365,7 +366,7 @@ def test_the_answer_for_people_is_one_line(mixture: str, capsys: pytest.CaptureF
         found_without = said(capsys, *asked[1:], *other)
         assert not any("elixir-moe train" in one for one in found_without["answer"]), "train has no such setting"
     predicted = found["predicted"]
-    assert f"fits on 1 x rtx-4090: about {predicted['step_seconds']:.3g} s a step" in told
+    assert f"fits on 1 x rtx-4090: about {seconds_text(predicted['step_seconds'])} a step" in told
     assert f", {predicted['tokens_per_second']:,.0f} tokens a second" in told
     assert told.endswith(f"To run: {line(found, 'To paste').removeprefix('To paste: ')}")
     assert main([*asked, "--details"]) == 0
@@ -378,12 +379,12 @@ def test_a_disk_that_makes_it_fit_is_named(mixture: str, capsys: pytest.CaptureF
     asked = ["--hf", mixture, "--gpu", "rtx-4090", "--seq", "64", "--budget", "40 MiB", "--host-reserve", "0"]
     short = said(capsys, *asked, "--host-memory", "40 MiB", "--thorough", code=2)
     told = re.fullmatch(
-        r'A disk makes it fit: --disk-size "(\d+ GB)" for each host, about (.+) s a step at 3 GB/s\.',
+        r'A disk makes it fit: --disk-size "(\d+ GB)" for each host, about (.+) a step at 3 GB/s\.',
         line(short, "A disk"),
     )
     assert told is not None and not any("No sequence length" in sentence for sentence in short["answer"])
     found = said(capsys, *asked, "--host-memory", "40 MiB", "--disk-size", told[1])
-    assert f"{found['predicted']['step_seconds']:.3g}" == told[2]
+    assert seconds_text(found["predicted"]["step_seconds"]) == told[2]
     assert main(["plan", *asked, "--host-memory", "40 MiB"]) == 2
     (one,) = capsys.readouterr().out.splitlines()
     assert "does not fit" in one and told[0] in one
