@@ -331,7 +331,9 @@ def test_a_report_that_cannot_be_given(
         (["frobnicate"], ""),
     ],
 )
-def test_a_misspelled_choice_has_the_nearest(arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelled_choice_has_the_nearest(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     told = capsys.readouterr().err
     assert re.search(rf"invalid choice: '{arguments[-1]}' \(choose from .*\){re.escape(hint)}; see ", told), told
