@@ -52,7 +52,7 @@ from elixir_moe.setup.checks import (
     check_precision,
     warn_of_one_memory,
 )
-from elixir_moe.setup.deciding import close_all, decide
+from elixir_moe.setup.deciding import close_all, decide, tile_for
 from elixir_moe.setup.drawing import plain_on_meta
 from elixir_moe.setup.filling import Passage, build_chunks, open_files, settle_buffers
 from elixir_moe.setup.one_home import one_home
@@ -178,6 +178,7 @@ def _wrapped(
 
     raise_on_all_ranks("checked the model", check_model)
     made.callback(restore_classes, adapt_beside(model))
+    tile_for(plan, model, optimizer, compute_dtype, device)
     pretrained = None if weights is None else Pretrained(model, weights)
     if pretrained is not None:
         made.callback(pretrained.unpack)

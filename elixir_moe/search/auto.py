@@ -96,11 +96,11 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
     disk_bytes = 0
     if wanted.disk is not None:
         hardware, disk_bytes = with_disk(hardware, wanted.disk)
-    left = gathered(_left(request, disk_bytes))
+    left = gathered(_left(wanted, request.device, disk_bytes))
     tasks: list[Task] = []
 
     def search() -> Forecast | None:
-        room = _room(peers, request, left)
+        room = _room(peers, wanted, request.device, left)
         if dist.get_rank() != peers[0]:
             return None
         task = _task(model, request, hardware, room)
@@ -116,10 +116,10 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
     return found, tasks[0] if tasks else None, machine
 
 
-def device_room(model: nn.Module, request: Request) -> int:
+def device_room(model: nn.Module, wanted: AutoPlan, device: torch.device) -> int:
     """Bytes of device memory that a plan for each rank of the model may use, activations included. Collective."""
     peers = ranks_of(model, replicated_everywhere())
-    return _room(peers, request, gathered(_left(request, 0))).device_bytes
+    return _room(peers, wanted, device, gathered(_left(wanted, device, 0))).device_bytes
 
 
 def groups_of(model: nn.Module) -> set[tuple[int, ...]]:
@@ -209,32 +209,32 @@ class _Left:
     budget_bytes: int | None
 
 
-def _left(request: Request, disk_bytes: int) -> _Left:
+def _left(wanted: AutoPlan, device: torch.device, disk_bytes: int) -> _Left:
     free = 0
-    if request.device.type == "cuda":
-        _, free = device_left(request.device)
+    if device.type == "cuda":
+        _, free = device_left(device)
     return _Left(
         host=socket.gethostname(),
         device_bytes=free,
         host_bytes=host_bytes_left(),
         disk_bytes=disk_bytes,
-        budget_bytes=request.wanted.budget_bytes,
+        budget_bytes=wanted.budget_bytes,
     )
 
 
-def _room(peers: tuple[int, ...], request: Request, everyone: list[_Left]) -> Room:
+def _room(peers: tuple[int, ...], wanted: AutoPlan, device: torch.device, everyone: list[_Left]) -> Room:
     """The least memory of any rank that holds the model. Ranks of one host share its memory equally; without a GPU,
     device and host share it too."""
-    cuda = request.device.type == "cuda"
+    cuda = device.type == "cuda"
     budgets = [theirs.budget_bytes for theirs in everyone]
     if len(set(budgets)) > 1:
         raise ConfigError(f"Plan.auto's budget differs between ranks: {budgets} bytes")
     hosts = [theirs.host for theirs in everyone]
     left = min(everyone[rank].host_bytes // hosts.count(hosts[rank]) for rank in peers)
     most = min(everyone[rank].device_bytes for rank in peers) if cuda else left
-    budget = most if request.wanted.budget_bytes is None else request.wanted.budget_bytes
+    budget = most if wanted.budget_bytes is None else wanted.budget_bytes
     if budget > most:
-        where = f"{request.device.type} memory for each of its ranks"
+        where = f"{device.type} memory for each of its ranks"
         raise ConfigError(f"budget={budget}: there are {most} bytes of {where}; choose at most that, or None")
     disk = min(everyone[rank].disk_bytes for rank in peers)
     return Room(device_bytes=budget, host_bytes=left if cuda else left - budget, disk_bytes=disk)

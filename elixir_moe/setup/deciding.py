@@ -58,6 +58,24 @@ class Decided:
     """The predicted cost of a step; None for a plan without a search."""
 
 
+def tile_for(
+    plan: Plan | AutoPlan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compute_dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """Tiles what no plan that is searched could hold. Collective.
+
+    It comes before weights are looked up in a folder and become its bytes: both are done by tile.
+    """
+    if isinstance(plan, AutoPlan):
+        from elixir_moe.search.auto import device_room
+        from elixir_moe.setup.tiling import tile_to_fit
+
+        tile_to_fit(model, optimizer, device_room(model, plan, device), compute_dtype)
+
+
 def decide(
     made: ExitStack,
     model: nn.Module,
@@ -81,9 +99,8 @@ def decide(
 
             events = events_of(model, parts, step, sample, compute_dtype)
     else:
-        from elixir_moe.search.auto import Request, device_room, forecast, groups_of
+        from elixir_moe.search.auto import Request, forecast, groups_of
         from elixir_moe.search.prediction import Prediction
-        from elixir_moe.setup.tiling import tile_to_fit
 
         request = Request(
             wanted=plan,
@@ -93,7 +110,6 @@ def decide(
             moments=moments,
             over_gloo=over_gloo,
         )
-        tile_to_fit(model, optimizer, device_room(model, request), compute_dtype)
         parts = find_parts(model)
         communicators = build_communicators(groups_of(model), device)
         made.callback(close_all, communicators.values())

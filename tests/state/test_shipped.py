@@ -23,7 +23,7 @@ import elixir_moe as em
 from elixir_moe.parallel.read_again import saves_none
 from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.quantized.packed import SCALES
-from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, optimizer_of, steps
+from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, batch, optimizer_of, steps
 from tests.support.cases import placed
 from tests.support.parity import LOSS_TOLERANCE
 from tests.support.ranks import RankError, RankPool
@@ -35,24 +35,24 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 
-def config_of(scheme: str) -> Any:
+def config_of(scheme: str, experts: int = 4) -> Any:
     if scheme == "fp8":
-        made = hf.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=128)
+        made = hf.Qwen3MoeConfig(**SIZES, num_experts=experts, moe_intermediate_size=128)
     else:
-        made = hf.GptOssConfig(**SIZES, num_local_experts=4)
+        made = hf.GptOssConfig(**SIZES, num_local_experts=experts)
     made._experts_implementation = "grouped_mm"
     return made
 
 
-def built(scheme: str) -> nn.Module:
+def built(scheme: str, experts: int = 4) -> nn.Module:
     torch.manual_seed(3)
     kind = hf.Qwen3MoeForCausalLM if scheme == "fp8" else hf.GptOssForCausalLM
-    return kind(config_of(scheme)).requires_grad_(False)
+    return kind(config_of(scheme, experts)).requires_grad_(False)
 
 
-def shipped(scheme: str, folder: Path) -> nn.Module:
+def shipped(scheme: str, folder: Path, experts: int = 4) -> nn.Module:
     """Writes the folder of a small model; returns the model with the decoded weights."""
-    model, form, tensors = built(scheme), SCHEMES[scheme], dict[str, Tensor]()
+    model, form, tensors = built(scheme, experts), SCHEMES[scheme], dict[str, Tensor]()
     for name, weight in model.state_dict().items():
         if scheme == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
             codes, scales = form.encode(weight.transpose(1, 2).contiguous())
@@ -187,6 +187,62 @@ def test_experts_that_are_spread_or_in_tiles_keep_the_bytes_of_the_files(
                 torch.testing.assert_close(value, wanted[name], rtol=0, atol=len(losses) * ADAPTER_TOLERANCE)
             assert_decoded(scheme, packed, wanted)
     assert first == pytest.approx(losses, rel=LOSS_TOLERANCE)
+
+
+MANY = 64
+"""Experts whose stacks are larger than the budget of a plan, and of which a 16th of it has some."""
+
+
+def planned(scheme: str | None, folder: Path, budget: str | None) -> dict[str, Any]:
+    """(rank) As `trained`, under a plan that is searched for a budget; a folder of no scheme has the full weights."""
+
+    def loss(model: Any, rows: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=rows, labels=rows).loss
+        return found
+
+    with em.sharded_init():
+        model = with_adapters(built(scheme or "fp8", MANY))
+    plan: Any = em.Plan.auto(loss, batch(0), budget=budget, hardware="a100-80g-pcie-x4")
+    model, optimizer = em.wrap(model, optimizer_of(model), plan=plan, weights=folder)
+    prediction, tiled = em.inspect(model).prediction, "tile_1" in str(model)
+    assert prediction is not None
+    losses, adapters, packed = followed(model, optimizer)
+    predicted = {"device": prediction.device_bytes, "host": prediction.host_bytes, "disk": prediction.disk_bytes}
+    return {
+        "losses": losses,
+        "adapters": adapters,
+        "packed": packed,
+        "tiled": tiled,
+        "predicted": predicted,
+        "held": prediction.held_bytes,
+    }
+
+
+@pytest.mark.parametrize(("scheme", "world"), [("mxfp4", 1), (None, 1), pytest.param("fp8", 2, marks=pytest.mark.slow)])
+def test_a_plan_for_a_small_budget_tiles_what_a_folder_has(
+    scheme: str | None, world: int, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Tiles are read from the folder, as bytes where it has bytes; losses equal the untiled model's to the bit."""
+    if scheme is None:
+        oracle = built("fp8", MANY)
+        for weight in oracle.parameters():  # others than those that would be drawn
+            weight.mul_(1.25)
+        oracle.save_pretrained(tmp_path)  # type: ignore[operator]
+    else:
+        oracle = shipped(scheme, tmp_path, MANY)
+    whole = ranks(world).run(planned, scheme, tmp_path, None)
+    oracle = with_adapters(oracle)
+    weights = {name: p.detach() for name, p in oracle.named_parameters()}
+    assert whole[0]["losses"] == pytest.approx(
+        [loss.item() for loss in steps(oracle, optimizer_of(oracle))], rel=LOSS_TOLERANCE
+    )
+    for one, found in zip(whole, ranks(world).run(planned, scheme, tmp_path, "2 MiB"), strict=True):
+        assert (one["tiled"], found["tiled"]) == (False, True)
+        assert found["held"] == found["predicted"]
+        assert found["losses"] == one["losses"]
+        assert all(torch.equal(value, one["adapters"][name]) for name, value in found["adapters"].items())
+        if scheme is not None:
+            assert_decoded(scheme, found["packed"], weights)
 
 
 class Layers(nn.Module):
