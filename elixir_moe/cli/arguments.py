@@ -4,6 +4,7 @@ Owns the words of the command line. Runs nothing, and imports nothing that needs
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -38,16 +39,10 @@ class Parser(argparse.ArgumentParser):
         """The names of all options but help, which nobody misspells."""
         return [name for action in self._actions for name in action.option_strings if name not in ("-h", "--help")]
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            hint = meant(value, action.choices or ())
-            error.message += hint and f"; {hint}"
-            raise
-
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
+        given, _, choices = message.partition("invalid choice: ")[2].partition(" (choose from ")
+        hint = meant(given.strip("'"), re.findall(r"[\w.-]+", choices))
+        raise ConfigError(f"{message}{hint and f'; {hint}'}; see {self.prog} --help")
 
 
 def parser_of(settings_help: str | None) -> Parser:
