@@ -159,6 +159,29 @@ def uneven(plan: em.Plan | None, ep: int | None = None) -> Any:
     return trained(partial(built, "qwen3-moe", "checkpointed", ep), backward, plan, STEPS)
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("first", ["quantize", "spread"])
+def test_bytes_of_spread_experts_are_weights_again(name: str, first: str, ranks: Ranks) -> None:
+    """`em.dequantize` leaves experts spread, whichever came first."""
+    wanted = decoded(name, first, None)
+    for found in ranks(2).run(decoded, name, first, 2):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def decoded(name: str, first: str, ep: int | None) -> Tensor:
+    """(rank) The logits of a model that has been quantized and dequantized; spread over `ep` ranks, or whole."""
+    model: Any = FAMILIES[name].build().requires_grad_(False)
+    steps = [lambda: em.quantize(model, "int8")]
+    if ep is not None:
+        mesh = em.expert_mesh(em.init_mesh(device_type="cpu"), ep)
+        steps.insert(first == "quantize", lambda: em.spread_experts(model, mesh))
+    for step in steps:
+        step()
+    em.dequantize(model)
+    with torch.no_grad():
+        return model(ids(0)).logits
+
+
 def test_checkpoints_and_folders_have_all_experts(ranks: Ranks, tmp_path: Path) -> None:
     """What was saved under one degree is read under another, on meta too, and by plain transformers."""
     states = ranks(2).run(saved_and_read, str(tmp_path))
