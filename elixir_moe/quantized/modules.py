@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from elixir_moe.errors import UsageError
 from elixir_moe.moe.experts import Groups
-from elixir_moe.moe.fused import STACKS, FusedExperts, become_fused, is_fused_experts
+from elixir_moe.moe.fused import STACKS, FusedExperts, become_fused, is_fused_experts, is_spread
 from elixir_moe.moe.joined_class import joined, plain_class
 from elixir_moe.parallel.read_again import LinearReadAgain, saves_none
 from elixir_moe.quantized.packed import SCALES, Packed
@@ -82,11 +82,12 @@ def become_quantized(module: nn.Module, name: str, packed: Packed) -> None:
 
 
 def become_plain(module: nn.Module) -> None:
-    """Undoes `become_quantized`."""
+    """Undoes `become_quantized`; experts that were spread after it stay so."""
+    spread = is_spread(module)
     del module.packed
     if isinstance(module, nn.Linear):
         module.__class__ = LinearReadAgain if saves_none(module) else nn.Linear
     else:
         module.__class__ = plain_class(module)
-        if "ranks" in vars(module):  # spread after it was quantized
+        if spread:
             become_fused(module)
