@@ -123,10 +123,13 @@ def unknown(noun: str, key: str, known: list[str]) -> str:
     same last part are nearer than others."""
     last = key.rpartition(".")[2]
     alike = [k for k in known if k.rpartition(".")[2] == last]
-    sections = {k.rpartition(".")[0] for k in known} - {"", key}
-    hint = f"did you mean {alike[0]!r}?" if alike else meant(key[:_LONGEST], [*known, *sections])
     if (here := _ELSEWHERE.get(last.replace("-", "_"))) in known:
         hint = f"it is called {here!r} here"
+    elif alike:
+        hint = f"did you mean {alike[0]!r}?"
+    else:
+        sections = {k.rpartition(".")[0] for k in known} - {"", key}
+        hint = meant(key[:_LONGEST], [*known, *sections])
     return f"unknown {noun} {key[:_LONGEST]!r}" + (f"; {hint}" if hint else "")
 
 
