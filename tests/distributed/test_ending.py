@@ -56,7 +56,7 @@ model = torch.nn.Linear(2, 2)
 em.wrap(model, torch.optim.SGD(model.parameters()), plan=em.Plan.ddp(), device="cpu")
 dist.barrier()
 group = dist.group.WORLD
-{{}}
+{{then}}
 sys.setswitchinterval(1000)
 sys.exit({OWN})
 """
@@ -76,7 +76,7 @@ def test_a_thread_that_python_ends_does_not_end_the_process() -> None:
 
 @pytest.mark.parametrize("then", ["", "dist.destroy_process_group()"], ids=["alive", "destroyed"])
 def test_a_worker_of_gloo_that_python_ends_neither_aborts_nor_hangs_it(then: str) -> None:
-    found = ended("-c", LATE_WORKER.format(then))
+    found = ended("-c", LATE_WORKER.format(then=then))
     assert found.returncode == OWN, found.stderr
 
 
