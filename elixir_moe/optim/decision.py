@@ -1,8 +1,8 @@
 """The decisions of all ranks before an update: the gradient norm, whether it is finite, and which gradients exist.
 
 Owns the one small all-reduce of a step (and one more between pipeline stages), the clipping and the loss scale. Changes
-no weight. The all-reduce also tells ranks that are at different places in training, or ask for different clippings, by
-the bits of a number or a checksum.
+no weight. The all-reduce also tells ranks that are at different places in training, clip differently or have different
+options, by the bits of a number or a checksum.
 """
 
 import math
@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -80,6 +81,7 @@ class StepDecision:
 
     def __init__(
         self,
+        inner: torch.optim.Optimizer,
         chunks: Sequence[Chunk],
         scheduler: Scheduler,
         hooks: Hooks,
@@ -88,6 +90,7 @@ class StepDecision:
         early: EarlyUpdates | None = None,
     ) -> None:
         """`chunks` are the trainable ones; `on_device` sums their norm there, so that the host need not know it."""
+        self._inner = inner
         self._early = early
         self._chunks = chunks
         self._scheduler = scheduler
@@ -269,7 +272,8 @@ class StepDecision:
         """
         asked, self._asked = "; ".join(self._asked), []
         steps, backwards = self._phase.place
-        same = [*_bits(steps), *_bits(zlib.crc32(f"{backwards} {asked}".encode()))]
+        options = self._options()
+        same = [*_bits(steps), *_bits(zlib.crc32(f"{backwards} {asked} {options}".encode()))]
         unseen = self._scheduler.writes.unseen() is not None
         used_here = map(self._scheduler.used.__contains__, self._slots)
         votes = torch.tensor([squares, begun, *same, float(unseen), *used_here], dtype=torch.float64, device="cpu")
@@ -281,7 +285,7 @@ class StepDecision:
         if not {0, dist.get_world_size(self._groups.control)}.issuperset(same_steps):
             self._phase.agree(self._groups.control)
         if not {0, len(self._groups.peers)}.issuperset(same_asked):
-            self._refuse_different(asked)
+            self._refuse_different(asked, options, begun=int(begun_anywhere))
         if unseen_anywhere:
             self._refuse_unseen_writes()
         everybody = {p for p, n in zip(self._parameters, used, strict=True) if n}
@@ -327,15 +331,54 @@ class StepDecision:
             f"itself under torch.no_grad(), as in self.weight.copy_(values)"
         )
 
-    def _refuse_different(self, asked: str) -> None:
-        """Raises UsageError on all ranks: they have asked for different clippings; or OutOfStepError. Collective."""
+    def _options(self) -> list[dict[str, object]]:
+        """The numbers in the optimizer's `param_groups`, but for those on a GPU, for which the host would wait."""
+        names = self._inner.defaults
+        return [{name: _number(group.get(name)) for name in names} for group in self._inner.param_groups]
+
+    def _refuse_different(self, asked: str, options: list[dict[str, object]], begun: int) -> None:
+        """Raises UsageError on all ranks: what they ask for is not the same; or OutOfStepError. Collective."""
         self._phase.agree(self._groups.peers_group)
-        everyone = gathered(asked, self._groups.peers_group)
-        other = next(i for i, found in enumerate(everyone) if found != everyone[0])
-        said = [f"rank {self._groups.peers[i]} calls {everyone[i][:_MOST_TEXT] or 'nothing'}" for i in (0, other)]
-        raise UsageError(
-            f"ranks clip differently: {said[0]}, {said[1]}; every rank clips the same parameters to the same limit"
-        )
+        everyone = gathered((asked, options), self._groups.peers_group)
+        clips, rates = zip(*everyone, strict=True)
+        if (other := _first_other(clips)) is not None:
+            said = [f"rank {self._groups.peers[i]} calls {clips[i][:_MOST_TEXT] or 'nothing'}" for i in (0, other)]
+            raise UsageError(
+                f"ranks clip differently: {said[0]}, {said[1]}; every rank clips the same parameters to the same limit"
+            )
+        if (other := _first_other(rates)) is not None:
+            remedy = "set them alike on every rank, as a scheduler does that sees the mean of all ranks' losses"
+            if begun:
+                self._phase.write("a step with different options")
+                remedy = f"{begun} chunks were updated in backward already: go on from a checkpoint (em.load)"
+            raise UsageError(
+                f"ranks update with different options: {_difference(rates, (0, other), self._groups.peers)}; {remedy}"
+            )
+
+
+def _first_other(values: Sequence[object]) -> int | None:
+    """The first index whose value is not that of index 0; the values are compared as they are written."""
+    return next((i for i, value in enumerate(values) if repr(value) != repr(values[0])), None)
+
+
+def _difference(rates: Sequence[list[dict[str, object]]], two: tuple[int, int], ranks: Sequence[int]) -> str:
+    """The first option that differs between two ranks, with its values."""
+    first, second = (rates[i] for i in two)
+    names = [(index, name) for index, group in enumerate(first) for name in group]
+    if len(first) != len(second):
+        return " and ".join(f"rank {ranks[i]} has {len(rates[i])} param_groups" for i in two)
+    index, name = next((i, n) for i, n in names if repr(first[i][n]) != repr(second[i][n]))
+    values = ", ".join(f"{rates[i][index][name]} on rank {ranks[i]}" for i in two)
+    return f"param_groups[{index}][{name!r}] is {values}"
+
+
+def _number(value: object) -> object:
+    """An option as plain numbers; None if it is none, or on a GPU."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.device.type == "cpu" else None
+    if isinstance(value, (tuple, list)):
+        return [_number(one) for one in value]
+    return float(value) if isinstance(value, Real) else None
 
 
 def _pieces(chunk: Chunk) -> Iterator[tuple[nn.Parameter, Piece]]:

@@ -92,7 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if isinstance(self._update, AdamUpdate) and any(c.shard.tier is not Tier.DEVICE for c in self._chunks):
             self._update_thread = ThreadPoolExecutor(1, "elixir-update", work_on, (self._chunks[0].device,))
             self._early = EarlyUpdates(scheduler, self._update, self._pieces, self.param_groups, self._update_thread)
-        self._decision = StepDecision(self._chunks, scheduler, hooks, groups, on_device, self._early)
+        self._decision = StepDecision(inner, self._chunks, scheduler, hooks, groups, on_device, self._early)
         self._kept = OptimizerState(
             inner, self._update, self._chunks, self._pieces, self._decision, scheduler, hooks, groups
         )

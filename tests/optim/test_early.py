@@ -288,6 +288,15 @@ def give_up(folder: str, how: str) -> list[str]:
 
 def _end_badly(how: str, model: Net, optimizer: ShardedOptimizer) -> None:
     hook: Any
+    if how == "rates":
+        optimizer.param_groups[1]["lr"] = 0.1 * (1 + dist.get_rank())
+        in_context(model, optimizer, 7)
+        begun(optimizer)
+        said = "param_groups[1]['lr'] is 0.1 on rank 0, 0.2 on rank 1"
+        raised(optimizer.step, said, "updated in backward already", "go on from a checkpoint (em.load)")
+        optimizer.param_groups[1]["lr"] = 0.1
+        raised(optimizer.step, "em.load a checkpoint")
+        return
     if how == "fails":
         hook = model.layers[0].register_forward_pre_hook(lambda _, args: Fails.apply(*args))  # type: ignore[no-untyped-call]
         with pytest.raises(RuntimeError, match="failed in the middle"):
@@ -306,7 +315,7 @@ def _spoilt(x: Tensor) -> Tensor:
     return x * math.nan if dist.get_rank() == dist.get_world_size() - 1 else x
 
 
-@pytest.mark.parametrize(("how", "world"), [("fails", 1), ("nan", 2)])
+@pytest.mark.parametrize(("how", "world"), [("fails", 1), ("nan", 2), ("rates", 2)])
 def test_a_step_that_ends_badly_goes_on_from_a_checkpoint(how: str, world: int, ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(world).run(give_up, str(tmp_path / "saved"), how) == [[]] * world
 

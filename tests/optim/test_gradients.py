@@ -243,6 +243,50 @@ def test_ranks_that_clip_differently_fail_together(name: str, ranks: Ranks) -> N
         assert same
 
 
+PARTED = {
+    "lr": lambda group: group.update(lr=0.1),
+    "lr as a tensor": lambda group: group.update(lr=torch.tensor(0.1)),
+    "betas": lambda group: group.update(betas=(0.8, 0.999)),
+    "weight_decay": lambda group: group.update(weight_decay=0.0),
+}
+
+
+def step_at_other_options(name: str, clip: bool) -> tuple[str, bool]:
+    """(rank) The message if rank 1 has other options, and whether a step with the same ones is then that of equals."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    other = copy.deepcopy(model)
+    found = []
+    said = ""
+    for odd, plain in ((True, model), (False, other)):
+        groups = [{"params": layer.parameters(), "lr": 1e-3 * (i + 1)} for i, layer in enumerate(plain)]
+        model, optimizer = em.wrap(plain, torch.optim.AdamW(groups), plan=em.Plan.zero2())
+        model(torch.ones(2, 8)).sum().backward()
+        if odd:
+            before = dict(optimizer.param_groups[1])
+            if dist.get_rank() == 1:
+                PARTED[name](optimizer.param_groups[1])
+            with pytest.raises(em.UsageError) as error:
+                optimizer.clip_grad_norm_(0.5) if clip else optimizer.step()
+            said = str(error.value)
+            optimizer.param_groups[1].update(before)
+        if clip:
+            optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        found.append(em.full_state_dict(model, all_ranks=True))
+        optimizer.close()
+    return said, all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("name", PARTED)
+def test_ranks_whose_options_have_parted_fail_together(name: str, clip: bool, ranks: Ranks) -> None:
+    for said, same in ranks(2).run(step_at_other_options, name, clip):
+        assert f"ranks update with different options: param_groups[1][{name.split()[0]!r}] is" in said
+        assert " on rank 0, " in said and " on rank 1; set them alike" in said
+        assert same
+
+
 def test_a_backward_after_clipping_by_value_is_refused(pair: Any) -> None:
     model, optimizer = pair
     model(torch.ones(2, 8)).sum().backward()
