@@ -1,10 +1,10 @@
 """Checked records: plain data from a file or a command line into frozen dataclasses.
 
-Owns the conversion by the types of the fields, the checks written beside them, and the words of what is wrong, with the
-names that other trainers give to settings. Opens no file and knows no record by name: a dataclass says what its fields
-mean, and which values they take.
+Owns the conversion by the types of the fields, the checks written beside them, and the words of what is wrong. Opens no
+file and knows no record by name: a dataclass says what its fields mean, which values they take, and what others call
+them.
 
-    steps: Annotated[int, at_least(1)] = 100
+    steps: Annotated[int, at_least(1), called("max_steps")] = 100
     parts: Mapping[str, tuple[Part, ...]]           # records in records
     shape: Circle | Box | Text                      # one of several: the first, or that whose first field is given
 
@@ -22,21 +22,6 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from elixir_moe.errors import ConfigError, ElixirError, meant
 
 T = TypeVar("T")
-_ELSEWHERE = {
-    "batch_size": "run.global_batch",
-    "per_device_train_batch_size": "run.global_batch",
-    "gradient_accumulation_steps": "run.accumulation",
-    "max_steps": "run.steps",
-    "epochs": "run.steps",
-    "num_train_epochs": "run.steps",
-    "learning_rate": "optimizer.lr",
-    "max_grad_norm": "optimizer.clip_norm",
-    "gradient_checkpointing": "model.checkpoint",
-    "max_length": "data.seq_len",
-    "bf16": "run.dtype",
-    "output_dir": "run.out",
-}
-"""{the name of a setting in other trainers: its name here}."""
 _MOST = 8
 """Most mistakes that a message lists."""
 _LONGEST = 80
@@ -49,6 +34,18 @@ class Check:
 
     what: str
     holds: Callable[[Any], object]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Called:
+    """What a field is called in other programs."""
+
+    names: tuple[str, ...]
+
+
+def called(*names: str) -> Called:
+    """For a user who knows a field by one of these names: the message about an unknown key leads to the field."""
+    return Called(names)
 
 
 def at_least(least: float, unit: str = "") -> Check:
@@ -91,7 +88,7 @@ def build(
         ElixirError: as `error` makes it. It names every unknown key with the nearest known one, every missing key and
             every value that is not as expected. Errors of the dataclasses' own checks pass.
     """
-    reader = _Reader(noun, texts, [key for key in keys(cls) if key not in given])
+    reader = _Reader(noun, texts, {key: names for key, names in keys(cls).items() if key not in given})
     made: T | None = reader.record(cls, values, "", given)
     faults = reader.faults
     if faults:
@@ -101,11 +98,16 @@ def build(
     return made
 
 
-def keys(cls: Any, where: str = "") -> Iterator[str]:
-    """The dotted key of every field, those of its sections in its place."""
+def keys(cls: Any, where: str = "") -> dict[str, tuple[str, ...]]:
+    """{the dotted key of every field, those of its sections in its place: what it is called in other programs}."""
+    found: dict[str, tuple[str, ...]] = {}
     for name, kind in _kinds(cls).items():
-        inner = [key for record in kind.records for key in keys(record, f"{where}{name}.")]
-        yield from dict.fromkeys(inner or [where + name])
+        if not kind.records:
+            found[where + name] = kind.called
+        for record in kind.records:
+            for key, names in keys(record, f"{where}{name}.").items():
+                found[key] = found.get(key, ()) + names
+    return found
 
 
 def records_in(cls: type) -> dict[str, tuple[type, ...]]:
@@ -118,13 +120,15 @@ def mark_of(cls: Any) -> str:
     return dataclasses.fields(cls)[0].name
 
 
-def unknown(noun: str, key: str, known: list[str]) -> str:
-    """The words for an unknown key, with the known one that other trainers call so, or with the nearest; keys with the
-    same last part are nearer than others."""
+def unknown(noun: str, key: str, known: Mapping[str, tuple[str, ...]]) -> str:
+    """The words for an unknown key, with the one of `keys` that other programs call so, or with the nearest; keys with
+    the same last part are nearer than others."""
     last = key.rpartition(".")[2]
+    theirs = last.replace("-", "_")
+    here = [k for k, names in known.items() if theirs in names]
     alike = [k for k in known if k.rpartition(".")[2] == last]
-    if (here := _ELSEWHERE.get(last.replace("-", "_"))) in known:
-        hint = f"it is called {here!r} here"
+    if here:
+        hint = f"it is called {here[0]!r} here"
     elif alike:
         hint = f"did you mean {alike[0]!r}?"
     else:
@@ -136,12 +140,14 @@ def unknown(noun: str, key: str, known: list[str]) -> str:
 class _Kind:
     """The type of a field, taken apart once."""
 
-    __slots__ = ("checks", "is_record", "origin", "parts", "records", "type")
+    __slots__ = ("called", "checks", "is_record", "origin", "parts", "records", "type")
 
     def __init__(self, hint: Any) -> None:
-        self.checks: tuple[Check, ...] = ()
+        marks: tuple[Any, ...] = ()
         if get_origin(hint) is Annotated:
-            hint, self.checks = hint.__origin__, hint.__metadata__
+            hint, marks = hint.__origin__, hint.__metadata__
+        self.checks = tuple(mark for mark in marks if isinstance(mark, Check))
+        self.called = tuple(name for mark in marks if isinstance(mark, Called) for name in mark.names)
         self.type, self.origin = hint, get_origin(hint)
         self.parts: tuple[Any, ...] = get_args(hint)
         if self.origin is not Literal:
@@ -188,7 +194,7 @@ def _wrong(key: str, expected: object, value: Any) -> str:
 class _Reader:
     """Converts values, and notes what is wrong with them."""
 
-    def __init__(self, noun: str, texts: bool, known: list[str]) -> None:
+    def __init__(self, noun: str, texts: bool, known: Mapping[str, tuple[str, ...]]) -> None:
         self.faults: list[str] = []
         self._noun, self._texts, self._known = noun, texts, known
 
@@ -200,7 +206,7 @@ class _Reader:
         kinds, before, arguments = _kinds(cls), len(self.faults), dict(given)
         for name in values:
             if name not in kinds or name in given:
-                known = [*self._known, *(where + other for other in kinds if other not in given)]
+                known = {**{where + other: () for other in kinds if other not in given}, **self._known}
                 self.faults.append(unknown(self._noun, f"{where}{name}", known))
         for field in dataclasses.fields(cls):
             name, kind = field.name, kinds[field.name]

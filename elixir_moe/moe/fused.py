@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -144,7 +144,7 @@ def is_fused_experts(module: nn.Module) -> bool:
     return hasattr(module, "num_experts") and all(hasattr(module, name) for name in _SETTINGS)
 
 
-def is_spread(module: nn.Module) -> bool:
+def is_spread(module: nn.Module) -> TypeGuard[FusedExperts]:
     """Whether a module has some of the experts of a layer, and other ranks the others."""
     return isinstance(module, FusedExperts) and "ranks" in vars(module)
 

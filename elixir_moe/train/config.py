@@ -18,7 +18,7 @@ from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.lora import Lora
 from elixir_moe.names import DTYPES, Master, Moments, SchemeName
-from elixir_moe.records import ABOVE_0, Check, at_least, check
+from elixir_moe.records import ABOVE_0, Check, at_least, called, check
 from elixir_moe.train import settings
 from elixir_moe.train.writers import check_tensorboard
 
@@ -58,7 +58,7 @@ class HuggingFaceModel:
     """Read the folder's weights; false: draw them, to train from the beginning."""
     attention: str | None = None
     """Implementation of attention by transformers' names: eager, sdpa, flash_attention_2 ...; null: its own choice."""
-    checkpoint: Literal["none", "non_reentrant"] = "none"
+    checkpoint: Annotated[Literal["none", "non_reentrant"], called("gradient_checkpointing")] = "none"
     """Activation checkpointing of each layer."""
     ep: Annotated[int, at_least(1)] = 1
     """Ranks that share the fused experts of each mixture layer (expert parallelism)."""
@@ -83,7 +83,7 @@ class DataConfig:
     """Files or glob patterns of a running text, joined in order; if empty, the English text of Python's own help."""
     tokenizer: str | None = None
     """Folder of a tokenizer; null: the model's own, or else one token a byte."""
-    seq_len: Annotated[int | None, at_least(2)] = None
+    seq_len: Annotated[int | None, at_least(2), called("max_length")] = None
     """Tokens of a row; null: model.seq_len of our GPT and one more, 128 of a module, and of a Hugging Face model 1024,
     or the positions it has."""
     packing: bool | None = None
@@ -194,7 +194,7 @@ def _no_step(model: "nn.Module", sample: Any) -> None:
 class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay of the learning rate."""
 
-    lr: Annotated[float, ABOVE_0] = 1e-3
+    lr: Annotated[float, ABOVE_0, called("learning_rate")] = 1e-3
     """Peak learning rate."""
     betas: Annotated[tuple[float, float], Check("a number from 0 to below 1", lambda beta: 0 <= beta < 1)] = (0.9, 0.95)
     """Decay rates of the two moments, per step."""
@@ -206,7 +206,7 @@ class OptimizerConfig:
     """Steps of linear warm-up to the peak learning rate."""
     final_lr: Annotated[float, Check("a share of lr between 0 and 1", lambda share: 0 <= share <= 1)] = 0.1
     """Learning rate of the last step, as a fraction of lr."""
-    clip_norm: Annotated[float | None, ABOVE_0] = 1.0
+    clip_norm: Annotated[float | None, ABOVE_0, called("max_grad_norm")] = 1.0
     """Bound on the global gradient norm; null: no clipping. Updates then begin in backward with watch.on_nan=back and
     watch.memory_tries=0, from the first checkpoint on."""
 
@@ -218,7 +218,7 @@ class OptimizerConfig:
 class RunConfig:
     """Length of the run, batch size, dtype, evaluation and output."""
 
-    out: Annotated[str, Check("a directory", str.strip)]
+    out: Annotated[str, Check("a directory", str.strip), called("output_dir")]
     """Directory for everything the run writes; created if missing, refused if it holds anything other than this run.
     With model.hf, by default runs/ and the folder's name."""
     overwrite: bool = False
@@ -228,13 +228,13 @@ class RunConfig:
     checkpoint; never: refuse a used out; otherwise: the path of a checkpoint to start from."""
     timeout_seconds: Annotated[float, at_least(1, "second"), _FINITE] = 600.0
     """Seconds a rank waits for the others before all ranks end with an error."""
-    steps: Annotated[int, at_least(1)] = 100
+    steps: Annotated[int, at_least(1), called("max_steps", "epochs", "num_train_epochs")] = 100
     """Optimizer steps."""
-    global_batch: Annotated[int, at_least(1)] = 32
+    global_batch: Annotated[int, at_least(1), called("batch_size", "per_device_train_batch_size")] = 32
     """Samples per step, over all ranks and micro-batches; a sample is a row of tokens."""
-    accumulation: Annotated[int, at_least(1)] = 1
+    accumulation: Annotated[int, at_least(1), called("gradient_accumulation_steps")] = 1
     """Micro-batches that each rank runs per optimizer step."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], called("bf16")] = "fp32"
     """Dtype of forward and backward; plan.master and plan.moments say in which master weights and moments are kept."""
     loss: Literal["whole", "fused"] = "whole"
     """whole: the cross-entropy of all logits; fused: the same without logits, by em.linear_cross_entropy."""

@@ -25,7 +25,7 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.integrations.routers import Routers, has_routers
 from elixir_moe.models.lora import Lora
 from elixir_moe.models.without_logits import WithoutLogits
-from elixir_moe.moe.fused import FusedExperts, is_spread
+from elixir_moe.moe.fused import is_spread
 from elixir_moe.moe.layer import LayerRanks
 from elixir_moe.parallel.mesh import expert_mesh
 from elixir_moe.setup.spreading import check_spreadable, spread_experts
@@ -240,7 +240,7 @@ class HuggingFaceRecipe:
     def disconnect(self, model: nn.Module) -> None:
         """As `Recipe` says."""
         for module in model.modules():
-            if isinstance(module, FusedExperts) and is_spread(module):
+            if is_spread(module):
                 module.ranks = LayerRanks()
 
     def facts(self) -> str:

@@ -53,7 +53,7 @@ def build(cls: type[T], values: Mapping[str, Any], overrides: Sequence[tuple[str
     Raises:
         ConfigError: as `records.build` says.
     """
-    known = list(records.keys(cls))
+    known = records.keys(cls)
     merged = {name: dict(part) if isinstance(part, Mapping) else part for name, part in values.items()}
     for key, text in overrides:
         if key not in known:
