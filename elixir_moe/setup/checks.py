@@ -20,11 +20,12 @@ from elixir_moe.memory.slabs import is_one_memory
 from elixir_moe.moe.fused import STACKS, adapted_parameter
 from elixir_moe.optim.accepted import check_optimizer, is_adam
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_moe.quantized.packed import packed_in, packed_parameters
+from elixir_moe.quantized.packed import packed_in
 from elixir_moe.quantized.taken_over import check_layers
 from elixir_moe.runtime.access import ShardedParameter
 from elixir_moe.runtime.model_spec import TRAINED_IN
 from elixir_moe.setup.drawing import computed_from, record_of
+from elixir_moe.setup.reading_adapters import reads_weight
 from elixir_moe.setup.sharing import check_sharing
 from elixir_moe.setup.spreading import check_spread
 from elixir_moe.state.huggingface import names_in_base
@@ -163,11 +164,6 @@ def _check_targets(model: Any) -> None:
                 f"gradients are in shards, and step() clears them; train LoRA, whose rank is fixed"
                 f"{', or leave use_asa out' * (kind == 'ADAMSS')}"
             )
-        if getattr(config, "use_dora", False) and any(packed_parameters(model)):
-            raise ConfigError(
-                f"adapter {adapter!r} has use_dora=True, which reads the base's weights, and they are quantized: "
-                f"leave it out, or quantize other layers alone (em.quantize(..., skip=...))"
-            )
         found = getattr(model.base_model, "targeted_parameter_names", ())
         for target in getattr(config, "target_parameters", None) or ():
             if not any(f".{name}".endswith(f".{target}") for name in found):
@@ -179,8 +175,15 @@ def _check_targets(model: Any) -> None:
 
 
 def check_adapted_bytes(model: nn.Module) -> None:
-    """Raises ConfigError for adapters that peft would add to the bytes of a weight."""
+    """Raises ConfigError for adapters that peft would add to the bytes of a weight, and for those that read them."""
     for name, module in model.named_modules():
+        reading = reads_weight(module)
+        if reading is not None and (packed := packed_in(module.get_base_layer())):  # type: ignore[operator]
+            raise ConfigError(
+                f"{name!r} has {reading}, which read the base's weight, and it is packed as "
+                f"{next(iter(packed.values())).scheme}: take LoRA, or quantize other layers alone "
+                f"(em.quantize(..., skip=...))"
+            )
         own = adapted_parameter(module)
         if own is not None and own not in STACKS:
             packed = packed_in(module.get_base_layer())  # type: ignore[operator]

@@ -38,6 +38,7 @@ from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.read_again import LinearReadAgain, mark_saving_none
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.parallel.tiles import Tile, child_name, mark, tile_of
+from elixir_moe.setup.reading_adapters import reads_weight
 
 _TILES_IN_ROOM = 16
 """Tiles that fit in device memory beside each other: a few are gathered, and activations take the rest."""
@@ -311,6 +312,8 @@ def _refusal(model: nn.Module, name: str, module: nn.Module) -> str | None:
         return f"module {name!r} keeps a tensor, {kept[0]!r}, which belongs to the whole module"
     name_above = name.rpartition(".")[0]
     above = model.get_submodule(name_above)
+    if (reading := reads_weight(above, or_bias=True)) is not None:
+        return f"module {name!r} has {reading}, which read the whole of it: take LoRA, or a larger at_most"
     *path, inner, _ = ("", "", *name.split("."))
     if inner.startswith("lora_") and isinstance(model.get_submodule(".".join(path).strip(".")), AdaptersBeside):
         needed = max(p.nbytes for p in parameters)

@@ -247,7 +247,9 @@ def test_what_cannot_be_kept_or_adapted_is_refused_by_name(ranks: Ranks, tmp_pat
 REFUSED = (
     r"'model\.layers\.0\.self_attn\.q_proj\.weight' is packed as nf4.*em\.save keeps",
     r"adapters \(target_parameters\) on 'weight', which is packed as nf4",
-    r"use_dora=True, which reads the base's weights",
+    r"q_proj' has adapters with use_dora=True, which read the base's weight, and it is packed as int8",
+    r"q_proj' has adapters of HRA, which read the base's weight, and it is packed as fp8",
+    r"q_proj' has adapters of LOHA, which read the base's weight, and it is packed as nf4",
     r"A base that was quantized here is read in bf16",
 )
 
@@ -263,11 +265,13 @@ def refused(folder: str) -> list[str]:
         em.save_pretrained(model, folder)
     said.append(str(error.value))
     optimizer.close()
-    for scheme, settings in (
-        ("nf4", {"target_modules": ["k_proj"], "target_parameters": ["q_proj.weight"]}),
-        ("int8", {"target_modules": ["q_proj"], "use_dora": True}),
+    for scheme, config in (
+        ("nf4", peft.LoraConfig(r=4, target_modules=["k_proj"], target_parameters=["q_proj.weight"])),
+        ("int8", peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)),
+        ("fp8", peft.HRAConfig(r=4, target_modules=["q_proj"])),
+        ("nf4", peft.LoHaConfig(r=4, target_modules=["q_proj"])),
     ):
-        model = peft.get_peft_model(em.quantize(base(), scheme), peft.LoraConfig(r=4, **settings))
+        model = em.quantize(peft.get_peft_model(base(), config), scheme)
         with pytest.raises(em.ConfigError) as refusal:
             em.wrap(model, optimizer_of(model), plan=em.Plan.zero3())
         said.append(str(refusal.value))
@@ -277,6 +281,29 @@ def refused(folder: str) -> list[str]:
         model.merge_and_unload()
     optimizer.close()
     return [*said, str(error.value)]
+
+
+def test_adapters_that_read_their_own_weight_may_lie_beside_bytes(ranks: Ranks) -> None:
+    """DoRA on layers that are left as they are."""
+    plain, wrapped = ranks(1).run(dora_beside_bytes)[0]
+    assert wrapped == pytest.approx(plain, abs=LOSS_TOLERANCE)
+
+
+def dora_beside_bytes() -> tuple[list[float], list[float]]:
+    """(rank) Losses of plain PyTorch with the decoded weights, and of the wrapped model."""
+    em.init_mesh(device_type="cpu")
+    losses = []
+    for decoded in (True, False):
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+        torch.manual_seed(4)
+        model = em.quantize(peft.get_peft_model(base(), config), "int8", skip="*q_proj*")
+        model, optimizer = em.dequantize(model) if decoded else model, optimizer_of(model)
+        if not decoded:
+            model, optimizer = em.wrap(model, optimizer, plan=em.Plan.zero3())
+        losses.append([loss.item() for loss in steps(model, optimizer)])
+        if not decoded:
+            optimizer.close()
+    return losses[0], losses[1]
 
 
 def test_adapters_are_merged_into_decoded_weights() -> None:

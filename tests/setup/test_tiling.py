@@ -248,6 +248,22 @@ def test_adapters_of_other_parameters_are_named() -> None:
         em.tile(peft.get_peft_model(model, config), at_most=512)
 
 
+@pytest.mark.parametrize("kind", ["DoRA", "LOHA", "HRA", "BOFT"])
+def test_adapters_that_read_the_whole_weight_are_named(kind: str) -> None:
+    import peft
+
+    configs = {
+        "DoRA": peft.LoraConfig(r=2, use_dora=True, target_modules=["1"]),
+        "LOHA": peft.LoHaConfig(r=2, target_modules=["1"]),
+        "HRA": peft.HRAConfig(r=2, target_modules=["1"]),
+        "BOFT": peft.BOFTConfig(boft_block_size=4, target_modules=["1"]),
+    }
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    said = f"has adapters {'with use_dora=True' if kind == 'DoRA' else f'of {kind}'}, which read the whole of it"
+    with pytest.raises(em.ConfigError, match=said):
+        em.tile(peft.get_peft_model(model, configs[kind]), at_most=512)
+
+
 def test_tiles_take_the_names_of_their_parameters_in_the_optimizer() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 128), nn.Linear(2, 2))
     first = list(model[0].named_parameters(prefix="0"))

@@ -1,0 +1,28 @@
+"""peft's adapters that compute with the weight of their base layer itself.
+
+Owns the list. Most adapters call their base layer and add to what it gives; those here need a weight that is whole and
+no bytes. Imports nothing of peft.
+"""
+
+from torch import nn
+
+_OF_WEIGHTS = {"frod", "glora", "hira", "hra", "loha", "lokr", "peanut", "shira", "supertuning", "trainable_tokens"}
+_OF_BIASES = {"adamss", "boft", "deft"}
+_PACKAGE = "peft.tuners."
+
+
+def reads_weight(layer: nn.Module, *, or_bias: bool = False) -> str | None:
+    """What an adapted layer is, in words, if its adapters read the base layer's weight, or its bias; else None."""
+    if not hasattr(layer, "get_base_layer"):
+        return None
+    modules = [kind.__module__ for kind in type(layer).__mro__ if kind.__module__.startswith(_PACKAGE)]
+    kinds = {module.removeprefix(_PACKAGE).partition(".")[0] for module in modules}
+    if found := kinds & (_OF_WEIGHTS | _OF_BIASES if or_bias else _OF_WEIGHTS):
+        return f"adapters of {found.pop().upper()}"
+    if "lora" in kinds and any(getattr(layer, "use_dora", {}).values()):
+        return "adapters with use_dora=True"
+    if "miss" in kinds and getattr(layer, "miss_fn", None) == "bat":
+        return 'adapters with init_weights="bat"'
+    if "ia3" in kinds and getattr(layer, "is_feedforward", False):
+        return "adapters of IA3 for feedforward_modules"
+    return None
