@@ -14,6 +14,7 @@ from torch import nn
 from elixir_moe.errors import ConfigError, UsageError, meant
 from elixir_moe.moe.fused import adapt_beside, is_spread
 from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.parallel.encoder_layers import call_linear_layers
 from elixir_moe.parallel.rules import attach, pattern_of
 from elixir_moe.parallel.tiles import mark as mark_tile
 from elixir_moe.parallel.tiles import tile_of
@@ -96,6 +97,7 @@ def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = Non
     while chosen:  # each weight is let go before the next is read
         weight = chosen.pop(0)
         _pack(weight, form)
+    call_linear_layers(model, lambda module: bool(packed_in(module)))
     adapt_beside(model)
     return model
 

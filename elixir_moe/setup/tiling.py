@@ -35,6 +35,7 @@ from elixir_moe.moe.fused import (
     is_spread,
 )
 from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.parallel.encoder_layers import call_linear_layers
 from elixir_moe.parallel.read_again import LinearReadAgain, mark_saving_none
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.parallel.tiles import Tile, child_name, mark, tile_of
@@ -90,6 +91,7 @@ def _tile(model: nn.Module, most: int) -> dict[nn.Parameter, list[nn.Parameter]]
         if module in tiled:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, tiled[module])
+    call_linear_layers(model, lambda module: isinstance(module, TiledLinear))
     made: dict[nn.Parameter, list[nn.Parameter]] = {}
     for (parameter, _), part in tiles.items():
         made.setdefault(parameter, []).append(part)

@@ -176,6 +176,23 @@ def test_bad_input_changes_nothing(change: Any, arguments: dict[str, Any], says:
     assert not any(p.dtype == torch.uint8 for p in m.parameters())
 
 
+@pytest.mark.parametrize("scheme", ["int8", "nf4", None])
+def test_encoder_layers_of_torch_call_their_linear_layers_in_evaluation(scheme: str | None) -> None:
+    """Quantized, and in tiles: torch's fast path reads weights itself."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True).requires_grad_(False)
+    whole = nn.Sequential(layer)
+    changed = copy.deepcopy(whole)
+    if scheme is None:
+        em.tile(changed, at_most=192 * 64 * 4)
+    else:
+        em.quantize(changed, scheme)
+        whole = em.dequantize(copy.deepcopy(changed))
+    x = torch.randn(2, 5, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(changed.eval()(x), whole.eval()(x), rtol=0, atol=1e-5)
+
+
 def test_a_wrapped_model_is_refused() -> None:
     em.init_mesh(device_type="cpu")
     m = model()
