@@ -32,9 +32,9 @@ from elixir_moe.quantized.packed import (
 
 M = TypeVar("M", bound=nn.Module)
 
-_NEVER = ("*lm_head*", "*embed*", "*router*", "*.gate", "*lora_*", "*.dt_proj")
+_NEVER = ("*lm_head*", "*embed*", "*router*", "*.gate", "*lora_*", "*.dt_proj", "*.wo")
 """Modules that stay as they are unless `targets` names them: they are small, or decide much. Mamba's mixers read the
-weight of `dt_proj` themselves, where bytes would be numbers."""
+weight of `dt_proj` themselves, where bytes would be numbers; T5 and its kin cast what they give `wo` to its dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,10 @@ def grouped_linear(
 def computed_in(x: Tensor, packed: Packed) -> torch.dtype:
     """The dtype of a product of `x` and a weight. Raises UsageError for an input of integers."""
     if not x.is_floating_point():  # weights decoded to integers would be zeros
-        raise UsageError(f"a product of {x.dtype} with quantized weights: expected an input of a floating dtype")
+        raise UsageError(
+            f"a product of {x.dtype} with quantized weights: expected an input of a floating dtype; where a module "
+            f"casts its input to the dtype of the weight, leave that weight as it is, as in em.quantize(..., skip=...)"
+        )
     if packed.computed_in is not None:
         return packed.computed_in
     kind = x.device.type

@@ -193,6 +193,22 @@ def test_encoder_layers_of_torch_call_their_linear_layers_in_evaluation(scheme: 
         torch.testing.assert_close(changed.eval()(x), whole.eval()(x), rtol=0, atol=1e-5)
 
 
+def test_t5_is_quantized_without_what_it_casts_to() -> None:
+    """Its feed-forward casts its input to the dtype of `wo`."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 1, "num_heads": 2}
+    t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).requires_grad_(False).eval()
+    tokens, whole = torch.arange(8).view(1, 8), em.dequantize(copy.deepcopy(em.quantize(t5, "int8")))
+    assert isinstance(t5.encoder.block[0].layer[1].DenseReluDense.wi, QuantizedLinear)
+    found, wanted = (model(input_ids=tokens, labels=tokens).loss for model in (t5, whole))
+    torch.testing.assert_close(found, wanted)
+    em.quantize(t5, "int8", targets="*.wo")
+    with pytest.raises(UsageError, match="casts its input to the dtype of the weight"):
+        t5(input_ids=tokens, labels=tokens)
+
+
 def test_a_wrapped_model_is_refused() -> None:
     em.init_mesh(device_type="cpu")
     m = model()
