@@ -32,9 +32,11 @@ from elixir_moe.quantized.packed import (
 
 M = TypeVar("M", bound=nn.Module)
 
-_NEVER = ("*lm_head*", "*embed*", "*router*", "*.gate", "*lora_*", "*.dt_proj", "*.wo")
+_CASTS_TO = ("*.DenseReluDense.wo", "*.mlp.wo", "*.expert_*.wo")
+"""T5 and its kin cast what they give these layers to the dtype of their weight."""
+_NEVER = ("*lm_head*", "*embed*", "*router*", "*.gate", "*lora_*", "*.dt_proj", *_CASTS_TO)
 """Modules that stay as they are unless `targets` names them: they are small, or decide much. Mamba's mixers read the
-weight of `dt_proj` themselves, where bytes would be numbers; T5 and its kin cast what they give `wo` to its dtype."""
+weight of `dt_proj` themselves, where bytes would be numbers."""
 
 
 @dataclass(frozen=True, slots=True)
