@@ -9,9 +9,11 @@ from torch import nn
 
 
 def call_linear_layers(model: nn.Module, changed: Callable[[nn.Module], bool]) -> None:
-    """Turns torch's fast path off in each encoder layer one of whose Linear layers has `changed`."""
-    for layer in model.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer):
-            inside = (module for own in (layer.linear1, layer.linear2) for module in own.modules())
+    """Turns torch's fast path off in encoder layers, and stacks of them, with a Linear layer that has `changed`."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            inside = (part for own in (module.linear1, module.linear2) for part in own.modules())
             if any(map(changed, inside)):
-                layer.activation_relu_or_gelu = 0  # no activation that the fast path has; what is computed stays
+                module.activation_relu_or_gelu = 0  # no activation that the fast path has; what is computed stays
+        elif isinstance(module, nn.TransformerEncoder) and any(map(changed, module.modules())):
+            module.use_nested_tensor = False

@@ -178,19 +178,22 @@ def test_bad_input_changes_nothing(change: Any, arguments: dict[str, Any], says:
 
 @pytest.mark.parametrize("scheme", ["int8", "nf4", None])
 def test_encoder_layers_of_torch_call_their_linear_layers_in_evaluation(scheme: str | None) -> None:
-    """Quantized, and in tiles: torch's fast path reads weights itself."""
+    """Quantized, and in tiles: torch's fast path reads weights itself, in a layer and in a stack with padded rows."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True).requires_grad_(False)
-    whole = nn.Sequential(layer)
+    whole: nn.Module = nn.TransformerEncoder(layer, 2)
     changed = copy.deepcopy(whole)
     if scheme is None:
         em.tile(changed, at_most=192 * 64 * 4)
     else:
         em.quantize(changed, scheme)
         whole = em.dequantize(copy.deepcopy(changed))
-    x = torch.randn(2, 5, 64)
-    with torch.no_grad():
-        torch.testing.assert_close(changed.eval()(x), whole.eval()(x), rtol=0, atol=1e-5)
+    x, padding = torch.randn(2, 5, 64), torch.arange(5).expand(2, 5) >= torch.tensor([[3], [5]])
+    for mask in (None, padding):
+        there = torch.ones(2, 5, dtype=torch.bool) if mask is None else ~mask
+        with torch.no_grad():
+            found, wanted = (m.eval()(x, src_key_padding_mask=mask)[there] for m in (changed, whole))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
 def test_t5_is_quantized_without_what_it_casts_to() -> None:
