@@ -262,8 +262,9 @@ class ElementwiseUpdate:
         chunks: Sequence[Chunk],
         groups: list[dict[str, Any]],
     ) -> None:
-        self._groups = groups
+        self._inner, self._groups = inner, groups
         self._changes: dict[int, dict[str, Any]] = {}
+        """Options that the optimizer has changed in this step, of each group that has run."""
         self._views: dict[int, nn.Parameter] = {}
         """The master's elements of each piece, by the piece's id."""
         self._optimizers: dict[tuple[int, int], torch.optim.Optimizer] = {}
@@ -297,16 +298,19 @@ class ElementwiseUpdate:
         for one in active:
             self._views[id(one)].grad = home.gradient(one.piece.start, one.piece.stop).float() * scale
         for index in sorted({one.group for one in active}):
-            optimizer = self._optimizers[chunk.spec.index, index]
-            options = {name: value for name, value in self._groups[index].items() if name != "params"}
-            optimizer.param_groups[0].update(options)
-            optimizer.step()
-            changed = {n: v for n, v in optimizer.param_groups[0].items() if n != "params" and v is not options.get(n)}
-            self._changes.setdefault(index, {}).update(changed)
+            self._run_group(index, self._optimizers[chunk.spec.index, index])
         for one in active:
             self._views[id(one)].grad = None
         if home.values_shard is not None:
             home.values_shard.copy_(home.master)
+
+    def _run_group(self, index: int, optimizer: torch.optim.Optimizer) -> None:
+        """Steps one of the group's optimizers with the group's options, and notes those that it changes."""
+        options = {name: value for name, value in self._groups[index].items() if name != "params"}
+        optimizer.param_groups[0].update(options)
+        optimizer.step()
+        changed = {n: v for n, v in optimizer.param_groups[0].items() if n != "params" and v is not options.get(n)}
+        self._changes.setdefault(index, {}).update(changed)
 
     def state_bytes(self, chunk: Chunk) -> int:
         """As `AdamUpdate.state_bytes`."""
@@ -315,7 +319,14 @@ class ElementwiseUpdate:
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
     def finish(self) -> None:
-        """As `AdamUpdate.finish`; gives the user's groups the options that the optimizer has changed (counters)."""
+        """As `AdamUpdate.finish`; gives the user's groups the options that the optimizer has changed (counters).
+
+        A group that has nothing to update on this rank counts its steps as on the others.
+        """
+        for index, group in enumerate(self._groups):
+            if index not in self._changes:
+                nothing = nn.Parameter(torch.empty(0, device="cpu"))  # as a parameter without a gradient
+                self._run_group(index, like(self._inner, [(nothing, {})], group))
         for index, changed in self._changes.items():
             self._groups[index].update(changed)
         self._changes.clear()

@@ -287,6 +287,49 @@ def test_ranks_whose_options_have_parted_fail_together(name: str, clip: bool, ra
         assert same
 
 
+class Counts(torch.optim.Optimizer):
+    """Signs of gradients at a rate that falls with the steps that each group has counted."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] / group["steps"] * p.grad.sign())
+
+
+def count_steps(wrapped: bool) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """(rank) Counts and weights after three steps; the first has no gradient of the last layer."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    *others, bias = model.parameters()
+    optimizer: Any = Counts([{"params": others}, {"params": [bias]}])
+    if wrapped:
+        model, optimizer = em.wrap(model, optimizer, plan=em.Plan.zero2())
+    for used in (model[0], model, model):
+        optimizer.zero_grad()
+        used(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+    counts = [group["steps"] for group in optimizer.param_groups]
+    if not wrapped:
+        return counts, model.state_dict()
+    weights = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    return counts, weights
+
+
+def test_every_rank_counts_the_steps_of_a_group_that_one_rank_holds(ranks: Ranks) -> None:
+    wanted, plain = count_steps(wrapped=False)
+    for counts, weights in ranks(2).run(count_steps, wrapped=True):
+        assert counts == wanted == [3, 3]
+        for name, value in plain.items():
+            torch.testing.assert_close(weights[name], value)
+
+
 def test_a_backward_after_clipping_by_value_is_refused(pair: Any) -> None:
     model, optimizer = pair
     model(torch.ones(2, 8)).sum().backward()
