@@ -29,6 +29,9 @@ from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.phase import CLIPPED, INTACT, STEPPABLE
 from elixir_moe.runtime.scheduler import Scheduler
 
+Options = list[dict[str, object]]
+"""The numbers in each of the `param_groups`."""
+
 _BITS = 32
 """Bits of a number that is the same on all ranks."""
 _MOST_TEXT = 200
@@ -104,6 +107,8 @@ class StepDecision:
         self._on_device = on_device
         self._asked: list[str] = []
         """The clippings that the facts of all ranks do not include yet: all ranks ask for the same."""
+        self._stepped: Options = []
+        """The options of the last step, which may have changed since the ranks agreed, as when they had clipped."""
         self._forget()
 
     def _forget(self) -> None:
@@ -120,6 +125,14 @@ class StepDecision:
         self._scheduler.used.clear()
         self._scheduler.writes.forget_unseen()
         self._forget()
+
+    def note_options(self) -> None:
+        """Called when `step` begins to write: the next agreement compares its options too."""
+        self._stepped = self._options()
+
+    def forget_options(self) -> None:
+        """Called when a load replaces what the last step has made."""
+        self._stepped = []
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale."""
@@ -273,7 +286,7 @@ class StepDecision:
         asked, self._asked = "; ".join(self._asked), []
         steps, backwards = self._phase.place
         options = self._options()
-        same = [*_bits(steps), *_bits(zlib.crc32(f"{backwards} {asked} {options}".encode()))]
+        same = [*_bits(steps), *_bits(zlib.crc32(f"{backwards} {asked} {options} {self._stepped}".encode()))]
         unseen = self._scheduler.writes.unseen() is not None
         used_here = map(self._scheduler.used.__contains__, self._slots)
         votes = torch.tensor([squares, begun, *same, float(unseen), *used_here], dtype=torch.float64, device="cpu")
@@ -331,16 +344,22 @@ class StepDecision:
             f"itself under torch.no_grad(), as in self.weight.copy_(values)"
         )
 
-    def _options(self) -> list[dict[str, object]]:
+    def _options(self) -> Options:
         """The numbers in the optimizer's `param_groups`, but for those on a GPU, for which the host would wait."""
         names = self._inner.defaults
         return [{name: _number(group.get(name)) for name in names} for group in self._inner.param_groups]
 
-    def _refuse_different(self, asked: str, options: list[dict[str, object]], begun: int) -> None:
+    def _refuse_different(self, asked: str, options: Options, begun: int) -> None:
         """Raises UsageError on all ranks: what they ask for is not the same; or OutOfStepError. Collective."""
         self._phase.agree(self._groups.peers_group)
-        everyone = gathered((asked, options), self._groups.peers_group)
-        clips, rates = zip(*everyone, strict=True)
+        everyone = gathered((asked, options, self._stepped), self._groups.peers_group)
+        clips, rates, stepped = zip(*everyone, strict=True)
+        if (other := _first_other(stepped)) is not None:
+            self._phase.write("a step with different options")
+            raise UsageError(
+                f"ranks have updated with different options: {_difference(stepped, (0, other), self._groups.peers)}, "
+                f"set between clipping and step(): go on from a checkpoint (em.load), and set them alike on every rank"
+            )
         if (other := _first_other(clips)) is not None:
             said = [f"rank {self._groups.peers[i]} calls {clips[i][:_MOST_TEXT] or 'nothing'}" for i in (0, other)]
             raise UsageError(
@@ -361,7 +380,7 @@ def _first_other(values: Sequence[object]) -> int | None:
     return next((i for i, value in enumerate(values) if repr(value) != repr(values[0])), None)
 
 
-def _difference(rates: Sequence[list[dict[str, object]]], two: tuple[int, int], ranks: Sequence[int]) -> str:
+def _difference(rates: Sequence[Options], two: tuple[int, int], ranks: Sequence[int]) -> str:
     """The first option that differs between two ranks, with its values."""
     first, second = (rates[i] for i in two)
     names = [(index, name) for index, group in enumerate(first) for name in group]

@@ -231,6 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if overflow and self.loss_scale is None:
             raise ElixirError(self._decision.blame(facts))
         self._phase.write("optimizer.step()")
+        self._decision.note_options()
         if not overflow:
             self._scheduler.drop_weights()  # weights left gathered by an interrupted update would be stale
             self._scheduler.drain()  # gathers issued after the clipping may still read the shards that updates write

@@ -140,6 +140,7 @@ class OptimizerState:
             chunk.shard.gate.finish_update()
         self._phase.early.clear()
         self.give_up_gradients()
+        self._decision.forget_options()
         self._hooks.updated()
         self._scheduler.drop_weights(frozen=True)
         for chunk in self._scheduler.chunks:

@@ -287,6 +287,39 @@ def test_ranks_whose_options_have_parted_fail_together(name: str, clip: bool, ra
         assert same
 
 
+def step_apart_after_clipping(folder: str) -> str:
+    """(rank) The message of the next clipping if rank 1 has another rate for one step, set when all had clipped."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan=em.Plan.ddp())
+    em.save(folder, model, optimizer)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
+        with pytest.raises(em.UsageError) as error:
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 1e-3
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.clip_grad_norm_(0.5)
+        with pytest.raises(em.UsageError, match=r"em\.load a checkpoint"):
+            optimizer.step()
+        em.load(folder, model, optimizer)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+    optimizer.close()
+    return str(error.value)
+
+
+def test_a_step_whose_options_parted_after_clipping_is_found_by_the_next(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2).run(step_apart_after_clipping, str(tmp_path / "saved")):
+        assert (
+            "ranks have updated with different options: param_groups[0]['lr'] is 0.1 on rank 0, 0.2 on rank 1" in said
+        )
+        assert "go on from a checkpoint (em.load)" in said
+
+
 class Counts(torch.optim.Optimizer):
     """Signs of gradients at a rate that falls with the steps that each group has counted."""
 
