@@ -289,18 +289,22 @@ class StepDecision:
         same = [*_bits(steps), *_bits(zlib.crc32(f"{backwards} {asked} {options} {self._stepped}".encode()))]
         unseen = self._scheduler.writes.unseen() is not None
         used_here = map(self._scheduler.used.__contains__, self._slots)
-        votes = torch.tensor([squares, begun, *same, float(unseen), *used_here], dtype=torch.float64, device="cpu")
+        votes = torch.tensor([squares, begun, 0.0, *same, float(unseen), *used_here], dtype=torch.float64, device="cpu")
         with Wait("the all-reduce of the gradient norm over all ranks"):
             self._groups.sum_over_peers(votes)
-            self._groups.sum_over_stages(votes[: 2 + _BITS])
-        total, begun_anywhere, *rest = votes.tolist()
-        same_steps, same_asked, (unseen_anywhere, *used) = rest[:_BITS], rest[_BITS : 2 * _BITS], rest[2 * _BITS :]
+            asked_alike = {0, len(self._groups.peers)}.issuperset(votes[3 + _BITS : 3 + 2 * _BITS].tolist())
+            votes[2] = float(not asked_alike or bool(votes[3 + 2 * _BITS]))  # these ranks refuse
+            self._groups.sum_over_stages(votes[: 3 + _BITS])
+        total, begun_anywhere, refused, *rest = votes.tolist()
+        same_steps, (unseen_anywhere, *used) = rest[:_BITS], rest[2 * _BITS :]
         if not {0, dist.get_world_size(self._groups.control)}.issuperset(same_steps):
             self._phase.agree(self._groups.control)
-        if not {0, len(self._groups.peers)}.issuperset(same_asked):
+        if not asked_alike:
             self._refuse_different(asked, options, begun=int(begun_anywhere))
         if unseen_anywhere:
             self._refuse_unseen_writes()
+        if refused:
+            raise UsageError("the ranks of another pipeline stage cannot take this step: the error is theirs")
         everybody = {p for p, n in zip(self._parameters, used, strict=True) if n}
         return _Answer(squares=total, begun=int(begun_anywhere), used=everybody)
 

@@ -320,6 +320,30 @@ def test_a_step_whose_options_parted_after_clipping_is_found_by_the_next(ranks: 
         assert "go on from a checkpoint (em.load)" in said
 
 
+def step_of_stages() -> str:
+    """(rank) The message if ranks of the first of two pipeline stages have parted; all can then take the step."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = nn.Linear(4, 4)
+    em.annotate(stage, {"*": em.Pattern(mesh["dp"], replicate=("dp",))})
+    stage, optimizer = em.wrap(stage, torch.optim.AdamW(stage.parameters(), lr=1e-3), plan=em.Plan.ddp())
+    stage(torch.ones(1, 4)).sum().backward()
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["lr"] = 0.1
+    with pytest.raises(em.UsageError) as error:
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-3
+    for _ in range(2):
+        optimizer.step()
+    optimizer.close()
+    return str(error.value)
+
+
+def test_no_stage_steps_if_ranks_of_another_have_parted(ranks: Ranks) -> None:
+    *first, third, fourth = ranks(4).run(step_of_stages)
+    assert all("[0]['lr'] is 0.001 on rank 0, 0.1 on rank 1" in said for said in first)
+    assert third == fourth and "another pipeline stage" in third
+
+
 class Counts(torch.optim.Optimizer):
     """Signs of gradients at a rate that falls with the steps that each group has counted."""
 
