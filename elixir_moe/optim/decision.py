@@ -107,7 +107,7 @@ class StepDecision:
         self._on_device = on_device
         self._asked: list[str] = []
         """The clippings that the facts of all ranks do not include yet: all ranks ask for the same."""
-        self._stepped: Options = []
+        self.stepped: Options = []
         """The options of the last step, which may have changed since the ranks agreed, as when they had clipped."""
         self._forget()
 
@@ -128,11 +128,20 @@ class StepDecision:
 
     def note_options(self) -> None:
         """Called when `step` begins to write: the next agreement compares its options too."""
-        self._stepped = self._options()
+        self.stepped = self._options()
 
     def forget_options(self) -> None:
         """Called when a load replaces what the last step has made."""
-        self._stepped = []
+        self.stepped = []
+
+    def compare_stepped(self, everyone: Sequence[Options]) -> None:
+        """Raises UsageError unless all peers, in rank order, have made the last step with the same options."""
+        if (other := _first_other(everyone)) is not None:
+            self._phase.write("a step with different options")
+            raise UsageError(
+                f"ranks have updated with different options: {_difference(everyone, (0, other), self._groups.peers)}, "
+                f"set between clipping and step(): go on from a checkpoint (em.load), and set them alike on every rank"
+            )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale."""
@@ -286,7 +295,7 @@ class StepDecision:
         asked, self._asked = "; ".join(self._asked), []
         steps, backwards = self._phase.place
         options = self._options()
-        same = [*_bits(steps), *_bits(zlib.crc32(f"{backwards} {asked} {options} {self._stepped}".encode()))]
+        same = [*_bits(steps), *_bits(zlib.crc32(f"{backwards} {asked} {options} {self.stepped}".encode()))]
         unseen = self._scheduler.writes.unseen() is not None
         used_here = map(self._scheduler.used.__contains__, self._slots)
         votes = torch.tensor([squares, begun, 0.0, *same, float(unseen), *used_here], dtype=torch.float64, device="cpu")
@@ -356,14 +365,9 @@ class StepDecision:
     def _refuse_different(self, asked: str, options: Options, begun: int) -> None:
         """Raises UsageError on all ranks: what they ask for is not the same; or OutOfStepError. Collective."""
         self._phase.agree(self._groups.peers_group)
-        everyone = gathered((asked, options, self._stepped), self._groups.peers_group)
+        everyone = gathered((asked, options, self.stepped), self._groups.peers_group)
         clips, rates, stepped = zip(*everyone, strict=True)
-        if (other := _first_other(stepped)) is not None:
-            self._phase.write("a step with different options")
-            raise UsageError(
-                f"ranks have updated with different options: {_difference(stepped, (0, other), self._groups.peers)}, "
-                f"set between clipping and step(): go on from a checkpoint (em.load), and set them alike on every rank"
-            )
+        self.compare_stepped(stepped)
         if (other := _first_other(clips)) is not None:
             said = [f"rank {self._groups.peers[i]} calls {clips[i][:_MOST_TEXT] or 'nothing'}" for i in (0, other)]
             raise UsageError(

@@ -17,7 +17,7 @@ from torch import nn
 from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.errors import ElixirError
 from elixir_moe.memory.elements import Elements
-from elixir_moe.optim.decision import StepDecision
+from elixir_moe.optim.decision import Options, StepDecision
 from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, TrainedPiece
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
@@ -97,6 +97,15 @@ class OptimizerState:
                 f"the global gradient norm of the last step was {norm}; that step has changed no weight: zero_grad() "
                 f"and go on with another batch or a smaller rate"
             )
+
+    @property
+    def stepped(self) -> Options:
+        """The options of the last step."""
+        return self._decision.stepped
+
+    def compare_stepped(self, everyone: Sequence[Options]) -> None:
+        """Raises UsageError unless all peers, in rank order, have made the last step with the same options."""
+        self._decision.compare_stepped(everyone)
 
     def not_finite(self) -> list[str]:
         """Names of the parameters whose gradients are not finite in this rank's shards, in packing order."""

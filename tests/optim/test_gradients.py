@@ -287,8 +287,8 @@ def test_ranks_whose_options_have_parted_fail_together(name: str, clip: bool, ra
         assert same
 
 
-def step_apart_after_clipping(folder: str) -> str:
-    """(rank) The message of the next clipping if rank 1 has another rate for one step, set when all had clipped."""
+def step_apart_after_clipping(folder: str, then: str) -> str:
+    """(rank) What the next clipping or save says if rank 1 has another rate for one step, set when all had clipped."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan=em.Plan.ddp())
@@ -300,8 +300,11 @@ def step_apart_after_clipping(folder: str) -> str:
         with pytest.raises(em.UsageError) as error:
             optimizer.step()
             optimizer.param_groups[0]["lr"] = 1e-3
+            if then == "save":
+                em.save(f"{folder} too", model, optimizer)
             model(torch.ones(2, 8)).sum().backward()
             optimizer.clip_grad_norm_(0.5)
+        assert not Path(f"{folder} too").exists()
         with pytest.raises(em.UsageError, match=r"em\.load a checkpoint"):
             optimizer.step()
         em.load(folder, model, optimizer)
@@ -312,8 +315,9 @@ def step_apart_after_clipping(folder: str) -> str:
     return str(error.value)
 
 
-def test_a_step_whose_options_parted_after_clipping_is_found_by_the_next(ranks: Ranks, tmp_path: Path) -> None:
-    for said in ranks(2).run(step_apart_after_clipping, str(tmp_path / "saved")):
+@pytest.mark.parametrize("then", ["clip", "save"])
+def test_a_step_whose_options_parted_after_clipping_is_found(then: str, ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2).run(step_apart_after_clipping, str(tmp_path / "saved"), then):
         assert (
             "ranks have updated with different options: param_groups[0]['lr'] is 0.1 on rank 0, 0.2 on rank 1" in said
         )

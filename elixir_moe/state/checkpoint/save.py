@@ -34,6 +34,7 @@ from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.elements import Coded, InMemory, OnDisk
+from elixir_moe.optim.decision import Options
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.optim.state import OptimizerState
 from elixir_moe.parallel.pattern import is_whole
@@ -180,7 +181,8 @@ def save(
             asynchronous save failed and its error was not raised yet.
         ConfigError: `keep` is not a whole number of at least 1.
         OutOfStepError: some ranks have taken other steps than others, as after an interrupt; on all ranks.
-        UsageError: model or optimizer are not wrapped, or parameters or buffers have changed since `wrap`.
+        UsageError: model or optimizer are not wrapped, parameters or buffers have changed since `wrap`, or ranks have
+            made the last step with different options.
     """
     wrapped = wrapped_of(model, optimizer)
     if keep is not None and not is_whole(keep, least=1):
@@ -194,6 +196,7 @@ def save(
         error=CheckpointError,
     )
     wrapped.phase.compare([found.place for found in facts], range(len(facts)))
+    wrapped.kept.compare_stepped([found.stepped for found in facts])
     _compare(facts)
     base = None if frozen else _base(model, wrapped, control)
     first, *others = raise_on_all_ranks(  # apart from the rest: a module may gather a parameter for it
@@ -299,6 +302,8 @@ class _Facts:
     """Whether the checkpoint is to hold frozen parameters."""
     place: Place
     """The rank's place in training."""
+    stepped: Options
+    """The options of the rank's last step."""
     fixed: dict[str, Any]
     """Fields of the manifest that are the same on all ranks; filled on rank 0 only."""
 
@@ -337,6 +342,7 @@ def _facts(path: Any, model: nn.Module, extra: Any, wrapped: Wrapped, frozen: bo
         rng=random_states(),
         frozen=frozen,
         place=wrapped.phase.place,
+        stepped=wrapped.kept.stepped,
         fixed=fixed,
     )
 
