@@ -353,8 +353,7 @@ class _Recorder(TorchDispatchMode):
         written: list[Record],
         random: Any,
     ) -> None:
-        first = args[0] if args else None
-        if len(written) == 1 and not written[0].read and _overwrites(func, first, written[0]):
+        if len(written) == 1 and not written[0].read and _overwrites(func, args, kwargs, written[0]):
             written[0].operations.clear()
         for record in touched:
             record.read |= record not in written or len(written) > 1
@@ -438,9 +437,11 @@ def _base_name(func: Any) -> str:
     return name.removeprefix("aten::")
 
 
-def _overwrites(func: Any, first: Any, record: Record) -> bool:
-    """Whether an operator leaves nothing of what a storage held before."""
-    return _base_name(func) in _OVERWRITES and first.nbytes == record.nbytes
+def _overwrites(func: Any, args: Any, kwargs: Any, record: Record) -> bool:
+    """Whether an operator leaves nothing of what a storage held before, and reads nothing of it."""
+    if _base_name(func) not in _OVERWRITES or args[0].nbytes != record.nbytes:
+        return False
+    return not any(record_of(t) is record for t in tree_leaves((args[1:], kwargs)) if _is_tensor(t))
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
