@@ -23,6 +23,7 @@ from tests.support.checkpoint_cases import (
     sliced,
     train_and_save,
     unbroken_and_resumed,
+    unlike_buffers,
     updates_under_way,
 )
 from tests.support.ranks import RankError, RankPool
@@ -157,6 +158,7 @@ def test_what_is_refused_is_refused_on_all_ranks_and_changes_nothing(ranks: Rank
         "extra": "extra of rank 1 is not that of rank 0",
         "one rank's extra": "[rank 1] extra is a type",
         "missing": "none: no such checkpoint",
+        "asynchronous": "asynchronous=False on rank 0, True on rank 1: pass one value",
         "gradients": "gradients wait for a step",
         "damaged": "good/rank-00001.safetensors is damaged",
     }
@@ -165,6 +167,15 @@ def test_what_is_refused_is_refused_on_all_ranks_and_changes_nothing(ranks: Rank
     for what, text in said.items():
         assert text in results[0][what], what
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
+
+
+def test_a_buffer_of_another_shape_on_each_rank_is_refused_by_the_save(ranks: Ranks, tmp_path: Path) -> None:
+    """No load could read it."""
+    for message in ranks(2).run(unlike_buffers, tmp_path):
+        assert message.startswith(
+            "buffer 'queue' is torch.float32 of shape (2,) on rank 0, torch.float32 of shape (3,)"
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_each_rank_gets_its_own_buffers_and_random_numbers_back(

@@ -120,6 +120,88 @@ def test_masters_moments_and_loss_scale_of_narrow_dtypes(dtype: torch.dtype, tmp
     assert next(iter(em.full_state_dict(wide, all_ranks=True).values())).dtype == torch.float32
 
 
+def test_a_loss_scale_that_was_set_as_a_whole_number_comes_back(tmp_path: Path, opened: Any) -> None:
+    model, optimizer = opened(Net(), compute_dtype=torch.float16)
+    optimizer.loss_scale.scale = 1024
+    save(tmp_path / "middle", model, optimizer)
+    other, resumed = opened(Net(), compute_dtype=torch.float16)
+    load(tmp_path / "middle", other, resumed)
+    assert resumed.loss_scale.scale == 1024
+
+
+class Named(torch.optim.Optimizer):
+    """Keeps values under names that a checkpoint has for itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                if not state:
+                    state |= {"weight": torch.zeros_like(parameter), "updates": 0, "codes": 1.0, "optimizer.weight": 1}
+                state["weight"] = state["weight"] * 0.9 + parameter.grad
+                state["updates"] += 10
+                state["codes"] *= 1.5
+                state["optimizer.weight"] += 1
+                scale = state["codes"] * state["optimizer.weight"] / state["updates"]
+                parameter.add_(state["weight"], alpha=-self.param_groups[0]["lr"] * scale)
+
+
+def test_an_optimizers_own_names_do_not_meet_those_of_a_checkpoint(tmp_path: Path, opened: Any) -> None:
+    model, optimizer = opened(Net(), lambda m: Named(m.parameters()))
+    steps(model, optimizer, 0, 2)
+    save(tmp_path / "middle", model, optimizer)
+    saved = em.full_state_dict(model, all_ranks=True)
+    steps(model, optimizer, 2, 2)
+    other, resumed = opened(Net(), lambda m: Named(m.parameters()))
+    load(tmp_path / "middle", other, resumed)
+    assert_same(em.full_state_dict(other, all_ranks=True), saved)
+    steps(other, resumed, 2, 2)
+    assert_same(em.full_state_dict(model, all_ranks=True), em.full_state_dict(other, all_ranks=True))
+
+
+def test_the_milestones_of_a_schedule_behind_another_come_back(tmp_path: Path, opened: Any) -> None:
+    """`SequentialLR` asks `MultiStepLR` for its `elements`."""
+
+    def scheduled() -> tuple[Any, Any, Any]:
+        model, optimizer = opened(Net())
+        first = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+        then = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
+        return model, optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [first, then], [2])
+
+    def rates(model: Any, optimizer: Any, schedule: Any) -> list[float]:
+        found = []
+        for step in range(4):
+            steps(model, optimizer, step, 1)
+            schedule.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    model, optimizer, schedule = scheduled()
+    save(tmp_path / "start", model, optimizer, extra=schedule.state_dict())
+    wanted = rates(model, optimizer, schedule)
+    other, resumed, schedule = scheduled()
+    schedule.load_state_dict(load(tmp_path / "start", other, resumed))
+    assert rates(other, resumed, schedule) == wanted
+
+
+def test_a_buffer_that_cannot_be_written_is_named_before_a_weight_changes(tmp_path: Path, opened: Any) -> None:
+    def expanded() -> nn.Module:
+        model = Net()
+        model.register_buffer("table", torch.zeros(1).expand(4))
+        return model
+
+    model, optimizer = opened(expanded())
+    save(tmp_path / "start", model, optimizer)
+    steps(model, optimizer, 0, 1)
+    with pytest.raises(em.CheckpointError, match=r"buffer 'table' is expanded.*contiguous"):
+        load(tmp_path / "start", model, optimizer)
+    steps(model, optimizer, 1, 1)
+
+
 def test_what_was_gathered_before_a_load_is_not_read_after_it(tmp_path: Path, opened: Any) -> None:
     """Frozen chunks too, which an update leaves where they are."""
     torch.manual_seed(0)

@@ -333,6 +333,7 @@ def refused(directory: Path) -> dict[str, str]:
         "extra": failing(lambda: save(directory / "x", model, optimizer, extra=rank)),
         "one rank's extra": failing(lambda: save(directory / "x", model, optimizer, extra=object if rank else 0)),
         "missing": failing(lambda: load(directory / "none", model, optimizer)),
+        "asynchronous": failing(lambda: save(directory / "x", model, optimizer, asynchronous=rank > 0)),
     }
     lm_loss(model, tokens(7, 0, 8, 29)[:2]).backward()
     found["gradients"] = failing(lambda: run.save(directory / "x"))
@@ -353,6 +354,16 @@ def refused(directory: Path) -> dict[str, str]:
     run.load(path)
     run.train(1)
     run.close()
+    return found
+
+
+def unlike_buffers(directory: Path) -> str:
+    """What a save says of a buffer that has another shape on each rank."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("queue", torch.zeros(2 + dist.get_rank()))
+    model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), 0.1), plan=em.Plan.zero2())
+    found = failing(lambda: save(directory / "x", model, optimizer))
+    optimizer.close()
     return found
 
 

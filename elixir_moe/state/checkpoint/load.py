@@ -32,7 +32,7 @@ from elixir_moe.state.checkpoint.manifest import (
     SavedPiece,
 )
 from elixir_moe.state.checkpoint.rng import read_random_states, seed_new_rank, set_random_states
-from elixir_moe.state.checkpoint.save import CODES, UPDATES, settle_earlier
+from elixir_moe.state.checkpoint.save import CODES, UPDATES, optimizer_name, saved_name, settle_earlier
 from elixir_moe.state.checkpoint.shard_ranges import Box, Span, overlap
 from elixir_moe.state.checkpoint.storage import MANIFEST, path_of, read_manifest, verify
 from elixir_moe.state.checkpoint.tensors import Files
@@ -212,6 +212,8 @@ def _differences(
         if entry.shape == held.global_shape and entry.grid != held.grid and not uncut:
             yield f"parameter {name!r} is cut as {entry.grid} in the checkpoint, as {held.grid} in the model"
     for name, buffer in buffers.items():
+        if any(size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
+            yield f"buffer {name!r} is expanded, and its elements share memory: register it with .contiguous()"
         if name in manifest.buffers:
             yield from _unlike(f"buffer {name!r}", manifest.buffers[name], tuple(buffer.shape), buffer.dtype)
 
@@ -352,8 +354,10 @@ def _check_state(held: HeldPiece, pieces: list[SavedPiece], directory: Path, sta
 
 
 def _loss_scale(fields: Any, where: str) -> LossScale:
-    wanted = {"scale": float, "growth_interval": int, "clean_steps": int}
-    if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != wanted:
+    numbers = (int, float)  # whichever a user has set
+    wanted = {"scale": numbers, "growth_interval": numbers, "clean_steps": (int,)}
+    fits = isinstance(fields, dict) and fields.keys() == wanted.keys()
+    if not fits or any(type(fields[name]) not in kinds for name, kinds in wanted.items()):
         raise CheckpointError(f"{where}: {str(fields)[:100]} is no loss scale")
     return LossScale(**fields)
 
@@ -386,9 +390,14 @@ def _fill(move: _Move, files: Files, state: OptimizerState) -> None:
     held.chunk.frozen_sums.clear()
     kept = {WEIGHT: held.values}
     if len(move.names) > 1 or (held.chunk.spec.key.trainable and UPDATES in first.scalars):
-        values = {name: decode(value, name) for name, value in first.scalars.items() if name not in (UPDATES, CODES)}
-        dtypes = {name: DTYPES[first.state[name]] for name in move.names if name != WEIGHT}
-        kept |= state.replace(held.parameter, dtypes, values)
+        values = {
+            optimizer_name(name): decode(value, name)
+            for name, value in first.scalars.items()
+            if name not in (UPDATES, CODES)
+        }
+        dtypes = {optimizer_name(name): DTYPES[first.state[name]] for name in move.names if name != WEIGHT}
+        room = state.replace(held.parameter, dtypes, values)
+        kept |= {saved_name(name): elements for name, elements in room.items()}
         trained = state.piece_of(held.parameter)
         assert trained is not None
         trained.steps = first.scalars[UPDATES]

@@ -73,6 +73,8 @@ UPDATES = "updates"
 """Name of the number of updates in a piece's scalars."""
 CODES = "codes"
 """Name, in the same place, of what says that moments were codes of 8 bits: the file has the values they stand for."""
+_THEIRS = "optimizer."
+"""What the name of an optimizer's value gets in front if it is one of the three above."""
 
 
 class Saving:
@@ -191,7 +193,7 @@ def save(
     control = wrapped.groups.control
     facts = raise_on_all_ranks(
         "looked at what to save",
-        lambda: _facts(path, model, extra, wrapped, frozen),
+        lambda: _facts(path, model, extra, wrapped, frozen, asynchronous),
         control,
         error=CheckpointError,
     )
@@ -241,6 +243,16 @@ def save(
     wrapped.kept.pending = saving = Saving(target, wrapped, executor.submit(write_beside), copied)
     executor.shutdown(wait=False)
     return saving
+
+
+def saved_name(name: str) -> str:
+    """The name in a piece of what the optimizer calls `name`."""
+    return _THEIRS + name if name in (WEIGHT, UPDATES, CODES) or name.startswith(_THEIRS) else name
+
+
+def optimizer_name(saved: str) -> str:
+    """The inverse of `saved_name`."""
+    return saved.removeprefix(_THEIRS)
 
 
 def settle_earlier(wrapped: Wrapped, call: str) -> None:
@@ -298,8 +310,10 @@ class _Facts:
     extra_digest: str
     buffer_digests: dict[str, str]
     rng: Any
+    buffer_forms: dict[str, str]
     frozen: bool
     """Whether the checkpoint is to hold frozen parameters."""
+    asynchronous: bool
     place: Place
     """The rank's place in training."""
     stepped: Options
@@ -308,7 +322,7 @@ class _Facts:
     """Fields of the manifest that are the same on all ranks; filled on rank 0 only."""
 
 
-def _facts(path: Any, model: nn.Module, extra: Any, wrapped: Wrapped, frozen: bool) -> _Facts:
+def _facts(path: Any, model: nn.Module, extra: Any, wrapped: Wrapped, frozen: bool, asynchronous: bool) -> _Facts:
     target = path_of(path)
     wrapped.kept.check_last_step()
     wrapped.phase.require((READY,), "em.save()")
@@ -319,7 +333,7 @@ def _facts(path: Any, model: nn.Module, extra: Any, wrapped: Wrapped, frozen: bo
         )
     wrapped.scheduler.writes.keep_all()
     wrapped.scheduler.drain()
-    encoded = encode(extra, "extra")
+    encoded, buffers = encode(extra, "extra"), buffers_of(model)
     fixed = {}
     if dist.get_rank() == 0:
         fixed = {
@@ -338,9 +352,11 @@ def _facts(path: Any, model: nn.Module, extra: Any, wrapped: Wrapped, frozen: bo
     return _Facts(
         target=str(target),
         extra_digest=digest_of(repr(encoded).encode()),
-        buffer_digests={name: digest_of(_bytes(buffer)) for name, buffer in buffers_of(model).items()},
+        buffer_digests={name: digest_of(_bytes(buffer)) for name, buffer in buffers.items()},
+        buffer_forms={name: f"{buffer.dtype} of shape {tuple(buffer.shape)}" for name, buffer in buffers.items()},
         rng=random_states(),
         frozen=frozen,
+        asynchronous=asynchronous,
         place=wrapped.phase.place,
         stepped=wrapped.kept.stepped,
         fixed=fixed,
@@ -358,8 +374,15 @@ def _compare(facts: list[_Facts]) -> None:
                 f"extra of rank {rank} is not that of rank 0: what differs between ranks belongs into a list of all "
                 f"(torch.distributed.all_gather_object)"
             )
-        if found.frozen != facts[0].frozen:
-            raise CheckpointError(f"frozen={facts[0].frozen} on rank 0, {found.frozen} on rank {rank}: pass one value")
+        for option in ("frozen", "asynchronous"):
+            if (here := getattr(found, option)) != (first := getattr(facts[0], option)):
+                raise CheckpointError(f"{option}={first} on rank 0, {here} on rank {rank}: pass one value")
+        for name, form in facts[0].buffer_forms.items():
+            if (here := found.buffer_forms.get(name)) != form:
+                raise CheckpointError(
+                    f"buffer {name!r} is {form} on rank 0, {here} on rank {rank}, and a checkpoint has one shape of "
+                    f"it: give it one on all ranks, or register it with persistent=False and keep it in extra"
+                )
 
 
 def _base(model: nn.Module, wrapped: Wrapped, process_group: dist.ProcessGroup) -> Base | None:
@@ -424,10 +447,10 @@ class _Contents:
             inside = slice(written.here.start - held.here.start, written.here.stop - held.here.start)
             for name, value in state.of(held.parameter).items():
                 if isinstance(value, (Coded, InMemory, OnDisk)):
-                    kept[name] = value[inside]
+                    kept[saved_name(name)] = value[inside]
                     scalars |= {CODES: True} if isinstance(value, Coded) else {}
                 else:
-                    scalars[name] = encode(value, f"{name!r}, kept by the optimizer for {held.name!r},")
+                    scalars[saved_name(name)] = encode(value, f"{name!r}, kept by the optimizer for {held.name!r},")
         dtypes = {name: name_of(elements.dtype, held.name) for name, elements in kept.items()}
         piece = SavedPiece(file=self.file, span=written.span, state=dtypes, scalars=scalars)
         for name, elements in kept.items():

@@ -1,16 +1,18 @@
 """Plain values as JSON and back, exactly: the content of a checkpoint besides parameters.
 
 Owns the encoding. Decoding never executes anything: it produces only numbers, texts, bytes, lists, tuples, dicts,
-tensors and arrays.
+counters, tensors and arrays.
 
     unchanged      None, bool, int, finite float, str, list, dict with str keys
     tagged         {"$tuple": [...]}  {"$dict": [[key, value], ...]}  {"$float": "nan"}  {"$bytes": base64}
                    {"$tensor": [dtype, shape, base64]}  {"$array": [dtype, shape, base64]}
+                   {"$counter": [[key, count], ...]}
 """
 
 import base64
 import binascii
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +39,8 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, (list, tuple)):
         items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
+    if type(value) is Counter:  # the milestones of an LR scheduler
+        return {"$counter": [[encode(key, f"a key of {where}"), encode(item, where)] for key, item in value.items()]}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
@@ -74,6 +78,8 @@ def _tagged(tag: str, content: Any, where: str) -> Any:
             return tuple(decode(item, where) for item in content)
         case "$dict":
             return {decode(key, where): decode(item, where) for key, item in content}
+        case "$counter":
+            return Counter({decode(key, where): decode(item, where) for key, item in content})
         case "$float":
             return _FLOATS[content]
         case "$bytes":
