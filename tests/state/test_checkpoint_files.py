@@ -1,5 +1,7 @@
 """What a file system sees of a checkpoint: geometry, values, hashes, hostile content, and death at any moment."""
 
+import builtins
+import errno
 import json
 import math
 import os
@@ -8,6 +10,7 @@ import random
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -120,12 +123,13 @@ VALUE = {
     "i": torch.empty(0, 3),
     "j": np.arange(4.0),
     "k": torch.rand(3) < 0.5,
+    "l": Counter({2: 1, 4: 2}),
 }
 
 
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
-        return type(b) is dict and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return type(a) is type(b) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, torch.Tensor):
@@ -480,12 +484,53 @@ def test_only_the_last_are_kept_and_what_is_no_checkpoint_stays(tmp_path: Path) 
     assert names_in(tmp_path) == ["notes", "step-2", "step-3"]
 
 
+def test_a_link_to_a_checkpoint_elsewhere_counts_and_is_never_removed(tmp_path: Path) -> None:
+    """As for one that was moved to another disk: a run that resumes would begin anew."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    write_small(elsewhere / "step-1", 1)
+    run.mkdir()
+    (run / "step-1").symlink_to(elsewhere / "step-1")
+    assert latest(run) == run / "step-1"
+    write_small(run / "step-2", 2, keep=1)
+    write_small(run / "step-3", 3, keep=1)
+    assert names_in(run) == ["step-1", "step-3"] and names_in(elsewhere) == ["step-1"]
+    verify(run / "step-1", read_manifest(run / "step-1"))
+
+
+def test_what_this_user_may_not_read_or_remove_does_not_stand_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of others, such as lost+found; and what a killed save has left in a folder that is for reading alone."""
+    write_small(tmp_path / "step-1", 1)
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / ".step-2.partial").mkdir()
+    (tmp_path / ".step-2.partial" / "manifest.json").touch()
+    real, look = builtins.open, os.stat
+
+    def guarded(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if "+" in mode and "step-2.partial" in str(file):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
+        return real(file, mode, *args, **kwargs)
+
+    def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if "lost+found/" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return look(path, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "open", guarded)
+    monkeypatch.setattr(os, "stat", stat)
+    assert latest(tmp_path) == tmp_path / "step-1"
+    write_small(tmp_path / "step-3", 3, keep=1)
+    assert names_in(tmp_path) == [".step-2.partial", "lost+found", "step-3"]
+
+
 def test_what_is_saved_now_is_later_than_all_there_is(tmp_path: Path) -> None:
     """A clock that goes back must not make an old checkpoint the latest, or let a new one be removed."""
     assert moment_after_all(tmp_path) > 10**18
     write_small(tmp_path / "a", 4 * 10**18)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "manifest.json").write_bytes(b"\x00")
+    (tmp_path / "site" / "manifest.json").mkdir(parents=True)
     assert moment_after_all(tmp_path) == 4 * 10**18 + 1
 
 

@@ -12,6 +12,7 @@ makes it appear. The manifest is locked (flock) from the beginning of the write:
 no living writer and is removed. Removal works in reverse: one rename makes the checkpoint partial.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -110,8 +111,9 @@ def discard(path: Path) -> None:
 
 
 def retain(directory: Path, keep: int) -> list[Path]:
-    """Removes all checkpoints in `directory` but the `keep` latest; returns their paths. Damaged ones stay."""
-    whole = [path for path, manifest in checkpoints(directory) if isinstance(manifest, Manifest)]
+    """Removes all checkpoints in `directory` but the `keep` latest; returns their paths. Links and damaged stay."""
+    found = [(path, manifest) for path, manifest in checkpoints(directory) if not path.is_symlink()]
+    whole = [path for path, manifest in found if isinstance(manifest, Manifest)]
     for path in whole[:-keep]:
         discard(path)
     return whole[:-keep]
@@ -121,9 +123,11 @@ def moment_after_all(directory: Path) -> int:
     """Nanoseconds since 1970, raised to be later than every checkpoint in `directory` if clocks differ."""
     moments = [time.time_ns()]
     for path in directory.glob(f"[!.]*/{MANIFEST}"):
-        if path.is_symlink():
-            continue
-        with open(open_regular(path), "rb") as file:
+        try:
+            descriptor = open_regular(path)
+        except CheckpointError:
+            continue  # no checkpoint, or another user's
+        with open(descriptor, "rb") as file:
             found = re.search(rb'"saved_ns":(\d{1,19}),', file.read(_HEAD_BYTES))
         moments += [int(found[1]) + 1] if found else []
     return max(moments)
@@ -163,10 +167,15 @@ def latest(directory: str | Path, *, fall_back: bool = False) -> Path | None:
 
 
 def checkpoints(directory: Path) -> list[tuple[Path, Manifest | CheckpointError]]:
-    """(path, manifest) of all checkpoints in `directory`, the latest last; damaged ones first, with their error."""
+    """(path, manifest) of all checkpoints in `directory`, the latest last; damaged ones first, with their error.
+
+    A link to a checkpoint elsewhere counts, one to a neighbor does not.
+    """
     found: list[tuple[Path, Manifest | CheckpointError]] = []
-    for path in sorted(path for path in directory.iterdir() if not path.is_symlink() and (path / MANIFEST).exists()):
-        if not path.name.endswith(_PARTIAL):
+    for path in sorted(directory.iterdir()):
+        again = path.is_symlink() and path.resolve().parent == directory.resolve()
+        there = os.path.exists(path / MANIFEST)  # False also where this user may not look, as in lost+found
+        if there and not again and not path.name.endswith(_PARTIAL):
             try:
                 found.append((path, read_manifest(path)))
             except CheckpointError as error:
@@ -220,7 +229,7 @@ def partials(directory: Path) -> list[Path]:
 
 
 def _remove_if_dead(partial: Path) -> bool:
-    """Deletes a partial checkpoint unless its writer lives, or another process is deleting it."""
+    """Deletes a partial checkpoint unless its writer lives, another process is deleting it, or this one may not."""
     try:
         if not (partial / MANIFEST).exists():
             # A writer has no manifest between its first two, and its last two, system calls: the directory is empty.
@@ -229,7 +238,11 @@ def _remove_if_dead(partial: Path) -> bool:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
             mine = os.path.samestat(os.fstat(manifest.fileno()), os.stat(partial / MANIFEST))
             return mine and _remove(partial)
-    except (BlockingIOError, FileNotFoundError):
+    except (BlockingIOError, FileNotFoundError, PermissionError):
+        return False
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
         return False
 
 
