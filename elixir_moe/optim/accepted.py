@@ -51,6 +51,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> int:
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ConfigError for an optimizer that has stepped, shards, is not elementwise, or keeps what cannot be cut."""
+    _check_keys(optimizer)
     if any(state and state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer has been stepped, or has loaded a state: wrap it before the first step, and go on from a "
@@ -80,7 +81,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
     for group in () if ours else optimizer.param_groups:
         piece = nn.Parameter(torch.ones(_TRIED_NUMEL, device="cpu"))
-        check_kept(optimizer, _tried(optimizer, group, [piece], [torch.ones_like(piece)]).state[piece], piece)
+        tried = _tried(optimizer, group, [piece], [torch.ones_like(piece)])
+        _check_keys(tried)
+        check_kept(optimizer, tried.state[piece], piece)
+
+
+def _check_keys(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError if the optimizer keeps state that belongs to no parameter."""
+    if others := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps state[{others[0]!r}], which belongs to no parameter: each piece of a "
+            f"shard has an optimizer of its own, and checkpoints have the state of parameters. Keep it in param_groups"
+        )
 
 
 def check_kept(optimizer: torch.optim.Optimizer, state: dict[str, Any], piece: torch.Tensor) -> None:

@@ -199,6 +199,20 @@ def test_optimizers_of_whole_tensors_are_found_out(kind: type[torch.optim.Optimi
         em.wrap(model, kind(model.parameters()), plan=PLAN)
 
 
+class CountsApart(Sums):
+    """Keeps a number for all parameters together, as torch's state dict would."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state["all"] = {"steps": self.state["all"].get("steps", 0) + 1}
+
+
+def test_state_of_no_parameter_is_refused() -> None:
+    """A checkpoint would lose it."""
+    model = model_of()
+    with pytest.raises(ConfigError, match=r"CountsApart keeps state\['all'\], which belongs to no parameter"):
+        em.wrap(model, CountsApart(model.parameters()), plan=PLAN)
+
+
 KEPT = {
     InBlocks: r"'scales', a torch\.float32 tensor of shape \(\d+,\), for \d+ elements",
     InNarrow: "'momentum', a Narrow, for",
