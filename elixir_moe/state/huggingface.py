@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.parallel.plain_state import computed, keys_of, modules_with_extra_state, persistent_buffers
 from elixir_moe.parallel.rules import UNCUT, attach, logical_box, logical_shape, named_tensors, names_of, pattern_of
 from elixir_moe.parallel.tiles import mark, tile_of, whole_shape
@@ -41,6 +42,8 @@ from elixir_moe.torch_private import DisableTorchFunctionSubclass, swap_tensors
 
 _WRAPPED = re.compile(r"\.base_layer(?=\.)|\.original_module(?=\.)|\.modules_to_save\.[^.]+(?=\.)")
 """What peft puts into the names of modules that it wraps or copies."""
+_PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+"""The name of one of several files with weights."""
 _IN_BF16 = "take a checkpoint in bf16, and em.quantize the model"
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -287,8 +290,9 @@ class Pretrained:
         if not self._folder.is_dir():
             raise CheckpointError(f"weights: the folder {str(self._folder)!r} does not exist: name one of safetensors")
         index = self._folder / INDEX
+        several = index.exists() and not (self._folder / SINGLE).exists()  # `from_pretrained` takes the single one
         try:
-            files = json.loads(index.read_text())["weight_map"].values() if index.exists() else [SINGLE]
+            files = json.loads(index.read_text())["weight_map"].values() if several else [SINGLE]
             for file_name in sorted(set(files)):
                 file = safe_open(str(self._folder / file_name), framework="pt")
                 self._files |= dict.fromkeys(file.keys(), file)
@@ -469,13 +473,21 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         max_file_bytes: largest size of a file with several tensors.
 
     Raises:
-        UsageError: the model is not wrapped, its parameters or buffers have changed since `wrap`, its state dict has
-            extra state or tensors that a hook computes, its weights are quantized, or, on several ranks, peft would
-            save what it computes from the model (prompt learning).
+        ConfigError: `max_file_bytes` is not a whole number of at least 1.
+        UsageError: the model is not wrapped, is a pipeline stage, its parameters or buffers have changed since `wrap`,
+            its state dict has extra state or tensors that a hook computes, its weights are quantized, or, on several
+            ranks, peft would save what it computes from the model (prompt learning).
         CheckpointError: rank 0 cannot write; raised on every rank.
     """
     wrapped = require_wrapped(model, "save_pretrained", "; a plain one has its own")
     folder = os.path.expanduser(folder)
+    if not is_whole(max_file_bytes, least=1):
+        raise ConfigError(f"max_file_bytes={max_file_bytes!r}: expected a whole number of at least 1")
+    if wrapped.groups.has_stages:
+        raise UsageError(
+            f"this model is a pipeline stage of ranks {list(wrapped.spec.ranks)}, and a folder is of one whole model: "
+            f"write em.full_state_dict(model) of each stage instead"
+        )
     check_as_wrapped(model, wrapped)
     if hasattr(model, "peft_config"):
         _save_adapters(model, wrapped, folder)
@@ -677,8 +689,9 @@ class _Writer:
         for file in self._files.values():
             file.close()
         self._configure()
-        for old in (*self._folder.glob("model*.safetensors"), *self._folder.glob(INDEX)):
-            old.unlink()
+        for old in self._folder.iterdir():
+            if old.name in (SINGLE, INDEX) or _PART.fullmatch(old.name):
+                old.unlink()
         for new in sorted(self._partial.iterdir(), key=lambda path: path.name == INDEX):
             new.replace(self._folder / new.name)
 

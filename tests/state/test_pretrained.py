@@ -176,6 +176,53 @@ def test_all_ranks_learn_that_one_cannot_write(tmp_path: Path, ranks: Ranks) -> 
     assert all("rank 0" in message for message in ranks(2).run(save_to, tmp_path / "file"))
 
 
+def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
+    """Weights of before go, and nothing else that is called by a model."""
+    others = {"model_ema.safetensors", "model-best.safetensors", "model.safetensors.bak"}
+    for name in (*others, "model.safetensors", "model-00001-of-00002.safetensors", INDEX):
+        (tmp_path / name).write_text("before")
+    em.init_mesh(device_type="cpu")
+    model, optimizer = wrap(nn.Linear(4, 4))
+    save_pretrained(model, tmp_path)
+    with pytest.raises(em.ConfigError, match="max_file_bytes='5GB': expected a whole number"):
+        save_pretrained(model, tmp_path, max_file_bytes="5GB")  # type: ignore[arg-type]
+    optimizer.close()
+    assert {path.name for path in tmp_path.iterdir()} == others | {"model.safetensors"}
+
+
+def test_of_one_file_and_an_index_the_file_is_read(tmp_path: Path) -> None:
+    """As `from_pretrained` does."""
+    em.init_mesh(device_type="cpu")
+    save_file({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(("weight", "bias"), "model-00001-of-00001.safetensors")}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    model, optimizer = wrap(model, weights=tmp_path)
+    assert em.full_state_dict(model)["weight"].eq(1).all()
+    optimizer.close()
+
+
+def stage_saved(folder: Path) -> str:
+    stages = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    model = nn.Sequential()
+    model.add_module(str(dist.get_rank()), nn.Linear(4, 4))
+    em.annotate(model, {"*": em.Pattern(stages["dp"], replicate=("dp",))})
+    model, optimizer = wrap(model)
+    with pytest.raises(em.UsageError) as error:
+        save_pretrained(model, folder)
+    optimizer.close()
+    return str(error.value)
+
+
+def test_a_pipeline_stage_is_no_folder(tmp_path: Path, ranks: Ranks) -> None:
+    """Rank 0 would write its stage alone."""
+    for rank, message in enumerate(ranks(2).run(stage_saved, tmp_path)):
+        assert message.startswith(f"this model is a pipeline stage of ranks [{rank}]")
+    assert not list(tmp_path.iterdir())
+
+
 class Unwritable:
     """A config that its own checks refuse, as those of `transformers` do."""
 
