@@ -1,7 +1,9 @@
 """The routers of Hugging Face's mixtures: their load, fp32, and a balance without a loss.
 
-Owns hooks on the routers and the counts of tokens. A router is a module with `num_experts` that returns (logits,
-weights, indices), as all mixtures of `transformers` 5 have; it keeps its class.
+Owns hooks on the routers and the counts of tokens. A router is a module ...Router with `num_experts`; it keeps its
+class. It returns (logits, weights, indices) in nearly all mixtures of `transformers` 5, (weights, logits) in Llama 4,
+and (choices, weights, logits) in Switch Transformers and NLLB. What is not indices has a column for each expert, which
+is 0 for tokens that go elsewhere.
 """
 
 from collections.abc import Sequence
@@ -38,10 +40,11 @@ class Routers:
         self.modules = _routers(model)
         if not self.modules:
             raise ConfigError("the model has no router: expected modules named ...Router with num_experts")
-        without = [name for name, module in self.modules.items() if not hasattr(module, _BIAS)]
+        without = [name for name, module in self.modules.items() if not _has_bias(module)]
         if balance and without:
             raise ConfigError(
-                f"balance={balance}: {without[0]} has no {_BIAS}, as DeepSeek's routers have; leave it out"
+                f"balance={balance}: {without[0]} has no {_BIAS} of one number for each expert, as DeepSeek's routers "
+                f"have; leave it out"
             )
         self._balance = balance
         self._counts: dict[str, Tensor] = {}
@@ -54,8 +57,7 @@ class Routers:
     def _counting(self, name: str) -> Any:
         def count(module: nn.Module, args: Sequence[Any], output: Sequence[Tensor]) -> None:
             if module.training and not in_backward():
-                chosen = output[2].detach().reshape(-1)
-                found = torch.bincount(chosen, minlength=int(module.num_experts))  # type: ignore[arg-type]
+                found = _sent(output, int(module.num_experts))  # type: ignore[arg-type]
                 self._counts[name] = self._counts[name] + found if name in self._counts else found
 
         return count
@@ -72,7 +74,9 @@ class Routers:
             return (args[0].float(), *args[1:])
 
         def narrow(_: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return (output[0], output[1].to(dtypes.pop()), *output[2:])
+            dtype, logits = dtypes.pop(), _place_of_logits(output)
+            narrowed = (each.to(dtype) if each.is_floating_point() else each for each in output)
+            return tuple(output[logits] if place == logits else each for place, each in enumerate(narrowed))
 
         dtypes: list[torch.dtype] = []
         module.register_forward_pre_hook(widen)
@@ -103,6 +107,25 @@ class Routers:
         """{router: tokens sent to each expert since the last call}, over all ranks and all steps in between."""
         found, self._since = self._since, {}
         return {name: counts.cpu() for name, counts in found.items()}
+
+
+def _has_bias(router: Any) -> bool:
+    """False also for LongCat-Flash's, which has identities behind its experts."""
+    return hasattr(router, _BIAS) and len(getattr(router, _BIAS)) == router.num_experts
+
+
+def _place_of_logits(output: Sequence[Tensor]) -> int:
+    if len(output) == 2:
+        return 1
+    return 2 if output[2].is_floating_point() else 0
+
+
+def _sent(output: Sequence[Tensor], num_experts: int) -> Tensor:
+    """(E,) tokens that a router has sent to each expert; those that LongCat-Flash leaves as they are go to none."""
+    if _place_of_logits(output) == 0:
+        return torch.bincount(output[2].detach().reshape(-1), minlength=num_experts)[:num_experts]
+    weights = output[1] if len(output) == 3 and output[1].shape[-1] == num_experts else output[0]
+    return weights.detach().reshape(-1, num_experts).count_nonzero(dim=0)
 
 
 def has_routers(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.integrations.routers import Routers, busiest, load_table
 from tests.integrations.test_trainer import data, launched, mixture
 from tests.support.cases import with_further
+from tests.support.hf_cases import FAMILIES
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -104,6 +105,77 @@ def widened() -> list[bool]:
 def test_routers_stay_in_fp32(ranks: Ranks) -> None:
     for found in ranks(2).run(widened):
         assert found == [True, True]
+
+
+def llama4() -> Any:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=16, intermediate_size_mlp=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
+        interleave_moe_layer_step=1,
+    )  # fmt: skip
+    return Llama4ForCausalLM(config)
+
+
+def longcat() -> Any:
+    from transformers import LongcatFlashConfig, LongcatFlashForCausalLM
+
+    config = LongcatFlashConfig(
+        vocab_size=96, hidden_size=32, ffn_hidden_size=32, expert_ffn_hidden_size=16, num_layers=2,
+        num_attention_heads=2, n_routed_experts=4, zero_expert_num=4, moe_topk=3, q_lora_rank=16, kv_lora_rank=8,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, head_dim=8,
+    )  # fmt: skip
+    return LongcatFlashForCausalLM(config)
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], int, int]] = {
+    "llama4": (llama4, 1, 2),
+    "longcat": (longcat, 0, 3),
+    "switch": (FAMILIES["switch"].build, 2, 1),
+}
+"""Families whose routers return other things: model, place of the logits, experts of a token."""
+
+
+def counted(name: str) -> dict[str, tuple[list[int], list[int]]]:
+    """{router: loads, and the choices that its logits say}, in bf16 with routers in fp32."""
+    build, place, top_k = OTHERS[name]
+    torch.manual_seed(0)
+    em.init_mesh(device_type="cpu")
+    model = build().train()
+    said: dict[str, torch.Tensor] = {}
+    routers = Routers(model, fp32=True)
+    for router, module in routers.modules.items():
+        module.register_forward_hook(
+            lambda module, args, output, router=router: said.update({router: output[place].detach()})
+        )
+    model, optimizer = em.wrap(
+        model, torch.optim.SGD(model.parameters(), lr=1e-2), plan=em.Plan.zero3(), compute_dtype=torch.bfloat16
+    )
+    family = FAMILIES["switch" if name == "switch" else "mixtral"]
+    family.loss(model, family.batch(0)).backward()
+    optimizer.step()
+    routers.step()
+    optimizer.close()
+    assert all(logits.dtype is torch.float32 for logits in said.values())
+    chosen = {router: logits.flatten(0, -2).topk(top_k).indices.flatten() for router, logits in said.items()}
+    return {
+        router: (counts.tolist(), [int((chosen[router] == e).sum()) * dist.get_world_size() for e in range(4)])
+        for router, counts in routers.loads().items()
+    }
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_routers_that_return_other_things(name: str, ranks: Ranks) -> None:
+    for found in ranks(2).run(counted, name):
+        assert len(found) >= 2
+        for router, (loads, wanted) in found.items():
+            assert loads == wanted, router
+
+
+def test_a_bias_of_more_than_the_experts_is_not_balanced() -> None:
+    with pytest.raises(ConfigError, match="has no e_score_correction_bias of one number for each expert"):
+        Routers(longcat(), balance=0.1)
 
 
 def logged(folder: str) -> list[dict[str, float]]:
