@@ -21,6 +21,7 @@ from torch import nn
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
+from elixir_moe.moe.fused import is_spread
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.state.checkpoint.load import load
@@ -159,9 +160,10 @@ class ElixirAccelerator(Accelerator):
         if model in self._models:
             self._models.remove(model)  # from that evaluation too
         wrapped, sharded = wrap(model, optimizer, plan=self._plan, device=self.device, **self._options)
-        if require_wrapped(wrapped, "prepare").plan.scatter and dist.get_world_size() > 1:
-            # Each forward gathers. Hugging Face reads this mark where ranks must run equally many of them: in
-            # generate(), and where layers are dropped at random.
+        talks = require_wrapped(wrapped, "prepare").plan.scatter or any(map(is_spread, wrapped.modules()))
+        if talks and dist.get_world_size() > 1:
+            # Each forward gathers, or sends tokens to experts. Hugging Face reads this mark where ranks must run
+            # equally many of them: in generate(), and where layers are dropped at random.
             for module in wrapped.modules():
                 setattr(module, "_is_fsdp_managed_module", True)  # noqa: B010
         return {id(model): wrapped, id(optimizer): self._adopted(sharded)}

@@ -13,7 +13,7 @@ from torch import nn
 
 import elixir_moe as em
 from elixir_moe.errors import UsageError
-from tests.integrations.test_trainer import counted, launched
+from tests.integrations.test_trainer import counted, launched, mixture
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -209,3 +209,28 @@ def exported(folder: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_full_weights_in_files(ranks: Ranks, tmp_path: Path, world: int) -> None:
     ranks(world).run(exported, str(tmp_path))
+
+
+def spoken() -> list[list[int]]:
+    """(rank) Texts of another length on each rank, by spread experts beside weights that are whole on each rank."""
+    from elixir_moe.integrations.accelerate import ElixirAccelerator
+
+    def texts(model: Any) -> list[list[int]]:
+        model.generation_config.eos_token_id = list(range(24))
+        prompts = torch.randint(24, 64, (3, 2, 4), generator=torch.Generator().manual_seed(1))
+        mine = (prompt[dist.get_rank(), None] for prompt in prompts)
+        return [model.eval().generate(p, max_new_tokens=12, do_sample=False)[0].tolist() for p in mine]
+
+    wanted = texts(mixture())
+    with launched():
+        model = em.spread_experts(mixture(), em.expert_mesh(em.init_mesh(device_type="cpu"), 2))
+        accelerator = ElixirAccelerator(cpu=True, plan=em.Plan.ddp())
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert texts(model) == wanted
+        optimizer.optimizer.close()
+    return wanted
+
+
+def test_spread_experts_generate_until_the_last_rank_has_ended(ranks: Ranks) -> None:
+    first, second = ranks(2).run(spoken)
+    assert [len(text) for text in first] != [len(text) for text in second], "ranks end together"
