@@ -31,6 +31,7 @@ _REFUSED = {
     "deepspeed": "it shards the model as well",
     "torch_compile": "a wrapped model cannot be compiled as a whole",
     "fp16": "its loss scale is Accelerate's; train in bf16",
+    "fp16_full_eval": "evaluations compute in the dtype of em.wrap",
     "auto_find_batch_size": "a batch that does not fit ends all ranks; em.Plan.auto and elixir-moe plan know what fits",
 }
 
@@ -197,6 +198,11 @@ class ElixirMixin(_Trainer):
                 "TrainingArguments(save_only_model=True, load_best_model_at_end=True): the best model is loaded from a "
                 "checkpoint with its optimizer; leave one out"
             )
+        if self.args.bf16_full_eval and not self._computes_in_bf16:
+            raise ConfigError(
+                "TrainingArguments(bf16_full_eval=True): evaluations compute in the dtype of em.wrap; leave it out, or "
+                "write bf16=True, which trains and evaluates in bf16 and updates fp32 masters"
+            )
         if self.args.enable_jit_checkpoint and self.args.world_size > 1:
             raise ConfigError(
                 f"TrainingArguments(enable_jit_checkpoint=True) on {self.args.world_size} ranks: a signal reaches them "
@@ -206,6 +212,12 @@ class ElixirMixin(_Trainer):
             raise ConfigError(f"one process sees {self.args.n_gpu} GPUs: start one for each with torchrun")
         super().create_accelerator_and_postprocess()
         ElixirAccelerator.adopt(self.accelerator, self._plan, self._wrap)
+
+    @property
+    def _computes_in_bf16(self) -> bool:
+        if self.args.bf16 or (self._wrap or {}).get("compute_dtype") is torch.bfloat16:
+            return True
+        return all(p.dtype is torch.bfloat16 for p in self.model.parameters() if p.is_floating_point())
 
     def call_model_init(self, trial: Any = None) -> torch.nn.Module:
         """As Trainer's; the model of the training before is closed; `train` clears the accelerator. Collective."""

@@ -168,9 +168,11 @@ def refused(settings: dict[str, Any], folder: str) -> str:
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         ({"torch_compile": True}, "torch_compile=True"),
         (BEST | EVERY_4 | {"save_only_model": True}, "save_only_model=True, load_best_model_at_end=True"),
+        ({"bf16_full_eval": True}, "bf16_full_eval=True"),
+        ({"fp16_full_eval": True}, "fp16_full_eval=True"),
         ({"optim": "adafactor"}, "Adafactor looks at whole tensors"),
     ],
-    ids=["batch", "compile", "best", "optimizer"],
+    ids=["batch", "compile", "best", "bf16", "fp16", "optimizer"],
 )
 def test_settings_that_fight_the_plan_are_refused(
     ranks: Ranks, tmp_path: Path, settings: dict[str, Any], message: str
