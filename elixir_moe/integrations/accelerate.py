@@ -24,6 +24,7 @@ from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.moe.fused import is_spread
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.mesh import init_mesh
+from elixir_moe.parallel.rules import ranks_of_a_batch
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.save import save
 from elixir_moe.state.full import full_state_dict
@@ -120,6 +121,7 @@ class ElixirAccelerator(Accelerator):
 
         Raises:
             UsageError: a trainable model comes without its optimizer, or the other way round, or after another one.
+            ConfigError: ranks that need the same rows would be given other ones.
         """
         placement = [None] * len(args) if device_placement is None else list(device_placement)
         if len(placement) != len(args):
@@ -149,6 +151,7 @@ class ElixirAccelerator(Accelerator):
         places = None if device_placement is None else [place for _, place in rest]
         prepared = super().prepare(*(item for item, _ in rest), device_placement=places) if rest else ()
         others = iter(prepared if len(rest) > 1 else (prepared,))
+        self._check_rows()
         found = tuple(made[id(item)] if id(item) in made else next(others) for item in args)
         return found if len(found) > 1 else found[0]
 
@@ -167,6 +170,25 @@ class ElixirAccelerator(Accelerator):
             for module in wrapped.modules():
                 setattr(module, "_is_fsdp_managed_module", True)  # noqa: B010
         return {id(model): wrapped, id(optimizer): self._adopted(sharded)}
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's. Raises ConfigError if it would give ranks that share a batch other rows."""
+        found = super().prepare_data_loader(*args, **kwargs)
+        self._check_rows()
+        return found
+
+    def _check_rows(self) -> None:
+        model, config = self._wrapped, self.parallelism_config
+        if model is None or not self._dataloaders:
+            return
+        wanted, given = ranks_of_a_batch(model), 1 if config is None else config.tp_size
+        if wanted > given:
+            raise ConfigError(
+                f"{wanted} ranks at a time need the same rows, since weights are cut over them, and Accelerate gives "
+                f"{'each rank' if given == 1 else f'{given} ranks at a time'} other ones: on GPUs, pass "
+                f"parallelism_config=ParallelismConfig(tp_size={wanted}) of accelerate; elsewhere leave Trainer, keep "
+                f"data loaders out of prepare, and read the same rows on those ranks"
+            )
 
     def _adopted(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         # With a device to place it on, Accelerate would take the optimizer's state dict and load it again.

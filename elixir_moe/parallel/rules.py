@@ -13,7 +13,7 @@ from torch import nn
 
 from elixir_moe.errors import LayoutError
 from elixir_moe.parallel.dtensor import is_dtensor, pattern_of_dtensor, tensor_parallel_degree
-from elixir_moe.parallel.pattern import Pattern, RankMesh
+from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern, RankMesh
 from elixir_moe.parallel.tiles import tile_of, whole_name, whole_shape
 
 _ATTRIBUTE = "_elixir_pattern"
@@ -103,6 +103,20 @@ def annotate_dtensors(model: nn.Module) -> None:
 def pattern_of(parameter: torch.Tensor, default: Pattern | None = None) -> Pattern | None:
     """The pattern `annotate` gave this parameter, or `default`."""
     return getattr(parameter, _ATTRIBUTE, default)
+
+
+def ranks_of_a_batch(model: nn.Module) -> int:
+    """How many ranks must be given the same rows, since weights are cut over them, or gradients summed (`partial`).
+
+    Patterns on expert meshes do not tell: ranks along their axes may have rows of their own.
+    """
+    found = 1
+    for parameter in model.parameters():
+        pattern = pattern_of(parameter)
+        if pattern is not None and EXPERT_AXIS not in pattern.mesh.axes:
+            axes = (*(axis for axis, _ in pattern.shard), *pattern.partial)
+            found = max(found, math.prod(pattern.mesh.size(axis) for axis in axes))
+    return found
 
 
 def names_of(model: nn.Module) -> dict[torch.Tensor, list[str]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.errors import UsageError
+from elixir_moe.errors import ConfigError, UsageError
 from tests.integrations.test_trainer import counted, launched, mixture
 from tests.support.ranks import RankPool
 
@@ -234,3 +234,35 @@ def spoken() -> list[list[int]]:
 def test_spread_experts_generate_until_the_last_rank_has_ended(ranks: Ranks) -> None:
     first, second = ranks(2).run(spoken)
     assert [len(text) for text in first] != [len(text) for text in second], "ranks end together"
+
+
+def cut_over_ranks(order: str) -> list[str]:
+    """(rank) What is said of a model whose ranks need the same rows, with data loaders of Accelerate."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from elixir_moe.integrations.accelerate import ElixirAccelerator
+
+    said = []
+    rows = torch.utils.data.DataLoader([batch(step)[0] for step in range(8)], batch_size=2)
+    with launched():
+        accelerator = ElixirAccelerator(cpu=True)
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        mesh = em.init_mesh(tp=2, device_type="cpu")["tp"]
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if order == "loader first":
+            accelerator.prepare(rows)
+        with pytest.raises(ConfigError) as error:
+            accelerator.prepare(model, optimizer, *([rows] if order == "together" else []))
+            accelerator.prepare(rows)
+        said.append(str(error.value))
+        accelerator.release()
+    return said
+
+
+@pytest.mark.parametrize("order", ["together", "loader first", "loader last"])
+def test_ranks_that_need_the_same_rows_are_not_given_others(ranks: Ranks, order: str) -> None:
+    for said in ranks(2).run(cut_over_ranks, order):
+        assert said[0].startswith(
+            "2 ranks at a time need the same rows, since weights are cut over them, and Accelerate"
+        )
