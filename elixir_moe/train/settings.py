@@ -59,7 +59,9 @@ def build(cls: type[T], values: Mapping[str, Any], overrides: Sequence[tuple[str
         if key not in known:
             raise ConfigError(records.unknown("setting", key, known))
         section, _, name = key.rpartition(".")
-        part = merged.setdefault(section, {}) if section else merged
+        if section and merged.get(section) is None:  # as ``lora: null`` in the config.yaml of a run
+            merged[section] = {}
+        part = merged[section] if section else merged
         if isinstance(part, dict):  # another one is refused below
             part[name] = None if text in ("null", "None") else text
     return records.build(cls, merged, texts=True)

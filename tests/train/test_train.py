@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from elixir_moe.cli.main import main
 from elixir_moe.errors import ConfigError
 from elixir_moe.models.gpt import GPT
+from elixir_moe.models.lora import Lora
 from elixir_moe.train import config as configs
 from elixir_moe.train import settings
 from elixir_moe.train.activations import figures
@@ -90,6 +91,13 @@ def test_overrides_win_over_the_file_and_are_read_by_their_settings_type() -> No
     assert (config.run.steps, config.run.out, config.run.overwrite) == (9, "2024", False)
     assert config.optimizer == OptimizerConfig(lr=1e-3, clip_norm=None, betas=(0.8, 0.99), warmup_steps=60)
     assert config.model.ep == (1, 1, 1, 2) and config.data.paths == ("a.txt", "b.txt")
+
+
+def test_a_section_that_is_null_in_the_file_takes_overrides() -> None:
+    """As ``lora`` is in the config.yaml of a run in full."""
+    values = {"model": {"hf": "a"}, "lora": None, "run": {"out": "b"}}
+    assert settings.build(TrainConfig, values).lora is None
+    assert settings.build(TrainConfig, values, [("lora.r", "4")]).lora == Lora(r=4)
 
 
 @pytest.mark.parametrize(
