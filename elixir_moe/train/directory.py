@@ -39,6 +39,8 @@ FILES: tuple[str, ...] = (
     *("layout.json", "timeline.json", "weights.safetensors", "summary.json"),
 )
 APART, CONTROL, TENSORBOARD = "apart", "control.yaml", "tensorboard"
+_WORDS = ("auto", "fall_back", "never")
+"""Values of ``run.resume`` that name no checkpoint."""
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
@@ -109,6 +111,7 @@ def check_directory(config: TrainConfig, data: Data) -> Path | None:
     source = latest(own, fall_back=run.resume == "fall_back")
     if source is None:
         return _chosen(config, data)
+    _check_chosen(source, config)
     _check_identity(source, config, data)
     return source
 
@@ -117,7 +120,8 @@ def claim_directory(config: TrainConfig, data: Data) -> Claim:
     """Takes the run directory for this run, or raises.
 
     An unfinished run with the same settings continues from its latest checkpoint, or from the start if it has none.
-    With ``run.overwrite``, the files of an earlier run, and no others, are removed first.
+    With ``run.overwrite``, the files of an earlier run, and no others, are removed first; the checkpoint that
+    ``run.resume`` names stays.
 
     Raises:
         ConfigError: the directory holds something else, a finished run, or a run with other settings; another process
@@ -128,8 +132,8 @@ def claim_directory(config: TrainConfig, data: Data) -> Claim:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         claim = Claim(directory, source)
-        if source is None or source.parent != directory / CHECKPOINTS:
-            _empty(directory)
+        if source is None or source.resolve().parent != (directory / CHECKPOINTS).resolve():
+            _empty(directory, source, checkpoints=config.run.overwrite and not restarted())
         (directory / "config.yaml").touch()
     except OSError as error:
         raise _unusable(config.run.out, error) from error
@@ -166,7 +170,7 @@ def leftovers(directory: Path) -> Iterator[Path]:
 def _chosen(config: TrainConfig, data: Data) -> Path | None:
     """The checkpoint named by ``run.resume``; None if it names none."""
     named = config.run.resume
-    if named in ("auto", "fall_back", "never"):
+    if named in _WORDS:
         return None
     try:
         _check_identity(Path(named), config, data)
@@ -175,8 +179,22 @@ def _chosen(config: TrainConfig, data: Data) -> Path | None:
     return Path(named)
 
 
+def _check_chosen(source: Path, config: TrainConfig) -> None:
+    """Raises ConfigError if ``run.resume`` names another checkpoint than `source`, unless the run began from it."""
+    named, mark = config.run.resume, source.parent.parent / "config.yaml"
+    if named in _WORDS or restarted() or Path(named).resolve() == source.resolve():
+        return
+    began = settings.read_yaml(mark).get("run") or {}
+    if began.get("resume") != named:
+        raise ConfigError(
+            f"run.resume: {named!r} is not where the run in {config.run.out!r} goes on: that is {str(source)!r}. Leave "
+            f"run.resume out to go on, give --run.overwrite true to begin again from what it names, or another run.out"
+        )
+
+
 def _check_identity(source: Path, config: TrainConfig, data: Data) -> None:
-    saved, now = extra_of(source)["settings"], identity(config, data)
+    extra = extra_of(source)
+    saved, now, done = extra["settings"], identity(config, data), extra["progress"]["step"]
     for key, value in now.items():
         before = saved.get(key)
         if before != value:
@@ -184,6 +202,10 @@ def _check_identity(source: Path, config: TrainConfig, data: Data) -> None:
                 f"{key} is {value}, but was {before} when {str(source)!r} was saved: a run that goes on keeps it (the "
                 f"rate and clipping can be changed in {CONTROL}); set it back, or start a new run by another run.out"
             )
+    if done > config.run.steps:
+        raise ConfigError(
+            f"run.steps={config.run.steps}: {str(source)!r} has {done} steps already, give at least those"
+        )
 
 
 def _steps_of_ended_run(directory: Path) -> int | None:
@@ -194,7 +216,8 @@ def _steps_of_ended_run(directory: Path) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-def _empty(directory: Path) -> None:
+def _empty(directory: Path, source: Path | None, *, checkpoints: bool) -> None:
+    """Removes the files of a run; with `checkpoints` also those, but for `source`."""
     for name in FILES:
         (directory / name).unlink(missing_ok=True)
     for events in (directory / TENSORBOARD).glob("events.out.tfevents.*"):
@@ -202,8 +225,9 @@ def _empty(directory: Path) -> None:
     for room in (directory / CHECKPOINTS, directory / APART):
         if room.is_dir() and not room.is_symlink():
             collect(room)
-            for path in list(room.iterdir()):
-                if (path / MANIFEST).exists() and not path.is_symlink():
+            for path in list(room.iterdir()) if checkpoints else ():
+                is_source = source is not None and path.resolve() == source.resolve()
+                if (path / MANIFEST).exists() and not path.is_symlink() and not is_source:
                     discard(path)
             if not any(room.iterdir()):
                 room.rmdir()

@@ -215,7 +215,8 @@ class Report:
             self._write_weights(weights)
         self.write("summary.json", json.dumps(summary.as_dict(), indent=2) + "\n")
         title = f"{summary.out}: {summary.parameters:,} parameters, ranks: {summary.ranks}"
-        draw_losses(self._directory / "loss.png", title, self._train_losses, self._val_losses, self.bigram_loss)
+        if self._train_losses:  # none where a checkpoint from elsewhere has all steps
+            draw_losses(self._directory / "loss.png", title, self._train_losses, self._val_losses, self.bigram_loss)
         verdict = ""
         if summary.bigram_loss is not None:
             below = "below" if summary.val_loss < summary.bigram_loss else "not below"

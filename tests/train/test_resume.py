@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from elixir_moe.errors import ConfigError
+from elixir_moe.train.directory import check_directory
 from tests.support.checkpoint_cases import assert_same
 from tests.support.ranks import RankPool
-from tests.support.train_cases import last_state, run, settings_of
+from tests.support.train_cases import last_state, run, settings_of, text_of
 
 Ranks = Callable[[int], RankPool]
 UNCLIPPED = {"optimizer": {"clip_norm": None}}
@@ -114,3 +116,40 @@ def test_a_run_that_has_ended_goes_on_if_it_is_given_more_steps(ranks: Ranks, tm
     other = settings_of(tmp_path / "out", model={"ep": [1, 1]}, run={"steps": 9}, optimizer={"lr": 1e-3})
     refused = ranks(1).run(run, other)[0]["ended"]
     assert "ConfigError optimizer.lr is 0.001, but was 0.003 when" in refused and "step-00000008" in refused
+
+
+def test_a_state_apart_stays_and_may_be_gone_on_from_in_the_same_directory(ranks: Ranks, tmp_path: Path) -> None:
+    """Of a run that was stopped before its first checkpoint, and of one that is replaced."""
+    out = tmp_path / "out"
+    stopped = ranks(2).run(run, settings_of(out, save={"every": 100}), {1: "poison"})[0]
+    assert stopped["ended"].startswith("3 ") and (stopped["apart"], stopped["checkpoints"]) == (["step-00000002"], [])
+    apart = str(out / "apart" / "step-00000002")
+    found = ranks(2).run(run, settings_of(out, save={"every": 100}, run={"resume": apart}))[0]
+    assert [line["step"] for line in found["metrics"]] == [3, 4, 5, 6] and found["apart"] == ["step-00000002"]
+    config = settings_of(out, save={"every": 100}, run={"overwrite": True, "resume": apart})
+    found = ranks(2).run(run, config)[0]
+    assert [line["step"] for line in found["metrics"]] == [3, 4, 5, 6] and found["apart"] == ["step-00000002"]
+    found = ranks(2).run(run, settings_of(out, run={"overwrite": True}))[0]
+    assert len(found["metrics"]) == 6 and found["apart"] == []
+
+
+def test_another_checkpoint_than_the_latest_is_not_passed_over_silently(ranks: Ranks, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert ranks(2).run(run, settings_of(out), {4: "control: {stop: true}"})[0]["ended"].startswith("0 stopped")
+    (out / "control.yaml").unlink()
+    older = out / "checkpoints" / "step-00000004"
+    config = settings_of(out, run={"resume": str(older)})
+    with pytest.raises(ConfigError, match=r"step-00000004' is not where the run .* that is .*step-00000005'. Leave"):
+        check_directory(config, text_of(config))
+    (tmp_path / "link").symlink_to(out)  # another name of the checkpoint, which must not be removed with the old run
+    config = settings_of(out, run={"resume": str(tmp_path / "link" / "checkpoints" / older.name), "overwrite": True})
+    found = ranks(2).run(run, config, {5: "control: {stop: true}"})[0]
+    assert [line["step"] for line in found["metrics"]] == [1, 2, 3, 4, 5, 6] and found["apart"] == ["step-00000005"]
+    config = settings_of(out, run={"resume": config.run.resume, "steps": 8})
+    assert check_directory(config, text_of(config)) == out / "checkpoints" / "step-00000006", "the same command"
+    changes = {"resume": str(out / "checkpoints" / "step-00000006")}
+    config = settings_of(tmp_path / "new", run=changes | {"steps": 5})
+    with pytest.raises(ConfigError, match=r"run.steps=5: .*step-00000006' has 6 steps already"):
+        check_directory(config, text_of(config))
+    found = ranks(2).run(run, settings_of(tmp_path / "new", run=changes))[0]
+    assert found["ended"] == "" and found["metrics"] == [], "evaluated and concluded, without a picture"
