@@ -433,15 +433,17 @@ class Loop:
         raise Stopped(f"{reason}. The state is saved in {path}, the weights are as before that step", DIVERGED)
 
     def _go_back(self, target: Path, action: Action, reason: str) -> None:
-        training = self.training
-        avoid, rate = training.progress.avoid + action.avoid, training.progress.rate * action.rate
+        training, before = self.training, self.training.progress
         self.keeper.take(target)
-        training.progress.avoid, training.progress.rate = avoid, rate
-        step = training.progress.step
+        progress = training.progress
+        progress.avoid, progress.rate = before.avoid + action.avoid, before.rate * action.rate
+        progress.lr, progress.clip_norm = before.lr, before.clip_norm  # of control.yaml, which is not read again
+        training.mark()
+        step = progress.step
         if self.report is not None:
             self.report.go_back(step)
         without = f", without the batches {list(action.avoid)}" if action.avoid else ""
-        self._event("went back", f"{reason}; back to step {step}, at {rate:g} of the learning rate{without}")
+        self._event("went back", f"{reason}; back to step {step}, at {progress.rate:g} of the learning rate{without}")
 
     # ------------------------------------------------------------------------------------------------- after the step
 

@@ -136,6 +136,13 @@ def test_a_nan_may_be_skipped_or_gone_back_from(policy: str, ranks: Ranks, tmp_p
         assert found["metrics"][:3][0] == whole[0] and found["metrics"][3]["loss"] != whole[3]["loss"]
 
 
+def test_what_control_yaml_has_changed_holds_after_going_back(ranks: Ranks, tmp_path: Path) -> None:
+    config = settings_of(tmp_path / "out", watch={"on_nan": "back"}, save={"every": 4})
+    found = ranks(2).run(run, config, {4: "control: {lr: 0.001, clip_norm: 0.5}", 5: "poison"}, 0)[0]
+    assert [kind for kind, _ in found["events"]] == ["control", "control", "went back"], found["events"]
+    assert found["metrics"][-1]["lr"] == pytest.approx(0.001 * 0.1 / 2)
+
+
 def test_control_yaml_changes_saves_and_stops(ranks: Ranks, tmp_path: Path) -> None:
     config = settings_of(tmp_path / "out", save={"every": 100})
     (tmp_path / "out").mkdir()
