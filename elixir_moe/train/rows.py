@@ -108,10 +108,13 @@ class Rows:
 
     def describe(self, validation: Tensor) -> Iterator[str]:
         """As `Data` says."""
-        length = self.train.shape[-1]
+        length, (batches, rows) = self.train.shape[-1], validation.shape[:2]
+        used = min(len(self.validation), batches * rows)
         yield (
             f"rows        {self.texts:,} texts in {len(self.train):,} rows of {length:,} tokens, "
             f"{self.tokens_per_row / length:.0%} full; rows for validation: {len(self.validation):,}"
+            + f", {used:,} of them used"
+            * (used < len(self.validation))
         )
         if self.shortened:
             yield (
@@ -167,6 +170,8 @@ def load_rows(
         parts.append(examples)
     fill = encoder.pad
     train, validation = (_stacked(part, length, fill, packed=packed) for part in parts)
+    if packed:  # rows of long texts come first, and an evaluation may use the first rows alone
+        validation = validation[torch.from_numpy(_order(len(validation), 0, 0))]
     _LOG.debug("%d texts are in %d rows of %d tokens (packing: %s)", len(parts[0]), len(train), length, packed)
     return Rows(
         train=train,

@@ -127,6 +127,18 @@ def test_validation_is_the_tail_and_the_last_batch_is_filled_up(tmp_path: Path) 
     assert found.validation_batches(batches=1, rows=2).shape == (1, 2, 3, 16)
 
 
+def test_an_evaluation_of_some_packed_rows_is_not_one_of_the_longest_texts(tmp_path: Path) -> None:
+    texts = [{"text": "a" * (1 + i % 30)} for i in range(1200)]
+    found = load_rows(str(write_rows(tmp_path / "a.jsonl", texts)), TOKENIZER, 32, 0.5, packed=True)
+    batches = found.validation_batches(batches=4, rows=8)
+    assert len(found.validation) > 256
+    some, every = ((rows[:, 2] == 0).sum() / len(rows) for rows in (batches.flatten(0, 1), found.validation))
+    assert some == pytest.approx(float(every), rel=0.25), "texts of a row"
+    assert f"rows for validation: {len(found.validation)}, 32 of them used" in "".join(found.describe(batches))
+    every_row = found.validation_batches(batches=99, rows=8)
+    assert "of them used" not in "".join(found.describe(every_row))
+
+
 def test_a_long_text_is_cut_into_rows_and_a_long_completion_loses_its_end(tmp_path: Path) -> None:
     lines = [
         {"text": "abcdefghij" * 2},
