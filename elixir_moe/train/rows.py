@@ -305,7 +305,7 @@ class _Encoder:
         if given == ["messages"]:
             tokens, prompts = self._of_messages(where, row["messages"], row.get("tools"))
         elif given == ["prompt", "completion"]:
-            tokens, prompts = self._of_prompt(where, row["prompt"], row["completion"])
+            tokens, prompts = self._of_prompt(where, row["prompt"], row["completion"], row.get("tools"))
         elif given == ["text"]:
             tokens, prompts = self._ended(self._encoded(self._string(where, "text", row["text"]))), []
         else:
@@ -337,9 +337,11 @@ class _Encoder:
     def _ended(self, tokens: list[int]) -> list[int]:
         return tokens if tokens[-1:] == self._end else tokens + self._end
 
-    def _of_prompt(self, where: str, prompt: Any, completion: Any) -> tuple[list[int], list[tuple[int, int]]]:
+    def _of_prompt(
+        self, where: str, prompt: Any, completion: Any, tools: Any
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         if isinstance(prompt, list) and isinstance(completion, list):
-            return self._of_messages(where, prompt + completion, None, first=len(prompt))
+            return self._of_messages(where, prompt + completion, tools, first=len(prompt))
         before = self._encoded(self._string(where, "prompt", prompt))
         if self._end and before[-1:] == self._end:
             before.pop()  # of a tokenizer that ends each text

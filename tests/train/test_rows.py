@@ -139,6 +139,15 @@ def test_an_evaluation_of_some_packed_rows_is_not_one_of_the_longest_texts(tmp_p
     assert "of them used" not in "".join(found.describe(every_row))
 
 
+def test_tools_are_told_in_each_form_of_messages(tmp_path: Path) -> None:
+    told = tokenizer()
+    told.chat_template = "{% for t in tools or [] %}{{ t['name'] }}{% endfor %}" + told.chat_template
+    forms = [{"messages": SAYS}, {"prompt": SAYS[:1], "completion": SAYS[1:]}]
+    path = write_rows(tmp_path / "a.jsonl", [form | {"tools": [{"name": "abc"}]} for form in forms])
+    found = load_rows(str(path), told, 16, 0.5, packed=False)
+    assert shown(found.train[0]) == shown(found.validation[0]) == ("abc<user>hi<assistant>yo<end>", "_" * 7 + "yo<end>")
+
+
 def test_a_long_text_is_cut_into_rows_and_a_long_completion_loses_its_end(tmp_path: Path) -> None:
     lines = [
         {"text": "abcdefghij" * 2},
