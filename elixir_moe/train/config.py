@@ -464,7 +464,10 @@ def identity(config: TrainConfig, data: "Data") -> dict[str, object]:
     sections["data"] = {"validation": plain["data"]["validation"]}
     sections["run"] = {key: plain["run"][key] for key in ("seed", "global_batch")}
     fixed = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    fixed |= {"lora": config.lora is not None, "quantize": config.quantize, **config.recipe().fixed()}
+    recipe = config.recipe()
+    fixed |= {"lora": config.lora is not None, "quantize": config.quantize, **recipe.fixed()}
+    if config.data.file is None and not isinstance(config.model, GPTConfig):  # rows and our GPT say it otherwise
+        fixed["data.seq_len"] = recipe.length
     return {key: value for key, value in fixed.items() if key not in free} | {"data.text": data.digest()}
 
 

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from elixir_moe.cli.main import main
 from elixir_moe.errors import CheckpointError, ConfigError, LayoutError
 from elixir_moe.models.adapters import adapted
 from elixir_moe.models.lora import Lora
+from elixir_moe.train import config as configs
 from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.export import export
@@ -343,6 +344,15 @@ def of_module(name: str, out: Path, **changes: Any) -> TrainConfig:
             **changes,
         },
     )
+
+
+def test_a_run_on_a_running_text_keeps_the_length_of_its_rows(tmp_path: Path) -> None:
+    """As it does on rows of a file, which are themselves compared, and as our own GPT does by its settings."""
+    config = of_module("toy", tmp_path / "out")
+    data = config.load_data()
+    longer = replace(config, data=replace(config.data, seq_len=32))
+    assert configs.identity(config, data) != configs.identity(longer, longer.load_data())
+    assert configs.identity(config, data)["data.seq_len"] == 16
 
 
 def test_a_module_trains_on_bytes_as_in_a_plain_loop(ranks: Ranks, tmp_path: Path) -> None:
