@@ -284,7 +284,9 @@ class _Reader:
     def _items(self, value: Any) -> list[Any] | None:
         """The items of a list, or of a text with commas."""
         if self._texts and isinstance(value, str):
-            return [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
+            text = value.strip()
+            text = text[1:-1] if text[:1] + text[-1:] in ("[]", "()") else text
+            return [part.strip() for part in text.split(",") if part.strip()]
         return list(value) if isinstance(value, list | tuple) else None
 
     def _plain(self, value: Any, kind: Any) -> Any:

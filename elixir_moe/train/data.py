@@ -14,6 +14,7 @@ A text is a sequence of tokens: of bytes, or of what a tokenizer makes of them. 
 
 import glob
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,8 +243,8 @@ def rows_of(batch: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 
 def files_of(path: str, key: str = "data.paths") -> list[str]:
-    """The files that a path or a glob pattern names, by name. Raises ConfigError if it matches none."""
-    if not glob.has_magic(path):
+    """The files that a path or else a glob pattern names, by name. Raises ConfigError if it matches none."""
+    if not glob.has_magic(path) or os.path.isfile(path):
         return [path]
     found = sorted(file for file in glob.glob(path, recursive=True) if Path(file).is_file())
     if not found:

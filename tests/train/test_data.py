@@ -78,6 +78,13 @@ def test_text_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         validation_batches(TEXT[:100], batches=1, rows=8, seq_len=16)
 
 
+def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path: Path) -> None:
+    for name, letter in (("a[1].txt", b"x"), ("a1.txt", b"y")):
+        (tmp_path / name).write_bytes(letter * 100)
+    assert bytes(load_text([str(tmp_path / "a[1].txt")], 0.5, 16).train.tolist()) == b"x" * 50
+    assert bytes(load_text([str(tmp_path / "a[0-9].txt")], 0.5, 16).train.tolist()) == b"y" * 50
+
+
 def test_pair_counts_equal_a_loop() -> None:
     counts = pair_counts(TEXT[:400])
     expected = torch.zeros(256, 256, dtype=torch.int64)

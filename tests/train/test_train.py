@@ -85,12 +85,12 @@ def test_overrides_win_over_the_file_and_are_read_by_their_settings_type() -> No
         ("optimizer.betas", "0.8,0.99"),
         ("model.ep", "[1, 1, 1, 2]"),
         ("run.overwrite", "false"),
-        ("data.paths", "a.txt,b.txt"),
+        ("data.paths", "[ab].txt, part-[0-9].txt"),
     ]
     config = configs.load(ROOT / "examples" / "pr_moe_small.yaml", pairs)
     assert (config.run.steps, config.run.out, config.run.overwrite) == (9, "2024", False)
     assert config.optimizer == OptimizerConfig(lr=1e-3, clip_norm=None, betas=(0.8, 0.99), warmup_steps=60)
-    assert config.model.ep == (1, 1, 1, 2) and config.data.paths == ("a.txt", "b.txt")
+    assert config.model.ep == (1, 1, 1, 2) and config.data.paths == ("[ab].txt", "part-[0-9].txt")
 
 
 def test_a_section_that_is_null_in_the_file_takes_overrides() -> None:
