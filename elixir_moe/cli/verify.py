@@ -84,6 +84,8 @@ def _way(known: argparse.Namespace, folder: Path) -> Way:
         if known.script is not None:
             raise ConfigError("--script needs --with PEER: it writes a script that shows what that library does")
         return Planned(asked(known.plan, folder, accumulation=known.accumulation))
+    if known.script is not None and not known.script.absolute().parent.is_dir():
+        raise ConfigError(f"--script: there is no folder {str(known.script.parent)!r}: make it, or name another file")
     found = peer(known.peer)
     if known.model is not None:
         raise ConfigError("--with needs --hf or --module: other libraries have no model of this name")
