@@ -16,6 +16,7 @@ from torch import nn
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.parallel.rules import ranks_of_a_batch
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.save import save
 from elixir_moe.state.full import full_state_dict
@@ -50,6 +51,8 @@ class ElixirStrategy(DDPStrategy):
         self._plan = Plan.zero3() if plan is None else plan
         self._options = wrap or {}
         self._backward_sync_control: Any = None
+        self._same_rows, self._cuts_data = 1, False
+        """How many ranks at a time need the same rows, and whether Fabric gives each rank rows of its own."""
 
     @property
     def precision(self) -> Precision:
@@ -61,6 +64,22 @@ class ElixirStrategy(DDPStrategy):
     def precision(self, precision: Precision | None) -> None:
         bf16 = precision is not None and precision.precision == "bf16-true"
         self._precision = _MastersInFp32("bf16-true") if bf16 else precision
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Fabric's, for the sampler that it gives a data loader. Raises ConfigError if ranks need the same rows."""
+        self._cuts_data = True
+        self._check_rows()
+        found: dict[str, Any] = super().distributed_sampler_kwargs
+        return found
+
+    def _check_rows(self) -> None:
+        if self._cuts_data and self._same_rows > 1:
+            raise ConfigError(
+                f"{self._same_rows} ranks at a time need the same rows, since weights are cut over them, and Fabric "
+                f"gives each rank other ones: call fabric.setup_dataloaders(..., use_distributed_sampler=False), and "
+                f"read the same rows on those ranks"
+            )
 
     def module_to_device(self, module: nn.Module) -> None:
         """Leaves the model where it is: `em.wrap` moves weights to the device as the plan says."""
@@ -76,7 +95,7 @@ class ElixirStrategy(DDPStrategy):
 
         Raises:
             UsageError: there is not one optimizer.
-            ConfigError: Fabric was told to convert the model.
+            ConfigError: Fabric was told to convert the model, or gives ranks that need the same rows other ones.
         """
         if len(optimizers) != 1:
             raise UsageError(f"fabric.setup got {len(optimizers)} optimizers: give the model with one")
@@ -92,6 +111,12 @@ class ElixirStrategy(DDPStrategy):
                 f"masters in fp32 here, or leave it out"
             )
         model, optimizer = wrap(module, optimizers[0], plan=self._plan, device=self.root_device, **options)
+        self._same_rows = ranks_of_a_batch(model)
+        try:
+            self._check_rows()
+        except ConfigError:
+            optimizer.close()
+            raise
         return model, [optimizer], scheduler
 
     # ------------------------------------------------------------------------------------------------------ gradients

@@ -169,3 +169,30 @@ def test_mistakes_are_named(ranks: Ranks, tmp_path: Path) -> None:
     assert "degree 2" in said["norm"]
     assert "1 and 0" in said["half"]
     assert "has no ['epoch']" in said["lacks"]
+
+
+def cut_over_ranks(order: str) -> str:
+    """(rank) What is said of a model whose ranks need the same rows, with a data loader of Fabric."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    rows = torch.utils.data.DataLoader([batch(0, 0)[i] for i in range(ROWS)], batch_size=2)
+    with fabric(plan=em.Plan.zero2()) as made:
+        model = parts()[0]
+        mesh = em.init_mesh(tp=2, device_type="cpu")["tp"]
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        made.setup_dataloaders(rows, use_distributed_sampler=False)
+        with pytest.raises(ConfigError) as error:
+            if order == "loader first":
+                made.setup_dataloaders(rows)
+            _, optimizer = made.setup(model, optimizer)
+            made.setup_dataloaders(rows)
+        if order == "loader last":
+            optimizer.optimizer.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("order", ["loader first", "loader last"])
+def test_ranks_that_need_the_same_rows_are_not_given_others(ranks: Ranks, order: str) -> None:
+    for said in ranks(2).run(cut_over_ranks, order):
+        assert said.startswith("2 ranks at a time need the same rows, since weights are cut over them, and Fabric")
