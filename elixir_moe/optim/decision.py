@@ -302,7 +302,7 @@ class StepDecision:
         with Wait("the all-reduce of the gradient norm over all ranks"):
             self._groups.sum_over_peers(votes)
             asked_alike = {0, len(self._groups.peers)}.issuperset(votes[3 + _BITS : 3 + 2 * _BITS].tolist())
-            votes[2] = float(not asked_alike or bool(votes[3 + 2 * _BITS]))  # these ranks refuse
+            votes[2].fill_(not asked_alike or bool(votes[3 + 2 * _BITS]))  # these ranks refuse
             self._groups.sum_over_stages(votes[: 3 + _BITS])
         total, begun_anywhere, refused, *rest = votes.tolist()
         same_steps, (unseen_anywhere, *used) = rest[:_BITS], rest[2 * _BITS :]
