@@ -131,6 +131,8 @@ def test_a_model_trains_as_in_a_plain_loop(case: str, folders: Path, ranks: Rank
     losses = [line["loss"] for line in found["metrics"]]
     if "experts" in case:  # peft computes x (W + A B), this library x W + (x A) B
         assert losses == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+    elif "adapters" in case:  # a CPU with AVX2 alone adds thin products up by where their memory begins
+        assert losses == pytest.approx([loss for loss, _ in expected], rel=1e-6)
     else:
         assert losses == [loss for loss, _ in expected]
     assert [line["grad_norm"] for line in found["metrics"]] == pytest.approx([n for _, n in expected], rel=1e-4)
