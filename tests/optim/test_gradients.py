@@ -215,25 +215,34 @@ ODD: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
 }
 
 
-def clip_oddly(name: str) -> tuple[str, bool]:
-    """(rank) The message of ranks that clip differently, and whether a step afterwards is that of ranks that do not."""
+def step_after(refused: Callable[[Any, nn.Module], None], *, clip: bool) -> tuple[str, bool]:
+    """(rank) What is said of `refused`, and whether a step afterwards is that of ranks that did nothing of the kind."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     other = copy.deepcopy(model)
     found = []
     said = ""
     for odd, plain in ((True, model), (False, other)):
-        model, optimizer = em.wrap(plain, torch.optim.AdamW(plain.parameters()), plan=em.Plan.zero2())
+        groups = [{"params": layer.parameters(), "lr": 1e-3 * (i + 1)} for i, layer in enumerate(plain)]
+        model, optimizer = em.wrap(plain, torch.optim.AdamW(groups), plan=em.Plan.zero2())
         model(torch.ones(2, 8)).sum().backward()
         if odd:
+            before = dict(optimizer.param_groups[1])
             with pytest.raises(em.UsageError) as error:
-                ODD[name][dist.get_rank()](optimizer, model)
+                refused(optimizer, model)
             said = str(error.value)
-        optimizer.clip_grad_norm_(0.5)
+            optimizer.param_groups[1].update(before)
+        if clip:
+            optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         found.append(em.full_state_dict(model, all_ranks=True))
         optimizer.close()
     return said, all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+def clip_oddly(name: str) -> tuple[str, bool]:
+    """(rank) As `step_after`, of ranks that clip differently."""
+    return step_after(ODD[name][dist.get_rank()], clip=True)
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -252,30 +261,14 @@ PARTED = {
 
 
 def step_at_other_options(name: str, clip: bool) -> tuple[str, bool]:
-    """(rank) The message if rank 1 has other options, and whether a step with the same ones is then that of equals."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    other = copy.deepcopy(model)
-    found = []
-    said = ""
-    for odd, plain in ((True, model), (False, other)):
-        groups = [{"params": layer.parameters(), "lr": 1e-3 * (i + 1)} for i, layer in enumerate(plain)]
-        model, optimizer = em.wrap(plain, torch.optim.AdamW(groups), plan=em.Plan.zero2())
-        model(torch.ones(2, 8)).sum().backward()
-        if odd:
-            before = dict(optimizer.param_groups[1])
-            if dist.get_rank() == 1:
-                PARTED[name](optimizer.param_groups[1])
-            with pytest.raises(em.UsageError) as error:
-                optimizer.clip_grad_norm_(0.5) if clip else optimizer.step()
-            said = str(error.value)
-            optimizer.param_groups[1].update(before)
-        if clip:
-            optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        found.append(em.full_state_dict(model, all_ranks=True))
-        optimizer.close()
-    return said, all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    """(rank) As `step_after`, if rank 1 has other options than rank 0."""
+
+    def update(optimizer: Any, _: nn.Module) -> None:
+        if dist.get_rank() == 1:
+            PARTED[name](optimizer.param_groups[1])
+        optimizer.clip_grad_norm_(0.5) if clip else optimizer.step()
+
+    return step_after(update, clip=clip)
 
 
 @pytest.mark.parametrize("clip", [True, False])
