@@ -210,6 +210,9 @@ class HuggingFaceRecipe:
 
     def loss(self, model: nn.Module, batch: Tensor, items: float) -> Tensor:
         """As `Recipe` says, by the model's own loss; with auxiliary losses where its config says so."""
+        return self._loss(model, batch, items)
+
+    def _loss(self, model: nn.Module, batch: Tensor, items: float, **options: bool) -> Tensor:
         tokens, labels, positions = batch.unbind(1)
         given = {"input_ids": tokens, "labels": labels}
         if self.restarts:
@@ -218,12 +221,13 @@ class HuggingFaceRecipe:
                 # its kernels of texts of several lengths want one row
                 given = {name: value.reshape(1, -1) for name, value in given.items()}
         with WithoutLogits(model)() if self._fused else nullcontext():
-            loss: Tensor = model(**given, use_cache=False, num_items_in_batch=items).loss
+            loss: Tensor = model(**given, **options, use_cache=False, num_items_in_batch=items).loss
         return loss
 
     def validation_loss(self, model: nn.Module, batch: Tensor, items: float) -> Tensor:
-        """As `Recipe` says; the same as `loss`."""
-        return self.loss(model, batch, items)
+        """As `Recipe` says, without auxiliary losses."""
+        options = {"output_router_logits": False} if getattr(self.config, "output_router_logits", False) else {}
+        return self._loss(model, batch, items, **options)
 
     def compared(self, model: nn.Module, batch: Tensor) -> Tensor:
         """As `Recipe` says."""

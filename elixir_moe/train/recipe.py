@@ -81,7 +81,7 @@ class Recipe(Protocol):
         """
 
     def validation_loss(self, model: nn.Module, batch: Tensor, items: float) -> Tensor:
-        """The same, of validation rows."""
+        """The same, of validation rows; without the auxiliary losses of routers where the recipe knows them."""
 
     @property
     def compares(self) -> Literal["logits", "losses"]:

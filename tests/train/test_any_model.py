@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from elixir_moe.cli.main import main
 from elixir_moe.errors import CheckpointError, ConfigError, LayoutError
@@ -483,6 +484,21 @@ def test_rows_are_packed_where_no_text_sees_another(kind: str, tmp_path: Path) -
     if not apart:
         with pytest.raises(ConfigError, match="cannot tell the texts of a row apart"):
             HuggingFaceRecipe(str(folder), packed=True)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_validation_loss_is_that_of_the_tokens_alone(fused: bool, tmp_path: Path) -> None:
+    """The loss to train by has the auxiliary loss of the routers, here a tenth of their own."""
+    folder = model_folder(tmp_path / "M", "Qwen3Moe", output_router_logits=True, router_aux_loss_coef=0.1)
+    recipe = HuggingFaceRecipe(str(folder), packed=False, fused=fused)
+    model = recipe.plain(None).eval()
+    tokens = torch.randint(5, 20, (2, 8))
+    batch = torch.stack([tokens, tokens, torch.arange(8).expand(2, 8)], 1)
+    with torch.no_grad():
+        logits = recipe.compared(model, batch)
+        wanted = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        torch.testing.assert_close(recipe.validation_loss(model, batch, 14), wanted)
+        assert recipe.loss(model, batch, 14) > wanted + 0.05
 
 
 def test_a_model_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:
