@@ -238,7 +238,7 @@ def _wrapped(
         if size.staging_bytes:
             with allocation(size.staging_bytes, "the staging buffer of reductions", Tier.DEVICE):
                 staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device)
-        agreement = Peers(groups.peers_group, chunks) if len(described.ranks) > 1 else alone
+        agreement = Peers(groups, chunks) if len(described.ranks) > 1 else alone
         scheduler = Scheduler(chunks, cache, blocks, staging, streams, statistics, agreement, sums)
         checkpoints = HostCheckpoints(plan.most_host_checkpoints, device, streams) if plan.host_checkpoints else None
         units = build_units(described.parts, layout)

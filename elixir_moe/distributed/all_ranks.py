@@ -74,10 +74,13 @@ class ControlGroups:
     def __init__(self, peers: tuple[int, ...], wanted: Iterable[tuple[int, ...]]) -> None:
         """`peers` are the ranks that hold the model; full weights are gathered over the ranks in `wanted`."""
         self.peers = peers
-        self.control = dist.new_group(backend="gloo", timeout=world_timeout())
-        """All ranks of the world."""
+        self._of_all = {"control": dist.new_group(backend="gloo", timeout=world_timeout())}
         self.by_ranks = make_groups([peers, *wanted], backend="gloo")
-        self._background: dist.ProcessGroup | None = None
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """The process group of all ranks of the world."""
+        return self._of_all["control"]
 
     @property
     def peers_group(self) -> dist.ProcessGroup:
@@ -86,9 +89,9 @@ class ControlGroups:
 
     def background(self) -> dist.ProcessGroup:
         """Another process group of all ranks, for a thread beside training; made by the first call. Collective."""
-        if self._background is None:
-            self._background = dist.new_group(backend="gloo", timeout=world_timeout())
-        return self._background
+        if "background" not in self._of_all:
+            self._of_all["background"] = dist.new_group(backend="gloo", timeout=world_timeout())
+        return self._of_all["background"]
 
     def sum_over_peers(self, values: torch.Tensor) -> None:
         """Sums over the ranks that hold the model, in place. Collective."""
@@ -113,20 +116,23 @@ class ControlGroups:
         self.close_alone()
 
     def close_alone(self) -> None:
-        """Destroys all process groups, on this rank alone."""
-        background = () if self._background is None else (self._background,)
-        drop_groups((*self.by_ranks.values(), *background, self.control))
+        """Destroys all process groups, on this rank alone; a second call does nothing."""
+        drop_groups((*self.by_ranks.values(), *self._of_all.values()))
+        self._drop()
 
     def replace(self, control: Callable[[], dist.ProcessGroup]) -> None:
-        """Drops all process groups in the middle of a step; `control` then makes another one of all ranks.
+        """Drops all process groups in the middle of a step; `control` then makes another one of all ranks."""
+        self._drop()
+        self._of_all["control"] = control()
 
-        A gloo connection closes only when nothing references its process group; peers that wait for this rank then
-        fail.
+    def _drop(self) -> None:
+        """Lets go of all process groups.
+
+        The connections and threads of gloo end only when nothing references its process group; peers that wait for this
+        rank then fail.
         """
         self.by_ranks.clear()
-        self._background = None
-        del self.control
-        self.control = control()
+        self._of_all.clear()
 
 
 def drop_all(groups: ControlGroups, communicators: Iterable[Communicator]) -> None:

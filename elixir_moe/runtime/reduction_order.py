@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.chunks.step_machine import Answer
+from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import LayoutError
@@ -41,16 +42,16 @@ class Peers:
     """The agreement of ranks that hold the same chunks.
 
     Args:
-        process_group: of these ranks, for CPU tensors.
+        groups: has the process group of these ranks, for CPU tensors, until it is closed.
         chunks: all chunks.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, chunks: Sequence[Chunk]) -> None:
-        self._process_group = process_group
+    def __init__(self, groups: ControlGroups, chunks: Sequence[Chunk]) -> None:
+        self._groups = groups
         self._communicators = list({id(chunk.communicator): chunk.communicator for chunk in chunks}.values())
         self._scattered = [chunk.spec.shards > 1 for chunk in chunks]
         self._names = [chunk.label for chunk in chunks]
-        self._ranks = dist.get_process_group_ranks(process_group)
+        self._ranks = groups.peers
 
     def __call__(self, used: Sequence[int], gathered: Sequence[int], phase: Phase) -> Callable[[], Answer]:
         """The first rank's order, then chunks that only others used. Collective, as is the returned function.
@@ -65,9 +66,9 @@ class Peers:
         issued = [n for communicator in self._communicators for n in communicator.issued]
         facts = [*phase.place, _digest(issued), _digest(gathered), len(gathered), len(used)]
         mine = torch.tensor([*facts, *used, *[-1] * (chunks - len(used))], device="cpu")
-        table = mine.new_empty(self._process_group.size(), len(mine))
+        table = mine.new_empty(len(self._ranks), len(mine))
         with Wait(_WHAT, self._ranks):
-            work = dist.all_gather(list(table), mine, group=self._process_group, async_op=True)
+            work = dist.all_gather(list(table), mine, group=self._groups.peers_group, async_op=True)
         kept = tuple(gathered)
         return lambda: self._answer(Work([work], what=_WHAT, ranks=self._ranks), table, kept, phase)
 
@@ -81,7 +82,7 @@ class Peers:
         if (table[:, 3:5] != table[0, 3:5]).any():
             found = self._difference("gathered", gathered)
         elif any(theirs != scattered[0] for theirs in scattered):
-            found = self._difference("used", sorted(scattered[self._process_group.rank()]))
+            found = self._difference("used", sorted(scattered[self._ranks.index(dist.get_rank())]))
         if (table[:, 2] != table[0, 2]).any():
             phase.part(
                 f"some ranks have issued more gathers or reductions than others, as after an interrupt that strikes "
@@ -97,9 +98,9 @@ class Peers:
 
     def _difference(self, verb: str, chunks: Sequence[int]) -> str:
         """The first difference between ranks, in words. Collective."""
-        everyone: list[Any] = [None] * self._process_group.size()
+        everyone: list[Any] = [None] * len(self._ranks)
         with Wait("the comparison of what ranks have run", self._ranks):
-            dist.all_gather_object(everyone, list(chunks), group=self._process_group)
+            dist.all_gather_object(everyone, list(chunks), group=self._groups.peers_group)
         other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
         pairs = zip_longest(everyone[0], everyone[other])
         first, second = next((self._name(a), self._name(b)) for a, b in pairs if a != b)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elixir_moe as em
+from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.errors import LayoutError, OutOfStepError
 from elixir_moe.runtime.phase import Phase
 from elixir_moe.runtime.reduction_order import Peers
@@ -122,12 +123,13 @@ def agree(
     spec = [SimpleNamespace(shards=shards, index=i) for i, shards in enumerate((1, 1, 2, 2))]
     one = SimpleNamespace(issued=issued[dist.get_rank()])
     chunks: Any = [SimpleNamespace(spec=s, label=f"chunk {s.index} (weight {s.index})", communicator=one) for s in spec]
-    group = dist.group.WORLD
-    assert group is not None
+    groups = ControlGroups((0, 1), ())
     try:
-        return Peers(group, chunks)(used[dist.get_rank()], gathered[dist.get_rank()], Phase())()
+        return Peers(groups, chunks)(used[dist.get_rank()], gathered[dist.get_rank()], Phase())()
     except (LayoutError, OutOfStepError) as error:
         return str(error)
+    finally:
+        groups.close()
 
 
 def test_ranks_come_to_one_order(ranks: Ranks) -> None:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -99,6 +100,27 @@ def leave_groups(model: Any, state: State) -> None:
 
 def test_no_gradient_outlives_the_process_groups(ranks: Ranks) -> None:
     ranks(2).run(run_without_groups)
+
+
+def leave_a_peer_that_waits() -> str:
+    """(rank) The error of the first rank, which waits in a backward for the second one, which has left."""
+    model, _ = wrapped(em.Plan.ddp(), torch.float32)
+    loss = mean_square(model, batch(0))
+    if dist.get_rank() == 0:
+        with pytest.raises(em.ElixirError) as found:
+            loss.backward()
+        return str(found.value)
+    control = model._elixir.groups.control
+    groups = [group for group in collectives.process_groups() if group not in (dist.group.WORLD, control)]
+    model._elixir.kept.outlive(lambda: control)
+    collectives.drop_groups(groups)
+    return ""
+
+
+def test_a_peer_that_waits_for_a_rank_that_has_left_need_not_wait_for_the_time_limit(ranks: Ranks) -> None:
+    """gloo closes a connection when nothing references its process group any more."""
+    said = ranks(2).run(leave_a_peer_that_waits)[0]
+    assert "the agreement on a backward failed" in said and "Timed out" not in said, said
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import elixir_moe as em
 from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
 from elixir_moe.chunks.step_order import StepOrder, choose_units
 from elixir_moe.runtime.access import ShardedParameter
+from elixir_moe.runtime.phase import CLOSED
 from elixir_moe.runtime.units import find_parts, registered_forward
 from tests.runtime.test_habits import D, ExpertLists, Frozen, Net, Tied, Unused, adamw, mean_square
 from tests.support.cases import least_said
@@ -531,3 +533,28 @@ def test_nothing_outlives_the_model(plan: em.Plan, closed: bool, remembers: bool
     del model, optimizer, net
     gc.collect()
     assert [ref() for ref in kept if ref() is not None] == []
+
+
+def threads_of_groups() -> int:
+    """Threads of gloo process groups in this process."""
+    return sum(path.read_text().startswith("gloo") for path in Path("/proc/self/task").glob("*/comm"))
+
+
+def open_and_close() -> list[int]:
+    """(rank) The threads before `wrap`, behind it, and behind `close`."""
+    found = [threads_of_groups()]
+    for plan in (em.Plan.ddp(), em.Plan.zero3(chunk_numel=600)):
+        model, optimizer = em.wrap(net := Net(), adamw(net), plan=plan)
+        mean_square(model, rows()).backward()
+        optimizer.step()
+        found.append(threads_of_groups())
+        optimizer.close()
+        found.append(threads_of_groups())
+        assert model._elixir.phase.now is CLOSED, "the model is still there"
+    return found
+
+
+def test_no_thread_of_a_process_group_outlives_the_end(ranks: Ranks) -> None:
+    """Each wakes up a hundred times a second."""
+    for before, *found in ranks(2).run(open_and_close):
+        assert found[1] == found[3] == before < min(found[0], found[2]), (before, found)
