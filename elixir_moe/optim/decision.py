@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from numbers import Real
 
 import torch
@@ -295,18 +296,20 @@ class StepDecision:
         asked, self._asked = "; ".join(self._asked), []
         steps, backwards = self._phase.place
         options = self._options()
-        same = [*_bits(steps), *_bits(zlib.crc32(f"{backwards} {asked} {options} {self.stepped}".encode()))]
+        alike = zlib.crc32(f"{backwards} {asked} {options} {self.stepped}".encode())
         unseen = self._scheduler.writes.unseen() is not None
-        used_here = map(self._scheduler.used.__contains__, self._slots)
-        votes = torch.tensor([squares, begun, 0.0, *same, float(unseen), *used_here], dtype=torch.float64, device="cpu")
+        used_here = [slot in self._scheduler.used for slot in self._slots]
+        for_all: list[Sequence[float]] = [[squares], [begun], [0.0], _bits(steps)]
+        for_peers: list[Sequence[float]] = [_bits(alike), [unseen], used_here]  # of one pipeline stage
+        sizes = [len(numbers) for numbers in (*for_all, *for_peers)]
+        votes = torch.tensor([*chain(*for_all, *for_peers)], dtype=torch.float64, device="cpu")
+        total, begun_anywhere, refused, same_steps, same, unseen_anywhere, used = votes.split(sizes)
         with Wait("the all-reduce of the gradient norm over all ranks"):
             self._groups.sum_over_peers(votes)
-            asked_alike = {0, len(self._groups.peers)}.issuperset(votes[3 + _BITS : 3 + 2 * _BITS].tolist())
-            votes[2].fill_(not asked_alike or bool(votes[3 + 2 * _BITS]))  # these ranks refuse
-            self._groups.sum_over_stages(votes[: 3 + _BITS])
-        total, begun_anywhere, refused, *rest = votes.tolist()
-        same_steps, (unseen_anywhere, *used) = rest[:_BITS], rest[2 * _BITS :]
-        if not {0, dist.get_world_size(self._groups.control)}.issuperset(same_steps):
+            asked_alike = _unanimous(same, len(self._groups.peers))
+            refused.fill_(not asked_alike or bool(unseen_anywhere))
+            self._groups.sum_over_stages(votes[: sum(sizes[: len(for_all)])])
+        if not _unanimous(same_steps, dist.get_world_size(self._groups.control)):
             self._phase.agree(self._groups.control)
         if not asked_alike:
             self._refuse_different(asked, options, begun=int(begun_anywhere))
@@ -314,8 +317,8 @@ class StepDecision:
             self._refuse_unseen_writes()
         if refused:
             raise UsageError("the ranks of another pipeline stage cannot take this step: the error is theirs")
-        everybody = {p for p, n in zip(self._parameters, used, strict=True) if n}
-        return _Answer(squares=total, begun=int(begun_anywhere), used=everybody)
+        everybody = {p for p, ranks in zip(self._parameters, used.tolist(), strict=True) if ranks}
+        return _Answer(squares=total.item(), begun=int(begun_anywhere), used=everybody)
 
     def _sum_on_device(self, mine: float | torch.Tensor, communicator: Communicator) -> torch.Tensor:
         """The square root of the sum of `mine` over all ranks, on the device."""
@@ -415,6 +418,11 @@ def _pieces(chunk: Chunk) -> Iterator[tuple[nn.Parameter, Piece]]:
 
 def _bits(number: int) -> list[int]:
     return [number >> i & 1 for i in range(_BITS)]
+
+
+def _unanimous(bits: torch.Tensor, ranks: int) -> bool:
+    """Whether all ranks have given the same number, by the sums of its bits over them."""
+    return {0, ranks}.issuperset(bits.tolist())
 
 
 def _on_host(numbers: Sequence[float | torch.Tensor]) -> torch.Tensor:
