@@ -38,6 +38,8 @@ class Work:
         self._works = list(works)
         self._finish = finish
         self._what, self._ranks = what, ranks  # for messages
+        self.lost: Callable[[], None] | None = None
+        """Called if the host's part fails or is interrupted, whoever waits: a part of the result may be gone."""
         self._events: list[torch.cuda.Event] = []
         self._device: torch.device | None = None
         self._behind: list[torch.cuda.Stream] = []
@@ -69,14 +71,19 @@ class Work:
 
     def _end(self) -> None:
         """Does what the host still has to do."""
-        if self._works:
-            with Wait(self._what, self._ranks):
-                while self._works:
-                    self._works[0].wait()
-                    del self._works[0]  # not before: after an interrupt it is waited for again
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        try:
+            if self._works:
+                with Wait(self._what, self._ranks):
+                    while self._works:
+                        self._works[0].wait()
+                        del self._works[0]  # not before: after an interrupt it is waited for again
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+        except BaseException:
+            if self.lost is not None:
+                self.lost()
+            raise
 
 
 class Reduced(Protocol):

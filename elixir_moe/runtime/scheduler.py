@@ -420,6 +420,7 @@ class Scheduler:
         issuing = self.phase.issuing(chunk.label) if chunk.communicator.size > 1 else nullcontext()
         with self._streams.reducing(), issuing, span("reduce", chunk.label):
             work = self._streams.marked(self._issue_reduction(chunk, gradients))
+            work.lost = self.phase.lose
             if work.pending:
                 self._in_flight.append(work)
             chunk.leaving, chunk.gradients = work, None
@@ -448,18 +449,18 @@ class Scheduler:
         if chunk.reduced and not chunk.holds:
             self._streams.join_compute()  # any compute stream may have used the values
             with unrecorded(), self._streams.reducing():
-                chunk.add_waiting()
+                self._finish(chunk.add_waiting)
                 chunk.leaving = self._streams.marked(Work())
 
     def _leave_in_flight(self, most: int) -> None:
         while len(self._in_flight) > most:
-            self._finish(self._in_flight[0].wait)
+            self._in_flight[0].wait()
             self._in_flight.popleft()  # not before: after an interrupt `drain` waits again
 
-    def _finish(self, wait: Callable[[], None]) -> None:
-        """Waits for a reduction; if the wait fails or is interrupted, the sum is lost."""
+    def _finish(self, end: Callable[[], None]) -> None:
+        """Does the last part of reductions; if it fails or is interrupted, a sum is lost."""
         try:
-            wait()
+            end()
         except BaseException:
             self.phase.lose()
             raise
@@ -568,7 +569,7 @@ class Scheduler:
                 if block is not None:
                     block.vacate(self._streams.all_compute())
             with unrecorded():
-                chunk.reset()
+                self._finish(chunk.reset)
         self._streams.fetch_after_compute()
         self._gradient_blocks = 0
         self.shown_at.clear()
@@ -592,7 +593,7 @@ class Scheduler:
         if chunk.leaving is None:
             return
         host = chunk.shard.tier is not Tier.DEVICE and chunk.shard.gradient_moves
-        self._finish(chunk.leaving.synchronize if host else chunk.leaving.wait)
+        (chunk.leaving.synchronize if host else chunk.leaving.wait)()
 
     def _count(self, chunk: Chunk, collective: str, nbytes: int) -> None:
         self.statistics.collective_bytes[chunk.group, collective] += nbytes

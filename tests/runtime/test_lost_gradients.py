@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import elixir_moe as em
 from elixir_moe.distributed import collectives
+from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.phase import BROKEN, READY, REDUCED, State
 from tests.memory.test_shards import NUMEL, shard_of
 from tests.runtime.test_habits import D, Net, adamw, mean_square
@@ -100,6 +101,33 @@ def leave_groups(model: Any, state: State) -> None:
 
 def test_no_gradient_outlives_the_process_groups(ranks: Ranks) -> None:
     ranks(2).run(run_without_groups)
+
+
+def step_after_a_failed_end(error: type[BaseException]) -> str:
+    """(rank) What `step` says if the end of a reduction has failed where an evaluation has waited for it."""
+    model, optimizer = wrapped(em.Plan.zero3(rcache_blocks=6, chunk_numel=600), torch.float32)
+    mean_square(model, batch(0)).backward()
+    optimizer.step()
+    mean_square(model, batch(1)).backward()
+    assert optimizer._scheduler._in_flight, "their ends are still to come"
+    with mock.patch.object(Chunk, "add_reduced", side_effect=error), pytest.raises(error), torch.no_grad():
+        model(batch(2))
+        model(batch(2))
+    with pytest.raises(em.UsageError) as said:
+        optimizer.step()
+    optimizer.zero_grad()
+    mean_square(model, batch(1)).backward()
+    optimizer.step()
+    optimizer.close()
+    return str(said.value)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_reduction_that_fails_wherever_it_ends_is_not_updated_without(
+    error: type[BaseException], ranks: Ranks
+) -> None:
+    for said in ranks(2).run(step_after_a_failed_end, error):
+        assert "call zero_grad()" in said
 
 
 def leave_a_peer_that_waits() -> str:
