@@ -76,12 +76,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             check_kept(optimizer, state, local_of(parameter))
     if whole or not (ours or all(_is_elementwise(optimizer, group) for group in optimizer.param_groups)):
         raise ConfigError(
-            f"{[*whole, kind.__name__][0]} looks at whole tensors (their norm, their shape), but a rank holds only "
-            f"flat pieces: use an elementwise one, as AdamW, and param_groups for what should be updated otherwise"
+            f"{[*whole, kind.__name__][0]} looks at whole tensors (their norm, their shape) or at all parameters "
+            f"together, but a rank holds only flat pieces: use an elementwise one, as AdamW, and param_groups for what "
+            f"should be updated otherwise"
         )
     for group in () if ours else optimizer.param_groups:
         piece = nn.Parameter(torch.ones(_TRIED_NUMEL, device="cpu"))
-        tried = _tried(optimizer, group, [piece], [torch.ones_like(piece)])
+        tried = _tried(optimizer, group, piece, [torch.ones_like(piece)])
         _check_keys(tried)
         check_kept(optimizer, tried.state[piece], piece)
 
@@ -111,29 +112,32 @@ def check_kept(optimizer: torch.optim.Optimizer, state: dict[str, Any], piece: t
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether updates of a small matrix equal those of its two halves, flattened; tried with the user's class."""
+    """Whether an optimizer of each half of a small matrix, flattened, does what one of the whole does.
+
+    Its options tell too: one number that follows from all parameters, as Prodigy's `d`, changes with what they are.
+    """
     draw = torch.Generator().manual_seed(0)
     start, gradients = (torch.randn(*shape, generator=draw, device="cpu") for shape in ((4, 6), (3, 4, 6)))
-    whole = [nn.Parameter(start.clone())]
+    whole = nn.Parameter(start.clone())
     halves = [nn.Parameter(half.clone()) for half in start.flatten().chunk(2)]
-    results = []
-    for pieces in (whole, halves):
-        _tried(optimizer, group, pieces, gradients)
-        results.append(torch.cat([piece.detach().flatten() for piece in pieces]))
-    return torch.allclose(results[0], results[1], rtol=1e-5, atol=1e-7)
+    wanted = _options(_tried(optimizer, group, whole, gradients))
+    found = [_tried(optimizer, group, *both) for both in zip(halves, gradients.flatten(1).chunk(2, 1), strict=True)]
+    updated = torch.cat([half.detach() for half in halves]).view_as(whole)
+    return torch.allclose(whole, updated, rtol=1e-5, atol=1e-7) and all(_options(twin) == wanted for twin in found)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> str:
+    """The options of the first group, as they are written."""
+    return repr({name: value for name, value in optimizer.param_groups[0].items() if name != "params"})
 
 
 def _tried(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    pieces: list[nn.Parameter],
-    gradients: Iterable[torch.Tensor],
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], piece: nn.Parameter, gradients: Iterable[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """A copy of the optimizer that has updated `pieces` with each of `gradients`, cut as they are; compiles nothing."""
-    twin = like(optimizer, [(piece, _state_alike(optimizer, group, piece)) for piece in pieces], group)
+    """A copy of the optimizer that has updated `piece` with each of `gradients`; compiles nothing."""
+    twin = like(optimizer, [(piece, _state_alike(optimizer, group, piece))], group)
     for gradient in gradients:
-        for piece, part in zip(pieces, gradient.flatten().chunk(len(pieces)), strict=True):
-            piece.grad = part.view_as(piece).clone()
+        piece.grad = gradient.clone()
         try:
             with torch.compiler.set_stance("force_eager"):
                 twin.step()

@@ -192,10 +192,38 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = N
     return state
 
 
-@pytest.mark.parametrize("kind", [Lamb, DecayOfMatrices])
-def test_optimizers_of_whole_tensors_are_found_out(kind: type[torch.optim.Optimizer]) -> None:
+class OneNorm(torch.optim.Optimizer):
+    """Divides by the largest norm so far of all gradients together, which it keeps as an option (Prodigy, D-Adapt)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"largest": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            there = [p for p in group["params"] if p.grad is not None]
+            norm = sum(float(p.grad.square().sum()) for p in there) ** 0.5
+            group["largest"] = max(group["largest"], norm)
+            for p in there:
+                p.sub_(p.grad, alpha=0.1 / (group["largest"] + 1e-9))
+
+
+class OneNumber(OneNorm):
+    """Keeps such a number and does not use it yet, as Prodigy in its first steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["largest"] += sum(float(p.grad.sum()) for p in group["params"] if p.grad is not None)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("kind", [Lamb, DecayOfMatrices, OneNorm, OneNumber])
+def test_optimizers_of_more_than_elements_are_found_out(kind: type[torch.optim.Optimizer]) -> None:
     model = model_of()
-    with pytest.raises(ConfigError, match=f"{kind.__name__} looks at whole tensors"):
+    with pytest.raises(ConfigError, match=f"{kind.__name__} looks at whole tensors .* or at all parameters together"):
         em.wrap(model, kind(model.parameters()), plan=PLAN)
 
 
