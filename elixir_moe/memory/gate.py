@@ -61,6 +61,13 @@ class Gate:
         self.wait_for_update()
         self._update = None
 
+    def drop_update(self) -> None:
+        """Blocks until a running update has ended, and forgets it and its error: all that it writes is replaced."""
+        update, self._update = self._update, None
+        if update is not None and update.exception() is None:
+            for part in update.result():
+                part.exception()
+
     # -------------------------------------------------------------------------------------------------------- the save
 
     @property

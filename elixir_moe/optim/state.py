@@ -146,7 +146,7 @@ class OptimizerState:
         self._phase.require(OPEN, "em.load()")
         self._phase.write("an em.load()")
         for chunk in self._chunks:
-            chunk.shard.gate.finish_update()
+            chunk.shard.gate.drop_update()
         self._phase.early.clear()
         self.give_up_gradients()
         self._decision.forget_options()

@@ -1,7 +1,11 @@
 """Paths as users write them, and what em.load says where a save has left something else than a checkpoint."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ import elixir_moe as em
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.state.checkpoint.storage import MANIFEST, partial_of
-from tests.support.checkpoint_cases import full_disk
+from tests.support.checkpoint_cases import assert_same, full_disk
 
 OFFLOAD = em.Plan.offload(rcache_blocks=2)
 
@@ -119,6 +123,60 @@ def test_an_earlier_save_that_failed_unasked_is_named_as_such(call: str, tmp_pat
     ):
         run(path, model, optimizer)
     run(path, model, optimizer)
+    optimizer.close()
+
+
+def test_a_save_that_cannot_begin_its_thread_leaves_nothing_behind(tmp_path: Path) -> None:
+    """No update may wait for it."""
+    model, optimizer = wrapped(numel=64)
+    refused = patch.object(ThreadPoolExecutor, "submit", side_effect=RuntimeError("can't start new thread"))
+    with refused, pytest.raises(RuntimeError, match="can't start new thread"):
+        em.save(tmp_path / "saved", model, optimizer, asynchronous=True)
+    assert list(tmp_path.iterdir()) == [] and not any(c.shard.gate.being_saved for c in optimizer._chunks)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    em.save(tmp_path / "saved", model, optimizer, asynchronous=True).result()
+    optimizer.close()
+
+
+LAST_LINE = """
+import resource, sys, torch
+import elixir_moe as em
+folder, fails = sys.argv[1], sys.argv[2] == "fails"
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+plan = em.Plan.offload() if fails else em.Plan.offload(disk=folder, disk_chunks=1)
+model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
+model(torch.ones(2, 64)).sum().backward()
+optimizer.step()
+if fails:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+em.save(f"{folder}/saved", model, optimizer, asynchronous=True)
+"""
+
+
+@pytest.mark.parametrize("ends", ["well", "fails"])
+def test_an_asynchronous_save_in_the_last_line_of_a_program(ends: str, tmp_path: Path) -> None:
+    """Python gives executors no more work at its exit, which the save needs."""
+    command = [sys.executable, "-c", LAST_LINE, str(tmp_path), ends]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (tmp_path / "saved" / MANIFEST).exists() == (ends == "well"), done.stderr
+    assert (f"the save of {tmp_path}/saved has failed, and the program ends" in done.stderr) == (ends == "fails")
+
+
+def test_a_load_helps_after_an_update_that_has_failed(tmp_path: Path) -> None:
+    """The update was beside training: its error is raised by whatever needs the shard."""
+    model, optimizer = wrapped(numel=64)
+    em.save(tmp_path / "saved", model, optimizer)
+    wanted = em.full_state_dict(model)
+    model(torch.ones(2, 64)).sum().backward()
+    with patch.object(optimizer._update, "prepare", lambda *_: Mock(side_effect=MemoryError("once"))):
+        optimizer.step()
+    with pytest.raises(MemoryError, match="once"):
+        model(torch.ones(2, 64))
+    em.load(tmp_path / "saved", model, optimizer)
+    assert_same(em.full_state_dict(model), wanted, "as saved")
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
     optimizer.close()
 
 

@@ -16,12 +16,14 @@ each of these waits until the thread has copied everything (`Gate.wait_for_reade
 still run when `save` is called: the thread waits for them, one shard at a time (`Elements.read`).
 """
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,8 @@ from elixir_moe.state.checkpoint.values import encode
 from elixir_moe.state.safetensors_format import name_of
 from elixir_moe.state.wrapped import Wrapped
 
+_LOG = logging.getLogger(__name__)
+
 UPDATES = "updates"
 """Name of the number of updates in a piece's scalars."""
 CODES = "codes"
@@ -97,6 +101,10 @@ class Saving:
         self._future = future
         self._copied = copied
         self._failure: CheckpointError | None = None
+        if future is not None:
+            _finish_at_exit()
+            _UNASKED.add(self)
+            future.add_done_callback(lambda ended: _UNASKED.discard(self) if ended.exception() is None else None)
 
     def done(self) -> bool:
         """Whether this rank's part has ended, successfully or not. Not collective."""
@@ -133,6 +141,7 @@ class Saving:
     def result(self) -> Path:
         """Blocks until the checkpoint is complete; returns its path. Raises CheckpointError on failure. Collective."""
         future, self._future = self._future, None
+        _UNASKED.discard(self)
         if future is not None:
             self._wrapped.kept.pending = None
             control = self._wrapped.groups.control
@@ -143,6 +152,27 @@ class Saving:
         if self._failure is not None:
             raise self._failure
         return self.path
+
+
+_UNASKED: set[Saving] = set()
+"""Asynchronous saves that have not ended, or have failed, and whose result nobody has asked for."""
+
+
+@cache
+def _finish_at_exit() -> None:
+    """Makes a program that ends wait for its saves, and say which have failed.
+
+    Before that, Python ends all executors: a save that is still running could give them no more work, and would fail.
+    No public name of Python's runs anything earlier.
+    """
+    threading._register_atexit(_finish_saves)  # type: ignore[attr-defined]
+
+
+def _finish_saves() -> None:
+    for saving in list(_UNASKED):
+        failure = None if saving._future is None else saving._future.exception()
+        if failure is not None:
+            _LOG.error("the save of %s has failed, and the program ends: %s", saving.path, failure)
 
 
 def save(
@@ -169,7 +199,7 @@ def save(
         keep: afterwards, remove all but the `keep` latest checkpoints in the parent directory of `path`.
         asynchronous: copy to host memory (as many bytes as this rank's file) and write in the background. The next
             update waits until the copy is complete. If the plan has chunks on disk, the copy is no faster than the
-            writes, so that the file need not fit in memory.
+            writes, so that the file need not fit in memory. A program that ends waits for it.
         frozen: write frozen parameters too. False names them by their hash instead, with the folder of ``em.wrap(...,
             weights=folder)`` if there was one; `load` then needs a model that has them. They are read once, at the
             first such save.
@@ -228,7 +258,7 @@ def save(
         with _abandoning(drafts):
             write(control, lambda: None)
         return Saving(target, wrapped)
-    background, copied, stream = wrapped.groups.background(), threading.Event(), _stream_behind(wrapped)
+    copied = threading.Event()
 
     def write_beside() -> None:
         try:
@@ -237,11 +267,14 @@ def save(
         finally:
             copied.set()
 
-    for chunk in wrapped.scheduler.chunks:
-        chunk.shard.gate.reader = copied
-    executor = ThreadPoolExecutor(1, thread_name_prefix="elixir-save")
-    wrapped.kept.pending = saving = Saving(target, wrapped, executor.submit(write_beside), copied)
-    executor.shutdown(wait=False)
+    with _abandoning(drafts, copied.set):
+        background, stream = wrapped.groups.background(), _stream_behind(wrapped)
+        for chunk in wrapped.scheduler.chunks:
+            chunk.shard.gate.reader = copied
+        executor = ThreadPoolExecutor(1, thread_name_prefix="elixir-save")
+        saving = Saving(target, wrapped, executor.submit(write_beside), copied)
+        executor.shutdown(wait=False)
+        wrapped.kept.pending = saving
     return saving
 
 
@@ -270,11 +303,12 @@ def settle_earlier(wrapped: Wrapped, call: str) -> None:
 
 
 @contextmanager
-def _abandoning(drafts: list[Draft]) -> Iterator[None]:
-    """Removes the drafts if the rest of the save fails."""
+def _abandoning(drafts: list[Draft], also: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Removes the drafts, and calls `also`, if the rest of the save fails."""
     try:
         yield
     except BaseException:
+        also()
         for draft in drafts:
             draft.abandon()
         raise
