@@ -35,6 +35,8 @@ Options = list[dict[str, object]]
 
 _BITS = 32
 """Bits of a number that is the same on all ranks."""
+_OF_MEMBERS = {"params", "param_names"}
+"""What a param_group has beside options."""
 _MOST_TEXT = 200
 """Most characters of one rank's request in an error message."""
 
@@ -309,6 +311,8 @@ class StepDecision:
             asked_alike = _unanimous(same, len(self._groups.peers))
             refused.fill_(not asked_alike or bool(unseen_anywhere))
             self._groups.sum_over_stages(votes[: sum(sizes[: len(for_all)])])
+        if not begun_anywhere and (refused or unseen_anywhere or not asked_alike):
+            self._phase.early.clear()  # as in `facts`: the step can be given up, or tried again
         if not _unanimous(same_steps, dist.get_world_size(self._groups.control)):
             self._phase.agree(self._groups.control)
         if not asked_alike:
@@ -362,8 +366,8 @@ class StepDecision:
 
     def _options(self) -> Options:
         """The numbers in the optimizer's `param_groups`, but for those on a GPU, for which the host would wait."""
-        names = self._inner.defaults
-        return [{name: _number(group.get(name)) for name in names} for group in self._inner.param_groups]
+        groups = [{n: v for n, v in group.items() if n not in _OF_MEMBERS} for group in self._inner.param_groups]
+        return [{name: _number(value) for name, value in group.items()} for group in groups]
 
     def _refuse_different(self, asked: str, options: Options, begun: int) -> None:
         """Raises UsageError on all ranks: what they ask for is not the same; or OutOfStepError. Collective."""
@@ -394,11 +398,13 @@ def _first_other(values: Sequence[object]) -> int | None:
 def _difference(rates: Sequence[Options], two: tuple[int, int], ranks: Sequence[int]) -> str:
     """The first option that differs between two ranks, with its values."""
     first, second = (rates[i] for i in two)
-    names = [(index, name) for index, group in enumerate(first) for name in group]
     if len(first) != len(second):
         return " and ".join(f"rank {ranks[i]} has {len(rates[i])} param_groups" for i in two)
-    index, name = next((i, n) for i, n in names if repr(first[i][n]) != repr(second[i][n]))
-    values = ", ".join(f"{rates[i][index][name]} on rank {ranks[i]}" for i in two)
+    names = [
+        (index, name) for index, both in enumerate(zip(first, second, strict=True)) for name in {**both[0], **both[1]}
+    ]
+    index, name = next((i, n) for i, n in names if repr(first[i].get(n)) != repr(second[i].get(n)))
+    values = ", ".join(f"{rates[i][index].get(name)} on rank {ranks[i]}" for i in two)
     return f"param_groups[{index}][{name!r}] is {values}"
 
 

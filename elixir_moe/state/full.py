@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.packing import ChunkSpec
-from elixir_moe.distributed.all_ranks import raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import gathered, raise_on_all_ranks
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import spec_of, whole_of
@@ -103,7 +103,10 @@ def full_parameters(
     wrapped.phase.require(WHOLE, "em.full_state_dict()")
     wrapped.scheduler.writes.keep_all()
     if len(wrapped.spec.ranks) > 1:
-        wrapped.phase.agree(wrapped.groups.peers_group)
+        everyone = gathered((wrapped.phase.place, wrapped.kept.stepped), wrapped.groups.peers_group)
+        places, stepped = zip(*everyone, strict=True)
+        wrapped.phase.compare(places, wrapped.spec.ranks)
+        wrapped.kept.compare_stepped(stepped)
     tiles: dict[str, dict[int, torch.Tensor]] = {}
     for chunk in wrapped.scheduler.chunks:
         if wanted is not None and not any(parameter in wanted for parameter in chunk.parameters):

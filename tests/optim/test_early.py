@@ -228,6 +228,34 @@ def test_old_weights_stay_in_their_blocks_and_a_second_backward_is_refused(ranks
     ranks(1).run(keep_all_blocks)
 
 
+def part_before_any_update() -> str:
+    """(rank) The message if rates part in a backward that begins no update; all can then take the step."""
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    em.annotate(model, {"*": whole(em.init_mesh(device_type="cpu"))})
+    optimizer: Any
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), 1e-2), plan=em.Plan.offload())
+    for used in (model, model, model[0]):
+        if used is not model and dist.get_rank() == 1:
+            optimizer.param_groups[0]["lr"] = 0.1
+        with optimizer.update_in_backward():
+            used(torch.ones(2, D)).sum().backward()
+        if used is model:
+            optimizer.step()
+    assert not begun(optimizer), "half of the one chunk has no gradient"
+    with pytest.raises(em.UsageError) as error:
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-2
+    optimizer.step()
+    optimizer.close()
+    return str(error.value)
+
+
+def test_rates_that_part_before_any_update_can_be_set_alike(ranks: Ranks) -> None:
+    for said in ranks(2).run(part_before_any_update):
+        assert "is 0.01 on rank 0, 0.1 on rank 1; set them alike on every rank" in said
+
+
 def tie_reentrant() -> None:
     """(rank) A reentrant checkpoint and a layer before it share a weight, whose gradient comes twice in a backward."""
     torch.manual_seed(3)

@@ -223,7 +223,7 @@ def step_after(refused: Callable[[Any, nn.Module], None], *, clip: bool) -> tupl
     found = []
     said = ""
     for odd, plain in ((True, model), (False, other)):
-        groups = [{"params": layer.parameters(), "lr": 1e-3 * (i + 1)} for i, layer in enumerate(plain)]
+        groups = [{"params": layer.parameters(), "lr": 1e-3 * (i + 1), "count": 0} for i, layer in enumerate(plain)]
         model, optimizer = em.wrap(plain, torch.optim.AdamW(groups), plan=em.Plan.zero2())
         model(torch.ones(2, 8)).sum().backward()
         if odd:
@@ -257,6 +257,7 @@ PARTED = {
     "lr as a tensor": lambda group: group.update(lr=torch.tensor(0.1)),
     "betas": lambda group: group.update(betas=(0.8, 0.999)),
     "weight_decay": lambda group: group.update(weight_decay=0.0),
+    "count": lambda group: group.update(count=3),  # no default of the optimizer's
 }
 
 
@@ -295,6 +296,8 @@ def step_apart_after_clipping(folder: str, then: str) -> str:
             optimizer.param_groups[0]["lr"] = 1e-3
             if then == "save":
                 em.save(f"{folder} too", model, optimizer)
+            if then == "export":
+                em.full_state_dict(model, all_ranks=True)
             model(torch.ones(2, 8)).sum().backward()
             optimizer.clip_grad_norm_(0.5)
         assert not Path(f"{folder} too").exists()
@@ -308,7 +311,7 @@ def step_apart_after_clipping(folder: str, then: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("then", ["clip", "save"])
+@pytest.mark.parametrize("then", ["clip", "save", "export"])
 def test_a_step_whose_options_parted_after_clipping_is_found(then: str, ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks(2).run(step_apart_after_clipping, str(tmp_path / "saved"), then):
         assert (
