@@ -39,6 +39,8 @@ FILES: tuple[str, ...] = (
     *("layout.json", "timeline.json", "weights.safetensors", "summary.json"),
 )
 APART, CONTROL, TENSORBOARD = "apart", "control.yaml", "tensorboard"
+_OF_THE_END = ("loss.png", "sample.txt", "weights.safetensors", "summary.json")
+"""Files that a run writes when it ends."""
 _WORDS = ("auto", "fall_back", "never")
 """Values of ``run.resume`` that name no checkpoint."""
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -121,7 +123,8 @@ def claim_directory(config: TrainConfig, data: Data) -> Claim:
 
     An unfinished run with the same settings continues from its latest checkpoint, or from the start if it has none.
     With ``run.overwrite``, the files of an earlier run, and no others, are removed first; the checkpoint that
-    ``run.resume`` names stays.
+    ``run.resume`` names stays. If it is one of that run, the run goes back to it, and only what it wrote at its end is
+    removed.
 
     Raises:
         ConfigError: the directory holds something else, a finished run, or a run with other settings; another process
@@ -134,6 +137,9 @@ def claim_directory(config: TrainConfig, data: Data) -> Claim:
         claim = Claim(directory, source)
         if source is None or source.resolve().parent != (directory / CHECKPOINTS).resolve():
             _empty(directory, source, checkpoints=config.run.overwrite and not restarted())
+        elif config.run.overwrite and not restarted():  # the run in it goes back, perhaps from its end
+            for name in _OF_THE_END:
+                (directory / name).unlink(missing_ok=True)
         (directory / "config.yaml").touch()
     except OSError as error:
         raise _unusable(config.run.out, error) from error
@@ -196,7 +202,7 @@ def _check_identity(source: Path, config: TrainConfig, data: Data) -> None:
     extra = extra_of(source)
     saved, now, done = extra["settings"], identity(config, data), extra["progress"]["step"]
     for key, value in now.items():
-        before = saved.get(key)
+        before = saved.get(key, value)  # an earlier version saved fewer settings
         if before != value:
             raise ConfigError(
                 f"{key} is {value}, but was {before} when {str(source)!r} was saved: a run that goes on keeps it (the "

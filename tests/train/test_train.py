@@ -22,7 +22,7 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.models.gpt import GPT
 from elixir_moe.models.lora import Lora
 from elixir_moe.train import config as configs
-from elixir_moe.train import settings
+from elixir_moe.train import directory, settings
 from elixir_moe.train.activations import figures
 from elixir_moe.train.bigram import Bigram
 from elixir_moe.train.config import OptimizerConfig, PlanConfig, RunConfig, TrainConfig
@@ -128,6 +128,20 @@ def test_the_learning_rate_rises_and_then_falls_to_its_last_value() -> None:
 
 def config_of(out: Path, **run: object) -> TrainConfig:
     return settings.build(TrainConfig, {"model": {}, "plan": {}, "run": {"out": str(out), **run}})
+
+
+def test_a_run_that_goes_back_from_its_end_has_no_results_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor has it ended, for a launcher that starts it again. An earlier version saved fewer settings."""
+    monkeypatch.setattr(directory, "extra_of", lambda _: {"settings": {}, "progress": {"step": 50}})
+    source, text = tmp_path / "checkpoints" / "step-00000050", load_text((), 0.1, 128)
+    source.mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(f"run: {{out: {tmp_path}}}")
+    for name in ("metrics.jsonl", "summary.json", "weights.safetensors", "sample.txt", "loss.png"):
+        (tmp_path / name).write_text('{"steps": 100}')
+    claim_directory(config_of(tmp_path, overwrite=True, resume=str(source), steps=100), text).release()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
 
 
 @pytest.mark.fault(34)
