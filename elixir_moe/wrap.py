@@ -82,6 +82,7 @@ def wrap(
     A failure on one rank is a failure on all, and frees what was allocated. Before weights move, the model stays
     unchanged. Afterwards parameters that had data are on meta, without it, and the model must be built again. Layers
     that bitsandbytes or transformers have quantized become layers of this library with the same bytes, and stay so.
+    So do layers that `Plan.auto` has cut into tiles, with the optimizer's parameters.
 
     Args:
         model: any module, on any device; tensors on "meta" come from `weights`, or are drawn if it was built under
@@ -273,6 +274,6 @@ def _wrapped(
     refuse_plain_state_dicts(model, described)
     refuse_merges(model)
     if (prediction := decided.prediction) is not None:
-        sharded.register_step_post_hook(lambda *_: prediction.observe(wrapped))
+        prediction.watch(model, sharded)
     model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
     return model, sharded

@@ -74,6 +74,8 @@ class ControlGroups:
     def __init__(self, peers: tuple[int, ...], wanted: Iterable[tuple[int, ...]]) -> None:
         """`peers` are the ranks that hold the model; full weights are gathered over the ranks in `wanted`."""
         self.peers = peers
+        self.has_stages = len(peers) < dist.get_world_size()
+        """Whether other ranks hold other pipeline stages."""
         self._of_all = {"control": dist.new_group(backend="gloo", timeout=world_timeout())}
         self.by_ranks = make_groups([peers, *wanted], backend="gloo")
 
@@ -98,11 +100,6 @@ class ControlGroups:
         if len(self.peers) > 1:
             dist.all_reduce(values, group=self.by_ranks[self.peers])
 
-    @property
-    def has_stages(self) -> bool:
-        """Whether other ranks hold other pipeline stages."""
-        return len(self.peers) < dist.get_world_size(self.control)
-
     def sum_over_stages(self, values: torch.Tensor) -> None:
         """Sums values on which peers agree over all pipeline stages, in place. Collective."""
         if self.has_stages:
@@ -111,9 +108,11 @@ class ControlGroups:
 
     def close(self) -> None:
         """Destroys all process groups. Collective."""
-        with Wait("the agreement of all ranks on the end"):
-            dist.barrier(group=self.control)  # a group destroyed while a peer still joins it fails there
-        self.close_alone()
+        try:
+            with Wait("the agreement of all ranks on the end"):
+                dist.barrier(group=self.control)  # a group destroyed while a peer still joins it fails there
+        finally:
+            self.close_alone()
 
     def close_alone(self) -> None:
         """Destroys all process groups, on this rank alone; a second call does nothing."""

@@ -11,7 +11,7 @@ forgotten.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -255,26 +255,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Destroys the process groups `wrap` made; model and optimizer are unusable afterwards. Collective.
 
-        Raises the error of a failed update beside training after everything else is done.
+        Raises the error of a failed save, update or collective after everything is closed.
         """
         if self._phase.now is CLOSED:
             return
-        if self._kept.pending is not None:
-            self._kept.pending.result()
-        self._scheduler.drain()
-        self._phase.move(CLOSED)
-        if self._update_thread is not None:
-            self._update_thread.shutdown()
-        if self._scheduler.sums is not None:
-            self._scheduler.sums.close()
-        for file in self._files:
-            file.close()
-        self._groups.close()
-        for communicator in {id(c.communicator): c.communicator for c in self._scheduler.chunks}.values():
-            communicator.close()
-        for chunk in self._chunks:
-            chunk.shard.gate.finish_update()
-        self._kept.check_last_step()
+        with ExitStack() as ends:  # the last one is called first, and each is called though others fail
+            ends.callback(self._kept.check_last_step)
+            for chunk in self._chunks:
+                ends.callback(chunk.shard.gate.finish_update)
+            for communicator in {id(c.communicator): c.communicator for c in self._scheduler.chunks}.values():
+                ends.callback(communicator.close)
+            ends.callback(self._groups.close)
+            for file in reversed(self._files):  # threads of the first, which its end waits for, write the second
+                ends.callback(file.close)
+            if self._scheduler.sums is not None:
+                ends.callback(self._scheduler.sums.close)
+            if self._update_thread is not None:
+                ends.callback(self._update_thread.shutdown)
+            ends.callback(self._phase.move, CLOSED)
+            ends.callback(self._scheduler.drain)
+            ends.callback(self._hooks.forget_calls)
+            if self._kept.pending is not None:
+                ends.callback(self._kept.pending.result)
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: a rank holds only its shards, and the plan decides how they are cut."""

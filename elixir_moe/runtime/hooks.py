@@ -496,11 +496,15 @@ class Hooks:
         self._scheduler.reset()
         self._saved.forget()
         self._lent.clear()
+        self.forget_calls()
+        self._access.close_all()
+
+    def forget_calls(self) -> None:
+        """Ends the calls of which torch has told no end, as after an interrupt, with their saved-tensor hooks."""
         while self._calls:
             call = self._calls.pop()
             if call.saving is not None:
                 leave(call.saving)
-        self._access.close_all()
         self.machine.forget()
         self._phase.mend()
 

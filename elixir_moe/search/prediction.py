@@ -7,12 +7,14 @@ agree on the slowest rank's median at the end of the same step, so all draw the 
 import statistics
 import time
 import warnings
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from elixir_moe.chunks.plan import seconds_text
 from elixir_moe.search.auto import Forecast
@@ -20,7 +22,7 @@ from elixir_moe.search.cost import Seconds
 from elixir_moe.search.hardware import Fitted
 from elixir_moe.search.measure import remember_fit
 from elixir_moe.search.solve import Task
-from elixir_moe.state.wrapped import Wrapped
+from elixir_moe.state.wrapped import Wrapped, require_wrapped
 
 WARM_UP = 2
 """Steps before the measured ones: they allocate memory and fill caches."""
@@ -47,6 +49,16 @@ class Prediction:
         """Bytes held at the end of a step, by tier; empty before the first step."""
         self._task, self._machine = task, machine
         self._ends: list[float] = []
+
+    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Calls `observe` at the end of each step; holds neither, though the user's optimizer has the same hooks."""
+        there = weakref.ref(model)
+
+        def observe(*_: object) -> None:
+            if (model := there()) is not None:
+                self.observe(require_wrapped(model, "step"))
+
+        optimizer.register_step_post_hook(observe)
 
     def observe(self, wrapped: Wrapped) -> None:
         """Called at the end of each step. Collective in the step that completes the measurement."""

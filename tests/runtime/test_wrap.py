@@ -5,12 +5,15 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import elixir_moe as em
@@ -558,3 +561,75 @@ def test_no_thread_of_a_process_group_outlives_the_end(ranks: Ranks) -> None:
     """Each wakes up a hundred times a second."""
     for before, *found in ranks(2).run(open_and_close):
         assert found[1] == found[3] == before < min(found[0], found[2]), (before, found)
+
+
+class Stops(nn.Module):
+    """Interrupted while `now`."""
+
+    now = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.now:
+            raise KeyboardInterrupt
+        return x
+
+
+def test_a_model_closed_after_an_interrupt_leaves_nothing_to_the_next() -> None:
+    """torch runs no hooks of calls that an interrupt has ended, so those of saved tensors were still in place."""
+    plan = em.Plan.offload(rcache_blocks=3, chunk_numel=D * D)
+    kept, replaced = [], []
+    for stops in (True, False):
+        net = nn.Sequential(*(nn.Linear(D, D, bias=False) for _ in range(8)), stop := Stops())
+        model, optimizer = em.wrap(net, adamw(net), plan=plan)
+        stop.now = stops
+        with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
+            for _ in range(3):
+                mean_square(model, rows()).backward()
+                optimizer.step()
+        replaced.append(em.inspect(model).statistics.blocks_replaced)
+        kept.append(weakref.ref(optimizer._scheduler))
+        optimizer.close()
+        del model, optimizer, net
+        gc.collect()
+    assert [ref() for ref in kept] == [None, None] and replaced == [0, 0]
+
+
+def test_close_closes_everything_though_a_part_of_it_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    net = Net()
+    model, optimizer = em.wrap(net, adamw(net), plan=em.Plan.offload(chunk_numel=600, disk=tmp_path, disk_chunks=1))
+    mean_square(model, rows()).backward()
+    optimizer.step()
+    with monkeypatch.context() as patch:
+        for place, name in ((dist, "barrier"), (optimizer._scheduler, "drain")):
+            patch.setattr(place, name, Mock(side_effect=RuntimeError(f"{name}: connection closed by peer")))
+        with pytest.raises(em.ElixirError, match="barrier: connection closed"):
+            optimizer.close()
+    groups, (file,) = model._elixir.groups, model._elixir.files
+    assert not groups._of_all and not groups.by_ranks and file._nameless.closed
+    assert model._elixir.phase.now is CLOSED
+    optimizer.close()
+
+
+def test_an_export_after_close_is_refused(tmp_path: Path) -> None:
+    net = Net()
+    model, optimizer = em.wrap(net, adamw(net), plan=em.Plan.offload())
+    optimizer.close()
+    with pytest.raises(em.UsageError, match=r"optimizer\.close\(\) was called"):
+        em.save_pretrained(model, tmp_path)
+
+
+def test_a_measured_model_goes_though_its_scheduler_stays() -> None:
+    """The scheduler of the user's has the user's optimizer, whose hooks measure the first steps."""
+    net = Net()
+    inner = adamw(net)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0)
+    model, optimizer = em.wrap(net, inner, plan=em.Plan.auto(step=mean_square, sample=rows()))
+    mean_square(model, rows()).backward()
+    optimizer.step()
+    scheduler.step()
+    assert em.inspect(model).prediction.held_bytes, "the step was observed"
+    kept = weakref.ref(optimizer._scheduler)
+    optimizer.close()
+    del model, optimizer, net
+    gc.collect()
+    assert kept() is None and scheduler.optimizer is inner
