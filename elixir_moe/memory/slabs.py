@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from elixir_moe.chunks.ledger import paged_bytes
 from elixir_moe.chunks.plan import Tier, size_bytes, size_text
 from elixir_moe.errors import TierError
 from elixir_moe.kernels import helpers, host_threads
@@ -81,7 +82,7 @@ class Slab:
             elif travels and nbytes:
                 self._memory = locked_zeros(nbytes, host_threads(device)).view(dtype)
             else:
-                self._memory = host_zeros(numel, dtype, host_threads(device))
+                self._memory = host_zeros(numel, dtype, host_threads(device), shown=device.type == "cpu")
 
     @property
     def left(self) -> int:
@@ -96,9 +97,18 @@ class Slab:
         return piece
 
 
-def host_zeros(numel: int, dtype: torch.dtype, threads: int) -> torch.Tensor:
-    """Zeros in host memory, touched first by many threads."""
-    memory = torch.empty(numel, dtype=dtype, device="cpu")
+def host_zeros(numel: int, dtype: torch.dtype, threads: int, *, shown: bool = True) -> torch.Tensor:
+    """Zeros in host memory, touched first by many threads.
+
+    Forked processes do not have what no parameter has `shown`: while the workers of a DataLoader live, the system would
+    keep a second copy of each page that an update writes.
+    """
+    if shown or not numel:
+        memory = torch.empty(numel, dtype=dtype, device="cpu")
+    else:
+        pages = mmap.mmap(-1, paged_bytes(numel * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_DONTFORK)
+        memory = torch.frombuffer(pages, dtype=dtype, count=numel)
     _clear(memory, threads)
     return memory
 

@@ -200,7 +200,7 @@ def _zeros(chunk: Chunk, array: StateArray) -> torch.Tensor:
     """Zeros for an array of a chunk; in host memory touched first by the threads that touched the weights."""
     numel, device = array.numel(chunk.spec.shard_numel), chunk.shard.shown.device
     if device.type == "cpu":
-        return host_zeros(numel, array.dtype, host_threads(chunk.device))
+        return host_zeros(numel, array.dtype, host_threads(chunk.device), shown=False)
     return torch.zeros(numel, dtype=array.dtype, device=device)
 
 

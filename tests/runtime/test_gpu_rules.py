@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from elixir_moe.kernels import host_threads
 from elixir_moe.memory.build import build_shards
 from elixir_moe.memory.disk_values import ValuesFile
 from elixir_moe.memory.host_sums import HostSums
-from elixir_moe.memory.slabs import Slab
+from elixir_moe.memory.slabs import Slab, host_zeros
 from elixir_moe.models.gpt import _joined
 from elixir_moe.parallel import mesh
 from elixir_moe.parallel.mesh import start
@@ -312,7 +313,7 @@ def test_moments_in_host_memory_are_touched_first_by_the_threads_of_their_update
     """On a machine of several nodes, memory lies where it is touched first."""
     asked: list[int] = []
 
-    def zeros(numel: int, dtype: torch.dtype, threads: int) -> torch.Tensor:
+    def zeros(numel: int, dtype: torch.dtype, threads: int, *, shown: bool) -> torch.Tensor:
         asked.append(threads)
         return torch.zeros(numel, dtype=dtype)
 
@@ -322,6 +323,32 @@ def test_moments_in_host_memory_are_touched_first_by_the_threads_of_their_update
     _, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload(rcache_blocks=2))
     optimizer.close()
     assert asked == [3, 3]
+
+
+def is_forked(memory: torch.Tensor) -> bool:
+    """Whether a process that is forked later has the memory."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            inside = int(found[1], 16) <= memory.data_ptr() < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "dc" not in line.split()
+    raise AssertionError("no such memory")
+
+
+def test_forked_processes_have_no_state_that_updates_would_copy() -> None:
+    """Workers of a DataLoader; parameters on a CPU show its slabs, which such a worker may read."""
+    optimizer: Any
+    model = nn.Linear(4, 4)
+    _, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload(rcache_blocks=2))
+    (chunk,) = optimizer._chunks
+    assert chunk.shard.master is not None and is_forked(chunk.shard.master)
+    assert optimizer._update._state and not any(
+        is_forked(array) for arrays in optimizer._update._state.values() for array in arrays
+    )
+    optimizer.close()
+    slab = Slab(8, torch.float32, Tier.HOST, torch.device("cuda"))
+    assert not is_forked(slab.take(8)) and is_forked(host_zeros(8, torch.float32, 1))
 
 
 class Copied(TorchDispatchMode):
