@@ -121,9 +121,11 @@ def _place_of_logits(output: Sequence[Tensor]) -> int:
 
 
 def _sent(output: Sequence[Tensor], num_experts: int) -> Tensor:
-    """(E,) tokens that a router has sent to each expert; those that LongCat-Flash leaves as they are go to none."""
+    """(E,) tokens that a router has sent to each expert; those that LongCat-Flash and ZAYA leave out go to none."""
     if _place_of_logits(output) == 0:
-        return torch.bincount(output[2].detach().reshape(-1), minlength=num_experts)[:num_experts]
+        weights, chosen = output[1].detach(), output[2].detach()
+        chosen = chosen[weights != 0] if weights.shape == chosen.shape else chosen.reshape(-1)
+        return torch.bincount(chosen, minlength=num_experts)[:num_experts]
     weights = output[1] if len(output) == 3 and output[1].shape[-1] == num_experts else output[0]
     return weights.detach().reshape(-1, num_experts).count_nonzero(dim=0)
 

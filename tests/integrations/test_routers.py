@@ -11,7 +11,7 @@ from torch import nn
 
 import elixir_moe as em
 from elixir_moe.errors import ConfigError
-from elixir_moe.integrations.routers import Routers, busiest, load_table
+from elixir_moe.integrations.routers import Routers, _sent, busiest, load_table
 from tests.integrations.test_trainer import data, launched, mixture
 from tests.support.cases import with_further
 from tests.support.hf_cases import FAMILIES
@@ -171,6 +171,12 @@ def test_routers_that_return_other_things(name: str, ranks: Ranks) -> None:
         assert len(found) >= 2
         for router, (loads, wanted) in found.items():
             assert loads == wanted, router
+
+
+def test_tokens_that_no_expert_takes_are_not_counted() -> None:
+    """ZAYA's router gives them to the first one, with a weight of 0."""
+    weights, chosen = torch.tensor([[0.5], [0.0], [0.2], [0.0]]), torch.tensor([[0], [0], [2], [0]])
+    assert _sent((torch.zeros(4, 4), weights, chosen, torch.zeros(1, 4, 8)), 3).tolist() == [1, 0, 1]
 
 
 def test_a_bias_of_more_than_the_experts_is_not_balanced() -> None:
