@@ -6,6 +6,7 @@ used, so that the help needs none.
 """
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,6 +73,16 @@ class ModuleModel:
     """package:function, a function without arguments that returns a torch module, or (module, loss)."""
 
 
+def at_home(section: object, *names: str) -> None:
+    """Writes the home directory for a ``~`` at the beginning of these paths."""
+    for name in names:
+        given = getattr(section, name)
+        paths = (
+            tuple(map(os.path.expanduser, given)) if isinstance(given, tuple) else given and os.path.expanduser(given)
+        )
+        object.__setattr__(section, name, paths)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """What is trained on: rows of JSONL, or a running text."""
@@ -95,6 +106,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check(self, "data")
+        at_home(self, "file", "paths", "tokenizer")
         if self.file is None:
             for name in ("packing", "completion_only"):
                 if getattr(self, name) not in (None, True):
@@ -268,6 +280,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check(self, "run")
+        at_home(self, "out", "resume")
 
     @property
     def compute_dtype(self) -> "torch.dtype | None":

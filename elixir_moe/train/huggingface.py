@@ -217,7 +217,9 @@ class HuggingFaceRecipe:
         given = {"input_ids": tokens, "labels": labels}
         if self.restarts:
             given["position_ids"] = positions
-            if str(getattr(self.config, "_attn_implementation", "")).startswith("flash"):
+            if "flash" in str(
+                getattr(self.config.get_text_config(), "_attn_implementation", "")
+            ):  # or of a hub's kernels
                 # its kernels of texts of several lengths want one row
                 given = {name: value.reshape(1, -1) for name, value in given.items()}
         with WithoutLogits(model)() if self._fused else nullcontext():

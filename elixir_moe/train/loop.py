@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.distributed.collectives import world_timeout
 from elixir_moe.distributed.waits import BusyTime
 from elixir_moe.distributed.watchdog import Watchdog, is_broken_collective
@@ -34,7 +35,7 @@ from elixir_moe.torch_private import default_store
 from elixir_moe.train import memory, settings
 from elixir_moe.train.activations import distributions
 from elixir_moe.train.checkpoints import CheckpointManager
-from elixir_moe.train.config import TrainConfig
+from elixir_moe.train.config import TrainConfig, identity
 from elixir_moe.train.control import REQUEUE, Control, ControlFile, Signals
 from elixir_moe.train.data import Data
 from elixir_moe.train.directory import CONTROL, TENSORBOARD, Claim, extra_of
@@ -141,6 +142,7 @@ def _train(
         waits = Waits(quiet=claim is None or console.quiet)
         source = [str(claim.source) if claim is not None and claim.source is not None else None]
         dist.broadcast_object_list(source)
+        _check_alike(config, data)
         with waits("making the model and its shards"):
             training = Training(config, data, mesh)
         report = None
@@ -167,6 +169,19 @@ def _train(
         except Stopped:
             training.optimizer.close()
             raise
+
+
+def _check_alike(config: TrainConfig, data: Data) -> None:
+    """Raises ConfigError if ranks train another model, or on other data: each has read its own files. Collective."""
+    mine = identity(config, data) | {"run.steps": config.run.steps, "run.accumulation": config.run.accumulation}
+    first, *others = gathered(mine)
+    for rank, theirs in enumerate(others, 1):
+        for key in {**first, **theirs}:
+            if theirs.get(key) != first.get(key):
+                raise ConfigError(
+                    f"{key} is {theirs.get(key)} on rank {rank}, but {first.get(key)} on rank 0: give all ranks the "
+                    f"same settings, model and data"
+                )
 
 
 def _is_short(error: Exception, watchdog: Watchdog, loop: "Loop") -> bool:

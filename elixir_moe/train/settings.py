@@ -136,9 +136,9 @@ class _OnceLoader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, text, node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # those stand there next
         mapping = super().construct_mapping(node, deep=deep)
-        keys = [key.value for key, _ in node.value]
-        if len(mapping) < len(keys):
+        if len(set(keys)) < len(keys):
             twice = max(keys, key=keys.count)
             raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} stands twice", node.start_mark)
         return mapping

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -499,6 +501,19 @@ def test_a_validation_loss_is_that_of_the_tokens_alone(fused: bool, tmp_path: Pa
         wanted = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         torch.testing.assert_close(recipe.validation_loss(model, batch, 14), wanted)
         assert recipe.loss(model, batch, 14) > wanted + 0.05
+
+
+@pytest.mark.parametrize(
+    ("kernels", "shape"),
+    [("flash_attention_2", (1, 16)), ("kernels-community/flash-attn2", (1, 16)), ("sdpa", (2, 8))],
+)
+def test_kernels_of_texts_of_several_lengths_get_one_row(kernels: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    """By either name: transformers takes the kernels from its hub where flash_attn is not installed."""
+    recipe = HuggingFaceRecipe(str(model_folder(tmp_path / "M", "Llama")))
+    recipe.config._attn_implementation_internal = kernels
+    model = Mock(return_value=SimpleNamespace(loss=torch.zeros(())))
+    recipe.loss(model, torch.zeros(2, 3, 8, dtype=torch.long), 1.0)
+    assert {value.shape for value in model.call_args.kwargs.values() if isinstance(value, torch.Tensor)} == {shape}
 
 
 def test_a_model_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -10,10 +10,13 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 
@@ -28,9 +31,12 @@ from elixir_moe.train.bigram import Bigram
 from elixir_moe.train.config import OptimizerConfig, PlanConfig, RunConfig, TrainConfig
 from elixir_moe.train.data import load_text
 from elixir_moe.train.directory import claim_directory
+from elixir_moe.train.loop import _check_alike
 from elixir_moe.train.picture import draw_losses
 from elixir_moe.train.training import lr_factor
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankError, RankPool
+
+Ranks = Callable[[int], RankPool]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -98,6 +104,39 @@ def test_a_section_that_is_null_in_the_file_takes_overrides() -> None:
     values = {"model": {"hf": "a"}, "lora": None, "run": {"out": "b"}}
     assert settings.build(TrainConfig, values).lora is None
     assert settings.build(TrainConfig, values, [("lora.r", "4")]).lora == Lora(r=4)
+
+
+def test_keys_that_are_merged_may_be_overridden() -> None:
+    text = "a: &a {every: 5, keep: 2}\nsave: {<<: *a, every: 7}\nboth: {<<: [*a, {more: 1}], keep: 3}"
+    found = settings.parse_yaml(text, Path("x.yaml"))
+    assert found["save"] == {"every": 7, "keep": 2} and found["both"] == {"every": 5, "keep": 3, "more": 1}
+    with pytest.raises(ConfigError, match="key 'every' stands twice"):
+        settings.parse_yaml("save: {<<: {every: 5}, every: 7, every: 8}", Path("x.yaml"))
+
+
+def test_paths_may_begin_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a run is written is where it is looked for."""
+    monkeypatch.setenv("HOME", "/home/me")
+    run, data = RunConfig(out="~/runs/x", resume="~/step-1"), configs.DataConfig(paths=("~/a.txt", "b.txt"))
+    assert (run.out, run.resume, data.paths) == ("/home/me/runs/x", "/home/me/step-1", ("/home/me/a.txt", "b.txt"))
+    assert configs.DataConfig(file="~/rows.jsonl").file == "/home/me/rows.jsonl" and data.tokenizer is None
+
+
+def compare_with_others(name: str, out: str) -> None:
+    """(rank) Ranks of which the second has another text, or other steps."""
+    config, mine = config_of(Path(out), steps=3), load_text((), 0.1, 128)
+    if dist.get_rank() == 1:
+        config = config_of(Path(out), steps=3 + (name == "steps"))
+        mine = replace(mine, train=mine.train[: -1 if name == "text" else None])
+    _check_alike(config, mine)
+
+
+@pytest.mark.parametrize("name", ["steps", "text", "neither"])
+def test_ranks_that_have_read_other_files_are_told_at_once(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Node-local copies of which one is stale."""
+    key = {"steps": "run.steps is 4 on rank 1, but 3 on rank 0", "text": "data.text is", "neither": ""}[name]
+    with pytest.raises(RankError, match=key) if key else nullcontext():
+        ranks(2).run(compare_with_others, name, str(tmp_path))
 
 
 @pytest.mark.parametrize(
