@@ -132,7 +132,7 @@ def _train_lines(asked: Asked, choice: Choice) -> Iterator[str]:
     known, task = asked.known, asked.task
     shipped = known.quantize is None and quantized_as(known) is not None  # `train` builds such a model in full
     unlike = shipped or known.freeze is not None or known.optimizer != "adamw"
-    if known.model is not None or unlike or task.gpus > task.hardware.gpus_per_node:
+    if asked.tiles is not None or known.model is not None or unlike or task.gpus > task.hardware.gpus_per_node:
         return
     path = Path(known.config)
     said: dict[str, Any] = {"model.hf": path if path.is_dir() else path.parent}

@@ -155,7 +155,9 @@ def _machine(known: argparse.Namespace) -> Hardware:
     if disk is None and known.disk_speed is not None and hardware.disk_bytes is None:
         raise ConfigError(f"--disk-speed {known.disk_speed!r}: there is no disk, give --disk-size too")
     speed = None if known.disk_speed is None else _speed(known.disk_speed)
-    if disk or speed:
+    if disk == 0:
+        hardware = replace(hardware, disk_bytes=None)
+    elif disk or speed:
         hardware = gpus.with_disk(hardware, disk or hardware.disk_bytes or 0, speed)
     return hardware
 

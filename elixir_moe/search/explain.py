@@ -19,7 +19,7 @@ def explained(choice: Choice) -> Plan:
 def explain(choice: Choice) -> str:
     """The plan, its memory and time on one rank, and the time that each choice saves."""
     task, plan, layout, size, seconds = choice.task, choice.plan, choice.layout, choice.size, choice.seconds
-    blocks, chunks = plan.blocks(layout), len(layout.chunks)
+    blocks, chunks, (device_bytes, host_bytes) = plan.blocks(layout), len(layout.chunks), task.held_bytes(size)
     tflops = cost.tflops_per_gpu(task.profile, seconds.step, task.accumulation)
     activations = cost.activations(task.profile, task.imbalance)
     kept = [
@@ -31,10 +31,10 @@ def explain(choice: Choice) -> str:
         f"rCache    {blocks} blocks: {len(choice.loads)} gathers a step, {len(layout.cached)} if all were kept",
         f"tiers     {choice.chunks_in(Tier.DEVICE)} chunks on the device, {choice.chunks_in(Tier.HOST)} in host "
         f"memory, {choice.chunks_in(Tier.DISK)} on disk{' with their values' if plan.values_on_disk else ''}",
-        f"device    {size_text(size.device_bytes)} of the library (U_allowed {size_text(task.allowed_bytes)}), "
+        f"device    {size_text(device_bytes)} of the library (U_allowed {size_text(task.allowed_bytes)}), "
         f"{size_text(activations)} activations, {size_text(task.profile.buffer_bytes)} buffers; "
         f"{size_text(task.capacity_bytes)} there are",
-        f"host      {size_text(size.host_bytes)} "
+        f"host      {size_text(host_bytes)} "
         + ("in the same memory" if task.hardware.one_memory else f"a rank of {size_text(task.host_bytes)}"),
         *kept,
         f"disk      {size_text(size.disk_bytes)} a rank of {size_text(task.disk_bytes or 0)}",

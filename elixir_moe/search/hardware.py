@@ -164,6 +164,11 @@ class Hardware:
             lacks += [key for key in ("disk_read", "disk_write") if getattr(found, key) is None]
         if lacks:
             raise ConfigError(f"hardware {name!r}: {' and '.join(lacks)} {'are' if len(lacks) > 1 else 'is'} missing")
+        if found.node_bandwidth is None and max(found.by_gpus) > found.gpus_per_node:
+            raise ConfigError(
+                f"hardware {name!r}: by_gpus has figures for {max(found.by_gpus)} GPUs, and gpus_per_node is "
+                f"{found.gpus_per_node}: raise that, or give node_bandwidth"
+            )
         if found.one_memory and found.cpu_bytes != found.gpus_per_node * found.gpu_bytes:
             raise ConfigError(
                 f"hardware {name!r}: with one_memory, cpu_bytes must be gpus_per_node x gpu_bytes = "

@@ -29,7 +29,7 @@ def plans(task: Task, numel: int | None = None) -> dict[str, tuple[Plan, int]]:
         return max(1, task.profile.schedule(plan.layout(task.profile.params)).least_blocks())
 
     on_device, in_memory = Plan.zero2(chunk_numel=numel), Plan.offload(rcache_blocks="all", chunk_numel=numel)
-    gradients = sum(p.numel * p.key.dtype.itemsize for p in task.profile.params)
+    gradients = sum(p.numel * p.key.dtype.itemsize for p in task.profile.params if p.key.trainable)
     return {
         "ddp": (Plan(scatter=False, offloaded=False, rcache_blocks="all", chunk_numel=numel), 0),
         "zero-1": (on_device, gradients),

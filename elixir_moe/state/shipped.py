@@ -10,8 +10,8 @@ DeepSeek and Qwen publish the first, gpt-oss is the second.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +68,12 @@ def patterns_of(config: Mapping[str, Any], scheme: str, model: nn.Module) -> dic
         return {"targets": ["*.experts"]}
     listed = _quantization(config).get("modules_to_not_convert") or ()
     names = [name for name, module in model.named_modules() if weights_of(module)]
-    return {"skip": [f"*{left}" for left in listed if any(fnmatchcase(name, f"*{left}") for name in names)]}
+    return {"skip": [name for name in names if any(_leaves(left, name) for left in listed)]}
+
+
+def _leaves(left: str, name: str) -> bool:
+    """Whether an entry of ``modules_to_not_convert`` leaves a module: by its end, or its beginning as a pattern."""
+    return name.endswith(left) or re.match(rf"(?:{left})(?:(?<=\.)|(?=\.|$))", name) is not None
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:

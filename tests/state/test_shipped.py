@@ -23,6 +23,7 @@ import elixir_moe as em
 from elixir_moe.parallel.read_again import saves_none
 from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.quantized.packed import SCALES
+from elixir_moe.state.shipped import patterns_of
 from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, batch, optimizer_of, steps
 from tests.support.cases import placed
 from tests.support.parity import LOSS_TOLERANCE
@@ -396,6 +397,17 @@ def test_formats_that_are_not_known_are_named(
     edited(tmp_path, **changes)
     (found,) = ranks(1).run(refused, "fp8", tmp_path, "")
     assert found[0] == "ConfigError" and message in found[1] and found[2], found
+
+
+def test_what_a_checkpoint_has_left_unquantized_is_left() -> None:
+    """An entry is the end of a name, or its beginning up to a dot, or a pattern of that."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 4)}) for _ in range(12))})
+        model["head"] = nn.Linear(4, 4)
+    kinds = {"layers.1": ["layers.1.up"], "head": ["head"], r"layers\.(2|3)": ["layers.2.up", "layers.3.up"], "x": []}
+    for entry, left in kinds.items():
+        config = {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": [entry]}}
+        assert patterns_of(config, "fp8", model) == {"skip": left}, entry
 
 
 def test_codes_without_scales_are_no_weights(ranks: Ranks, tmp_path: Path) -> None:
