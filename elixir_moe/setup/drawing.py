@@ -68,17 +68,26 @@ class _Place:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    conj: bool
+    """The storage has the conjugate of the values, as that of ``x.conj()`` has."""
 
     def on(self, storages: dict[Record, Tensor]) -> Tensor:
         """The same tensor with data; a storage of which nothing is known yet holds zeros."""
         if self.record not in storages:
             nbytes = self.record.nbytes
             storages[self.record] = torch.zeros(nbytes, dtype=torch.uint8, device=self.record.device)
-        return storages[self.record].view(self.dtype).as_strided(self.size, self.stride, self.offset)
+        view = storages[self.record].view(self.dtype).as_strided(self.size, self.stride, self.offset)
+        return view.conj() if self.conj else view
 
     def keep(self, made: Tensor, storages: dict[Record, Tensor]) -> None:
         """Makes the result of an operator the contents of the storage; copies it only if it lies differently."""
-        if made.stride() == self.stride and made.is_contiguous() and made.nbytes == self.record.nbytes:
+        made = made.resolve_conj().resolve_neg()
+        if (
+            not self.conj
+            and made.stride() == self.stride
+            and made.is_contiguous()
+            and made.nbytes == self.record.nbytes
+        ):
             storages[self.record] = made.reshape(-1).view(torch.uint8)
         else:
             self.on(storages).copy_(made)
@@ -175,7 +184,8 @@ def _needed(record: Record) -> list[_Operation]:
 
 
 def _place_of(tensor: Tensor, record: Record) -> _Place:
-    return _Place(record, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+    place = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
+    return _Place(record, tensor.dtype, *place, tensor.is_conj())
 
 
 # ----------------------------------------------------------------------------------------------------------- recording
@@ -381,6 +391,11 @@ class _Recorder(TorchDispatchMode):
             record = Record(self._device)
             setattr(storage, _ATTRIBUTE, record)
         record.nbytes = storage.nbytes()
+        if tensor.is_neg():
+            raise ConfigError(
+                f"{_caller()} computes with the imaginary part of x.conj(), which em.sharded_init cannot record: write "
+                f"x.conj().resolve_conj()"
+            )
         return record
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> tuple[torch.Generator, Tensor]:
