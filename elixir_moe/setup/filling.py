@@ -224,7 +224,7 @@ def settle_buffers(model: nn.Module, pretrained: Pretrained | None, device: torc
     Raises ElixirError on all ranks if one fails.
     """
     if pretrained is not None:
-        pretrained.fill_buffers()
+        pretrained.fill_buffers(lambda buffer: record_of(buffer) is not None)
     moved: dict[torch.Tensor, torch.Tensor] = {}
 
     def move() -> None:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -262,11 +262,14 @@ class Pretrained:
             )
         return made.view(shape)[logical_box(tensor)]  # of a tensor in one piece, a view of the file: no more is read
 
-    def fill_buffers(self) -> None:
-        """Takes all buffers off meta: read from the folder if it has them, else computed by the model. Collective."""
-        raise_on_all_ranks("read their buffers", self._fill_buffers, error=CheckpointError)
+    def fill_buffers(self, is_drawn: Callable[[Tensor], bool]) -> None:
+        """Takes buffers off meta: read from the folder if it has them, else computed by the model. Collective.
 
-    def _fill_buffers(self) -> None:
+        Those that the folder has not and of which `is_drawn` says so stay on meta.
+        """
+        raise_on_all_ranks("read their buffers", lambda: self._fill_buffers(is_drawn), error=CheckpointError)
+
+    def _fill_buffers(self, is_drawn: Callable[[Tensor], bool]) -> None:
         made = []
         filled: dict[Tensor, Tensor] = {}
         for module in self._model.modules():
@@ -274,6 +277,8 @@ class Pretrained:
                 if buffer in filled:
                     module._buffers[name] = filled[buffer]
                 elif buffer is not None and buffer.is_meta and self.has(buffer):
+                    if not self._found(buffer) and is_drawn(buffer):
+                        continue
                     value = filled[buffer] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
                     if self._found(buffer):
                         value.copy_(self._read(buffer))
@@ -324,6 +329,12 @@ class Pretrained:
                     problems.append(f"{names[0]!r} is {stored.get_dtype()} in the folder, which has no scales for it")
         if problems:
             raise CheckpointError(f"{self._folder}: " + "\n  ".join(problems))
+        given = [tensor for tensor in self._names if self._source(tensor) is not None]
+        if given and not any(tensor.is_meta for tensor in given):
+            raise CheckpointError(
+                f"weights={str(self._folder)!r}: the model has its weights already, and the folder's would not be "
+                f"read. Build it under em.sharded_init() or torch.device('meta'), or leave weights= out"
+            )
 
     def _found(self, tensor: Tensor) -> str | None:
         """The name under which the folder has `tensor`, or the weight whose bytes it is; None if it has not."""
@@ -498,6 +509,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
             f"bytes, and of a peft model save_pretrained writes the adapters alone"
         )
     _refuse_more_than_tensors(model, wrapped)
+    _refuse_undeclared_ties(model, wrapped)
     writers: list[_Writer] = []
 
     def begin() -> None:
@@ -615,6 +627,21 @@ def _refuse_more_than_tensors(model: nn.Module, wrapped: Wrapped) -> None:
             f"the model's state_dict() has {more[0]!r}, which is no parameter or buffer: save_pretrained writes those "
             f"alone. Take the weights with em.full_state_dict(model) and write them yourself, or keep them with em.save"
         )
+
+
+def _refuse_undeclared_ties(model: Any, wrapped: Wrapped) -> None:
+    """Raises UsageError for a tensor under two names of which a model of transformers does not know that they are one.
+
+    A folder has each tensor once, and `from_pretrained` draws what it has not.
+    """
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    first = _keys_of_files(wrapped)
+    for key, name in wrapped.spec.keys.items() if _of_transformers(model) else ():
+        if name is not None and key != first[name] and not {key, first[name]} & tied.keys():
+            raise UsageError(
+                f"{first[name]!r} and {key!r} are one tensor, and the model does not say so in _tied_weights_keys: "
+                f"from_pretrained would draw the second. Declare it there, or take the weights with em.full_state_dict"
+            )
 
 
 def _keys_of_files(wrapped: Wrapped) -> dict[str, str]:

@@ -33,6 +33,14 @@ from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
 FILE_BYTES = 60_000
+LLAMA = hf.LlamaConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
 EXPERTS = GPTConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=2, seq_len=16, experts=(0, 4), ep=(1, 2))
 
 
@@ -155,6 +163,45 @@ def test_a_buffer_of_two_names_stays_one(tmp_path: Path) -> None:
     model, optimizer = em.wrap(empty, torch.optim.AdamW(empty.parameters()), plan=em.Plan.zero2(), weights=tmp_path)
     optimizer.close()
     assert model.same is model.table and model.table.tolist() == list(range(6))
+
+
+class Scaled(hf.LlamaForCausalLM):  # type: ignore[misc]
+    """Computes a buffer in its constructor, which no file has."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("scales", torch.arange(3.0) + torch.rand(3), persistent=False)
+
+
+def test_a_buffer_that_no_file_has_is_that_of_a_plain_start(tmp_path: Path) -> None:
+    Scaled(LLAMA).save_pretrained(tmp_path)
+    torch.manual_seed(3)
+    wanted = Scaled(LLAMA).scales
+    torch.manual_seed(3)
+    with em.sharded_init():
+        model: Any = Scaled(LLAMA)
+    model, optimizer = wrap(model, weights=tmp_path)
+    optimizer.close()
+    assert torch.equal(model.scales, wanted)
+
+
+def test_a_folder_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
+    hf.LlamaForCausalLM(LLAMA).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="the model has its weights already, and the folder's would not be read"):
+        wrap(hf.LlamaForCausalLM(LLAMA), weights=tmp_path)
+
+
+def test_ties_that_a_model_does_not_declare_are_no_folder(tmp_path: Path) -> None:
+    """As transformers' own: what is read from the folder would be drawn in part."""
+    model: Any = hf.LlamaForCausalLM(LLAMA)
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with pytest.raises(RuntimeError):
+        model.save_pretrained(tmp_path / "plain")
+    model, optimizer = wrap(model)
+    with pytest.raises(em.UsageError, match=r"layers\.0\.mlp\.\S+ and '\S+layers\.1\.mlp\.\S+ are one tensor"):
+        save_pretrained(model, tmp_path / "ours")
+    optimizer.close()
+    assert not (tmp_path / "ours").exists()
 
 
 def test_a_buffer_that_no_file_holds_is_named(tmp_path: Path, ranks: Ranks) -> None:
