@@ -37,17 +37,38 @@ _SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_
 _DTYPES = {"no": None, "bf16": torch.bfloat16}
 
 
+def checkpoint_in(folder: str) -> str:
+    """The path of the checkpoint in a folder, if there is one; ends a replacement that a kill has stopped. Collective.
+
+    A new one that had not begun to take the place of the old one is removed.
+    """
+    target = os.path.join(folder, CHECKPOINT)
+    new, old = f"{target}.new", f"{target}.old"
+
+    def settle() -> None:
+        if dist.get_rank() == 0:
+            if not os.path.exists(target) and os.path.exists(new):
+                os.rename(new, target)
+            for left in (new, old):
+                if os.path.exists(left):
+                    shutil.rmtree(left)
+
+    raise_on_all_ranks("looked for a checkpoint", settle, error=CheckpointError)
+    return target
+
+
 def save_over(folder: str, model: nn.Module, optimizer: ShardedOptimizer) -> None:
     """Saves a checkpoint in a folder; one that is there already is replaced once the new one is whole. Collective."""
-    target = os.path.join(folder, CHECKPOINT)
+    target = checkpoint_in(folder)
     there = raise_on_all_ranks("looked for a checkpoint", lambda: os.path.exists(target))[0]
     adapters = hasattr(model, "peft_config")  # the base of a peft model is read again from where it came from
     save(f"{target}.new" if there else target, model, optimizer, frozen=not adapters)
 
     def replace() -> None:
         if there and dist.get_rank() == 0:
-            shutil.rmtree(target)
+            os.rename(target, f"{target}.old")
             os.rename(f"{target}.new", target)
+            shutil.rmtree(f"{target}.old")
 
     raise_on_all_ranks("replaced a checkpoint", replace, error=CheckpointError)
 
@@ -292,7 +313,7 @@ class ElixirAccelerator(Accelerator):
                     "optimizer state are loaded together, behind the hooks"
                 )
             models.remove(model)
-            load(os.path.join(folder, CHECKPOINT), model, optimizer)
+            load(checkpoint_in(folder), model, optimizer)
 
         with self._without_wrapped(_load_model_state_pre_hook={0: load_wrapped}):
             super().load_state(self._newest() if input_dir is None else input_dir, *args, **kwargs)

@@ -19,7 +19,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
-from elixir_moe.integrations.accelerate import CHECKPOINT, ElixirAccelerator, save_over
+from elixir_moe.integrations.accelerate import CHECKPOINT, ElixirAccelerator, checkpoint_in, save_over
 from elixir_moe.integrations.routers import Routers, busiest
 from elixir_moe.models.without_logits import WithoutLogits
 from elixir_moe.state.checkpoint.load import load
@@ -272,7 +272,8 @@ class ElixirMixin(_Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """Loads nothing: weights come with the optimizer, into shards. Raises CheckpointError for other folders."""
-        if not os.path.isdir(os.path.join(resume_from_checkpoint, CHECKPOINT)):
+        there = os.path.join(resume_from_checkpoint, CHECKPOINT)
+        if not os.path.isdir(there) and not os.path.isdir(f"{there}.new"):
             raise CheckpointError(
                 f"Can't find a valid checkpoint at {resume_from_checkpoint}: expected a folder {CHECKPOINT!r}, found "
                 f"none: a run without a plan or with save_only_model=True cannot be resumed; read its weights with "
@@ -282,12 +283,12 @@ class ElixirMixin(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        load(os.path.join(checkpoint, CHECKPOINT), self.model, self._sharded)
+        load(checkpoint_in(checkpoint), self.model, self._sharded)
         state = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
         self.lr_scheduler.load_state_dict(state)
 
     def _load_best_model(self) -> None:
-        load(os.path.join(self.state.best_model_checkpoint, CHECKPOINT), self.model, self._sharded)
+        load(checkpoint_in(self.state.best_model_checkpoint), self.model, self._sharded)
 
     @property
     def _sharded(self) -> Any:

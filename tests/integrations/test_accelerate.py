@@ -13,6 +13,7 @@ from torch import nn
 
 import elixir_moe as em
 from elixir_moe.errors import ConfigError, UsageError
+from elixir_moe.integrations.accelerate import checkpoint_in
 from tests.integrations.test_trainer import counted, launched, mixture
 from tests.support.ranks import RankPool
 
@@ -266,3 +267,22 @@ def test_ranks_that_need_the_same_rows_are_not_given_others(ranks: Ranks, order:
         assert said[0].startswith(
             "2 ranks at a time need the same rows, since weights are cut over them, and Accelerate"
         )
+
+
+def checkpoints_found(folder: str) -> list[tuple[str, list[str]]]:
+    """(rank) The checkpoint that is found, and what is left, by what a kill has left of a replacement."""
+    found = []
+    for left in (["", ".new"], [".old", ".new"], ["", ".old"], [".new"], []):
+        there = Path(folder) / f"rank {dist.get_rank()} {left}"
+        for end in left:
+            (there / f"elixir_moe{end}").mkdir(parents=True)
+            (there / f"elixir_moe{end}" / "which").write_text(end or "first")
+        path = Path(checkpoint_in(str(there)))
+        found.append((path.joinpath("which").read_text() if left else "", [p.name for p in there.glob("*")]))
+    return found
+
+
+def test_a_replacement_that_a_kill_has_stopped_is_ended(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ["elixir_moe"]
+    wanted = [("first", whole), (".new", whole), ("first", whole), (".new", whole), ("", [])]
+    assert ranks(1).run(checkpoints_found, str(tmp_path)) == [wanted]
