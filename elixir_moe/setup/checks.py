@@ -24,7 +24,7 @@ from elixir_moe.quantized.packed import packed_in
 from elixir_moe.quantized.taken_over import check_layers
 from elixir_moe.runtime.access import ShardedParameter
 from elixir_moe.runtime.model_spec import TRAINED_IN
-from elixir_moe.setup.drawing import computed_from, record_of
+from elixir_moe.setup.drawing import computed_from, record_of, was_loaded
 from elixir_moe.setup.reading_adapters import reads_weight
 from elixir_moe.setup.sharing import check_sharing
 from elixir_moe.setup.spreading import check_spread
@@ -215,6 +215,11 @@ def _check_adapters(model: nn.Module, on_meta: Mapping[str, torch.Tensor]) -> No
     base = names_in_base(model)
     for name, tensor in on_meta.items():
         if tensor in base:
+            if tensor.requires_grad and was_loaded(tensor):
+                raise ConfigError(
+                    f"{name!r} has been loaded with an adapter, and weights= would read the base's in its place: load "
+                    f"the base with from_pretrained before the adapter, and leave weights out"
+                )
             continue
         if record_of(tensor) is None:
             raise LayoutError(

@@ -168,6 +168,13 @@ def computed_from(tensor: Tensor, others: Iterable[Tensor]) -> bool:
     return any(touched in records for operation in needed for touched, _ in operation.before)
 
 
+def was_loaded(tensor: Tensor) -> bool:
+    """Whether the last that was written to a tensor of `sharded_init` is one with memory, as by `load_state_dict`."""
+    record = record_of(tensor)
+    last = [] if record is None else record.operations[-1:]
+    return any(isinstance(value, Tensor) for operation in last for value in tree_leaves(operation.args[1:]))
+
+
 def _needed(record: Record) -> list[_Operation]:
     """The operations that the contents of a storage depend on, in their order."""
     found: dict[_Operation, None] = {}

@@ -399,6 +399,25 @@ def test_adapters_that_are_computed_from_a_base_not_yet_read_are_refused(
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}, {}])
+def test_what_an_adapter_has_of_the_base_is_not_read_from_the_base_again(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """An adapter that is gone on with; its own matrices are no part of a base."""
+    config = peft.LoraConfig(target_modules=["q_proj"], **LORA, **options)
+    plain = base()
+    plain.config.attention_bias = bool(options.get("bias"))
+    plain = type(plain)(plain.config)
+    plain.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    peft.get_peft_model(plain, config).save_pretrained(tmp_path / "adapter")  # type: ignore[arg-type]
+    with em.sharded_init():
+        model = peft.PeftModel.from_pretrained(type(plain)(plain.config), tmp_path / "adapter", is_trainable=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with pytest.raises(ConfigError, match="has been loaded with an adapter") if options else contextlib.nullcontext():
+        em.wrap(model, torch.optim.AdamW(trained), plan=em.Plan.zero3(), weights=tmp_path / "base")[1].close()
+
+
 def test_a_folder_without_the_base_and_adapters_that_nobody_draws_are_named(tmp_path: Path) -> None:
     settings = FROM_FOLDER["attention and experts"]
     state = {f"base_model.model.{name}": value for name, value in base().state_dict().items()}
