@@ -114,6 +114,8 @@ class Report:
         self._console, self._directory = console, directory
         self._steps, self._log_every, self.bigram_loss = steps, log_every, bigram_loss
         self._first = done + 1
+        self._unwritten: set[str] = set()
+        """Files that could not be written, of which the console was told."""
         self._go_back(done)
         self._progress = Progress(
             TextColumn("step"),
@@ -134,7 +136,7 @@ class Report:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
-        self._metrics.close()
+        self._close_metrics()
         for writer in self._writers:
             writer.close()
 
@@ -169,8 +171,9 @@ class Report:
     def step(self, record: StepRecord, prediction: Mapping[str, Any] | None = None) -> None:
         """Records a step, and shows it if due. `prediction`: of its cost, for the writers."""
         plain = finite(asdict(record))
-        self._metrics.write(json.dumps(plain, allow_nan=False) + "\n")
-        self._metrics.flush()
+        with self._goes_on_without("metrics.jsonl"):
+            self._metrics.write(json.dumps(plain, allow_nan=False) + "\n")
+            self._metrics.flush()
         for writer in self._writers:
             writer.write(record.step, values_of(plain, prediction))
         self._train_losses.append((record.step, record.loss))
@@ -183,8 +186,12 @@ class Report:
 
     def go_back(self, step: int) -> None:
         """Drops the records of steps after `step`, which will be run again."""
-        self._metrics.close()
+        self._close_metrics()
         self._go_back(step)
+
+    def _close_metrics(self) -> None:
+        with self._goes_on_without("metrics.jsonl"):
+            self._metrics.close()
 
     def _go_back(self, step: int) -> None:
         path = self._directory / "metrics.jsonl"
@@ -196,8 +203,11 @@ class Report:
     def event(self, step: int, kind: str, text: str) -> None:
         """Records an event, and shows it."""
         line = json.dumps({"step": step, "time": time.time(), "kind": kind, "text": text})
-        with (self._directory / "events.jsonl").open("a", encoding="utf-8") as events:
-            events.write(line + "\n")
+        with (
+            self._goes_on_without("events.jsonl"),
+            (self._directory / "events.jsonl").open("a", encoding="utf-8") as file,
+        ):
+            file.write(line + "\n")
         self.say(f"{kind}: {text}")
 
     def status(self, state: str, step: int, checkpoint: str | None, reason: str = "") -> None:
@@ -246,8 +256,19 @@ class Report:
     def write(self, name: str, text: str) -> None:
         """Writes a text file in the run directory atomically."""
         temporary = self._directory / f"{name}.part"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self._directory / name)
+        with self._goes_on_without(name):
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self._directory / name)
+
+    @contextmanager
+    def _goes_on_without(self, name: str) -> Iterator[None]:
+        """Says, once for each file, that it cannot be written: the weights of a run are worth more than its records."""
+        try:
+            yield
+        except OSError as error:
+            if name not in self._unwritten:
+                self._unwritten.add(name)
+                self.say(f"{self._directory / name} cannot be written, and the run goes on: {error.strerror or error}")
 
     def _line(self, record: StepRecord) -> str:
         norm = "" if record.grad_norm is None else f"  norm {record.grad_norm:.2f}"

@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,24 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
         writer.close()
     found = EventAccumulator(str(tmp_path)).Reload().Scalars("loss/train")
     assert [(event.step, event.value) for event in found] == [(1, 1.0), (2, 2.0), (3, 23.0)]
+
+
+@pytest.mark.fault(7)
+def test_a_full_disk_is_said_once_for_each_file_and_the_run_goes_on(tmp_path: Path) -> None:
+    said = io.StringIO()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Report(Console(file=said, width=400), tmp_path, steps=9, log_every=9, bigram_loss=None) as report:
+        report.status("running", 0, None)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            for step in (1, 2):
+                report.step(record(step, None))
+                report.event(step, "save failed", "the disk is full")
+                report.status("running", step, None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        report.status("done", 2, None)
+    for name in ("metrics.jsonl", "events.jsonl", "status.json"):
+        assert said.getvalue().count(f"{name} cannot be written, and the run goes on: File too large") == 1
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
