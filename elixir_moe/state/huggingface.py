@@ -96,6 +96,7 @@ class Pretrained:
         self._scheme: str | None
         self._packed_here: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
         self._encoded: tuple[nn.Parameter, tuple[Tensor, Tensor]] | None = None
+        self._kept_fp32: list[tuple[Tensor, Tensor]] = []
         self._look_at_model()
         self._reading = Deferred("read their weights", error=CheckpointError)
         (self._scheme, *_) = raise_on_all_ranks("read the folder's config", lambda: scheme_of_folder(self._folder))
@@ -116,10 +117,13 @@ class Pretrained:
     def pack(self) -> None:
         """Makes the weights on meta that the folder has as bytes frozen parameters of those bytes, in place.
 
+        Tensors that transformers keeps in fp32 become fp32.
+
         Raises:
             ConfigError: such a weight is trained, shared, cut inside a block, or of a module that cannot multiply
                 bytes. It names all of them, and nothing has been changed.
         """
+        self._keep_fp32()
         if self._scheme is None:
             return
         form = scheme_called(self._scheme)
@@ -153,8 +157,21 @@ class Pretrained:
             become_quantized(module, own, packed)
         self._look_at_model()
 
+    def _keep_fp32(self) -> None:
+        """Makes tensors of 16 bits on meta fp32 if `from_pretrained` keeps them so, as it does biases of routers."""
+        strict = getattr(self._model, "_keep_in_fp32_modules_strict", None) or ()
+        half = (*strict, *(getattr(self._model, "_keep_in_fp32_modules", None) or ()))
+        patterns = {torch.bfloat16: strict, torch.float16: half}  # as transformers has them: * for any text
+        for tensor, names in self._names.items():
+            wanted = patterns.get(tensor.dtype, ())
+            if tensor.is_meta and any(re.search(kept.replace("*", ".*"), name) for kept in wanted for name in names):
+                self._kept_fp32.append((tensor, torch.empty_like(tensor)))
+                replace_data(tensor, torch.empty_like(tensor, dtype=torch.float32))
+
     def unpack(self) -> None:
         """Undoes `pack`: the weights are on meta again, without data."""
+        while self._kept_fp32:
+            replace_data(*self._kept_fp32.pop())
         while self._packed_here:
             module, own, parameter, former = self._packed_here.pop()
             delattr(module, own + SCALES)
@@ -301,7 +318,7 @@ class Pretrained:
             for file_name in sorted(set(files)):
                 file = safe_open(str(self._folder / file_name), framework="pt")
                 self._files |= dict.fromkeys(file.keys(), file)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise CheckpointError(f"{self._folder}: no readable {INDEX} or {SINGLE} with its parts: {error}") from error
         named = {name: tensor for tensor, names in self._names.items() for name in names}
         self._shipped = {} if self._scheme is None else halves_in(self._files, self._scheme)
@@ -327,6 +344,11 @@ class Pretrained:
                     problems.append(_unlike(names[0], shape, wanted))
                 elif stored.get_dtype().startswith("F8"):
                     problems.append(f"{names[0]!r} is {stored.get_dtype()} in the folder, which has no scales for it")
+                elif (other := self._other_values(tensor, key)) is not None:
+                    problems.append(
+                        f"{key!r} and {other!r} differ in the folder and are one tensor in the model: set "
+                        f"tie_word_embeddings to false in its config"
+                    )
         if problems:
             raise CheckpointError(f"{self._folder}: " + "\n  ".join(problems))
         given = [tensor for tensor in self._names if self._source(tensor) is not None]
@@ -335,6 +357,12 @@ class Pretrained:
                 f"weights={str(self._folder)!r}: the model has its weights already, and the folder's would not be "
                 f"read. Build it under em.sharded_init() or torch.device('meta'), or leave weights= out"
             )
+
+    def _other_values(self, tensor: Tensor, key: str) -> str | None:
+        """A name of the tensor under which the folder has other values than under `key`; looked for on rank 0."""
+        others = (name for name in self._names[tensor] if name in self._sources and dist.get_rank() == 0)
+        keys = (self._sources[name].keys[0][0] for name in others if self._sources[name].converter is None)
+        return next((k for k in keys if k != key and not torch.equal(self._stored(k), self._stored(key))), None)
 
     def _found(self, tensor: Tensor) -> str | None:
         """The name under which the folder has `tensor`, or the weight whose bytes it is; None if it has not."""

@@ -8,6 +8,7 @@ import gc
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,40 @@ def test_a_buffer_that_no_file_has_is_that_of_a_plain_start(tmp_path: Path) -> N
     model, optimizer = wrap(model, weights=tmp_path)
     optimizer.close()
     assert torch.equal(model.scales, wanted)
+
+
+@pytest.mark.parametrize("context", [lambda: torch.device("meta"), em.sharded_init], ids=["meta", "sharded_init"])
+def test_what_transformers_keeps_in_fp32_is_kept(context: Any, tmp_path: Path) -> None:
+    """The biases of routers, by declaration: in bf16 they would choose other experts."""
+    family = FAMILIES["deepseek-v3"]
+    whole: Any = family.build()
+    for buffer in whole.buffers():
+        buffer.add_(torch.rand_like(buffer) * 8)
+    whole.save_pretrained(tmp_path)
+    plain = type(whole).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with context():
+        model = hf.AutoModelForCausalLM.from_config(plain.config, dtype=torch.bfloat16)
+    model, optimizer = wrap(model, weights=tmp_path)
+    found = em.full_state_dict(model)
+    optimizer.close()
+    assert {value.dtype for value in found.values()} == {torch.bfloat16, torch.float32}
+    for name, value in plain.state_dict().items():
+        assert found[name].dtype is value.dtype and torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_one_tensor_of_two_values_is_refused(differ: bool, tmp_path: Path) -> None:
+    """A head that was trained apart, in a folder whose config says that it is the embedding."""
+    whole: Any = hf.LlamaForCausalLM(LLAMA)
+    if not differ:
+        whole.lm_head.weight.data = whole.model.embed_tokens.weight.detach().clone()
+    whole.save_pretrained(tmp_path)
+    config = hf.LlamaConfig.from_pretrained(tmp_path, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model: Any = hf.LlamaForCausalLM(config)
+    match = r"'\S+' and '\S+' differ in the folder and are one tensor in the model: set tie_word_embeddings to false"
+    with pytest.raises(CheckpointError, match=match) if differ else nullcontext():
+        wrap(model, weights=tmp_path)[1].close()
 
 
 def test_a_folder_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
