@@ -220,6 +220,17 @@ def test_one_tensor_of_two_values_is_refused(differ: bool, tmp_path: Path) -> No
         wrap(model, weights=tmp_path)[1].close()
 
 
+def test_tensors_that_the_model_has_not_are_said(tmp_path: Path) -> None:
+    """As transformers says: biases of which the config knows nothing."""
+    hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA.to_dict() | {"attention_bias": True})).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(LLAMA)
+    with pytest.warns(
+        UserWarning, match=r"has 8 tensors that the model has not, as '\S+_proj\.bias': they are not read"
+    ):
+        wrap(model, weights=tmp_path)[1].close()
+
+
 def test_a_folder_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
     hf.LlamaForCausalLM(LLAMA).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="the model has its weights already, and the folder's would not be read"):
