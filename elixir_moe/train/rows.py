@@ -368,7 +368,7 @@ class _Encoder:
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or number < first:
                 continue
-            start = self._begins(where, text, whole, messages[:number], tools, ask=True)
+            start = self._begins(where, text, whole, messages[:number], tools, ask=True) if number else 0
             stop = self._begins(where, text, whole, messages[: number + 1], tools, ask=False)
             prompts.append((done, start))
             done = stop
@@ -380,6 +380,9 @@ class _Encoder:
         A token that goes beyond the end of the messages is not counted.
         """
         found = self._rendered(where, messages, tools, ask=ask)
+        if ask and not text.startswith(found):  # it asks for more than a message has, as for the beginning of a thought
+            shared = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(found, text, strict=False)))
+            found = shared if shared.startswith(self._rendered(where, messages, tools)) else found
         if not text.startswith(found):
             raise ConfigError(
                 f"data.file: {where}: the chat template writes message {len(messages)} otherwise when another follows, "

@@ -37,6 +37,7 @@ LABELS = [
     ({"messages": SAYS}, "<user>hi<assistant>yo<end>", "____yo<end>"),
     ({"messages": SAYS * 2}, "<user>hi<assistant>yo<end>" * 2, "____yo<end>" * 2),
     ({"prompt": [*SAYS, SAYS[0]], "completion": SAYS[1:]}, "<user>hi<assistant>yo<end>" * 2, "_" * 11 + "yo<end>"),
+    ({"messages": [SAYS[1], *SAYS]}, "<assistant>yo<end><user>hi<assistant>yo<end>", "_yo<end>____yo<end>"),
 ]
 
 
@@ -146,6 +147,15 @@ def test_tools_are_told_in_each_form_of_messages(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [form | {"tools": [{"name": "abc"}]} for form in forms])
     found = load_rows(str(path), told, 16, 0.5, packed=False)
     assert shown(found.train[0]) == shown(found.validation[0]) == ("abc<user>hi<assistant>yo<end>", "_" * 7 + "yo<end>")
+
+
+def test_a_template_that_asks_for_a_thought_predicts_what_was_said(tmp_path: Path) -> None:
+    """Its prompt ends with more than a message begins with."""
+    thinks = tokenizer()
+    thinks.chat_template = thinks.chat_template.replace("'<assistant>' }}{% endif %}", "'<assistant>ab' }}{% endif %}")
+    assert thinks.chat_template != TOKENIZER.chat_template
+    found = load_rows(str(write_rows(tmp_path / "a.jsonl", [{"messages": SAYS}] * 2)), thinks, 16, 0.5, packed=False)
+    assert shown(found.train[0]) == ("<user>hi<assistant>yo<end>", "____yo<end>")
 
 
 def test_a_long_text_is_cut_into_rows_and_a_long_completion_loses_its_end(tmp_path: Path) -> None:
