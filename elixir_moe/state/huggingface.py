@@ -539,17 +539,10 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
             f"this model is a pipeline stage of ranks {list(wrapped.spec.ranks)}, and a folder is of one whole model: "
             f"write em.full_state_dict(model) of each stage instead"
         )
-    check_as_wrapped(model, wrapped)
+    raise_on_all_ranks("looked at what to write", lambda: _check_writable(model, wrapped))
     if hasattr(model, "peft_config"):
         _save_adapters(model, wrapped, folder)
         return
-    for name, _, _, packed in packed_parameters(model):
-        raise UsageError(
-            f"{name!r} is packed as {packed.scheme}, in a form that from_pretrained does not read: em.save keeps the "
-            f"bytes, and of a peft model save_pretrained writes the adapters alone"
-        )
-    _refuse_more_than_tensors(model, wrapped)
-    _refuse_undeclared_ties(model, wrapped)
     writers: list[_Writer] = []
 
     def begin() -> None:
@@ -571,9 +564,22 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
             writer.clean()
 
 
+def _check_writable(model: nn.Module, wrapped: Wrapped) -> None:
+    """Raises UsageError unless a folder can have all of the model, or all that peft saves of it."""
+    check_as_wrapped(model, wrapped)
+    _refuse_more_than_tensors(model, wrapped)
+    if hasattr(model, "peft_config"):
+        return
+    for name, _, _, packed in packed_parameters(model):
+        raise UsageError(
+            f"{name!r} is packed as {packed.scheme}, in a form that from_pretrained does not read: em.save keeps the "
+            f"bytes, and of a peft model save_pretrained writes the adapters alone"
+        )
+    _refuse_undeclared_ties(model, wrapped)
+
+
 def _save_adapters(model: Any, wrapped: Wrapped, folder: str) -> None:
     """Lets peft write, on rank 0, a state dict that has values where peft saves them, and meta tensors elsewhere."""
-    _refuse_more_than_tensors(model, wrapped)
     like = _meta_state(model, wrapped)
     mine = dist.get_rank() == 0
     chosen = raise_on_all_ranks("chose the adapters' weights", lambda: _of_adapters(model, like) if mine else None)[0]

@@ -269,6 +269,29 @@ def test_all_ranks_learn_that_one_cannot_write(tmp_path: Path, ranks: Ranks) -> 
     assert all("rank 0" in message for message in ranks(2).run(save_to, tmp_path / "file"))
 
 
+class Sometimes(nn.Linear):
+    """Has extra state on one rank alone."""
+
+    def get_extra_state(self) -> Any:
+        return dist.get_rank() or None
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def save_state_of_one_rank(folder: Path) -> str:
+    model, optimizer = wrap(Sometimes(4, 4))
+    with pytest.raises(em.UsageError) as error:
+        save_pretrained(model, folder)
+    optimizer.close()
+    return str(error.value)
+
+
+def test_all_ranks_learn_what_one_cannot_write(tmp_path: Path, ranks: Ranks) -> None:
+    for said in ranks(2).run(save_state_of_one_rank, tmp_path):
+        assert said.startswith("[rank 1] the model's state_dict() has '_extra_state'")
+
+
 def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
     """Weights of before go, and nothing else that is called by a model."""
     others = {"model_ema.safetensors", "model-best.safetensors", "model.safetensors.bak"}
