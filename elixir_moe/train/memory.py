@@ -81,7 +81,8 @@ class Scarcity:
                 f"of {blocks} blocks: use more ranks, a smaller model, or plan.kind=offload"
             )
         plan, accumulation = smaller_one
-        return replace(config, plan=plan, run=replace(config.run, accumulation=accumulation))
+        batches = config.run.eval_batches * accumulation // config.run.accumulation  # smaller ones, of the same rows
+        return replace(config, plan=plan, run=replace(config.run, accumulation=accumulation, eval_batches=batches))
 
 
 def say_so(store: Any, rank: int, *, redoable: bool) -> None:

@@ -1,4 +1,4 @@
-"""What counts as out of memory, and how ranks that wait on their GPUs learn of it."""
+"""What counts as out of memory, how ranks that wait on their GPUs learn of it, and what is tried next."""
 
 import errno
 import threading
@@ -16,7 +16,8 @@ from elixir_moe.distributed.watchdog import Watchdog
 from elixir_moe.errors import ElixirError, TierError
 from elixir_moe.memory.exhausted import is_out_of_memory
 from elixir_moe.memory.slabs import Slab, Tier
-from elixir_moe.train import memory
+from elixir_moe.train import memory, settings
+from elixir_moe.train.config import TrainConfig
 
 NCCL = (
     "NCCL error in: ProcessGroupNCCL.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details)\n"
@@ -185,3 +186,16 @@ def test_collectives_that_cannot_be_aborted_end_the_rank_with_their_own_error(mo
         memory.say_so(store, 1, redoable=True)
         assert ended.wait(60)
     assert reasons[0].endswith(": ncclCommAbort failed")
+
+
+def test_a_smaller_setting_validates_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In more batches, each of which has fewer rows."""
+    run = {"out": "x", "global_batch": 8, "accumulation": 2, "eval_batches": 3}
+    config = settings.build(TrainConfig, {"model": {}, "plan": {"kind": "ddp"}, "run": run})
+    found = SimpleNamespace(plan=SimpleNamespace(blocks=lambda layout: 1), layout=None, schedule=None)
+    monkeypatch.setattr("elixir_moe.train.memory.inspect", lambda model: found)
+    training: Any = SimpleNamespace(model=None, replicas=1, progress=SimpleNamespace(accumulation=2))
+    scarcity = memory.Scarcity(config)
+    for batches, rows in ((6, 2), (12, 1)):
+        next_one = scarcity.next(training)
+        assert (next_one.run.eval_batches, next_one.micro_batch) == (batches, rows)
