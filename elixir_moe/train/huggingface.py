@@ -217,10 +217,8 @@ class HuggingFaceRecipe:
         given = {"input_ids": tokens, "labels": labels}
         if self.restarts:
             given["position_ids"] = positions
-            if "flash" in str(
-                getattr(self.config.get_text_config(), "_attn_implementation", "")
-            ):  # or of a hub's kernels
-                # its kernels of texts of several lengths want one row
+            attention = str(getattr(self.config.get_text_config(), "_attn_implementation", ""))
+            if "flash" in attention:  # its kernels, or a hub's, want texts of several lengths in one row
                 given = {name: value.reshape(1, -1) for name, value in given.items()}
         with WithoutLogits(model)() if self._fused else nullcontext():
             loss: Tensor = model(**given, **options, use_cache=False, num_items_in_batch=items).loss
