@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.pattern import Pattern
-from elixir_moe.parallel.rules import annotate, pattern_of
+from elixir_moe.parallel.rules import attach, pattern_of
 from elixir_moe.runtime.autograd import in_backward
 
 _BIAS = "e_score_correction_bias"
@@ -65,18 +65,21 @@ class Routers:
     @staticmethod
     def _keep_fp32(module: nn.Module) -> None:
         mesh = init_mesh()
-        for name, parameter in module.named_parameters():
+        for parameter in module.parameters():
             if pattern_of(parameter) is None:
-                annotate(module, {name: Pattern(mesh, replicate=("dp",), dtype=torch.float32)})
+                attach(parameter, Pattern(mesh, replicate=("dp",), dtype=torch.float32))
 
         def widen(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             dtypes.append(args[0].dtype)
             return (args[0].float(), *args[1:])
 
         def narrow(_: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            dtype, logits = dtypes.pop(), _place_of_logits(output)
-            narrowed = (each.to(dtype) if each.is_floating_point() else each for each in output)
-            return tuple(output[logits] if place == logits else each for place, each in enumerate(narrowed))
+            dtype = dtypes.pop()
+            kept = (_place_of_logits(output), 3)  # 3: the state that ZAYA's router hands to the next
+            return tuple(
+                each if place in kept or not each.is_floating_point() else each.to(dtype)
+                for place, each in enumerate(output)
+            )
 
         dtypes: list[torch.dtype] = []
         module.register_forward_pre_hook(widen)

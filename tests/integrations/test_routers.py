@@ -129,10 +129,21 @@ def longcat() -> Any:
     return LongcatFlashForCausalLM(config)
 
 
+def zaya() -> Any:
+    from transformers import ZayaConfig, ZayaForCausalLM
+
+    config = ZayaConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        moe_intermediate_size=16, num_experts=4, router_hidden_size=16, eos_token_id=1,
+    )  # fmt: skip
+    return ZayaForCausalLM(config)
+
+
 OTHERS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "llama4": (llama4, 1, 2),
     "longcat": (longcat, 0, 3),
     "switch": (FAMILIES["switch"].build, 2, 1),
+    "zaya": (zaya, 0, 1),
 }
 """Families whose routers return other things: model, place of the logits, experts of a token."""
 
@@ -144,11 +155,16 @@ def counted(name: str) -> dict[str, tuple[list[int], list[int]]]:
     em.init_mesh(device_type="cpu")
     model = build().train()
     said: dict[str, torch.Tensor] = {}
+    handed: list[torch.Tensor] = []
+    """The states that ZAYA's routers hand to the next."""
     routers = Routers(model, fp32=True)
     for router, module in routers.modules.items():
-        module.register_forward_hook(
-            lambda module, args, output, router=router: said.update({router: output[place].detach()})
-        )
+
+        def look(module: Any, args: Any, output: Any, router: str = router) -> None:
+            said[router] = output[place].detach()
+            handed.extend(output[3:])
+
+        module.register_forward_hook(look)
     model, optimizer = em.wrap(
         model, torch.optim.SGD(model.parameters(), lr=1e-2), plan=em.Plan.zero3(), compute_dtype=torch.bfloat16
     )
@@ -158,7 +174,11 @@ def counted(name: str) -> dict[str, tuple[list[int], list[int]]]:
     routers.step()
     optimizer.close()
     assert all(logits.dtype is torch.float32 for logits in said.values())
-    chosen = {router: logits.flatten(0, -2).topk(top_k).indices.flatten() for router, logits in said.items()}
+    assert {state.dtype for state in handed} == ({torch.float32} if name == "zaya" else set())
+    columns = slice(4 if name == "zaya" else None)  # a bias of -1 speaks against ZAYA's fifth, which takes no token
+    chosen = {
+        router: logits.flatten(0, -2)[:, columns].topk(top_k).indices.flatten() for router, logits in said.items()
+    }
     return {
         router: (counts.tolist(), [int((chosen[router] == e).sum()) * dist.get_world_size() for e in range(4)])
         for router, counts in routers.loads().items()
