@@ -34,13 +34,13 @@ from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig, identity
 from elixir_moe.train.data import Data
 
-FILES: tuple[str, ...] = (
-    *("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "status.json", "loss.png", "sample.txt"),
-    *("layout.json", "timeline.json", "weights.safetensors", "summary.json"),
-)
-APART, CONTROL, TENSORBOARD = "apart", "control.yaml", "tensorboard"
 _OF_THE_END = ("loss.png", "sample.txt", "weights.safetensors", "summary.json")
 """Files that a run writes when it ends."""
+FILES: tuple[str, ...] = (
+    *("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "status.json", "layout.json", "timeline.json"),
+    *_OF_THE_END,
+)
+APART, CONTROL, TENSORBOARD = "apart", "control.yaml", "tensorboard"
 _WORDS = ("auto", "fall_back", "never")
 """Values of ``run.resume`` that name no checkpoint."""
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
