@@ -7,7 +7,7 @@ loading. All others are Accelerate's own: data loaders, schedulers, accumulation
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -42,35 +42,34 @@ def checkpoint_in(folder: str) -> str:
 
     A new one that had not begun to take the place of the old one is removed.
     """
+    return _settled("looked for a checkpoint", folder)[0]
+
+
+def save_over(folder: str, model: nn.Module, optimizer: ShardedOptimizer) -> None:
+    """Saves a checkpoint in a folder; one that is there already is replaced once the new one is whole. Collective."""
+    target, there = _settled("looked for a checkpoint", folder)
+    adapters = hasattr(model, "peft_config")  # the base of a peft model is read again from where it came from
+    save(f"{target}.new" if there else target, model, optimizer, frozen=not adapters)
+    if there:
+        _settled("replaced a checkpoint", folder, before=lambda: os.rename(target, f"{target}.old"))
+
+
+def _settled(what: str, folder: str, before: Callable[[], None] = lambda: None) -> tuple[str, bool]:
+    """(path of the checkpoint in a folder, whether it is there), as rank 0 leaves it after `before`. Collective."""
     target = os.path.join(folder, CHECKPOINT)
     new, old = f"{target}.new", f"{target}.old"
 
-    def settle() -> None:
+    def settle() -> bool:
         if dist.get_rank() == 0:
+            before()
             if not os.path.exists(target) and os.path.exists(new):
                 os.rename(new, target)
             for left in (new, old):
                 if os.path.exists(left):
                     shutil.rmtree(left)
+        return os.path.exists(target)
 
-    raise_on_all_ranks("looked for a checkpoint", settle, error=CheckpointError)
-    return target
-
-
-def save_over(folder: str, model: nn.Module, optimizer: ShardedOptimizer) -> None:
-    """Saves a checkpoint in a folder; one that is there already is replaced once the new one is whole. Collective."""
-    target = checkpoint_in(folder)
-    there = raise_on_all_ranks("looked for a checkpoint", lambda: os.path.exists(target))[0]
-    adapters = hasattr(model, "peft_config")  # the base of a peft model is read again from where it came from
-    save(f"{target}.new" if there else target, model, optimizer, frozen=not adapters)
-
-    def replace() -> None:
-        if there and dist.get_rank() == 0:
-            os.rename(target, f"{target}.old")
-            os.rename(f"{target}.new", target)
-            shutil.rmtree(f"{target}.old")
-
-    raise_on_all_ranks("replaced a checkpoint", replace, error=CheckpointError)
+    return target, raise_on_all_ranks(what, settle, error=CheckpointError)[0]
 
 
 class ElixirAccelerator(Accelerator):
