@@ -13,7 +13,7 @@ import torch
 from benchmarks.measure import in_turn
 from benchmarks.report import race_row
 from benchmarks.workload import SEED
-from elixir_moe.kernels import NF4_BLOCK, decode_nf4
+from elixir_moe.quantized.decoders import NF4_BLOCK, decode_nf4
 
 ROW = "decode of NF4 to bf16"
 PEER = "a copy of the same bytes"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "cmake", "ninja", "make")
-TESTS = ("tests/optim/test_adam.py", "tests/test_decoders.py", "tests/chunks/test_plan.py")
+TESTS = ("tests/optim/test_adam.py", "tests/quantized/test_decoders.py", "tests/chunks/test_plan.py")
 """Tests of the native module and of the planner's arithmetic, which start no ranks."""
 CHECK = """
 import pathlib, sys

@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 STOREYS: list[set[str]] = [
     {"errors"},
     {"records", "names"},
-    {"torch_private"},
+    {"torch_private", "native"},
     {"triton_kernels"},
     {"kernels"},
     {"distributed", "spans"},

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elixir_moe import kernels
+from elixir_moe.quantized import decoders
 from tests.quantized import test_wrapped
 from tests.support.cases import with_further
 from tests.support.decoder_cases import CASES, DTYPES, EVERY, Guarded, assert_same, drawn_bytes
@@ -52,8 +52,8 @@ def choose_triton() -> None:
         return interpreter.TensorHandle(halves.numpy().view(numpy.uint16), tl.bfloat16)
 
     interpreter.InterpreterBuilder.cast_impl = rounded
-    kernels._in_host_memory = lambda out: False
-    kernels._in_triton = lambda out: triton_kernels
+    decoders._in_host_memory = lambda out: False
+    decoders._in_triton = lambda out: triton_kernels
 
 
 def decoded(scheme: str, dtype: torch.dtype, shape: tuple[int, ...], given: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -118,10 +118,10 @@ def test_triton_is_chosen_once_it_has_run(fails: bool, monkeypatch: pytest.Monke
 
     fake = SimpleNamespace(decode_octets=decode_octets, __spec__=sys)  # a spec, by which it counts as imported
     monkeypatch.setitem(sys.modules, "elixir_moe.triton_kernels", fake)
-    choose = kernels._triton_on.__wrapped__
-    monkeypatch.setattr(kernels, "has_triton", lambda: False)
+    choose = decoders._triton_on.__wrapped__
+    monkeypatch.setattr(decoders, "has_triton", lambda: False)
     assert choose(torch.device("cpu")) is None and not recwarn
-    monkeypatch.setattr(kernels, "has_triton", lambda: True)
+    monkeypatch.setattr(decoders, "has_triton", lambda: True)
     assert choose(torch.device("cpu")) is (None if fails else fake)
     said = [str(warning.message) for warning in recwarn]
     assert len(said) == fails and all("torch's operators" in text and "C compiler" in text for text in said)

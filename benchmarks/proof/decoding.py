@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.proof.rates import seconds_of
 from benchmarks.proof.steps import tell
-from elixir_moe import kernels
+from elixir_moe.kernels import cpu_features
+from elixir_moe.quantized import decoders
 from elixir_moe.quantized.formats import SCHEMES
 
 
@@ -23,13 +24,13 @@ def main() -> int:
     device = torch.device("cuda" if cuda else "cpu")
     shape = (16384, 16384) if cuda else (256, 256)
     out = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    by = "Triton" if kernels._in_triton(out) else "torch" if cuda else kernels.cpu_features()
+    by = "Triton" if decoders._in_triton(out) else "torch" if cuda else cpu_features()
     found: dict[str, Any] = {}
     for name, scheme in SCHEMES.items():
         codes, scales = scheme.encode(torch.randn(shape, device=device))
         decode = partial(scheme.decode_into, codes, scales, out)
         seconds = seconds_of(decode)
-        with mock.patch.multiple(kernels, _native=None, _in_triton=lambda out: None):
+        with mock.patch.multiple(decoders, _native=None, _in_triton=lambda out: None):
             by_torch = seconds_of(decode)
         nbytes = scheme.nbytes(shape) + out.nbytes
         found[name] = {"bytes_per_second": nbytes / seconds, "by_torch_bytes_per_second": nbytes / by_torch}

@@ -15,16 +15,15 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
+from elixir_moe.native import native as _native
 from elixir_moe.torch_private import backend_on, devices_of, process_groups
-
-try:
-    from elixir_moe import _native
-except ImportError:  # a source tree that was never built: the exit code is as torch leaves it
-    _native = None  # type: ignore[assignment]
 
 
 def keep_exit_codes() -> None:
-    """Makes this process end with its own exit code, whatever gloo's workers are doing then."""
+    """Makes this process end with its own exit code, whatever gloo's workers are doing then.
+
+    Without the native module it is as torch leaves it.
+    """
     if _native is not None and dist.is_available():
         _seen().update(process_groups())
 

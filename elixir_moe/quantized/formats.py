@@ -1,6 +1,6 @@
 """The four formats of frozen weights in 4 or 8 bits: the shapes of their bytes, and the way there and back.
 
-Owns the encoding, in torch operators that run on any device and on tensors without data; `kernels` decodes. Never
+Owns the encoding, in torch operators that run on any device and on tensors without data; `decoders` decodes. Never
 touches a module.
 
     name   codes (of a weight (..., out, in))       scales                                      bytes a weight
@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elixir_moe import kernels
 from elixir_moe.errors import ConfigError, nothing_called
-from elixir_moe.kernels import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, NF4_VALUES
 from elixir_moe.names import SchemeName
 from elixir_moe.parallel.dataless import has_data
+from elixir_moe.quantized import decoders
+from elixir_moe.quantized.decoders import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, NF4_VALUES
 from elixir_moe.torch_private import DisableTorchFunction
 
 SLICE_NUMEL = 1 << 22
@@ -181,7 +181,7 @@ def _int8_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int8_decode(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
-    kernels.decode_int8(codes, scales.squeeze(-1), weight)
+    decoders.decode_int8(codes, scales.squeeze(-1), weight)
 
 
 def _factor(largest: Tensor, code: float) -> Tensor:
@@ -201,7 +201,7 @@ SCHEMES: Mapping[str, Scheme] = {
             scales_dtype=torch.float32,
             ragged=False,
             encode_rows=_nf4_encode,
-            decode_into=kernels.decode_nf4,
+            decode_into=decoders.decode_nf4,
         ),
         Scheme(
             name="fp8",
@@ -211,7 +211,7 @@ SCHEMES: Mapping[str, Scheme] = {
             scales_dtype=torch.float32,
             ragged=True,
             encode_rows=_fp8_encode,
-            decode_into=kernels.decode_fp8,
+            decode_into=decoders.decode_fp8,
         ),
         Scheme(
             name="mxfp4",
@@ -221,7 +221,7 @@ SCHEMES: Mapping[str, Scheme] = {
             scales_dtype=torch.uint8,
             ragged=False,
             encode_rows=_mxfp4_encode,
-            decode_into=kernels.decode_mxfp4,
+            decode_into=decoders.decode_mxfp4,
         ),
         Scheme(
             name="int8",

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from elixir_moe.chunks.step_order import AGAIN, ENTER, REACH
-from elixir_moe.kernels import FP8_BLOCK
 from elixir_moe.memory.slabs import bytes_of
+from elixir_moe.quantized.decoders import FP8_BLOCK
 from elixir_moe.quantized.formats import scheme_called
 from elixir_moe.quantized.packed import packed_parameters
 from elixir_moe.runtime.autograd import tensors_in

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from elixir_moe.chunks.plan import size_bytes
 from elixir_moe.errors import ConfigError, UsageError
-from elixir_moe.kernels import FP8_BLOCK
 from elixir_moe.moe.experts import GroupedExperts, Groups
 from elixir_moe.moe.fused import (
     Adapters,
@@ -39,6 +38,7 @@ from elixir_moe.parallel.encoder_layers import call_linear_layers
 from elixir_moe.parallel.read_again import LinearReadAgain, mark_saving_none
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.parallel.tiles import Tile, child_name, mark, tile_of
+from elixir_moe.quantized.decoders import FP8_BLOCK
 from elixir_moe.setup.reading_adapters import reads_weight
 
 _TILES_IN_ROOM = 16

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elixir_moe import kernels
+from elixir_moe.quantized import decoders
 from elixir_moe.torch_private import has_triton
 from tests.support.decoder_cases import CASES, DTYPES, EVERY, SHAPES, assert_same
 
@@ -24,13 +24,13 @@ def test_all_decoders_agree(
         return out.cpu()
 
     found = decoded(device)
-    monkeypatch.setattr(kernels, "_native", None)
-    monkeypatch.setattr(kernels, "_in_triton", lambda out: None)
+    monkeypatch.setattr(decoders, "_native", None)
+    monkeypatch.setattr(decoders, "_in_triton", lambda out: None)
     wanted = decoded("cpu")
     assert_same(found, wanted)
     assert_same(decoded(device), wanted)
 
 
 def test_triton_decodes_where_it_is(device: str) -> None:
-    found = kernels._in_triton(torch.empty(1, device=device))
+    found = decoders._in_triton(torch.empty(1, device=device))
     assert (found is not None) == (device == "cuda" and has_triton())

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.kernels import E2M1_VALUES, NF4_VALUES
 from elixir_moe.names import SchemeName
 from elixir_moe.quantized import formats
+from elixir_moe.quantized.decoders import E2M1_VALUES, NF4_VALUES
 from elixir_moe.quantized.formats import SCHEMES, scheme_called
 
 NAMES = list(SCHEMES)

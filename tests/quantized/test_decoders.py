@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from elixir_moe import _native, kernels
+from elixir_moe import _native
+from elixir_moe.quantized import decoders
 from tests.support.decoder_cases import CASES, DTYPES, Guarded, assert_same, bits_of, drawn_bytes, drawn_scales
 
 ISAS = ["scalar", "neon"] if _native.cpu_features() == "neon" else ["scalar", "avx2", "avx512"]
@@ -57,15 +58,15 @@ def on_each_isa(decode: Callable[..., None], shape: tuple[int, ...], dtype: torc
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_nf4_is_its_formula(numel: int, dtype: torch.dtype) -> None:
     codes, scales = drawn_bytes(-(-numel // 2), seed=numel), drawn_scales(-(-numel // 64), seed=numel)
-    wanted = plain_nibbles(codes, scales, kernels.NF4_VALUES, 64, numel, True).to(dtype)
+    wanted = plain_nibbles(codes, scales, decoders.NF4_VALUES, 64, numel, True).to(dtype)
 
     def decode(out: Tensor, **settings: Any) -> None:
-        values = torch.tensor(kernels.NF4_VALUES)
+        values = torch.tensor(decoders.NF4_VALUES)
         _native.decode_nibbles(codes, scales, values, out, block=64, high_first=True, **settings)
 
     assert_same(on_each_isa(decode, (numel,), dtype), wanted)
     out = torch.empty(numel, dtype=dtype)
-    kernels.decode_nf4(codes, scales, out)
+    decoders.decode_nf4(codes, scales, out)
     assert_same(out, wanted)
 
 
@@ -76,16 +77,16 @@ def test_mxfp4_is_its_formula_for_all_exponents(dtype: torch.dtype) -> None:
     codes.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
     scales = exponents.view(torch.float8_e8m0fnu).float().view(-1)
     assert scales[0] == 2.0**-127 and scales[127] == 1 and scales[255].isnan()
-    wanted = plain_nibbles(codes.view(-1), scales, kernels.E2M1_VALUES, 32, 8192, False).to(dtype).view(256, 32)
+    wanted = plain_nibbles(codes.view(-1), scales, decoders.E2M1_VALUES, 32, 8192, False).to(dtype).view(256, 32)
 
     def decode(out: Tensor, **settings: Any) -> None:
-        values = torch.tensor(kernels.E2M1_VALUES)
+        values = torch.tensor(decoders.E2M1_VALUES)
         flat = codes.view(-1), exponents.view(-1), values
         _native.decode_nibbles(*flat, out, block=32, high_first=False, **settings)
 
     assert_same(on_each_isa(decode, (256, 32), dtype), wanted)
     out = torch.empty(256, 32, dtype=dtype)
-    kernels.decode_mxfp4(codes, exponents, out)
+    decoders.decode_mxfp4(codes, exponents, out)
     assert_same(out, wanted)
 
 
@@ -100,7 +101,7 @@ def test_fp8_is_its_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
     fp8 = codes.view(torch.float8_e4m3fn)
     wanted = torch.stack([plain_matrix(fp8[i], scales[i], 128) for i in range(2)]).to(dtype)
     out = torch.empty(2, *shape, dtype=dtype)
-    kernels.decode_fp8(fp8, scales, out)
+    decoders.decode_fp8(fp8, scales, out)
     assert_same(out, wanted)
     if not codes.numel():
         return
@@ -116,7 +117,7 @@ def test_fp8_is_its_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
 def test_all_codes_of_fp8_are_torchs(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(1, 256)
     out = torch.empty(1, 256, dtype=dtype)
-    kernels.decode_fp8(codes, torch.ones(1, 2), out)
+    decoders.decode_fp8(codes, torch.ones(1, 2), out)
     assert_same(out, codes.to(dtype))
     assert out.isnan().sum() == 2 and out[0, 0x80].signbit() and out[0, 1] == 2.0**-9
 
@@ -128,7 +129,7 @@ def test_int8_is_its_formula(shape: tuple[int, int], dtype: torch.dtype) -> None
     codes, scales = drawn_bytes(*shape, seed=cols).view(torch.int8), drawn_scales(rows, seed=cols)
     wanted = (codes.float() * scales[:, None]).to(dtype)
     out = torch.empty(shape, dtype=dtype)
-    kernels.decode_int8(codes, scales, out)
+    decoders.decode_int8(codes, scales, out)
     assert_same(out, wanted)
     if not codes.numel():
         return
@@ -150,8 +151,8 @@ def test_without_the_native_module_and_on_other_devices_torch_gives_the_same(
     decode, codes, scales = CASES[scheme](dtype, shape)
     native, torchs = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
     decode(codes, scales, native)
-    monkeypatch.setattr(kernels, "_native", None)
-    monkeypatch.setattr(kernels, "TORCH_SLICE_NUMEL", 1 << 13)
+    monkeypatch.setattr(decoders, "_native", None)
+    monkeypatch.setattr(decoders, "TORCH_SLICE_NUMEL", 1 << 13)
     decode(codes, scales, torchs)
     assert_same(torchs, native)
 
@@ -188,7 +189,7 @@ def test_arrays_that_do_not_match_are_named(scheme: str, change: Callable[..., A
 
 
 def test_the_native_module_checks_what_would_be_read_past_its_end() -> None:
-    values, out = torch.tensor(kernels.NF4_VALUES), torch.empty(64)
+    values, out = torch.tensor(decoders.NF4_VALUES), torch.empty(64)
     codes, scales = drawn_bytes(32), torch.ones(1)
     settings = {"block": 64, "high_first": True, "threads": 1}
     for arrays, message in [
