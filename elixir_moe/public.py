@@ -36,7 +36,7 @@ from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.save import Saving, save
 from elixir_moe.state.checkpoint.storage import latest
 from elixir_moe.state.full import full_state_dict
-from elixir_moe.state.huggingface import save_pretrained
+from elixir_moe.state.save_pretrained import save_pretrained
 from elixir_moe.wrap import wrap
 
 __all__ = [

@@ -57,7 +57,8 @@ from elixir_moe.setup.drawing import plain_on_meta
 from elixir_moe.setup.filling import Passage, build_chunks, open_files, settle_buffers
 from elixir_moe.setup.one_home import one_home
 from elixir_moe.state.full import groups_needed, refuse_plain_state_dicts
-from elixir_moe.state.huggingface import Pretrained, refuse_merges
+from elixir_moe.state.pretrained import Pretrained
+from elixir_moe.state.save_pretrained import refuse_merges
 from elixir_moe.state.wrapped import Wrapped
 
 M = TypeVar("M", bound=nn.Module)

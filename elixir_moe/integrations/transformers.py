@@ -23,7 +23,7 @@ from elixir_moe.integrations.accelerate import CHECKPOINT, ElixirAccelerator, ch
 from elixir_moe.integrations.routers import Routers, busiest
 from elixir_moe.models.without_logits import WithoutLogits
 from elixir_moe.state.checkpoint.load import load
-from elixir_moe.state.huggingface import save_pretrained
+from elixir_moe.state.save_pretrained import save_pretrained
 from elixir_moe.state.wrapped import Wrapped
 
 _REFUSED = {

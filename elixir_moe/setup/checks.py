@@ -28,7 +28,7 @@ from elixir_moe.setup.drawing import computed_from, record_of, was_loaded
 from elixir_moe.setup.reading_adapters import reads_weight
 from elixir_moe.setup.sharing import check_sharing
 from elixir_moe.setup.spreading import check_spread
-from elixir_moe.state.huggingface import names_in_base
+from elixir_moe.state.pretrained import names_in_base
 
 _OTHER_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 """Classes of torch that reduce gradients or shard parameters of their own."""

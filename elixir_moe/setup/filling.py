@@ -28,7 +28,7 @@ from elixir_moe.runtime.chunk import Chunk, Placeholder
 from elixir_moe.runtime.model_spec import ModelSpec
 from elixir_moe.setup.drawing import Record, drawn, record_of
 from elixir_moe.setup.sharing import attributes_of, items_of
-from elixir_moe.state.huggingface import Pretrained, leave_meta, replace_data
+from elixir_moe.state.pretrained import Pretrained, leave_meta, replace_data
 
 _PIECE_BYTES = 64 << 20
 """Most bytes of weights that are sent to other ranks at once."""

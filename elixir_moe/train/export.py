@@ -27,7 +27,7 @@ from elixir_moe.quantized.convert import dequantize, quantize
 from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.storage import CHECKPOINTS, latest
-from elixir_moe.state.huggingface import save_pretrained
+from elixir_moe.state.save_pretrained import save_pretrained
 from elixir_moe.train import config as configs
 from elixir_moe.train.config import HuggingFaceModel, TrainConfig
 from elixir_moe.train.data import labeled

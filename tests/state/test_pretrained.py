@@ -25,8 +25,8 @@ import elixir_moe as em
 from elixir_moe.errors import CheckpointError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns
-from elixir_moe.state.huggingface import save_pretrained
 from elixir_moe.state.safetensors_format import INDEX
+from elixir_moe.state.save_pretrained import save_pretrained
 from tests.support.cases import with_further
 from tests.support.hf_cases import FAMILIES
 from tests.support.parity import TOLERANCE, make_optimizer, mesh_of_world
