@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 STOREYS: list[set[str]] = [
     {"errors"},
-    {"records", "names"},
+    {"records", "names", "peft_models"},
     {"torch_private", "native"},
     {"triton_kernels"},
     {"kernels"},

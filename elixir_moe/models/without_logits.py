@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from elixir_moe.errors import ConfigError
 from elixir_moe.linear_cross_entropy import check_head, linear_cross_entropy
 from elixir_moe.parallel.dataless import has_data
+from elixir_moe.peft_models import base_of
 
 _INSTEAD = "train with the whole loss, or call em.linear_cross_entropy in a loss of your own"
 
@@ -33,9 +34,7 @@ class WithoutLogits:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         self.model = model
-        causal: Any = model
-        if hasattr(causal, "peft_config"):
-            causal = causal.get_base_model()
+        causal: Any = base_of(model)
         self._causal = causal
         self._kind = type(causal).__name__
         known = self._kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

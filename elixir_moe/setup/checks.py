@@ -20,6 +20,7 @@ from elixir_moe.memory.slabs import is_one_memory
 from elixir_moe.moe.fused import STACKS, adapted_parameter
 from elixir_moe.optim.accepted import check_optimizer, is_adam
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.peft_models import base_of
 from elixir_moe.quantized.packed import packed_in
 from elixir_moe.quantized.taken_over import check_layers
 from elixir_moe.runtime.access import ShardedParameter
@@ -156,6 +157,9 @@ def check_modules(model: nn.Module) -> None:
 def _check_targets(model: Any) -> None:
     """Raises ConfigError for adapters whose ranks follow from gradients, and for parameters that were to be adapted and
     are not in the model: peft only warns of them."""
+    found = [
+        f".{name}.{adapted_parameter(module)}".replace(".base_layer", "") for name, module in model.named_modules()
+    ]
     for adapter, config in (getattr(model, "peft_config", None) or {}).items():
         kind = getattr(config, "peft_type", None)
         if (kind == "ADALORA" or (kind == "ADAMSS" and config.use_asa)) and not config.inference_mode:
@@ -164,10 +168,9 @@ def _check_targets(model: Any) -> None:
                 f"gradients are in shards, and step() clears them; train LoRA, whose rank is fixed"
                 f"{', or leave use_asa out' * (kind == 'ADAMSS')}"
             )
-        found = getattr(model.base_model, "targeted_parameter_names", ())
         for target in getattr(config, "target_parameters", None) or ():
-            if not any(f".{name}".endswith(f".{target}") for name in found):
-                some = [name for name, p in model.get_base_model().named_parameters() if p.dim() > 2][:2]
+            if not any(name.endswith(f".{target}") for name in found):
+                some = [name for name, p in base_of(model).named_parameters() if p.dim() > 2][:2]
                 raise ConfigError(
                     f"target_parameters of adapter {adapter!r} has {target!r}, which is not in the model, so that peft "
                     f"trains nothing there: correct it, or leave it out; names are as {some}"

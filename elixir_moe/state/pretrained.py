@@ -29,6 +29,7 @@ from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.plain_state import keys_of
 from elixir_moe.parallel.rules import UNCUT, attach, logical_box, logical_shape, named_tensors, names_of, pattern_of
 from elixir_moe.parallel.tiles import mark, tile_of, whole_shape
+from elixir_moe.peft_models import base_of
 from elixir_moe.quantized.formats import Scheme, scheme_called
 from elixir_moe.quantized.modules import become_plain, become_quantized, weights_of
 from elixir_moe.quantized.packed import SCALES, Packed, as_bytes, cut_alike, packed_parameters, tile_problem
@@ -432,24 +433,19 @@ def replace_data(tensor: Tensor, data: Tensor) -> None:
         tensor._post_accumulate_grad_hooks = after
 
 
-def base_of(model: nn.Module) -> nn.Module:
-    """The model that a peft model adapts; another model itself."""
-    base: nn.Module = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
-    return base
-
-
 def names_in_base(model: nn.Module) -> dict[Tensor, list[str]]:
-    """As `names_of`; of a peft model, the names before peft, and no tensor that peft has added."""
-    found = names_of(model)
-    if not hasattr(model, "peft_config"):
+    """As `names_of`; of a model with adapters of peft, the names before peft, and no tensor that peft has added."""
+    found, configs = names_of(base_of(model)), getattr(model, "peft_config", None)
+    if not configs:
         return found
-    added: str | None = getattr(model.base_model, "prefix", None)  # as in lora_A; prompts are no part of the base
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    added = {PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type] for config in configs.values()}  # as in lora_A
     plain: dict[Tensor, list[str]] = {}
     for tensor, names in found.items():
         for name in names:
-            inner = name.removeprefix("base_model.").removeprefix("model." if added else "")
-            if inner != name and (added is None or f".{added}" not in name):
-                plain.setdefault(tensor, []).append(_WRAPPED.sub("", inner))
+            if not any(f".{prefix}" in f".{name}" for prefix in added):
+                plain.setdefault(tensor, []).append(_WRAPPED.sub("", name))
     return plain
 
 

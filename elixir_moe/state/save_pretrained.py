@@ -25,6 +25,7 @@ from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.parallel.plain_state import computed, modules_with_extra_state, persistent_buffers
 from elixir_moe.parallel.rules import logical_shape
+from elixir_moe.peft_models import has_own_adapters, is_peft_model
 from elixir_moe.quantized.packed import packed_parameters
 from elixir_moe.state.full import full_parameters
 from elixir_moe.state.pretrained import is_of_transformers
@@ -40,8 +41,9 @@ _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_file_bytes: int = 5 * 10**9) -> None:
     """Writes a wrapped model's full weights, and its config if it has one, for ``from_pretrained``.
 
-    For a peft model, writes its adapters for ``PeftModel.from_pretrained``. Only chunks with something that peft saves
-    are read and gathered; rank 0 holds all that peft saves at once.
+    For a peft model, and one of transformers with `add_adapter`, writes its adapters for ``PeftModel.from_pretrained``
+    and ``load_adapter``. Only chunks with something that peft saves are read and gathered; rank 0 holds all that peft
+    saves at once.
 
     Tensors have their keys of ``model.state_dict()``. Collective; rank 0 writes. Trainable weights are read from their
     fp32 masters and written in their dtype before `wrap`. The previous contents of the folder stay until everything is
@@ -69,7 +71,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
             f"write em.full_state_dict(model) of each stage instead"
         )
     raise_on_all_ranks("looked at what to write", lambda: _check_writable(model, wrapped))
-    if hasattr(model, "peft_config"):
+    if _saves_adapters(model):
         _save_adapters(model, wrapped, folder)
         return
     writers: list[_Writer] = []
@@ -93,11 +95,16 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
             writer.clean()
 
 
+def _saves_adapters(model: nn.Module) -> bool:
+    """Whether the model's own `save_pretrained` writes its adapters alone."""
+    return is_peft_model(model) or has_own_adapters(model)
+
+
 def _check_writable(model: nn.Module, wrapped: Wrapped) -> None:
     """Raises UsageError unless a folder can have all of the model, or all that peft saves of it."""
     check_as_wrapped(model, wrapped)
     _refuse_more_than_tensors(model, wrapped)
-    if hasattr(model, "peft_config"):
+    if _saves_adapters(model):
         return
     for name, _, _, packed in packed_parameters(model):
         raise UsageError(
@@ -143,9 +150,10 @@ def refuse_merges(model: Any) -> None:
             "read in bf16 for that; to quantize the merged weights again may lose more than was learnt"
         )
 
-    if hasattr(model, "peft_config"):
-        for name in ("merge_and_unload", "merge_adapter", "unload"):
-            setattr(model.base_model, name, refuse)
+    tuner = getattr(model, "base_model", None)
+    for name in ("merge_and_unload", "merge_adapter", "unload"):
+        if hasattr(tuner, name):
+            setattr(tuner, name, refuse)
 
 
 def _alone() -> AbstractContextManager[object]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elixir_moe import MoE, ShardedOptimizer, full_state_dict, load, save, save_pretrained, wrap
+from elixir_moe.peft_models import base_of, has_own_adapters, is_peft_model
 from elixir_moe.quantized.packed import SCALES, packed_parameters
 from elixir_moe.state.checkpoint.storage import read_manifest
 from elixir_moe.state.checkpoint.whole import Whole
@@ -250,9 +251,7 @@ def labels_counted(model: nn.Module, rows: list[int], *, counted: bool) -> Itera
         if isinstance(logits, Tensor) and logits.dim() == 3 and logits.requires_grad:
             logits.register_hook(note)
 
-    called: Any = model
-    if hasattr(model, "get_base_model"):
-        called = called.get_base_model()  # of peft, which may call it past all that is around it
+    called = base_of(model)  # peft may call it past all that is around it
     hook = called.register_forward_hook(watch, prepend=True) if counted else None  # hooks of peers may replace logits
     try:
         yield
@@ -523,10 +522,13 @@ def exported(setup: Setup) -> tuple[Weights, Tensor]:
     subject = setup.source.build()
     model: Any = subject.model
     folder = setup.folder / "export"
-    if hasattr(model, "peft_config"):
+    if is_peft_model(model):
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model.unload(), folder)
+    elif has_own_adapters(model):
+        model.delete_adapter(list(model.peft_config))
+        model.load_adapter(folder)
     elif _of_transformers(model):
         model = type(model).from_pretrained(folder, dtype=torch.float32)
     else:

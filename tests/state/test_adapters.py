@@ -19,12 +19,13 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import CheckpointError, ConfigError, LayoutError, UsageError
+from elixir_moe.models.without_logits import WithoutLogits
 from elixir_moe.setup.drawing import record_of
 from elixir_moe.state import full
 from elixir_moe.state.checkpoint.frozen import frozen_records
@@ -430,6 +431,72 @@ def test_a_folder_without_the_base_and_adapters_that_nobody_draws_are_named(tmp_
         model = drawn_adapters(base(), settings)
     with pytest.raises(LayoutError, match=r"belongs to an adapter and is on the meta device"):
         wrap(model, "offload", weights=tmp_path)
+
+
+# ---------------------------------------------------------------------------------------- adapters of transformers' own
+
+
+OWN: dict[str, Any] = {"init_lora_weights": False, "r": 2, "target_modules": ["q_proj"], **EXPERTS}
+
+
+def with_own_adapters(model: nn.Module) -> Any:
+    torch.manual_seed(2)
+    model.add_adapter(peft.LoraConfig(**OWN))  # type: ignore[operator]
+    return model
+
+
+def own_adapters_trained(folder: Path) -> dict[str, Tensor]:
+    """Weights a step after the base was read from a folder; the adapters are saved beside it."""
+    with em.sharded_init():
+        model = with_own_adapters(base())
+    model, optimizer = wrap(model, "offload", weights=folder / "base")
+    with WithoutLogits(model)():
+        steps(model, optimizer, range(1))
+    em.save_pretrained(model, folder / "adapters")
+    state = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    gc.collect()
+    return state
+
+
+def test_adapters_of_transformers_own_train_as_in_torch_and_are_saved_as_it_saves_them(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    """With a base from a folder, experts adapted, and a loss without logits."""
+    source: Any = other_base()
+    source.save_pretrained(tmp_path / "base")
+    plain = with_own_adapters(other_base())
+    step(plain, torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, eps=1e-4), 0)
+    wanted = plain.state_dict()
+    trained = ranks(2).run(own_adapters_trained, tmp_path)[0]
+    assert trained.keys() == wanted.keys()
+    for key, value in wanted.items():
+        torch.testing.assert_close(trained[key], value, rtol=1e-4, atol=1e-4, msg=key)
+    assert sorted(path.name for path in (tmp_path / "adapters").glob("*.safetensors")) == ["adapter_model.safetensors"]
+    source.load_adapter(tmp_path / "adapters")
+    for key, value in source.state_dict().items():
+        assert torch.equal(value, trained[key]), key
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_target_that_peft_does_not_find_in_a_model_itself_is_named() -> None:
+    model: Any = base()
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], target_parameters=["experts.gate_up"]))
+    with pytest.raises(ConfigError, match=r"has 'experts\.gate_up', which is not in the model"):
+        wrap(model, "zero3")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_of_any_class_into_which_peft_has_put_adapters_is_saved_whole(tmp_path: Path) -> None:
+    plain: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["0"]), plain)
+    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    model, optimizer = wrap(model, "zero3")
+    em.save_pretrained(model, tmp_path)
+    optimizer.close()
+    read = load_file(tmp_path / "model.safetensors")
+    assert read.keys() == wanted.keys() and all(torch.equal(read[key], value) for key, value in wanted.items())
 
 
 # --------------------------------------------------------------------------------------------- a base that is not saved

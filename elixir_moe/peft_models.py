@@ -1,0 +1,28 @@
+"""What is asked of models with adapters of peft. Imports nothing of peft.
+
+    peft.get_peft_model(model, config)                a model of peft's around the model
+    model.add_adapter(config), of transformers        the model itself, whose layers have adapters
+    peft.inject_adapter_in_model(config, model)       the same, of any model
+
+Each of the three has a `peft_config`.
+"""
+
+from torch import nn
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether a model is one of peft's around another."""
+    return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
+
+
+def has_own_adapters(model: nn.Module) -> bool:
+    """Whether a model of transformers has adapters by its own `add_adapter` or `load_adapter`."""
+    return hasattr(model, "get_adapter_state_dict") and bool(model._hf_peft_config_loaded)
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The model that a peft model adapts; any other itself, and a `PeftMixedModel`, which does not give its base."""
+    if not is_peft_model(model) or not hasattr(model, "get_base_model"):
+        return model
+    base: nn.Module = model.get_base_model()  # type: ignore[operator]
+    return base
