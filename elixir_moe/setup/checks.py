@@ -216,21 +216,27 @@ def check_data(model: nn.Module, weights: Any, step: Any) -> None:
 
 def _check_adapters(model: nn.Module, on_meta: Mapping[str, torch.Tensor]) -> None:
     base = names_in_base(model)
-    for name, tensor in on_meta.items():
-        if tensor in base:
-            if tensor.requires_grad and was_loaded(tensor):
-                raise ConfigError(
-                    f"{name!r} has been loaded with an adapter, and weights= would read the base's in its place: load "
-                    f"the base with from_pretrained before the adapter, and leave weights out"
-                )
-            continue
+    of_base = {name: tensor for name, tensor in on_meta.items() if tensor in base}
+    of_adapters = {name: tensor for name, tensor in on_meta.items() if tensor not in base}
+    for name, tensor in of_base.items():
+        if tensor.requires_grad and was_loaded(tensor):
+            raise ConfigError(
+                f"{name!r} has been loaded with an adapter, and weights= would read the base's in its place: load "
+                f"the base with from_pretrained before the adapter, and leave weights out"
+            )
+    for name, tensor in of_adapters.items():
         if record_of(tensor) is None:
             raise LayoutError(
                 f"{name!r} belongs to an adapter and is on the meta device, and the folder has the base alone: build "
                 f"the peft model inside em.sharded_init()"
             )
-        if computed_from(tensor, base):
-            raise ConfigError(
-                f"{name!r} is computed from weights of the base, which are in the folder and not read yet: load the "
-                f"base with from_pretrained before peft, and leave weights out"
-            )
+    instead = "load the base with from_pretrained before peft, and leave weights out"
+    if (computed := computed_from(of_adapters, base)) is not None:
+        raise ConfigError(
+            f"{computed!r} is computed from weights of the base, which are in the folder and not read yet: {instead}"
+        )
+    if (kasa := next((name for name in of_adapters if ".lora_diag." in name), None)) is not None:
+        raise ConfigError(
+            f"{kasa!r} belongs to KaSA, for which peft has changed weights of the base, and weights= would read the "
+            f"folder's in their place: {instead}"
+        )

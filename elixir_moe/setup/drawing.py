@@ -13,7 +13,7 @@ Source of the idea: deferred initialization, torchdistX.
 
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,11 +161,20 @@ def drawn(tensor: Tensor, kept: dict[Record, Tensor] | None = None) -> Tensor:
     return made
 
 
-def computed_from(tensor: Tensor, others: Iterable[Tensor]) -> bool:
-    """Whether a tensor of `sharded_init` is computed from the values of one of `others`."""
-    record, records = record_of(tensor), {record_of(other) for other in others} - {None}
+def computed_from(tensors: Mapping[str, Tensor], others: Iterable[Tensor]) -> str | None:
+    """The name of the first tensor of `sharded_init` that is computed from values of `others`, now or before a change.
+
+    A change may have given one of `others` another storage, which is computed from the one that the tensor has read.
+    """
+    read = {record for other in others for record in _storages_of(other)}
+    return next((name for name, tensor in tensors.items() if not read.isdisjoint(_storages_of(tensor))), None)
+
+
+def _storages_of(tensor: Tensor) -> set[Record]:
+    """The storages that a tensor of `sharded_init` is computed from, with its own."""
+    record = record_of(tensor)
     needed = [] if record is None else _needed(record)
-    return any(touched in records for operation in needed for touched, _ in operation.before)
+    return {touched for operation in needed for touched, _ in operation.before}
 
 
 def was_loaded(tensor: Tensor) -> bool:

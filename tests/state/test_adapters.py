@@ -19,6 +19,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -382,24 +383,27 @@ def test_a_peft_model_without_memory_reads_its_base_and_draws_its_adapters(
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "dtype", "message"),
     [
-        ({"target_modules": ["q_proj"], "use_dora": True}, "lora_magnitude_vector.default.weight' is computed from"),
-        ({"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "default.weight' is computed from weights of"),
+        ({"use_dora": True}, torch.float32, "lora_magnitude_vector.default.weight' is computed from"),
+        ({"init_lora_weights": "olora"}, torch.float32, "default.weight' is computed from weights of"),
+        ({"init_lora_weights": "olora"}, torch.bfloat16, "default.weight' is computed from weights of"),
+        ({"init_lora_weights": "pissa"}, torch.float32, "default.weight' is computed from weights of"),
+        ({"init_lora_weights": "pissa"}, torch.bfloat16, "default.weight' is computed from weights of"),
+        ({"kasa_config": KasaConfig()}, torch.float32, "q_proj.lora_diag.default' belongs to KaSA"),
     ],
-    ids=["DoRA", "OLoRA"],
+    ids=["DoRA", "OLoRA", "OLoRA in bf16", "PiSSA", "PiSSA in bf16", "KaSA"],
 )
 def test_adapters_that_are_computed_from_a_base_not_yet_read_are_refused(
-    settings: dict[str, Any], message: str, tmp_path: Path
+    settings: dict[str, Any], dtype: torch.dtype, message: str, tmp_path: Path
 ) -> None:
     other_base().save_pretrained(tmp_path)  # type: ignore[operator]
     with em.sharded_init():
-        model = drawn_adapters(base(), settings)
+        model = drawn_adapters(base().to(dtype), {"target_modules": ["q_proj"], **settings})
     with pytest.raises(ConfigError, match=message):
         wrap(model, "offload", weights=tmp_path)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}, {}])
 def test_what_an_adapter_has_of_the_base_is_not_read_from_the_base_again(
