@@ -1,4 +1,4 @@
-"""What is asked of models with adapters of peft. Imports nothing of peft.
+"""What is asked of models and layers with adapters of peft. Imports nothing of peft.
 
     peft.get_peft_model(model, config)                a model of peft's around the model
     model.add_adapter(config), of transformers        the model itself, whose layers have adapters
@@ -26,3 +26,9 @@ def base_of(model: nn.Module) -> nn.Module:
         return model
     base: nn.Module = model.get_base_model()  # type: ignore[operator]
     return base
+
+
+def adapters_of_layers(model: nn.Module) -> dict[nn.Module, set[str]]:
+    """{base layer: the names of its adapters} of all layers that peft has wrapped."""
+    wrappers = [module for module in model.modules() if hasattr(module, "get_base_layer")]
+    return {wrapper.get_base_layer(): wrapper._get_available_adapters() for wrapper in wrappers}  # type: ignore[operator]

@@ -18,6 +18,7 @@ from elixir_moe.parallel.encoder_layers import call_linear_layers
 from elixir_moe.parallel.rules import attach, pattern_of
 from elixir_moe.parallel.tiles import mark as mark_tile
 from elixir_moe.parallel.tiles import tile_of
+from elixir_moe.peft_models import adapters_of_layers
 from elixir_moe.quantized.formats import Scheme, check_finite, scheme_called
 from elixir_moe.quantized.modules import become_plain, become_quantized, weights_of
 from elixir_moe.quantized.packed import (
@@ -57,8 +58,9 @@ class _Weight:
 def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = None, skip: str | Sequence[str] = ()) -> M:
     """Turns frozen weights into packed bytes and scales, in place; returns the model.
 
-    Call it before `wrap`, and before or after peft adds its adapters. Layers of class `nn.Linear` and Hugging Face's
-    fused experts can be quantized. Each product decodes the weight that it multiplies, in the dtype of its input, and
+    Call it before `wrap`, and after peft has added its adapters, of which some begin with what they compute from the
+    weight; LoRA may be added later too. Layers of class `nn.Linear` and Hugging Face's fused experts can be quantized.
+    Each product decodes the weight that it multiplies, in the dtype of its input, and
     its backward decodes it again. Gradients flow through it. From then on the weight is two frozen parameters of dtype
     uint8: the codes under the weight's own name, and the scales under that name with ``_scales``. On a model of
     `sharded_init` or on meta, the bytes are made when `wrap` makes the weights.
@@ -96,9 +98,10 @@ def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = Non
         raise ConfigError("quantize: " + "\n  ".join(problems))
     for weight in chosen:
         check_finite(weight.name, weight.parameter)
+    adapters = adapters_of_layers(model)
     while chosen:  # each weight is let go before the next is read
         weight = chosen.pop(0)
-        _pack(weight, form)
+        _pack(weight, form, frozenset(adapters.get(weight.module, ())))
     call_linear_layers(model, lambda module: bool(packed_in(module)))
     adapt_beside(model)
     return model
@@ -239,12 +242,14 @@ def _is_transposed(weight: _Weight) -> bool:
     return bool(getattr(weight.module, "is_transposed", False))
 
 
-def _pack(weight: _Weight, form: Scheme) -> None:
+def _pack(weight: _Weight, form: Scheme, adapters: frozenset[str]) -> None:
     """Puts codes and scales in the place of the weight."""
     module, transposed = weight.module, _is_transposed(weight)
     values = weight.parameter.detach()
     values = values.transpose(-1, -2).contiguous() if transposed else values
-    packed = Packed(scheme=form.name, shape=tuple(values.shape), dtype=values.dtype, transposed=transposed)
+    packed = Packed(
+        scheme=form.name, shape=tuple(values.shape), dtype=values.dtype, transposed=transposed, adapters=adapters
+    )
     pair = [nn.Parameter(as_bytes(part), False) for part in form.encode(values, name=weight.name)]
     cut_alike(weight.parameter, form, *pair)
     # The shape that peft goes by where a parameter's own is not the weight's, as of a parameter that DeepSpeed cuts.

@@ -34,6 +34,8 @@ class Packed:
     """Whether the weight was (..., inputs, outputs)."""
     computed_in: torch.dtype | None = None
     """The dtype that products of a linear layer are computed in; by default the input's, or autocast's."""
+    adapters: frozenset[str] = frozenset()
+    """peft's adapters that were on the weight before it was bytes."""
 
     def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> Tensor:
         """The weight in `dtype`, (..., out, in), from bytes; `shape` is that of some experts or rows of it."""

@@ -20,13 +20,13 @@ from elixir_moe.memory.slabs import is_one_memory
 from elixir_moe.moe.fused import STACKS, adapted_parameter
 from elixir_moe.optim.accepted import check_optimizer, is_adam
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_moe.peft_models import base_of
-from elixir_moe.quantized.packed import packed_in
+from elixir_moe.peft_models import adapters_of_layers, base_of
+from elixir_moe.quantized.packed import packed_in, packed_parameters
 from elixir_moe.quantized.taken_over import check_layers
 from elixir_moe.runtime.access import ShardedParameter
 from elixir_moe.runtime.model_spec import TRAINED_IN
 from elixir_moe.setup.drawing import computed_from, record_of, was_loaded
-from elixir_moe.setup.reading_adapters import reads_weight
+from elixir_moe.setup.reading_adapters import begins_with_weight, reads_weight
 from elixir_moe.setup.sharing import check_sharing
 from elixir_moe.setup.spreading import check_spread
 from elixir_moe.state.pretrained import names_in_base
@@ -138,6 +138,7 @@ def check_modules(model: nn.Module) -> None:
     """Raises ConfigError for modules whose forward bypasses autograd or hooks, for adapters that peft has left out, and
     for tensors that share a parameter's memory."""
     _check_targets(model)
+    _check_begun(model)
     check_adapted_bytes(model)
     check_spread(model)
     check_sharing(model)
@@ -174,6 +175,22 @@ def _check_targets(model: Any) -> None:
                 raise ConfigError(
                     f"target_parameters of adapter {adapter!r} has {target!r}, which is not in the model, so that peft "
                     f"trains nothing there: correct it, or leave it out; names are as {some}"
+                )
+
+
+def _check_begun(model: nn.Module) -> None:
+    """Raises ConfigError for adapters that began with the bytes of a weight in the place of its numbers."""
+    found = [getattr(module, "peft_config", None) for module in model.modules()]
+    configs = [item for each in found if isinstance(each, dict) for item in each.items()]
+    kinds = {adapter: begins_with_weight(config) for adapter, config in configs}
+    adapters = adapters_of_layers(model)
+    for name, module, _, packed in packed_parameters(model):
+        for adapter in sorted(adapters.get(module, set()) - packed.adapters):
+            if (kind := kinds.get(adapter)) is not None:
+                raise ConfigError(
+                    f"adapter {adapter!r} is of {kind}, which begins with what peft computes from the weight, and "
+                    f"{name!r} was packed as {packed.scheme} before: build the model anew, and add the adapters before "
+                    f"em.quantize"
                 )
 
 

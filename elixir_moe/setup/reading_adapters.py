@@ -1,13 +1,16 @@
-"""peft's adapters that compute with the weight of their base layer itself.
+"""peft's adapters that compute with the weight of their base layer itself, in each forward or once at first.
 
-Owns the list. Most adapters call their base layer and add to what it gives; those here need a weight that is whole and
+Owns the lists. Most adapters call their base layer and add to what it gives; those here need a weight that is whole and
 no bytes. Imports nothing of peft.
 """
+
+from typing import Any
 
 from torch import nn
 
 _OF_WEIGHTS = {"frod", "glora", "hira", "hra", "loha", "lokr", "peanut", "shira", "supertuning", "trainable_tokens"}
 _OF_BIASES = {"adamss", "boft", "deft"}
+_BEGIN_WITH_WEIGHTS = {"DEFT": "DEFT", "TINYLORA": "TinyLoRA", "UNILORA": "UniLoRA"}
 _PACKAGE = "peft.tuners."
 
 
@@ -26,3 +29,13 @@ def reads_weight(layer: nn.Module, *, or_bias: bool = False) -> str | None:
     if "ia3" in kinds and getattr(layer, "is_feedforward", False):
         return "adapters of IA3 for feedforward_modules"
     return None
+
+
+def begins_with_weight(config: Any) -> str | None:
+    """What adapters are, in words, if their first values come from the base's weight, or have its dtype, and peft would
+    take bytes for numbers; else None. For most such kinds peft itself refuses bytes, as for PiSSA."""
+    if config.peft_type == "LORA" and config.init_lora_weights == "loftq":
+        return "LoftQ"
+    if getattr(config, "kasa_config", None) is not None:
+        return "KaSA"
+    return _BEGIN_WITH_WEIGHTS.get(config.peft_type)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
+from peft.tuners.lora.config import KasaConfig
 from torch import Tensor, nn
 
 import elixir_moe as em
@@ -304,6 +305,41 @@ def dora_beside_bytes() -> tuple[list[float], list[float]]:
         if not decoded:
             optimizer.close()
     return losses[0], losses[1]
+
+
+BEGIN_WITH_WEIGHTS: dict[str, Any] = {
+    "KaSA": peft.LoraConfig(r=4, target_modules=["q_proj"], kasa_config=KasaConfig()),
+    "DEFT": peft.DeftConfig(r=4, target_modules=["q_proj"]),
+    "TinyLoRA": peft.TinyLoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], weight_tying=1.0),
+    "UniLoRA": peft.UniLoraConfig(r=4, target_modules=["q_proj"], theta_d_length=64),
+}
+
+
+@pytest.mark.parametrize("kind", BEGIN_WITH_WEIGHTS)
+def test_adapters_that_begin_with_the_weight_are_added_before_it_becomes_bytes(kind: str, ranks: Ranks) -> None:
+    """The oracle has the decoded weights."""
+    plain, wrapped, says = ranks(1).run(begun_before_and_after, kind)[0]
+    assert wrapped == pytest.approx(plain, abs=LOSS_TOLERANCE) and len(set(wrapped)) == STEPS
+    assert re.search(rf"is of {kind}, .*q_proj\.base_layer\.weight' was packed as int8 before", says), says
+
+
+def begun_before_and_after(kind: str) -> tuple[list[float], list[float], str]:
+    """(rank) Losses of plain PyTorch, and of the wrapped model, adapted before; what is said of later ones."""
+    em.init_mesh(device_type="cpu")
+    losses = []
+    for decoded in (True, False):
+        torch.manual_seed(4)
+        model: Any = em.quantize(peft.get_peft_model(base(), BEGIN_WITH_WEIGHTS[kind]), "int8")
+        model, optimizer = em.dequantize(model) if decoded else model, optimizer_of(model)
+        if not decoded:
+            model, optimizer = em.wrap(model, optimizer, plan=em.Plan.zero3())
+        losses.append([loss.item() for loss in steps(model, optimizer)])
+        if not decoded:
+            optimizer.close()
+    model = peft.get_peft_model(em.quantize(base(), "int8"), BEGIN_WITH_WEIGHTS[kind])
+    with pytest.raises(em.ConfigError) as refusal:
+        em.wrap(model, optimizer_of(model), plan=em.Plan.zero3())
+    return losses[0], losses[1], str(refusal.value)
 
 
 def test_adapters_are_merged_into_decoded_weights() -> None:
