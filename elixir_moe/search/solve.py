@@ -504,12 +504,10 @@ class _Length:
             return
         self._found[blocks] = None
         fits = [count for count, most in enumerate(self._most_blocks) if blocks <= most]
-        if not fits:
+        count = next((count for count in reversed(fits) if self._packing.step(count)[1] <= blocks), None)
+        if count is None:
             return
-        count = fits[-1]
-        schedule, least, gradients, units = self._packing.step(count)
-        if blocks < least:
-            return
+        schedule, _, gradients, units = self._packing.step(count)
         held = self._held(count)
         cached: int | Literal["all"] = "all" if blocks >= held.cached else blocks
         if count == len(self._layout.chunks):
