@@ -39,6 +39,7 @@ from elixir_moe.state.checkpoint.manifest import (
 from elixir_moe.state.checkpoint.shard_ranges import Span, flaw, overlap
 from elixir_moe.state.checkpoint.storage import (
     Draft,
+    discard,
     latest,
     moment_after_all,
     partial_of,
@@ -248,6 +249,27 @@ def test_an_existing_target_is_never_touched(tmp_path: Path) -> None:
         draft.commit(b"")
     draft.abandon()
     assert names_in(tmp_path) == ["a", "b"]
+
+
+def test_no_directory_is_removed_while_a_file_in_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS keeps a deleted file in its directory, under another name, until it is closed."""
+    removed = []
+
+    def rmdir(path: Path) -> None:
+        opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        removed.append(path)
+        assert not [name for name in opened if name.startswith(f"{path}/")]
+        os.rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    Draft(tmp_path / "a").abandon()
+    for name in ("b", "c"):
+        write_small(tmp_path / name, 1)
+    discard(tmp_path / "b")
+    half = partial_of(tmp_path / "d")
+    (tmp_path / "c").rename(half)
+    assert latest(tmp_path) is None
+    assert removed == [partial_of(tmp_path / "a"), partial_of(tmp_path / "b"), half] and not names_in(tmp_path)
 
 
 def test_an_interrupt_right_behind_the_commit_leaves_a_whole_checkpoint(

@@ -73,9 +73,12 @@ class Draft:
 
     def abandon(self) -> None:
         """Removes the partial directory if it is still there: an interrupt may come right behind the rename."""
-        if self.path.exists():
-            _remove(self.path)
+        mine = self.path.exists()
+        if mine:
+            _empty(self.path)
         self._manifest.close()
+        if mine:
+            _drop(self.path)
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
@@ -233,11 +236,13 @@ def _remove_if_dead(partial: Path) -> bool:
     try:
         if not (partial / MANIFEST).exists():
             # A writer has no manifest between its first two, and its last two, system calls: the directory is empty.
-            return not any(partial.iterdir()) and _remove(partial)
+            return not any(partial.iterdir()) and _drop(partial)
         with open(partial / MANIFEST, "r+b") as manifest:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(os.fstat(manifest.fileno()), os.stat(partial / MANIFEST))
-            return mine and _remove(partial)
+            if not os.path.samestat(os.fstat(manifest.fileno()), os.stat(partial / MANIFEST)):
+                return False
+            _empty(partial)
+        return _drop(partial)
     except (BlockingIOError, FileNotFoundError, PermissionError):
         return False
     except OSError as error:
@@ -246,13 +251,25 @@ def _remove_if_dead(partial: Path) -> bool:
         return False
 
 
-def _remove(partial: Path) -> bool:
-    """Deletes a partial checkpoint; the manifest, by which it is recognized, last."""
+def _empty(partial: Path) -> None:
+    """Deletes the files of a partial checkpoint; the manifest, by which it is recognized, last."""
     for path in partial.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif path.name != MANIFEST:
             path.unlink()
     (partial / MANIFEST).unlink(missing_ok=True)
-    partial.rmdir()
+
+
+def _drop(partial: Path) -> bool:
+    """Deletes an empty directory; False if another process has, or has begun to write there.
+
+    Its manifest must be closed: NFS leaves a file in the directory until a deleted one is closed.
+    """
+    try:
+        partial.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            raise
+        return False
     return True
