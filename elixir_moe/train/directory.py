@@ -18,6 +18,7 @@ clean`. Starts no communication; only rank 0 claims a directory.
               sample.txt            text that the trained model wrote
               weights.safetensors   full weights, named as in the model without this library; for our own GPT
               summary.json          the output of `--json`
+              .lock                 empty; locked by the process that trains here
 """
 
 import fcntl
@@ -41,6 +42,8 @@ FILES: tuple[str, ...] = (
     *_OF_THE_END,
 )
 APART, CONTROL, TENSORBOARD = "apart", "control.yaml", "tensorboard"
+_LOCK = ".lock"
+"""What is locked: over NFS other hosts see locks of files, and none of directories."""
 _WORDS = ("auto", "fall_back", "never")
 """Values of ``run.resume`` that name no checkpoint."""
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -54,7 +57,7 @@ class Claim:
         self.path = path
         self.source = source
         """The checkpoint to continue from; None for a new run."""
-        self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -66,6 +69,18 @@ class Claim:
     def release(self) -> None:
         """Releases the lock."""
         os.close(self._lock)
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether a process trains in `path`. Writes nothing there."""
+    try:
+        with open(path / _LOCK, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def restarted() -> bool:
@@ -89,7 +104,7 @@ def check_directory(config: TrainConfig, data: Data) -> Path | None:
     """Raises like `claim_directory`, but changes nothing; returns the checkpoint the run would continue from."""
     run, directory = config.run, Path(config.run.out)
     try:
-        used = directory.exists() and bool(set(os.listdir(directory)) - {CONTROL})
+        used = directory.exists() and bool(set(os.listdir(directory)) - {CONTROL, _LOCK})
     except OSError as error:
         raise _unusable(run.out, error) from error
     if not used:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from elixir_moe.chunks.plan import Tier, size_text
 from elixir_moe.errors import ConfigError
-from elixir_moe.train.directory import Claim, is_run
+from elixir_moe.train.directory import is_claimed, is_run
 
 _SHOWN = {
     "state": "state",
@@ -280,11 +280,7 @@ def _words(value: Any) -> str | None:
 def _state(directory: Path, status: Mapping[str, Any]) -> str:
     """The last recorded state of the run; if that is "running" and no process holds the directory, says so."""
     state = str(status.get("state", "not begun"))
-    if state != "running":
-        return state
-    try:
-        Claim(directory, None).release()
-    except ConfigError:
+    if state != "running" or is_claimed(directory):
         return state
     return "ended without a word; the same command goes on"
 

@@ -273,7 +273,7 @@ def test_a_report_of_what_never_ended(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (told["step"], told["train_loss"], told["val_loss"], told["hit_rate"]) == (2, 2.0, None, None)
     assert (told["step_seconds"], told["events"]) == (0.5, [event])
     assert (tmp_path / "half.png").read_bytes().startswith(b"\x89PNG\r\n")
-    held = os.open(tmp_path, os.O_RDONLY)
+    held = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_EX)
     try:
         assert main(["report", str(tmp_path)]) == 0

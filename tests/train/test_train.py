@@ -180,7 +180,7 @@ def test_a_run_that_goes_back_from_its_end_has_no_results_of_it(
     for name in ("metrics.jsonl", "summary.json", "weights.safetensors", "sample.txt", "loss.png"):
         (tmp_path / name).write_text('{"steps": 100}')
     claim_directory(config_of(tmp_path, overwrite=True, resume=str(source), steps=100), text).release()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "checkpoints", "config.yaml", "metrics.jsonl"]
 
 
 @pytest.mark.fault(34)
@@ -196,12 +196,12 @@ def test_a_directory_is_claimed_once_and_only_our_own_files_are_removed(tmp_path
     with pytest.raises(ConfigError, match="is not empty"):
         claim_directory(config_of(out, resume="never"), text)
     claim_directory(config_of(out), text).release()
-    assert sorted(p.name for p in out.iterdir()) == ["config.yaml", "notes.txt"]
+    assert sorted(p.name for p in out.iterdir()) == [".lock", "config.yaml", "notes.txt"]
     (out / "summary.json").write_text('{"steps": 100}')
     with pytest.raises(ConfigError, match="has ended at step 100"):
         claim_directory(config_of(out), text)
     claim_directory(config_of(out, overwrite=True), text).release()
-    assert sorted(p.name for p in out.iterdir()) == ["config.yaml", "notes.txt"]
+    assert sorted(p.name for p in out.iterdir()) == [".lock", "config.yaml", "notes.txt"]
     for content in ("mine: 1", "run: [out]", "a: b: c", None):
         if content is None:
             (out / "config.yaml").unlink()
@@ -234,6 +234,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
 def test_a_run_leaves_all_its_files(tiny_run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, done = tiny_run
     names = [
+        ".lock",
         "checkpoints",
         "config.yaml",
         "layout.json",
