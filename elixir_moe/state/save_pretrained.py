@@ -33,6 +33,7 @@ from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 from elixir_moe.torch_private import DisableTorchFunctionSubclass
 
+_GENERATION = "generation_config.json"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 """The name of one of several files with weights."""
 
@@ -295,8 +296,10 @@ class _Writer:
                 self._files[file_name].write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
-        """Moves the files to their final place."""
+        """Moves the files to their final place, once the disk has them: until then those of before stay."""
         for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
             file.close()
         self._configure()
         for old in self._folder.iterdir():
@@ -322,6 +325,14 @@ class _Writer:
             config.save_pretrained(self._partial)
         if hasattr(generation, "save_pretrained"):
             generation.save_pretrained(self._partial)
+        if self._wrapped.weights is not None and getattr(generation, "_from_model_config", False):
+            copy_generation_config(Path(self._wrapped.weights), self._partial)
+
+
+def copy_generation_config(source: Path, folder: Path) -> None:
+    """Puts the model's own file, with its ends of text and ways to sample, in the place of one made of its config."""
+    if (source / _GENERATION).is_file():
+        shutil.copyfile(source / _GENERATION, folder / _GENERATION)
 
 
 def _converted_together(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:

@@ -27,7 +27,7 @@ from elixir_moe.quantized.convert import dequantize, quantize
 from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.storage import CHECKPOINTS, latest
-from elixir_moe.state.save_pretrained import save_pretrained
+from elixir_moe.state.save_pretrained import copy_generation_config, save_pretrained
 from elixir_moe.train import config as configs
 from elixir_moe.train.config import HuggingFaceModel, TrainConfig
 from elixir_moe.train.data import labeled
@@ -44,7 +44,6 @@ _ROUNDING = 1e-5
 _SHARE = 0.02
 """Difference of logits, in parts of what the adapters change, above which the adapters are not those of the run."""
 _ROWS, _TOKENS = 2, 32
-_GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +149,7 @@ def _written(config: TrainConfig, checkpoint: Path, folder: Path, what: str) -> 
     if config.data.tokenizer is not None or recipe.tokenizer is not None:
         tokenizer_of(config.data.tokenizer or str(recipe.tokenizer)).save_pretrained(folder)
     if what != "adapter" and recipe.tokenizer is not None:
-        _copy_generation_config(Path(recipe.tokenizer), folder)
+        copy_generation_config(Path(recipe.tokenizer), folder)
     return _figures(found, wanted, base, folder, recipe.compares)
 
 
@@ -223,12 +222,6 @@ def _with_adapters(model: nn.Module, folder: Path) -> Any:
     import peft
 
     return peft.PeftModel.from_pretrained(model, folder)  # type: ignore[arg-type]
-
-
-def _copy_generation_config(source: Path, folder: Path) -> None:
-    """Puts the model's own file, with its ends of text and ways to sample, in the place of one made of its config."""
-    if (source / _GENERATION).is_file():
-        shutil.copyfile(source / _GENERATION, folder / _GENERATION)
 
 
 def _save_plain(model: Any, folder: Path) -> None:

@@ -306,6 +306,23 @@ def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == others | {"model.safetensors"}
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_folder_keeps_what_the_one_it_was_read_from_says_of_generation(own: bool, tmp_path: Path) -> None:
+    hf.LlamaForCausalLM(LLAMA).save_pretrained(tmp_path / "a")
+    said = {"eos_token_id": [1, 3], "do_sample": False, "temperature": 0.3}
+    (tmp_path / "a" / "generation_config.json").write_text(json.dumps(said))
+    em.init_mesh(device_type="cpu")
+    with torch.device("meta"):
+        model: Any = hf.LlamaForCausalLM(LLAMA)
+    if own:
+        model.generation_config = hf.GenerationConfig(eos_token_id=2)
+    model, optimizer = wrap(model, weights=tmp_path / "a")
+    save_pretrained(model, tmp_path / "b")
+    optimizer.close()
+    found = json.loads((tmp_path / "b" / "generation_config.json").read_text())
+    assert found["eos_token_id"] == 2 if own else found == said
+
+
 def test_of_one_file_and_an_index_the_file_is_read(tmp_path: Path) -> None:
     """As `from_pretrained` does."""
     em.init_mesh(device_type="cpu")
